@@ -106,3 +106,60 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
         bar.set_label(noun)
         bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         figure.savefig(temporary)
+
+
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""Lines by name: their x and y."""
+
+
+def lines(
+    panels: Mapping[str, Series],
+    path: Path | str,
+    *,
+    x_label: str,
+    y_label: str,
+    logarithmic: bool = False,
+) -> None:
+    """Draw lines in panels side by side; a name has the same colour and stroke in all of them.
+
+    Args:
+      panels: the lines of each panel, by the panel's title.
+      path: the picture to write (png, svg or pdf).
+      x_label: what x is, with its unit.
+      y_label: what y is, with its unit.
+      logarithmic: both axes.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    looks = dict(zip(names, itertools.cycle(itertools.product(STROKES, COLOURS)), strict=False))
+    columns = max(1, min(len(names), int(WIDTH / (0.6 + 0.07 * max(map(len, names), default=0)))))
+    height = 4.0 + (0.18 * math.ceil(len(names) / columns) if len(names) > 1 else 0.0)
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=(WIDTH, height), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        drawn = {}
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, (title, series) in zip(axes, panels.items(), strict=True):
+            for name, (x, y) in series.items():
+                stroke, colour = looks[name]
+                marker = "o" if len(x) == 1 else ""
+                (drawn[name],) = axis.plot(x, y, stroke, color=colour, linewidth=1.6, marker=marker)
+            if logarithmic:
+                axis.set_xscale("log")
+                axis.set_yscale("log")
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel(x_label)
+            axis.set_ylabel(y_label)
+            axis.grid(color="0.9", linewidth=0.8)
+            axis.set_axisbelow(True)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.margins(x=0.01)
+        if len(names) > 1:
+            shown = [drawn[name] for name in names]
+            figure.legend(shown, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+        else:
+            figure.suptitle("".join(names), fontsize=10)
+        figure.savefig(temporary)

@@ -33,8 +33,8 @@ COLUMNS = (
 """The columns of every run, in order: fractions in 0..1, nats, bytes, seconds; a strategy's own columns follow."""
 
 CONTENTS = (
-    "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "curves.png", "partition.npz",
-    "partition.png", "run.flags", "config.json",
+    "analysis", "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "curves.png",
+    "partition.npz", "partition.png", "run.flags", "config.json",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes."""
 

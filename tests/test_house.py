@@ -30,6 +30,9 @@ MAY_IMPORT = {
     "local": {"models", "trees"},
     "models": {"config"},
     "data": {"config", "models", "plots"},
+    # Beside the drawing: a run folder's settings (config), and what rebuilds the template of its checkpoints (run,
+    # parallel), so that every strategy's state can be read without a second description of it.
+    "analysis": {"checkpoint", "config", "data", "local", "models", "parallel", "plots", "record", "run", "trees"},
     "plots": set(),
     "checkpoint": set(),
     "parallel": set(),

@@ -1,0 +1,117 @@
+"""Run folders as the commands see them: settings, evaluations, and the models of a checkpoint."""
+
+import argparse
+import collections
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_mr import config as configuration
+from fedjax_mr import data, parallel, record
+from fedjax_mr.checkpoint import Checkpoints
+from fedjax_mr.config import Config
+from fedjax_mr.data import FederatedData
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Model, Variables
+from fedjax_mr.run import build_model, build_rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run folder.
+
+    Attributes:
+      path: the folder.
+      name: what tables and pictures call it: the folder's name, or its path where two names are the same.
+      config: what the run was told.
+    """
+
+    path: Path
+    name: str
+    config: Config
+
+    def rows(self) -> list[record.Row]:
+        """Return the evaluations, ascending; numbers that were not finite are None.
+
+        Raises:
+          UserError: there is none.
+        """
+        rows = record.read_rows(self.path)
+        if not rows:
+            raise UserError(f"{self.path} has no evaluation yet")
+        return rows
+
+    def checkpoints(self) -> list[int]:
+        """Return the rounds that have a checkpoint, ascending."""
+        return Checkpoints(self.path / "checkpoints").rounds()
+
+
+class Trained(NamedTuple):
+    """A run's models at a checkpoint."""
+
+    round: int
+    federated: FederatedData
+    model: Model
+    deployed: Variables | None
+    models: Variables | None
+    """The K models that the server keeps, leaves [K, ...]; None where it keeps a single one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
+    """Add the run folders and the folder of the results to a command's arguments."""
+    parser.add_argument("runs", nargs="+" if several else 1, metavar="RUN", help="run folder")
+    parser.add_argument("--out", metavar="FOLDER", help="where results go (default: the first run's analysis/)")
+
+
+def add_data_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the place of the data sets, for commands that restore models."""
+    parser.add_argument("--data_dir", metavar="FOLDER", help="where the data sets are now (default: as in the run)")
+
+
+def read(paths: Sequence[str]) -> list[Run]:
+    """Return the runs in these folders, in order, each with a name of its own.
+
+    Raises:
+      UserError: one is no run folder, or is named twice.
+    """
+    folders = [Path(path) for path in paths]
+    repeated = [path for path, count in collections.Counter(path.resolve() for path in folders).items() if count > 1]
+    if repeated:
+        raise UserError(f"the run {repeated[0]} is named twice")
+    names = collections.Counter(path.resolve().name for path in folders)
+    named = [str(path) if names[path.resolve().name] > 1 else path.resolve().name for path in folders]
+    return [Run(path, name, configuration.load(path)) for path, name in zip(folders, named, strict=True)]
+
+
+def results(out: str | None, runs: Sequence[Run]) -> Path:
+    """Return the folder of the results, made if need be: the one asked for, or ``analysis`` of the first run.
+
+    Raises:
+      UserError: it cannot be made.
+    """
+    folder = runs[0].path / "analysis" if out is None else Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder} ({error.strerror})") from None
+    return folder
+
+
+def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) -> Trained:
+    """Return the models of a checkpoint (None: the newest), on the host.
+
+    Raises:
+      UserError: there is no such checkpoint, it is damaged, or the data are no longer those of the run.
+    """
+    config = run.config if data_dir is None else dataclasses.replace(run.config, data_dir=data_dir)
+    parallel.start(devices=1, cohort_size=1)
+    federated = data.prepare(config)
+    model = build_model(config, federated)
+    axis = parallel.client_axis(devices=1, lanes=1, cohort_size=config.cohort)
+    engine = build_rounds(config, federated, model, axis)
+    progress, meta = Checkpoints(run.path / "checkpoints").restore(engine.shapes(), round)
+    if meta["data"] != federated.hash():
+        raise UserError(f"{run.path} was made with other data: its partition hash is {meta['data']}")
+    models: Any = getattr(progress.server, "models", None)
+    return Trained(int(progress.round), federated, model, engine.deployed(progress), models)
