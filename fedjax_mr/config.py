@@ -22,6 +22,7 @@ from fedjax_mr.fields import field
 
 COMMAND = "python -m fedjax_mr.main"
 GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Evaluation and records", "Engine")
+Own = typing.TypeVar("Own")
 LARGEST_SEED = 2**31 - 1  # what NumPy and JAX (without 64-bit integers) both take
 
 
@@ -449,8 +450,25 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `validate`'s concern.
     """
+    return _parse(arguments)[0]
+
+
+def parse_command(arguments: Sequence[str], own: type[Own]) -> tuple[Config, Own]:
+    """Return the configuration and the settings of a command that has flags of its own beside it.
+
+    Args:
+      arguments: the flags, without the program's name.
+      own: the command's dataclass of settings, declared by `fields.field`.
+
+    Raises:
+      UserError: as `parse`.
+    """
+    return _parse(arguments, own)
+
+
+def _parse(arguments: Sequence[str], own: type | None = None) -> tuple[Config, Any]:
     owners, values = _owners(), flags.FlagValues()
-    for prefix, owner in owners.items():
+    for prefix, owner in (*owners.items(), *((("", own),) if own else ())):
         for setting in _settings(owner, prefix):
             _define(values, setting)
     try:
@@ -468,7 +486,16 @@ def parse(arguments: Sequence[str]) -> Config:
         return _build(owner, {each.name: values[each.flag].value for each in _settings(owner, prefix)})
 
     config, prefix = read(Config), f"{values['strategy'].value}_"
-    return dataclasses.replace(config, hyper=read(owners[prefix], prefix)) if prefix in owners else config
+    if prefix in owners:
+        config = dataclasses.replace(config, hyper=read(owners[prefix], prefix))
+    return config, read(own) if own else None
+
+
+def flag_names(strategies: Collection[str]) -> list[str]:
+    """Return the flags that decide about runs of these strategies; the others name folders, devices and the like."""
+    owners = {prefix: owner for prefix, owner in _owners().items() if not prefix or prefix[:-1] in strategies}
+    settings = (setting for prefix, owner in owners.items() for setting in _settings(owner, prefix))
+    return [setting.flag for setting in settings if setting.info.affects_results]
 
 
 def _build(owner: type, chosen: Mapping[str, Any]) -> Any:
@@ -605,6 +632,12 @@ def help_text(width: int | None = None) -> str:
     return "\n".join(lines)
 
 
+def help_of(owner: type, width: int | None = None) -> str:
+    """Return the part of ``--help`` on the flags of one dataclass."""
+    width = max(40, min(width or shutil.get_terminal_size().columns, 110))
+    return "\n".join(line for setting in _settings(owner) for line in _help_of(setting, width))
+
+
 def _title(prefix: str) -> str:
     name = prefix.removesuffix("_")
     return f"Strategy {name} ({_registry('strategy')[name].paper})"
@@ -708,7 +741,7 @@ def load(folder: Path | str) -> Config:
 
 def differences(config: Config, saved: Config) -> list[str]:
     """Return, as ``lr: 0.1 (saved 0.05)``, the settings that can change results and differ."""
-    ours, theirs = _decisive(config), _decisive(saved)
+    ours, theirs = decisive(config), decisive(saved)
     return [
         f"{flag}: {ours.get(flag, '-')} (saved {theirs.get(flag, '-')})"
         for flag in dict.fromkeys((*ours, *theirs))
@@ -718,8 +751,9 @@ def differences(config: Config, saved: Config) -> list[str]:
 
 def digest(config: Config) -> str:
     """Return a short hash of all settings that can change results."""
-    return hashlib.sha256(json.dumps(_decisive(config), sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _decisive(config: Config) -> dict[str, Any]:
+def decisive(config: Config) -> dict[str, Any]:
+    """Return, as plain values by flag, the settings that can change results."""
     return {setting.flag: _plain(setting, value) for setting, value in _values(config) if setting.info.affects_results}

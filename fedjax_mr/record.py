@@ -33,8 +33,8 @@ COLUMNS = (
 """The columns of every run, in order: fractions in 0..1, nats, bytes, seconds; a strategy's own columns follow."""
 
 CONTENTS = (
-    "analysis", "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "curves.png",
-    "partition.npz", "partition.png", "run.flags", "config.json",
+    "analysis", "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
+    "curves.png", "partition.npz", "partition.png", "run.flags", "config.json",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes."""
 
@@ -56,6 +56,7 @@ class RunFolder:
         self.path = path
         self.resumed = resumed
         weakref.finalize(self, os.close, _lock(path))
+        (path / "diverged.txt").unlink(missing_ok=True)
         self._rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
         self._columns: list[str] | None = None  # of the csv file, once this process has written it
 
@@ -137,6 +138,11 @@ class RunFolder:
         with files.whole(self.path / "summary.json") as path:
             path.write_text(json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
+    def note_divergence(self, message: str) -> None:
+        """Write ``diverged.txt``, which says why the run ended early; going on with the run removes it."""
+        with files.whole(self.path / "diverged.txt") as path:
+            path.write_text(message + "\n", encoding="utf-8")
+
 
 def read_rows(folder: Path | str) -> list[Row]:
     """Return the evaluations that a run folder holds; a last line that was cut short by a kill is left out.
@@ -152,6 +158,26 @@ def read_rows(folder: Path | str) -> list[Row]:
         raise UserError(f"{folder} is not a run folder with metrics ({path.name}: {error.strerror})") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error})") from None
+
+
+def state(folder: Path | str) -> str:
+    """Return how far the run of a folder is: ``new`` (no checkpoint yet), ``started``, ``diverged`` or ``finished``."""
+    folder = Path(folder)
+    for word, name in (("finished", "summary.json"), ("diverged", "diverged.txt")):
+        if (folder / name).exists():
+            return word
+    return "started" if _has_checkpoint(folder) else "new"
+
+
+def is_taken(folder: Path | str) -> bool:
+    """Return whether another process is at work in a folder."""
+    if not Path(folder).is_dir():
+        return False
+    try:
+        os.close(_lock(Path(folder)))
+    except UserError:
+        return True
+    return False
 
 
 # --- Which folder ----------------------------------------------------------------------------------------------------

@@ -300,11 +300,13 @@ class Experiment:
         self.seconds += seconds
         if report.bad_client >= 0 and not self.config.allow_nonfinite:
             last = self.checkpoints.latest()
-            raise DivergedError(
+            error = DivergedError(
                 f"round {int(progress.round)} diverged: client {int(report.bad_client)} met a loss or weight that is "
                 f"not finite at its local step {int(report.bad_step)}; the checkpoint of round {last} in "
                 f"{self.folder.path} stays (a smaller --lr or --clip_norm may help; --allow_nonfinite goes on)"
             )
+            self.folder.note_divergence(str(error))
+            raise error
         return progress, report, seconds
 
     def _evaluate(self, progress: rounds.Progress, report: rounds.Report, done: int) -> dict[str, Any]:

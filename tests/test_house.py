@@ -18,6 +18,7 @@ FREE = {"errors", "fields", "files"}  # leaves of the tree: everybody may use th
 MAY_IMPORT = {
     "": {"config", "data", "local", "models", "run", "strategies", "trees"},
     "main": {"config", "record", "run"},
+    "sweep": {"analysis", "config", "record"},
     "run": {
         "checkpoint", "config", "data", "evaluation", "local", "models", "parallel", "plots", "record", "rounds",
         "strategies", "trees",

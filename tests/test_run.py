@@ -14,6 +14,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import main as command
+from fedjax_mr import record
 from fedjax_mr.checkpoint import Checkpoints
 from fedjax_mr.run import Experiment, Interrupted
 
@@ -177,6 +178,7 @@ def test_divergence_stops_at_the_round_and_keeps_the_checkpoint(capsys):
     latest = Checkpoints("a/checkpoints").latest()
     assert latest is not None
     assert f"checkpoint of round {latest}" in line
+    assert (record.state("a"), Path("a/diverged.txt").read_text()) == ("diverged", line.removeprefix("fedjax-mr: "))
     assert command.main([*flags, "--run_dir=b", "--allow_nonfinite"]) == 0
     assert json.loads(Path("b/summary.json").read_text())["loss_last"] is None
 

@@ -1,0 +1,343 @@
+"""Accuracy, mean and standard deviation over the seeds, beside the papers' numbers; rounds and bytes to a target.
+
+RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one line. Only finished
+runs count; the standard deviation is the sample's. The difference is the mean of the last ten evaluations minus the
+number that the paper prints.
+"""
+
+import argparse
+import csv
+import dataclasses
+import io
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_mr import config as configuration
+from fedjax_mr import record
+from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis.runs import Run
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+
+PAPER_TABLES = Path(__file__).parents[2] / "experiments" / "paper_tables.csv"
+SEEDS = ("seed", "partition_seed")
+
+# The papers' names. A "CNN" is LeNet-5 in the FedMR authors' code and McMahan's network in the papers' text.
+MODELS = {
+    "lenet5": "CNN", "cnn_mcmahan": "CNN", "cnn_femnist": "CNN", "resnet20": "ResNet-20", "vgg16": "VGG-16",
+    "vgg_femnist": "VGG-16",
+}  # fmt: skip
+DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "femnist": "FEMNIST"}
+PAPERS = ("fedmr_kdd", "fedmr_v1", "fedcross")  # the first that has a number for a setting is shown
+CLIENTS, COHORT = 100, 10  # of these papers on CIFAR
+
+
+class Statistic(NamedTuple):
+    """Mean and sample standard deviation over the seeds; None where there is nothing to say."""
+
+    mean: float | None
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Statistic":
+        """Return the statistic of values; if one of them is missing there is none."""
+        known = []
+        for value in values:
+            if value is None:
+                return cls(None, None)
+            known.append(value)
+        if not known:
+            return cls(None, None)
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+class Published(NamedTuple):
+    """A number of a paper, in percent as printed."""
+
+    paper: str
+    mean: float
+    deviation: float | None
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One setting of a table, over its seeds; accuracies are fractions.
+
+    Attributes:
+      setting: the values, by flag, in which it differs from other lines; the strategy first.
+      runs: its runs, by seed.
+      finished, diverged, unfinished: how many of them are; only finished ones enter the statistics.
+      last, best, last_10: accuracy of the last evaluation, of the best, mean of the last ten.
+      rounds: rounds of the finished runs.
+      reached: how many finished runs reached the target accuracy.
+      rounds_to_target, bytes_to_target: if all finished runs reached it; bytes of both directions.
+      published: the paper's number for this setting, if there is one.
+    """
+
+    setting: dict[str, Any]
+    runs: tuple[Run, ...]
+    finished: int
+    diverged: int
+    unfinished: int
+    last: Statistic
+    best: Statistic
+    last_10: Statistic
+    rounds: int
+    reached: int
+    rounds_to_target: Statistic
+    bytes_to_target: Statistic
+    published: Published | None
+
+    @property
+    def name(self) -> str:
+        """The setting in words."""
+        strategy, *others = self.setting.items()
+        prefix = f"{strategy[1]}_"
+        return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def find(paths: Iterable[Path | str]) -> list[Run]:
+    """Return the runs of run folders and of folders that hold some, at any depth.
+
+    Raises:
+      UserError: a path holds no run folder.
+    """
+    folders: dict[Path, None] = {}
+    for path in map(Path, paths):
+        found = sorted(each.parent for each in path.rglob("config.json"))
+        if not found:
+            raise UserError(f"{path} is no run folder and holds none (no config.json)")
+        folders |= dict.fromkeys(found)
+    return runs.read(list(map(str, folders)))
+
+
+def settings(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
+    """Return the runs by setting, in their order; runs of one setting differ in nothing but seeds.
+
+    A setting names the strategy, and what does not have the same value in all runs that know it.
+    """
+    decisive = [configuration.decisive(run.config) for run in chosen]
+    flags = [flag for flag in dict.fromkeys(flag for each in decisive for flag in each) if flag not in SEEDS]
+    groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
+    for each, run in zip(decisive, chosen, strict=True):
+        key = json.dumps({flag: each.get(flag, "-") for flag in flags})
+        groups.setdefault(key, (each, []))[1].append(run)
+    values = {flag: {json.dumps(each[flag]) for each in decisive if flag in each} for flag in flags}
+    varied = [flag for flag in flags if len(values[flag]) > 1 and flag != "strategy"]
+    return [
+        ({"strategy": each["strategy"]} | {flag: each[flag] for flag in varied if flag in each}, members)
+        for each, members in groups.values()
+    ]
+
+
+def published(path: Path | str | None = None) -> list[dict[str, str]]:
+    """Return the rows of the papers' tables; none where the file is not there (an installed package)."""
+    path = PAPER_TABLES if path is None else Path(path)
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lookup(config: Config, tables: Iterable[Mapping[str, str]]) -> Published | None:
+    """Return the papers' number for a configuration, or None.
+
+    Data set, model, division, strategy, its settings that the table names and, on CIFAR, the numbers of clients must
+    be the paper's. Rounds, momentum and labels need not: the papers leave them open or contradict their code.
+    """
+    own = configuration.decisive(config)
+    heterogeneity = f"dir_{config.alpha:.1f}" if config.partition == "dirichlet" else config.partition
+    wanted = (DATASETS.get(config.dataset), MODELS.get(config.model), heterogeneity, config.strategy)
+    if config.partition == "dirichlet" and round(config.alpha, 1) != config.alpha:
+        return None
+    if config.partition != "natural" and (config.clients, config.cohort) != (CLIENTS, COHORT):
+        return None
+
+    def fits(row: Mapping[str, str]) -> bool:
+        pairs = (pair.split("=") for pair in row["setting"].split())
+        same = all(str(own.get(f"{config.strategy}_{name}")) == value for name, value in pairs)
+        return same and (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) == wanted
+
+    found = {row["paper"]: row for row in tables if fits(row)}
+    row = next((found[paper] for paper in PAPERS if paper in found), None)
+    if row is None:
+        return None
+    return Published(row["paper"], float(row["mean"]), float(row["std"]) if row["std"] else None, row["source"])
+
+
+# --- Computing -------------------------------------------------------------------------------------------------------
+
+
+def lines(
+    chosen: Sequence[Run], *, target: float | None = None, tables: Sequence[Mapping[str, str]] = ()
+) -> list[Line]:
+    """Return the lines of the table of some runs.
+
+    Args:
+      chosen: as `find` returns them.
+      target: the accuracy to reach, a fraction.
+      tables: as `published` returns them.
+    """
+    return [_line(setting, members, target, tables) for setting, members in settings(chosen)]
+
+
+def _line(setting: dict, chosen: Sequence[Run], target: float | None, tables: Sequence[Mapping[str, str]]) -> Line:
+    chosen = sorted(chosen, key=lambda run: run.config.seed)
+    states = [record.state(run.path) for run in chosen]
+    courses = [run.rows() for run, state in zip(chosen, states, strict=True) if state == "finished"]
+    summaries = [record.summarise(rows, target) for rows in courses]
+    reached = [_first_at(rows, target) for rows in courses]
+    return Line(
+        setting=setting,
+        runs=tuple(chosen),
+        finished=len(courses),
+        diverged=states.count("diverged"),
+        unfinished=states.count("started") + states.count("new"),
+        last=Statistic.of(each["accuracy_last"] for each in summaries),
+        best=Statistic.of(each["accuracy_best"] for each in summaries),
+        last_10=Statistic.of(each["accuracy_mean_last_10"] for each in summaries),
+        rounds=max((each["rounds"] for each in summaries), default=0),
+        reached=sum(row is not None for row in reached),
+        rounds_to_target=Statistic.of(row["round"] if row else None for row in reached),
+        bytes_to_target=Statistic.of(_bytes(row) if row else None for row in reached),
+        published=lookup(chosen[0].config, tables),
+    )
+
+
+def _first_at(rows: Iterable[record.Row], target: float | None) -> record.Row | None:
+    """Return the first evaluation that reaches an accuracy, or None."""
+    if target is None:
+        return None
+    return next((row for row in rows if (row["accuracy"] or 0.0) >= target), None)
+
+
+def _bytes(row: record.Row) -> int:
+    """Return the bytes sent up to an evaluation, in all directions."""
+    return row["bytes_down"] + row["bytes_up"] + row.get("bytes_peer", 0)
+
+
+# --- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[str]]:
+    """Return the table as texts, the head first; accuracies and differences are in percent and percentage points.
+
+    A column in which nothing stands is left out. The difference is the mean of the last ten minus the paper's number.
+    """
+    columns: dict[str, Callable[[Line], str]] = {
+        "setting": lambda line: line.name,
+        "seeds": _seeds,
+        "rounds": lambda line: str(line.rounds) if line.finished else "",
+        "last %": lambda line: _percent(line.last),
+        "best %": lambda line: _percent(line.best),
+        "last 10 %": lambda line: _percent(line.last_10),
+    }
+    if target is not None:
+        columns |= {
+            f"rounds to {100 * target:g} %": lambda line: _to_target(line, line.rounds_to_target, 1, 0),
+            "MB to it": lambda line: _to_target(line, line.bytes_to_target, 1e6, 1),
+        }
+    columns |= {
+        "paper %": lambda line: _paper(line.published),
+        "difference": _difference,
+        "paper": lambda line: line.published.source if line.published else "",
+    }
+    filled = {head: [show(line) for line in lines] for head, show in columns.items()}
+    filled = {head: texts for head, texts in filled.items() if any(texts) or head == "setting"}
+    return [list(filled), *map(list, zip(*filled.values(), strict=True))]
+
+
+def _seeds(line: Line) -> str:
+    others = {"diverged": line.diverged, "unfinished": line.unfinished}
+    return ", ".join([str(line.finished), *(f"{count} {word}" for word, count in others.items() if count)])
+
+
+def _percent(value: Statistic) -> str:
+    return _plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
+
+
+def _plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> str:
+    if mean is None:
+        return ""
+    return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+
+
+def _to_target(line: Line, value: Statistic, unit: float, digits: int) -> str:
+    if line.finished and line.reached < line.finished:
+        return f"{line.reached} of {line.finished} reach it"
+    return _plus_minus(*(None if part is None else part / unit for part in value), digits=digits)
+
+
+def _paper(number: Published | None) -> str:
+    return _plus_minus(number.mean, number.deviation, digits=2) if number else ""
+
+
+def _difference(line: Line) -> str:
+    if line.published is None or line.last_10.mean is None:
+        return ""
+    return f"{100 * line.last_10.mean - line.published.mean:+.2f}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    head, *body = [[text.replace("|", r"\|") for text in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
+
+
+def comma_separated(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().removesuffix("\n")
+
+
+def latex(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as a LaTeX ``tabular``, with rules of the package booktabs."""
+    escaped = str.maketrans({"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$", "$": r"\$"})
+    head, *body = [" & ".join(text.translate(escaped) for text in row) + r" \\" for row in rows]
+    begin = rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
+    return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
+
+
+FORMATS: dict[str, Callable[[Sequence[Sequence[str]]], str]] = {
+    "text": text.table,
+    "markdown": markdown,
+    "csv": comma_separated,
+    "latex": latex,
+}
+
+
+def table(paths: Iterable[Path | str], *, format: str = "text", target: float | None = None) -> str:
+    """Return the table of some runs.
+
+    Args:
+      paths: run folders, or folders that hold some.
+      format: a key of `FORMATS`.
+      target: the accuracy to reach, a fraction.
+
+    Raises:
+      UserError: a path holds no run folder, or its files cannot be read.
+    """
+    return FORMATS[format](cells(lines(find(paths), target=target, tables=published()), target=target))
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder that holds some")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="how it is written (default: text)")
+    parser.add_argument("--target", type=float, metavar="FRACTION", help="accuracy whose rounds and bytes are listed")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Print the table."""
+    print(table(arguments.runs, format=arguments.format, target=arguments.target))

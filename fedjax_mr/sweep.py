@@ -1,0 +1,394 @@
+"""Many runs by one command: the product of strategies, settings and seeds, one run folder each.
+
+    python -m fedjax_mr.sweep --flagfile=exp/quickstart.flags --strategies=fedavg,fedmr --seeds=0:3 --grid alpha=0.1,0.5
+
+Each run is a process of its own, ``python -m fedjax_mr.main``: compiled programs take hundreds of memory maps each, of
+which Linux allows a process 65,530, and a process that aborts takes no other run with it. The compilation cache makes
+all but the first of a kind start quickly. A folder's name holds a digest of the run's settings, so the same command
+skips what is finished and goes on with what is not, whatever was added to the sweep in between.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fedjax_mr import config as configuration
+from fedjax_mr import record
+from fedjax_mr.analysis import table
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.fields import field
+
+COMMAND = "python -m fedjax_mr.sweep"
+USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
+
+Run the product of strategies, settings and seeds; the same command again skips the finished runs and goes on with the
+others. All flags of {configuration.COMMAND} (its --help lists them) describe the runs, and these the sweep:
+"""
+OWN_FLAG = {"strategy": "strategies", "seed": "seeds"}
+SECONDS_PER_LOOK = 0.5  # how often the bar looks at the metrics of the run under way
+CALIBRATION_ROUNDS = 2
+ABORTED = 1  # the exit code for runs that ended in no foreseen way
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What a sweep is told beside the configuration of its runs."""
+
+    strategies: str | None = field(None, "methods, separated by commas; none: the one of --strategy")
+    seeds: str | None = field(None, "seeds, such as 0,1,5 or 0:3 (which is 0,1,2); none: the one of --seed")
+    grid: tuple[str, ...] = field((), "a setting and its values, such as alpha=0.1,0.5; repeat the flag for a product")
+    sweep_dir: str = field("runs/sweep", "folder of the run folders")
+    dry_run: bool = field(False, "print the plan and an estimate of its time, from a few rounds of each strategy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
+
+    Attributes:
+      config: everything that the run is told but its folder.
+      choice: the values of the grid, by flag.
+      folder: its run folder.
+    """
+
+    config: Config
+    choice: dict[str, Any]
+    folder: Path
+
+    @property
+    def kind(self) -> str:
+        """What decides about the run's time: strategy and settings, but neither the seed nor fractional numbers."""
+        coarse = [f"{name}={value}" for name, value in self.choice.items() if not isinstance(value, float)]
+        return " ".join([self.config.strategy, *coarse])
+
+    def done(self) -> int:
+        """Return the rounds up to the last evaluation."""
+        if not (self.folder / "metrics.jsonl").exists():
+            return 0
+        rows = record.read_rows(self.folder)
+        return rows[-1]["round"] if rows else 0
+
+
+# --- The plan --------------------------------------------------------------------------------------------------------
+
+
+def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
+    """Return the sweep that command-line flags describe and its runs, seed by seed within a setting.
+
+    Settings that mean nothing to a strategy (``--grid fedmr_unit=...`` for FedAvg) do not multiply its runs.
+
+    Raises:
+      UserError: a bad flag, or a bad value in any of the runs; nothing was started.
+    """
+    config, sweep = configuration.parse_command(arguments, Sweep)
+    if config.run_dir or config.overwrite:
+        raise UserError("a sweep names its run folders itself, in --sweep_dir; leave out --run_dir and --overwrite")
+    strategies = _split("strategies", sweep.strategies, config.strategy)
+    seeds = _seeds(sweep.seeds) or [config.seed]
+    grid = _grid(sweep.grid, strategies)
+    runs: dict[str, Run] = {}
+    for strategy, values, seed in itertools.product(strategies, itertools.product(*grid.values()), seeds):
+        chosen = [f"--{name}={value}" for name, value in zip(grid, values, strict=True)]
+        flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}", *chosen]
+        one, _ = configuration.parse_command(flags, Sweep)
+        configuration.validate(one)
+        plain, digest = configuration.to_json(one), configuration.digest(one)
+        choice = {name: plain[name] for name in grid if name in plain}
+        words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
+        folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
+        runs.setdefault(digest, Run(one, choice, folder))
+    return sweep, list(runs.values())
+
+
+def _split(name: str, text: str | None, default: str) -> list[str]:
+    values = [default] if text is None else [value.strip() for value in text.split(",")]
+    if "" in values:
+        raise UserError(f"--{name}={text} has an empty value: separate values by single commas")
+    return values
+
+
+def _seeds(text: str | None) -> list[int]:
+    seeds: list[int] = []
+    for part in [] if text is None else text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", part)
+        if match is None or (match[2] and int(match[2]) <= int(match[1])):
+            raise UserError(f"--seeds={text} has no seeds at {part!r}: write 0,1,5 or 0:3, which is 0,1,2")
+        seeds += range(int(match[1]), int(match[2] or int(match[1]) + 1))
+    return seeds
+
+
+def _grid(entries: Sequence[str], strategies: Sequence[str]) -> dict[str, list[str]]:
+    known = [name for name in configuration.flag_names(strategies) if name not in OWN_FLAG]
+    grid = {}
+    for entry in entries:
+        name, equals, values = entry.partition("=")
+        name = name.strip().removeprefix("--")
+        if not equals or not values:
+            raise UserError(f"--grid={entry} names no values: write --grid alpha=0.1,0.5")
+        if name in OWN_FLAG:
+            raise UserError(f"--grid={entry}: write --{OWN_FLAG[name]}={values}")
+        if name not in known:
+            raise unknown_name("flag in --grid", name, known)
+        if name in grid:
+            raise UserError(f"--grid names {name} twice: write all values of it after one --grid")
+        grid[name] = _split(f"grid {name}", values, "")
+    return grid
+
+
+def describe(runs: Sequence[Run], costs: Mapping[str, "Cost"]) -> str:
+    """Return the plan as lines: folder, state, rounds to go and the time that they will take."""
+    width = max(len(run.folder.name) for run in runs)
+    lines, total = [], 0.0
+    for run in runs:
+        state = record.state(run.folder)
+        line = f"  {run.folder.name.ljust(width)}  {state:<8}"
+        if state in ("new", "started"):
+            rounds = run.config.rounds - run.done()
+            seconds = costs[run.kind].of(run.config, rounds)
+            total += seconds
+            line += f"  {rounds:>6,} rounds to go, {duration(seconds)}"
+        lines.append(line)
+    return "\n".join([*lines, f"together {duration(total)} on this machine as busy as it is now"])
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as ``about 2 h 05 min``."""
+    minutes, hours = round(seconds / 60), int(seconds // 3600)
+    if seconds < 100:
+        return f"about {seconds:.0f} s"
+    return f"about {minutes} min" if minutes < 100 else f"about {hours} h {minutes - 60 * hours:02d} min"
+
+
+# --- How long it will take -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The time of a kind of run, in seconds."""
+
+    start: float  # until the first round: Python, data, compilation
+    round: float
+    evaluation: float
+
+    def of(self, config: Config, rounds: int) -> float:
+        """Return the time of some rounds of a run."""
+        return self.start + rounds * self.round + -(-rounds // config.eval_every) * self.evaluation
+
+
+def calibrate(run: Run) -> Cost:
+    """Train a few rounds of a run in a folder that is thrown away, and return what they cost.
+
+    Raises:
+      UserError: the run cannot start.
+    """
+    rounds = min(CALIBRATION_ROUNDS, run.config.rounds)
+    with tempfile.TemporaryDirectory() as temporary:
+        short = dataclasses.replace(run.config, rounds=rounds, eval_every=rounds)
+        run = dataclasses.replace(run, config=short, folder=Path(temporary) / "run")
+        started = time.perf_counter()
+        code = train(run, lambda: None)
+        wall = time.perf_counter() - started
+        if code:
+            raise UserError(f"{run.kind} cannot be timed: {_last_words(run)}")
+        summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    per_round = summary["seconds_per_round"]
+    return Cost(wall - summary["seconds"], per_round, max(0.0, summary["seconds"] - rounds * per_round))
+
+
+def estimate(runs: Sequence[Run]) -> dict[str, Cost]:
+    """Return the costs of all kinds of runs that have rounds to go, from one calibration of each."""
+    to_do = {run.kind: run for run in reversed(runs) if record.state(run.folder) in ("new", "started")}
+    bar = tqdm(to_do.items(), desc="calibrating", leave=False, disable=not sys.stderr.isatty())
+    return {kind: calibrate(run) for kind, run in bar}
+
+
+# --- One run ---------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run, look: Callable[[], None]) -> int:
+    """Train one run in a process of its own to its end, and return its exit code.
+
+    Signals to stop are passed on, so that the run can write its checkpoint.
+
+    Args:
+      run: the run, which goes on from its last checkpoint if it has one.
+      look: called twice a second meanwhile.
+    """
+    command = [sys.executable, "-m", "fedjax_mr.main", *configuration.to_flags(run.config), "--noprogress"]
+    command.append(f"--run_dir={run.folder}")
+    if record.state(run.folder) != "new":
+        command.append("--resume")
+    elif (run.folder / "config.json").exists():
+        command.append("--overwrite")
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    with _log_of(run).open("w", encoding="utf-8") as log:
+        # A process group of its own: Ctrl-C in a terminal reaches the sweep alone, and the run exactly once.
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
+        with _passed_on(process) as stopped:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(SECONDS_PER_LOOK)
+                    break
+                look()
+    if stopped:
+        raise Stopped(128 + stopped[0])
+    return code if code >= 0 else ABORTED
+
+
+class Stopped(Exception):
+    """The user asked to stop; the run under way has written its checkpoint."""
+
+    def __init__(self, exit_code: int) -> None:
+        """Keep the code to exit with."""
+        super().__init__("stopped; the same command goes on")
+        self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
+    """Pass signals to stop on to a process; yield the list that receives their numbers."""
+    stopped: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        stopped.append(number)
+        process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        print("\nstopping after the rounds under way (once more: at once) ...", file=sys.stderr)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _log_of(run: Run) -> Path:
+    return run.folder.with_name(f"{run.folder.name}.log")
+
+
+def _last_words(run: Run) -> str:
+    """Return the last line of a run's log."""
+    lines = _log_of(run).read_text(encoding="utf-8", errors="replace").split("\n")
+    words = [line.strip() for line in lines if line.strip()]
+    return words[-1].removeprefix("fedjax-mr: ") if words else "it said nothing"
+
+
+# --- All runs --------------------------------------------------------------------------------------------------------
+
+
+def run_all(runs: Sequence[Run]) -> int:
+    """Train every run that is not finished, and return the exit code: 0, or that of the worst failure.
+
+    Raises:
+      Stopped: the user asked to stop.
+    """
+    codes = []
+    bar = Bar(runs)
+    try:
+        for run in runs:
+            if record.state(run.folder) == "diverged":
+                codes.append(3)
+                bar.say(f"{run.folder}: diverged before; remove its folder to try again")
+            elif record.is_taken(run.folder):
+                codes.append(2)
+                bar.say(f"{run.folder}: another process is at work in it")
+            elif record.state(run.folder) != "finished":
+                bar.show(run)
+                codes.append(train(run, lambda run=run: bar.show(run)))
+                if codes[-1]:
+                    bar.say(f"{run.folder}: {_last_words(run)} (exit code {codes[-1]}; {_log_of(run)})")
+            bar.finish(run)
+    finally:
+        bar.close()
+    return min((code for code in codes if code), default=0)
+
+
+class Bar:
+    """A bar over the rounds of all runs on standard error, with the time left."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Show the bar where the runs are."""
+        self._ended = 0
+        self._runs = len(runs)
+        over = {run.folder: record.state(run.folder) in ("finished", "diverged") for run in runs}
+        self._done = {run.folder: run.config.rounds if over[run.folder] else run.done() for run in runs}
+        self._bar = tqdm(
+            total=sum(run.config.rounds for run in runs),
+            initial=sum(self._done.values()),
+            disable=not runs[0].config.progress,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            smoothing=0,
+            mininterval=0.2 if sys.stderr.isatty() else 30.0,
+            bar_format="{desc} |{bar}| {percentage:3.0f}%{postfix}, {remaining} left",
+        )
+
+    def show(self, run: Run) -> None:
+        """Move the bar to where a run is."""
+        self._move(run, run.done())
+        row = record.read_rows(run.folder)[-1:] if (run.folder / "metrics.jsonl").exists() else []
+        accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
+        self._bar.set_postfix_str(f"{run.folder.name}{accuracy}", refresh=False)
+        self._bar.refresh() if sys.stderr.isatty() else None
+
+    def finish(self, run: Run) -> None:
+        """Count a run as ended, with all its rounds."""
+        self._ended += 1
+        self._move(run, run.config.rounds)
+
+    def _move(self, run: Run, done: int) -> None:
+        self._bar.set_description_str(f"{self._ended}/{self._runs} runs", refresh=False)
+        self._bar.update(done - self._done[run.folder])
+        self._done[run.folder] = done
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(f"fedjax-mr: {line}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line."""
+        self._bar.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sweep and return the exit code.
+
+    0: all runs are finished; 1: one aborted; 2: bad input, here or in a run; 3: one diverged; 128 + n: signal n.
+
+    Args:
+      arguments: the flags, without the program's name; None reads the command line.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if any(argument in ("--help", "-help", "-h") for argument in arguments):
+        print(USAGE + configuration.help_of(Sweep))
+        return 0
+    try:
+        sweep, runs = plan(arguments)
+        if sweep.dry_run:
+            print(f"{len(runs)} runs in {sweep.sweep_dir}:")
+            print(describe(runs, estimate(runs)))
+            return 0
+        code = run_all(runs)
+        print(table.table([run.folder for run in runs]))
+    except (UserError, Stopped) as reason:
+        print(f"fedjax-mr: {reason}", file=sys.stderr)
+        return reason.exit_code
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

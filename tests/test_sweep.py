@@ -1,0 +1,266 @@
+"""A sweep runs the product once, goes on where it was killed, and outlives runs that fail."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedjax_mr import config as configuration
+from fedjax_mr import record, sweep
+from fedjax_mr.checkpoint import Checkpoints
+from fedjax_mr.sweep import Stopped
+
+TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", "--noprogress")
+PRODUCT = (*TINY, "--strategies=fedavg,fedmr", "--seeds=0:2", "--grid", "alpha=0.1,0.5", "--sweep_dir=runs")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Replace the process of a run by a function of its strategy -> exit code; collect the runs it is asked for."""
+
+    def install(codes=None):
+        asked = []
+
+        def train(run, look):
+            asked.append(run)
+            code = (codes or {}).get(run.config.strategy, 0)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            configuration.save(run.config, run.folder)
+            sweep._log_of(run).write_text("fedjax-mr: what went wrong\n")
+            if code == 0:
+                row = dict.fromkeys(record.COLUMNS, 1.0) | {"round": run.config.rounds, "accuracy": 0.5}
+                (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+                (run.folder / "summary.json").write_text("{}")
+            if code == 3:
+                (run.folder / "diverged.txt").write_text("diverged\n")
+            look()
+            return code
+
+        monkeypatch.setattr(sweep, "train", train)
+        return asked
+
+    return install
+
+
+# --- The plan --------------------------------------------------------------------------------------------------------
+
+
+def test_the_product_of_strategies_settings_and_seeds():
+    _, runs = sweep.plan([*PRODUCT, "--seeds=0:2,7", "--grid=local_epochs=1,2"])
+    found = [(run.config.strategy, run.config.alpha, run.config.local_epochs, run.config.seed) for run in runs]
+    assert found == [
+        (strategy, alpha, epochs, seed)
+        for strategy in ("fedavg", "fedmr")
+        for alpha in (0.1, 0.5)
+        for epochs in (1, 2)
+        for seed in (0, 1, 7)
+    ]
+    assert len({run.folder for run in runs}) == len(runs)
+    assert re.fullmatch(r"runs/fedavg-alpha=0.1-local_epochs=1-seed=0-[0-9a-f]{8}", str(runs[0].folder))
+
+
+def test_settings_of_other_strategies_do_not_multiply():
+    _, runs = sweep.plan(["--strategies=fedavg,fedmr", "--grid", "fedmr_unit=leaf,layer"])
+    assert [(run.config.strategy, run.choice) for run in runs] == [
+        ("fedavg", {}),
+        ("fedmr", {"fedmr_unit": "leaf"}),
+        ("fedmr", {"fedmr_unit": "layer"}),
+    ]
+
+
+def test_without_flags_of_its_own_a_sweep_is_one_run():
+    _, runs = sweep.plan(["--strategy=fedcross", "--seed=4"])
+    assert [(run.config.strategy, run.config.seed, run.choice) for run in runs] == [("fedcross", 4, {})]
+
+
+def test_a_sweep_may_come_from_a_flag_file():
+    Path("table.flags").write_text("--strategies=fedavg,indep\n--seeds=0:3\n--grid=alpha=0.1,1\n--lr=0.01\n")
+    _, runs = sweep.plan(["--flagfile=table.flags", "--sweep_dir=here"])
+    assert len(runs) == 12
+    assert {run.config.lr for run in runs} == {0.01}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--grid", "alhpa=1"], ["alhpa", "did you mean 'alpha'?", "known: ", "local_epochs"]),
+        (["--grid", "run_dir=a,b"], ["run_dir", "known: "]),
+        (["--grid", "alpha"], ["--grid=alpha names no values"]),
+        (["--grid", "alpha=0.1,,1"], ["empty value"]),
+        (["--grid", "alpha=0.1,x"], ["--alpha=x", "not a number"]),
+        (["--grid", "alpha=0.1,-1"], ["--alpha=-1.0 is out of range"]),
+        (["--grid", "model=lenet6"], ["did you mean 'lenet5'?"]),
+        (["--grid", "seed=0,1"], ["--seeds=0,1"]),
+        (["--grid", "strategy=fedmr"], ["--strategies=fedmr"]),
+        (["--grid", "lr=1", "--grid", "lr=2"], ["lr twice"]),
+        (["--seeds=3:3"], ["no seeds at '3:3'"]),
+        (["--seeds=a"], ["no seeds at 'a'"]),
+        (["--strategies=fedav,fedmr"], ["did you mean 'fedavg'?"]),
+        (["--strategies=fedavg,"], ["empty value"]),
+        (["--run_dir=x"], ["--sweep_dir"]),
+        (["--sedes=1"], ["did you mean --seeds?"]),
+        (["--flagfile=none.flags"], ["cannot read the flag file"]),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(arguments, parts, trained, capsys):
+    asked = trained()
+    assert sweep.main(arguments) == 2
+    out, shown = capsys.readouterr()
+    assert out == "" and shown.startswith("fedjax-mr: ") and shown.count("\n") == 1
+    assert all(part in shown for part in parts), shown
+    assert not asked and not list(Path().iterdir())
+
+
+def test_help_lists_the_sweeps_own_flags(capsys):
+    assert sweep.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("--strategies", "--seeds", "--grid", "--dry_run"))
+
+
+# --- All runs --------------------------------------------------------------------------------------------------------
+
+
+def test_finished_runs_are_skipped_and_new_ones_added(trained, capsys):
+    asked = trained()
+    assert sweep.main(PRODUCT) == 0
+    assert len(asked) == 8
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 4  # the table: a head, and a line per setting
+    asked.clear()
+    assert sweep.main(PRODUCT) == 0
+    assert asked == []
+    assert sweep.main([*PRODUCT, "--seeds=0:3"]) == 0
+    assert [run.config.seed for run in asked] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [({"fedmr": 3}, 3), ({"fedmr": 3, "indep": 2}, 2), ({"fedmr": 3, "indep": 1}, 1)]
+)
+def test_it_goes_on_when_runs_fail(trained, codes, expected, capsys):
+    asked = trained(codes)
+    flags = [*TINY, "--strategies=fedmr,indep,fedavg"]
+    assert sweep.main(flags) == expected
+    assert [run.config.strategy for run in asked] == ["fedmr", "indep", "fedavg"]
+    out, shown = capsys.readouterr()
+    assert out.splitlines()[-1].split()[:3] == ["fedavg", "1", "6"]
+    assert shown.count("what went wrong") == len(codes)
+
+
+def test_a_diverged_run_is_not_tried_again(trained, capsys):
+    asked = trained({"fedmr": 3})
+    assert sweep.main([*TINY, "--strategies=fedmr"]) == 3
+    assert sweep.main([*TINY, "--strategies=fedmr"]) == 3
+    assert len(asked) == 1
+    assert "remove its folder to try again" in capsys.readouterr().err
+
+
+def test_a_run_of_another_process_is_left_to_it(trained, capsys):
+    asked = trained()
+    _, (run,) = sweep.plan(TINY)
+    run.folder.mkdir(parents=True)
+    hold = (
+        "import sys; from fedjax_mr import record; record._lock(record.Path(sys.argv[1])); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(run.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdin and other.stdout
+        other.stdout.readline()
+        assert sweep.main(TINY) == 2
+        other.stdin.close()
+    assert "another process is at work in it" in capsys.readouterr().err
+    assert asked == []
+    assert sweep.main(TINY) == 0 and asked
+
+
+def test_the_bar_counts_rounds_of_all_runs(trained, capsys):
+    trained()
+    assert sweep.main([*PRODUCT, "--progress"]) == 0
+    shown = capsys.readouterr().err
+    assert "8/8 runs" in shown and "100%" in shown and "left" in shown
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(8.4, "8 s"), (600, "10 min"), (5000, "83 min"), (7500, "2 h 05 min")])
+def test_durations(seconds, words):
+    assert sweep.duration(seconds) == f"about {words}"
+
+
+def test_the_estimate_adds_start_rounds_and_evaluations():
+    _, (run,) = sweep.plan(["--rounds=10", "--eval_every=4"])
+    cost = sweep.Cost(start=5.0, round=2.0, evaluation=1.0)
+    assert cost.of(run.config, 10) == 5 + 20 + 3
+    assert cost.of(run.config, 4) == 5 + 8 + 1
+
+
+def test_kinds_of_runs_are_timed_once(monkeypatch, capsys):
+    timed = []
+    monkeypatch.setattr(sweep, "calibrate", lambda run: timed.append(run.kind) or sweep.Cost(1.0, 1.0, 0.0))
+    assert sweep.main([*PRODUCT, "--grid=local_epochs=1,2", "--dry_run"]) == 0
+    assert sorted(timed) == sorted(f"{name} local_epochs={epochs}" for name in ("fedavg", "fedmr") for epochs in (1, 2))
+    out = capsys.readouterr().out
+    assert out.startswith("16 runs in runs") and "about 7 s" in out and "together about 2 min" in out
+    assert not Path("runs").exists()
+
+
+# --- Real processes --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
+    _, (run,) = sweep.plan([*TINY, "--rounds=100000", "--checkpoint_every=2"])
+
+    def stop():
+        if record.state(run.folder) == "started" and run.done() >= 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as stopped:
+        sweep.train(run, stop)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert record.state(run.folder) == "started"
+    assert "go on with" in sweep._last_words(run)
+    latest = Checkpoints(run.folder / "checkpoints").latest()
+    assert latest is not None and latest >= 2
+
+
+def test_a_run_that_cannot_start_says_why(capsys):
+    assert sweep.main(["--dataset=absent.npz", "--noprogress"]) == 2
+    assert "absent.npz" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_and_resumed(capsys):
+    """The product as real processes; sweep and run die at once in the third run; the same command finishes it all."""
+    with subprocess.Popen([sys.executable, "-m", "fedjax_mr.sweep", *PRODUCT], stdout=subprocess.DEVNULL) as process:
+        _, runs = sweep.plan(PRODUCT)
+        while record.state(runs[2].folder) == "new":
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for victim in (process.pid, *map(int, children)):
+            os.kill(victim, signal.SIGKILL)
+    before = [record.state(run.folder) for run in runs]
+    assert before[:2] == ["finished", "finished"] and "new" in before
+    stamps = [(run.folder / "summary.json").stat().st_mtime_ns for run in runs[:2]]
+
+    assert sweep.main(PRODUCT) == 0
+    assert [record.state(run.folder) for run in runs] == ["finished"] * 8
+    assert [(run.folder / "summary.json").stat().st_mtime_ns for run in runs[:2]] == stamps
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in table[1:]] == [
+        [strategy, f"alpha={alpha}", "2"] for strategy in ("fedavg", "fedmr") for alpha in (0.1, 0.5)
+    ]
+    alone = Path("alone")
+    flags = configuration.to_flags(runs[2].config)
+    subprocess.run([sys.executable, "-m", "fedjax_mr.main", *flags, f"--run_dir={alone}"], check=True)
+    columns = [name for name in record.COLUMNS if name != "seconds"]
+    numbers = lambda folder: [[row[name] for name in columns] for row in record.read_rows(folder)]
+    assert numbers(runs[2].folder) == numbers(alone)
