@@ -2,8 +2,9 @@
 
 XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC, and rewrites other orders into that
 one only outside of loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so
-the gradients here are written in the fast order. Pooling avoids ``reduce_window``, whose gradient
-(``select_and_scatter``) is serial on CPU and not deterministic on GPU.
+the gradients here are written in the fast order. Even that order is slow with few channels, which small networks have:
+on CPU neighbouring columns of the image are folded into the channels, and gradients become matrix products. Pooling
+avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
 """
 
 import functools
@@ -54,6 +55,9 @@ def _conv(
         return jnp.einsum("bhwi,hwio->bo", x, kernel)[:, None, None]
     if math.prod(kernel.shape[:2]) > math.prod(x.shape[1:3]):
         return _product(x, kernel, strides, pads, x_dilation, kernel_dilation)
+    columns = _columns(*kernel.shape[2:])
+    if columns > 1 and kernel.shape[1] > 1 and _folds(strides, x_dilation, kernel_dilation):
+        return _folded(_pad(x, pads), kernel, columns)
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -97,10 +101,19 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
     output = _dilated(gradient.shape[1:3], strides)
     low = [pad[0] for pad in pads]
 
-    x_pads = tuple((w - 1 - p, i + p - o) for i, w, o, p in zip(image, window, output, low, strict=True))
-    flipped = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
-    x_gradient = _conv(gradient, flipped, x_dilation, x_pads, strides, kernel_dilation)
+    folds = _folds(strides, x_dilation, kernel_dilation) and window[1] > 1
+    if folds and image[0] * image[1] >= 1.5 * output[0] * output[1] and not any(map(any, pads)):
+        # A convolution over the padded gradient would do that much more work.
+        x_gradient = _scattered(gradient, kernel)
+    else:
+        x_pads = tuple((w - 1 - p, i + p - o) for i, w, o, p in zip(image, window, output, low, strict=True))
+        flipped = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
+        x_gradient = _conv(gradient, flipped, x_dilation, x_pads, strides, kernel_dilation)
 
+    columns = _columns(*kernel.shape[2:])
+    patches = math.prod(gradient.shape[:3]) * window[0] * (window[1] + columns - 1) * x.shape[3] // columns
+    if folds and patches <= MAX_PATCHES:
+        return x_gradient, _kernel_gradient(_pad(x, pads), gradient, window, columns)
     # The batch takes the place of the input channels: images [I, H, W, B], kernel [H', W', B, O].
     kernel_pads = tuple((p, o + w - 1 - i - p) for i, w, o, p in zip(image, window, output, low, strict=True))
     x_turned, gradient_turned = jnp.transpose(x, (3, 1, 2, 0)), jnp.transpose(gradient, (1, 2, 0, 3))
@@ -109,6 +122,93 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
 
 
 _conv.defvjp(_conv_forward, _conv_backward)
+
+
+# A run of n neighbouring output columns depends on n + w - 1 input columns through a banded (Toeplitz) matrix. Seen
+# that way, n x O channels come out of n x I, which is enough for vectors and caches, at the price of the zeros in the
+# band. It wins on CPU only; other devices keep their libraries' convolutions.
+
+MAX_PATCHES = 2**25
+"""Numbers that a matrix of patches may hold: 128 MiB."""
+
+
+def _folds(*steps: Pair) -> bool:
+    """Return whether columns may be folded: on CPU, neither strides nor dilation."""
+    return jax.default_backend() == "cpu" and all(step == (1, 1) for step in steps)
+
+
+def _columns(channels: int, features: int) -> int:
+    """Return how many columns to fold (measured for 1 to 64 channels of 5x5 and 3x3 kernels): 1, 2 or 4."""
+    return next(
+        columns for columns in (1, 2, 4) if columns == 4 or (columns * features >= 24 and columns * channels > 3)
+    )
+
+
+def _pad(x: jax.Array, pads: tuple[Pair, Pair]) -> jax.Array:
+    """Return images with zeros around, or cropped where a padding is negative."""
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)))
+
+
+def _band(kernel: jax.Array, columns: int, width: int) -> jax.Array:
+    """Return the banded matrix [h, width, I, columns, O] that maps ``width`` input columns to ``columns`` outputs."""
+    spare = width - kernel.shape[1]
+    shifted = [jnp.pad(kernel, ((0, 0), (column, spare - column), (0, 0), (0, 0))) for column in range(columns)]
+    return jnp.stack(shifted, axis=3)
+
+
+def _folded(x: jax.Array, kernel: jax.Array, columns: int) -> jax.Array:
+    """Return the unpadded convolution with ``columns`` columns folded into the channels."""
+    batch, height, width, channels = x.shape
+    h, w, _, features = kernel.shape
+    runs = -(-(width - w + 1) // columns)
+    reach = -(-(columns + w - 1) // columns)  # runs of input columns that a run of outputs depends on
+    x = _pad(x, ((0, 0), (0, (runs + reach - 1) * columns - width)))
+    y = lax.conv_general_dilated(
+        x.reshape(batch, height, runs + reach - 1, columns * channels),
+        _band(kernel, columns, reach * columns).reshape(h, reach, columns * channels, columns * features),
+        (1, 1),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    return y.reshape(batch, height - h + 1, runs * columns, features)[:, :, : width - w + 1]
+
+
+def _kernel_gradient(x: jax.Array, gradient: jax.Array, window: Sequence[int], columns: int) -> jax.Array:
+    """Return the kernel's gradient [h, w, I, O] of an unpadded convolution: patches times gradient, the band summed."""
+    h, w = window
+    batch, rows, width, features = gradient.shape
+    channels = x.shape[3]
+    runs = -(-width // columns)
+    spare = runs * columns - width
+    x, gradient = _pad(x, ((0, 0), (0, spare))), _pad(gradient, ((0, 0), (0, spare)))
+    reach = columns + w - 1
+    lines = x.reshape(batch, x.shape[1], -1)
+    starts = range(0, runs * columns * channels, columns * channels)
+    lines = jnp.stack([lines[:, :, start : start + reach * channels] for start in starts], axis=2)
+    patches = jnp.stack([lines[:, row : row + rows] for row in range(h)], axis=3)
+    # The product is fast only if the long axis of the patches lies last in memory, which the barrier enforces.
+    patches = lax.optimization_barrier(patches.reshape(batch * rows * runs, -1).T)
+    band = (patches @ gradient.reshape(-1, columns * features)).reshape(h, reach, channels, columns, features)
+    return functools.reduce(jnp.add, [band[:, column : column + w, :, column] for column in range(columns)])
+
+
+def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return the images' gradient [B, H, W, I] of an unpadded convolution: products, added up where they overlap."""
+    batch, rows, width, features = gradient.shape
+    h, w, channels, _ = kernel.shape
+    runs = -(-width // 5)  # runs of at most five columns
+    columns = -(-width // runs)
+    gradient = _pad(gradient, ((0, 0), (0, runs * columns - width)))
+    reach = columns + w - 1
+    band = _band(kernel, columns, reach).reshape(-1, columns * features)
+    parts = (gradient.reshape(-1, columns * features) @ band.T).reshape(batch, rows, runs, h, reach * channels)
+    total = jnp.zeros((batch, rows + h - 1, (runs * columns + w - 1) * channels), gradient.dtype)
+    for run, row in np.ndindex(runs, h):
+        # Slice, add and update in place: padding the parts and adding those would be three times slower.
+        corner = (0, row, run * columns * channels)
+        before = lax.dynamic_slice(total, corner, (batch, rows, reach * channels))
+        total = lax.dynamic_update_slice(total, before + parts[:, :, run, row], corner)
+    return total.reshape(batch, rows + h - 1, -1, channels)[:, :, : width + w - 1]
 
 
 def _dilated(extent: Sequence[int], dilation: Pair) -> tuple[int, ...]:

@@ -262,3 +262,20 @@ def test_dense_is_flax_s():
     x = images(3, 5)
     variables = layers.Dense(4).init(jax.random.key(0), x)
     assert_allclose(layers.Dense(4).apply(variables, x), nn.Dense(4).apply(variables, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("channels", "features"), [(1, 6), (3, 6), (6, 16), (16, 32)])
+@pytest.mark.parametrize(("extent", "window", "padding"), [(14, 5, "VALID"), (13, 5, 0), (9, 3, 1), (8, 4, "SAME")])
+def test_folded_columns_change_nothing(extent, window, padding, channels, features):
+    x, w = images(2, extent, extent, channels), images(window, window, channels, features, seed=1)
+    options = {"padding": padding}
+    own = value_and_gradients(functools.partial(layers.conv, **options), x, w)
+    plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), own, plain)
+
+
+def test_a_matrix_of_patches_that_would_be_too_large_is_not_made(monkeypatch):
+    x, w = images(2, 9, 9, 3), images(3, 3, 3, 4, seed=1)
+    few = value_and_gradients(layers.conv, x, w)
+    monkeypatch.setattr(layers, "MAX_PATCHES", 0)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), few, value_and_gradients(layers.conv, x, w))
