@@ -108,8 +108,8 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
         figure.savefig(temporary)
 
 
-Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-"""Lines by name: their x and y."""
+Series = Mapping[str, tuple[Sequence[float], ...]]
+"""Lines by name: their x and y and, where there is a band around the line, its half width."""
 
 
 def lines(
@@ -143,13 +143,18 @@ def lines(
         drawn = {}
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axis, (title, series) in zip(axes, panels.items(), strict=True):
-            for name, (x, y) in series.items():
+            for name, (x, y, *band) in series.items():
                 stroke, colour = looks[name]
+                for width in band:
+                    low, high = np.subtract(y, width), np.add(y, width)
+                    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
                 marker = "o" if len(x) == 1 else ""
                 (drawn[name],) = axis.plot(x, y, stroke, color=colour, linewidth=1.6, marker=marker)
             if logarithmic:
                 axis.set_xscale("log")
                 axis.set_yscale("log")
+            elif all(isinstance(value, int) for x, *_ in series.values() for value in x):  # rounds, say
+                axis.xaxis.get_major_locator().set_params(integer=True)
             axis.set_title(title, fontsize=10)
             axis.set_xlabel(x_label)
             axis.set_ylabel(y_label)
@@ -162,4 +167,33 @@ def lines(
             figure.legend(shown, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
         else:
             figure.suptitle("".join(names), fontsize=10)
+        figure.savefig(temporary)
+
+
+def histograms(values: Mapping[str, Sequence[float]], path: Path | str, *, x_label: str, y_label: str) -> None:
+    """Draw how fractions spread over twenty bins from 0 to 1, a panel for each name, with their mean.
+
+    Args:
+      values: the fractions by name.
+      path: the picture to write (png, svg or pdf).
+      x_label: what the fractions are.
+      y_label: what is counted.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=(WIDTH, 1.0 + 1.6 * len(values)), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(len(values), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+        for axis, (name, fractions) in zip(axes, values.items(), strict=True):
+            axis.hist(fractions, bins=np.linspace(0, 1, 21), color=COLOURS[0], rwidth=0.92)
+            axis.axvline(float(np.mean(fractions)), color=COLOURS[1], linewidth=1.6)
+            axis.set_title(f"{name} (line: mean)", fontsize=10)
+            axis.set_ylabel(y_label)
+            axis.yaxis.get_major_locator().set_params(integer=True)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[-1].set_xlabel(x_label)
+        axes[-1].set_xlim(0, 1)
         figure.savefig(temporary)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from fedjax_mr.analysis import similarity, table
+from fedjax_mr.analysis import clients, curves, similarity, table
 from fedjax_mr.errors import UserError, unknown_name
 
 
@@ -19,7 +19,12 @@ class Command(Protocol):
     def main(self, arguments: argparse.Namespace) -> None: ...
 
 
-COMMANDS: dict[str, Any] = {"similarity": similarity, "table": table}  # modules that are Commands
+COMMANDS: dict[str, Any] = {
+    "clients": clients,
+    "curves": curves,
+    "similarity": similarity,
+    "table": table,
+}  # modules that are Commands
 
 
 class _Parser(argparse.ArgumentParser):

@@ -92,12 +92,12 @@ class Line:
     bytes_to_target: Statistic
     published: Published | None
 
-    @property
-    def name(self) -> str:
-        """The setting in words."""
-        strategy, *others = self.setting.items()
-        prefix = f"{strategy[1]}_"
-        return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
+
+def name(setting: Mapping[str, Any]) -> str:
+    """Return a setting in words: the strategy and what differs, such as ``fedmr alpha=0.1 unit=layer``."""
+    strategy, *others = setting.items()
+    prefix = f"{strategy[1]}_"
+    return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[st
     A column in which nothing stands is left out. The difference is the mean of the last ten minus the paper's number.
     """
     columns: dict[str, Callable[[Line], str]] = {
-        "setting": lambda line: line.name,
+        "setting": lambda line: name(line.setting),
         "seeds": _seeds,
         "rounds": lambda line: str(line.rounds) if line.finished else "",
         "last %": lambda line: _percent(line.last),
@@ -333,9 +333,14 @@ def table(paths: Iterable[Path | str], *, format: str = "text", target: float | 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder that holds some")
+    add_runs_argument(parser)
     parser.add_argument("--format", choices=FORMATS, default="text", help="how it is written (default: text)")
     parser.add_argument("--target", type=float, metavar="FRACTION", help="accuracy whose rounds and bytes are listed")
+
+
+def add_runs_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the run folders of a command that joins the seeds of a setting."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder that holds some")
 
 
 def main(arguments: argparse.Namespace) -> None:

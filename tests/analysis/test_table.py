@@ -58,7 +58,7 @@ def some_runs():
 
 
 def line(lines, name):
-    (found,) = [line for line in lines if line.name == name]
+    (found,) = [line for line in lines if table.name(line.setting) == name]
     return found
 
 
@@ -121,7 +121,7 @@ def test_settings_are_named_by_what_differs():
         for alpha in (0.1, 0.5):
             keep(Config(strategy="fedmr", alpha=alpha, hyper=fedmr.Hyper(unit=unit)), [0.5])
     keep(Config(strategy="fedcross", alpha=0.5, hyper=fedcross.Hyper()), [0.5])
-    names = [line.name for line in table.lines(table.find(["runs"]))]
+    names = [table.name(line.setting) for line in table.lines(table.find(["runs"]))]
     assert sorted(names) == [
         "fedcross alpha=0.5",
         "fedmr alpha=0.1 unit=layer",

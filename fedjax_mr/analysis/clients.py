@@ -1,0 +1,70 @@
+"""How the deployed model does on each client's own test samples: histogram, mean, spread and the worst tenth.
+
+The clients' test samples are those of ``python -m fedjax_mr.data``: their natural ones, or parts of the test set in the
+proportions of their labels. Every client counts the same, whatever its size; clients without test samples do not count.
+"""
+
+import argparse
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr import local, plots
+from fedjax_mr.analysis import runs, text
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Variables
+from fedjax_mr.run import samples
+
+BATCH = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    runs.add_arguments(parser)
+    runs.add_data_argument(parser)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Draw the clients' accuracies and print how they spread."""
+    chosen = runs.read(arguments.runs)
+    accuracies = {run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir)) for run in chosen}
+    path = runs.results(arguments.out, chosen) / "clients.png"
+    plots.histograms(accuracies, path, x_label="accuracy on the client's own test samples", y_label="clients")
+    rows = [("run", "clients", "mean", "standard deviation", "worst 10 %", "worst")]
+    for name, values in accuracies.items():
+        numbers = (values.mean(), values.std(), worst_tenth(values), values.min())
+        rows.append((name, f"{len(values)}", *(f"{number:.4f}" for number in numbers)))
+    print(text.table(rows))
+    print(f"drawn in {path}")
+
+
+def per_client(run: runs.Run, trained: runs.Trained) -> np.ndarray:
+    """Return the accuracies of the clients that have test samples of their own, in the clients' order.
+
+    Raises:
+      UserError: the run's method has no deployed model, or no client has test samples.
+    """
+    if trained.deployed is None:
+        raise UserError(f"{run.path}: {run.config.strategy} deploys no model")
+    own = trained.federated.client_test
+    if not own.split.index.size:
+        raise UserError(f"the clients of {run.path} have no test samples of their own")
+    test = jax.tree.map(jnp.asarray, samples(trained.federated, own.x, own.y))
+
+    @jax.jit
+    def right(variables: Variables, test: local.Samples, rows: jax.Array) -> jax.Array:
+        logits = trained.model.apply(variables, local.gather(test, rows))
+        return jnp.argmax(logits, axis=-1) == test.y[rows]
+
+    tested = np.unique(own.split.index)
+    padded = np.pad(tested, (0, -len(tested) % BATCH), mode="edge").reshape(-1, BATCH)
+    hits = np.zeros(len(own.y))
+    hits[padded.reshape(-1)] = np.concatenate([right(trained.deployed, test, rows) for rows in padded])
+    return np.array([hits[rows].mean() for rows in own.split.parts() if len(rows)])
+
+
+def worst_tenth(values: np.ndarray) -> float:
+    """Return the mean of the lowest tenth of some values, of one at least."""
+    return float(np.sort(values)[: math.ceil(len(values) / 10)].mean())

@@ -1,0 +1,82 @@
+"""Learning curves: mean over the seeds with a band of one standard deviation (FedMR Figures 9-12, FedCross 2-7).
+
+RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one curve, up to the
+last round that all of them have evaluated.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedjax_mr import config as configuration
+from fedjax_mr import plots
+from fedjax_mr.analysis import runs, table
+from fedjax_mr.analysis.runs import Run
+from fedjax_mr.errors import UserError
+
+LABELS = {"accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    table.add_runs_argument(parser)
+    parser.add_argument("--column", default="accuracy", help="column of metrics.csv (default: accuracy)")
+    parser.add_argument("--panels", metavar="FLAG", help="one panel for each value of this flag, such as alpha")
+    parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: the first run's analysis/)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Draw the curves and say what they end in."""
+    chosen = table.find(arguments.runs)
+    panels = curves(chosen, column=arguments.column, panels=arguments.panels)
+    path = runs.results(arguments.out, chosen) / f"{arguments.column}.png"
+    label = LABELS.get(arguments.column, arguments.column)
+    plots.lines(panels, path, x_label="round", y_label=label)
+    print(f"drawn in {path}")
+
+
+def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> dict[str, plots.Series]:
+    """Return the curves by panel and setting: rounds, means and, with several seeds, standard deviations.
+
+    Args:
+      chosen: as `table.find` returns them.
+      column: of the evaluations.
+      panels: the flag that divides the curves among panels; None: one panel.
+
+    Raises:
+      UserError: a run has no such column or flag, or no evaluation.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in chosen:
+        groups.setdefault(_panel(run, panels), []).append(run)
+    return {
+        title: {table.name(setting): _mean(members, column) for setting, members in table.settings(group)}
+        for title, group in groups.items()
+    }
+
+
+def _panel(run: Run, flag: str | None) -> str:
+    if flag is None:
+        return ""
+    values = configuration.decisive(run.config)
+    if flag not in values:
+        raise UserError(f"--panels={flag} is no flag that decides about {run.name} ({', '.join(values)})")
+    return f"{flag} = {values[flag]}"
+
+
+def _mean(members: Sequence[Run], column: str) -> tuple[Sequence[float], ...]:
+    """Return the rounds that all runs have, their mean and, of several runs, the sample standard deviation."""
+    courses = [{row["round"]: _value(run, row, column) for row in run.rows()} for run in members]
+    rounds = sorted(set.intersection(*map(set, courses)))
+    values = np.array([[course[at] for at in rounds] for course in courses])
+    if len(members) == 1:
+        return rounds, values[0].tolist()
+    return rounds, values.mean(axis=0).tolist(), values.std(axis=0, ddof=1).tolist()
+
+
+def _value(run: Run, row: dict, column: str) -> float:
+    if column not in row:
+        raise UserError(f"{run.path} has no column {column} (it has {', '.join(row)})")
+    return math.nan if row[column] is None else float(row[column])

@@ -1,0 +1,68 @@
+"""Curves and their bands are the numbers of the run folders."""
+
+import dataclasses
+
+import pytest
+
+from fedjax_mr import config as configuration
+from fedjax_mr.analysis import curves, table
+from fedjax_mr.analysis.__main__ import main
+from fedjax_mr.config import Config
+from fedjax_mr.strategies import fedmr
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Two seeds of FedMR and one of FedAvg at each of two alphas; seed 1 has one evaluation less."""
+    seeds = (("fedmr", 0, (0.1, 0.2, 0.6)), ("fedmr", 1, (0.3, 0.2)), ("fedavg", 0, (0.5, None, 0.7)))
+    for alpha in (0.1, 0.5):
+        for strategy, seed, values in seeds:
+            config = Config(strategy=strategy, alpha=alpha, seed=seed)
+            folder = tmp_path / configuration.digest(config)
+            folder.mkdir()
+            configuration.save(config, folder)
+            shown = ["null" if value is None else value * 10 * alpha for value in values]
+            lines = (f'{{"round": {5 * i}, "accuracy": {value}}}\n' for i, value in enumerate(shown, 1))
+            (folder / "metrics.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
+    panels = curves.curves(table.find([root]), column="accuracy", panels="alpha")
+    assert set(panels) == {"alpha = 0.1", "alpha = 0.5"}
+    rounds, means, deviations = panels["alpha = 0.1"]["fedmr"]
+    assert rounds == [5, 10]
+    assert means == pytest.approx([0.2, 0.2])
+    assert deviations == pytest.approx([0.02**0.5, 0.0], abs=1e-9)
+    rounds, means = panels["alpha = 0.5"]["fedavg"]
+    assert (rounds, means) == ([5, 10, 15], pytest.approx([2.5, float("nan"), 3.5], nan_ok=True))
+
+
+def test_without_panels_the_settings_name_the_curves(root):
+    (series,) = curves.curves(table.find([root]), column="accuracy").values()
+    assert set(series) == {f"{name} alpha={alpha}" for name in ("fedavg", "fedmr") for alpha in (0.1, 0.5)}
+
+
+def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
+    config = Config(strategy="fedmr", alpha=0.1, hyper=fedmr.Hyper(unit="layer"))
+    folder = root / "layer"
+    folder.mkdir()
+    configuration.save(dataclasses.replace(config, seed=0), folder)
+    (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
+    (series,) = curves.curves(table.find([root]), column="accuracy").values()
+    assert series["fedmr alpha=0.1 unit=layer"] == ([5], [0.25])
+
+
+def test_the_command_draws(root, tmp_path, capsys):
+    assert main(["curves", str(root), "--panels=alpha", f"--out={tmp_path / 'pictures'}"]) == 0
+    assert (tmp_path / "pictures" / "accuracy.png").stat().st_size > 10_000
+    assert "accuracy.png" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"), [(["--column=acc"], "has no column acc"), (["--panels=alhpa"], "alhpa is no flag")]
+)
+def test_bad_input(root, arguments, part, capsys):
+    assert main(["curves", str(root), *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert part in shown and shown.count("\n") == 1
