@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr.distributed import ALONE, Processes
 from fedjax_mr.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -29,11 +31,13 @@ class Checkpoints:
     Attributes:
       folder: holds one folder per checkpoint, named by its round; made at the first `save`.
       keep: how many of the newest checkpoints stay.
+      processes: those that save and restore together; all of them see the same folder.
     """
 
-    def __init__(self, folder: Path | str, *, keep: int = 2):
+    def __init__(self, folder: Path | str, *, keep: int = 2, processes: Processes = ALONE):
         self.folder = Path(folder).absolute()
         self.keep = keep
+        self.processes = processes
 
     def rounds(self) -> list[int]:
         """Return the rounds that have a whole checkpoint, ascending; damage inside is found by `restore`."""
@@ -58,14 +62,19 @@ class Checkpoints:
           UserError: the disk is full or the folder cannot be written.
         """
         leaves = _named(tree)
-        try:
+        partial = self.folder / f"{_PARTIAL}{round}"
+        filled = {name: self._saveable(leaf) for name, leaf in leaves.items() if leaf.size}  # orbax refuses empty ones
+
+        def prepare() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            partial = self.folder / f"{_PARTIAL}{round}"
             partial.mkdir()
-            filled = {name: _host(leaf) for name, leaf in leaves.items() if leaf.size}  # orbax refuses empty arrays
+
+        def write() -> None:
             if filled:
                 _orbax().save(partial / "arrays", filled)
+
+        def complete() -> None:
             content = {
                 "round": round,
                 "meta": meta,
@@ -80,6 +89,18 @@ class Checkpoints:
             for each in set(self.rounds()) - set(kept):
                 self._set_aside(each)
             self._sweep()
+
+        self.processes.on_first(lambda: self._told(prepare))
+        self.processes.together(lambda: self._told(write))
+        self.processes.on_first(lambda: self._told(complete))
+
+    def _saveable(self, leaf: Any) -> Any:
+        """Return a leaf for orbax: one process writes it whole, of several each writes its own part."""
+        return _host(leaf) if self.processes.count == 1 or not isinstance(leaf, jax.Array) else leaf
+
+    def _told(self, function: Callable[[], None]) -> None:
+        try:
+            function()
         except OSError as error:
             raise UserError(f"cannot write a checkpoint into {self.folder} ({error.strerror or error})") from error
 

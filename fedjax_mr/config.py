@@ -324,12 +324,29 @@ class Config:
     )
     devices: int | None = field(
         None,
-        "devices that share the clients; none: the smaller of cores and --cohort on a CPU, all accelerators",
+        "devices that share the clients, of all processes together; none: the smaller of cores and --cohort on a CPU, "
+        "all accelerators",
         group="Engine",
         unit="devices",
         low=1,
         affects_results=False,
     )
+    coordinator: str | None = field(
+        None,
+        "host:port of process 0 when several processes share a run; none: as SLURM, Open MPI, Kubernetes or Cloud TPU "
+        "say, otherwise one process",
+        group="Engine",
+        affects_results=False,
+    )
+    num_processes: int | None = field(
+        None,
+        "how many processes share the run; 1: this one is alone, whatever the environment says",
+        group="Engine",
+        unit="processes",
+        low=1,
+        affects_results=False,
+    )
+    process_id: int | None = field(None, "number of this process, from 0", group="Engine", low=0, affects_results=False)
 
     hyper: Any = None
 
@@ -668,8 +685,10 @@ def _help_of(setting: _Setting, width: int) -> list[str]:
 
 # --- The copy in the run folder --------------------------------------------------------------------------------------
 
-# Where a run is kept is no part of it: a flag file that repeats the run leaves these out.
-_ABOUT_THE_FOLDER = ("run_dir", "resume", "overwrite")
+# Where a run is kept and which process this is are no part of it: a flag file that repeats the run leaves these out.
+_ABOUT_THIS_TIME = ("run_dir", "resume", "overwrite", "coordinator", "num_processes", "process_id")
+# In these, processes that share a run may differ.
+_ABOUT_THE_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id")
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -683,12 +702,17 @@ def _plain(setting: _Setting, value: Any) -> Any:
     return None if value is None else setting.kind(value)
 
 
+def shared(config: Config) -> dict[str, Any]:
+    """Return what all processes of a run must be told alike, flag by flag."""
+    return {flag: value for flag, value in to_json(config).items() if flag not in _ABOUT_THE_PROCESS}
+
+
 def to_flags(config: Config) -> list[str]:
     """Return the flags that make this configuration again, in another run folder."""
     lines = []
     for setting, value in _values(config):
         plain = _plain(setting, value)
-        if setting.flag in _ABOUT_THE_FOLDER:
+        if setting.flag in _ABOUT_THIS_TIME:
             continue
         if setting.kind is bool:
             lines.append(f"--{setting.flag}" if plain else f"--no{setting.flag}")

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fedjax_mr import local
+from fedjax_mr import local, parallel
 from fedjax_mr.local import Samples, Score
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.parallel import CLIENTS, ClientAxis, Program
@@ -37,10 +37,10 @@ class Evaluation:
         filled = samples._replace(x=_pad(samples.x, padding), y=_pad(samples.y, padding))
         self._spec = Samples._make([PartitionSpec(CLIENTS)] * 2 + [PartitionSpec()] * 2)
         self._samples = Samples(
-            *(jax.device_put(part, axis.sharded) for part in filled[:2]),
-            *(jax.device_put(part, axis.replicated) for part in filled[2:]),
+            *parallel.place(filled[:2], axis.sharded),
+            *parallel.place(filled[2:], axis.replicated),
         )
-        self._mask = jax.device_put(mask, axis.sharded)
+        self._mask = parallel.place(mask, axis.sharded)
 
         def score(variables: Variables, samples: Samples, mask: jax.Array) -> Score:
             return local.evaluate(model, variables, samples, mask, batch_size=batch)
@@ -59,8 +59,10 @@ class Evaluation:
         return self._run("test_all", models)
 
     def _run(self, name: str, variables: Variables) -> Result:
-        variables = jax.device_put(variables, self.axis.replicated)
+        variables = parallel.place(variables, self.axis.replicated)
         per_device = self.programs[name](variables, self._samples, self._mask)  # leaves [D, ...]
+        if not self._mask.is_fully_addressable:
+            per_device = jax.device_put(per_device, self.axis.replicated)
         correct, loss, count = (np.asarray(leaf, np.float64).sum(axis=0) for leaf in per_device)
         return Result(correct / count, loss / count)
 

@@ -4,13 +4,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr import config, record
+from fedjax_mr import config, distributed, record
 from fedjax_mr.errors import UserError
 from fedjax_mr.run import Interrupted, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one experiment and return the exit code: 0, 2 for bad input, 3 for a diverged run, 130 after Ctrl-C.
+    """Run one experiment and return the exit code.
+
+    0, 2 for bad input, 3 for a diverged run, 4 for a lost process, 130 after Ctrl-C.
 
     Args:
       arguments: the flags, without the program's name; None reads the command line.
@@ -27,8 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fedjax-mr: interrupted", file=sys.stderr)
         return 130
-    print(record.summary_table(result.summary))
-    print(f"run folder: {result.folder}")
+    if result.writes:
+        print(record.summary_table(result.summary))
+        print(f"run folder: {result.folder}")
     return 0
 
 
@@ -40,7 +43,7 @@ def console() -> None:
     except BrokenPipeError:  # the reader, such as head, has seen enough; let the final flush go nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    sys.exit(code)
+    distributed.leave(code)
 
 
 if __name__ == "__main__":

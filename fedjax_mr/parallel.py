@@ -33,7 +33,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def start(*, devices: int | None, cohort_size: int) -> None:
+def start(*, devices: int | None, cohort_size: int, num_processes: int = 1) -> None:
     """Set up JAX before it starts: CPU cores as devices, room for their threads, the compilation cache.
 
     What the user has set (in the environment or through ``jax.config``) is left alone, and so is everything once JAX
@@ -42,9 +42,10 @@ def start(*, devices: int | None, cohort_size: int) -> None:
     Args:
       devices: the number of devices asked for, or None.
       cohort_size: K; more CPU devices than clients would idle.
+      num_processes: how many processes share the devices, each with the same number of them.
     """
     _use_compilation_cache()
-    count = devices or min(usable_cores(), cohort_size)
+    count = -(-devices // num_processes) if devices else min(usable_cores(), -(-cohort_size // num_processes))
     # A waiting CPU collective occupies a thread of the pool that its partner may need, and uneven devices may wait
     # long; no program here sums across CPU devices, but users' own may.
     os.environ.setdefault("NPROC", str(max(4 * count, usable_cores())))
@@ -84,25 +85,19 @@ class ClientAxis:
     Attributes:
       mesh: one axis, ``clients``, over D devices.
       lanes: clients trained side by side on one device.
+      fused: whether whole rounds run in one compiled program. On several CPU devices of one process they do not:
+        moving K models between the clients' devices and the server would be a collective, and collectives between
+        CPU devices of one process can deadlock. There the server step runs on the first device and the rows are copied.
     """
 
     mesh: Mesh
     lanes: int
+    fused: bool
 
     @property
     def num_devices(self) -> int:
         """D."""
         return self.mesh.devices.size
-
-    @property
-    def fused(self) -> bool:
-        """Whether whole rounds run in one compiled program.
-
-        On several CPU devices they do not: moving K models between the clients' devices and the server would be a
-        collective, and collectives between CPU devices of one process can deadlock. There the server step runs on
-        the first device and the rows are copied.
-        """
-        return self.num_devices == 1 or self.mesh.devices.flat[0].platform != "cpu"
 
     @property
     def home(self) -> jax.sharding.Sharding:
@@ -131,16 +126,38 @@ def client_axis(*, devices: int | None, lanes: int | None, cohort_size: int) -> 
     Raises:
       UserError: fewer devices exist than asked for.
     """
-    available = jax.devices()
-    count = devices or min(len(available), cohort_size)
+    available, several = jax.devices(), jax.process_count() > 1
+    count = devices or (len(available) if several else min(len(available), cohort_size))
     if count > len(available):
         raise UserError(
             f"--devices={count} is more than the {len(available)} {available[0].platform} device(s) that JAX sees"
         )
+    if several and count != len(available):
+        raise UserError(f"--devices={count} leaves out some of the {len(available)} devices of all processes")
     per_device = -(-cohort_size // count)
     if lanes is None:
         lanes = 1 if available[0].platform == "cpu" else per_device
-    return ClientAxis(Mesh(np.array(available[:count]), (CLIENTS,)), min(lanes, per_device))
+    fused = count == 1 or several or available[0].platform != "cpu"
+    return ClientAxis(Mesh(np.array(available[:count]), (CLIENTS,)), min(lanes, per_device), fused)
+
+
+def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Return a tree on the devices of a sharding.
+
+    Over several processes each holds all of what is not yet on devices, and places its own part: nothing is sent.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def put(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+
+    return jax.tree.map(put, tree)
 
 
 def assign(axis: ClientAxis, work: jax.Array) -> jax.Array:
@@ -209,19 +226,27 @@ class Program:
       compiled: the compiled program, for its HLO text; None before the first call.
     """
 
-    def __init__(self, function: Callable, *, donate: tuple[int, ...] = ()) -> None:
-        """Wrap ``function``; the buffers of the arguments numbered in ``donate`` are consumed by a call."""
+    def __init__(self, function: Callable, *, donate: tuple[int, ...] = (), out: Any = None) -> None:
+        """Wrap ``function``.
+
+        Args:
+          function: what to compile.
+          donate: the numbers of the arguments whose buffers are consumed by a call.
+          out: the shardings of the results, as a prefix of their tree; None leaves them to the compiler.
+        """
         self.traces = 0
         self.compile_seconds = 0.0
         self.compiled: Any = None
         self._function = function
         self._donate = donate
+        self._out = out
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
         if self.compiled is None:
             started = time.perf_counter()
-            self.compiled = jax.jit(self._traced, donate_argnums=self._donate).lower(*args).compile()
+            program = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
+            self.compiled = program.lower(*args).compile()
             self.compile_seconds = time.perf_counter() - started
         return self.compiled(*args)
 

@@ -45,9 +45,10 @@ class RunFolder:
     Attributes:
       path: the folder.
       resumed: whether the run goes on from a checkpoint.
+      writes: whether this process writes into it; of several processes only one does.
     """
 
-    def __init__(self, path: Path, *, resumed: bool):
+    def __init__(self, path: Path, *, resumed: bool, writes: bool = True):
         """Take the folder for this process; `open` decides which one.
 
         Raises:
@@ -55,8 +56,10 @@ class RunFolder:
         """
         self.path = path
         self.resumed = resumed
-        weakref.finalize(self, os.close, _lock(path))
-        (path / "diverged.txt").unlink(missing_ok=True)
+        self.writes = writes
+        if writes:
+            weakref.finalize(self, os.close, _lock(path))
+            (path / "diverged.txt").unlink(missing_ok=True)
         self._rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
         self._columns: list[str] | None = None  # of the csv file, once this process has written it
 
@@ -108,6 +111,8 @@ class RunFolder:
         """
         plain: Row = _plain(row)
         self._rows.append(plain)
+        if not self.writes:
+            return
         if self._columns is None or not set(plain) <= set(self._columns):
             self._rewrite()
             return
@@ -122,7 +127,8 @@ class RunFolder:
     def cut(self, round: int) -> None:
         """Forget the evaluations after a round: those that are newer than the checkpoint to go on from."""
         self._rows = [row for row in self._rows if row["round"] <= round]
-        self._rewrite()
+        if self.writes:
+            self._rewrite()
 
     def _rewrite(self) -> None:
         self._columns = list(dict.fromkeys((*COLUMNS, *(name for row in self._rows for name in row))))
@@ -140,6 +146,8 @@ class RunFolder:
 
     def note_divergence(self, message: str) -> None:
         """Write ``diverged.txt``, which says why the run ended early; going on with the run removes it."""
+        if not self.writes:
+            return
         with files.whole(self.path / "diverged.txt") as path:
             path.write_text(message + "\n", encoding="utf-8")
 

@@ -204,15 +204,15 @@ class Rounds:
         self.strategy = build(given.problem)
         self._stop_at_divergence = stop_at_divergence
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
-        self.given = jax.device_put(given, axis.replicated)
+        self.given = parallel.place(given, axis.replicated)
         # The server needs no samples. Where it has a home of its own, the small arrays have a second copy there.
         small = given._replace(federation=given.federation._replace(samples=None))
-        self._home_given = jax.device_put(small, axis.home)
+        self._home_given = parallel.place(small, axis.home)
 
     def init(self) -> Progress:
         """Return the progress before the first round."""
         if not self._memory_on_host:
-            return self._call("init", self._init, self._home_given)
+            return self._call("init", self._init, self._home_given, out=self.axis.home)
         # Made on the host's processor: all clients' memory need not fit on an accelerator.
         progress = self._call("init", self._init, jax.device_put(self._home_given, jax.devices("cpu")[0]))
         return self.place(progress)
@@ -229,9 +229,9 @@ class Rounds:
     def place(self, progress: Progress) -> Progress:
         """Return a progress that came from elsewhere where it belongs: on the server's device, memory on the host."""
         if not self._memory_on_host:
-            return jax.device_put(progress, self.axis.home)
+            return parallel.place(progress, self.axis.home)
         memory = jax.tree.map(np.array, progress.memory)
-        return jax.device_put(progress._replace(memory=None), self.axis.home)._replace(memory=memory)
+        return parallel.place(progress._replace(memory=None), self.axis.home)._replace(memory=memory)
 
     def run(self, progress: Progress, count: int) -> tuple[Progress, Report]:
         """Run ``count`` rounds, fewer if one diverges; ``progress`` is consumed.
@@ -248,7 +248,7 @@ class Rounds:
                 done = int(progress.round)
                 key = _round_key(self._home_given.key, HOST, done)
                 server = self.strategy.between_rounds(progress.server, done, key)
-                progress = progress._replace(server=jax.device_put(server, self.axis.home))
+                progress = progress._replace(server=parallel.place(server, self.axis.home))
             reports.append(report)
             if self._stop_at_divergence and int(report.bad_client) >= 0:
                 break
@@ -283,7 +283,7 @@ class Rounds:
         def program(given: Given, server: State) -> Any:
             return getattr(self.build(given.problem), member)(server)
 
-        return self._call(member, program, self._home_given, progress.server)
+        return self._call(member, program, self._home_given, progress.server, out=self.axis.home)
 
     def _train_all(self) -> Callable:
         """Return ((given, round), rows [K', ...]) -> trained rows, over the client axis."""
@@ -314,8 +314,8 @@ class Rounds:
             progress, total, _ = jax.lax.while_loop(going_on, body, (progress, blank, jnp.zeros((), jnp.int32)))
             return progress, total
 
-        bound = jax.device_put(jnp.int32(count), self.axis.home)
-        return self._call("rounds", program, self.given, progress, bound, donate=(1,))
+        bound = parallel.place(np.int32(count), self.axis.home)
+        return self._call("rounds", program, self.given, progress, bound, donate=(1,), out=self.axis.home)
 
     def _in_steps(self, progress: Progress) -> tuple[Progress, Report]:
         """Run one round in three compiled calls: server, clients, server; the rows are copied between their devices."""
@@ -340,7 +340,7 @@ class Rounds:
             progress = progress._replace(memory=memory)
         return progress, report
 
-    def _call(self, name: str, program: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
+    def _call(self, name: str, program: Callable, *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
         if name not in self.programs:
-            self.programs[name] = Program(program, donate=donate)
+            self.programs[name] = Program(program, donate=donate, out=out)
         return self.programs[name](*args)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import platform
 import resource
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, local, models, parallel, plots, record, rounds, trees
+from fedjax_mr import data, distributed, local, models, parallel, plots, record, rounds, trees
 from fedjax_mr.checkpoint import Checkpoints
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData, plan
@@ -53,6 +54,7 @@ class Result:
       model: the network.
       variables: the deployed model; None where a method has none.
       state: the server's state.
+      writes: whether this process wrote the folder; of several processes only the first does.
     """
 
     summary: dict[str, Any]
@@ -61,6 +63,7 @@ class Result:
     model: Model
     variables: Any
     state: Any
+    writes: bool = True
 
 
 def run(config: Config, *, dataset: Dataset | None = None) -> Result:
@@ -74,18 +77,41 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
       UserError: bad input; nothing was changed.
       DivergedError: a loss or weight is not finite; the last good checkpoint stays.
       Interrupted: Ctrl-C or a termination signal; a checkpoint was written.
+      LostError: another process of the run is out of reach.
     """
     configuration.validate(config)
-    parallel.start(devices=config.devices, cohort_size=config.cohort)
-    federated = data.prepare(config, dataset=dataset)
+    processes = distributed.join(
+        coordinator=config.coordinator, num_processes=config.num_processes, process_id=config.process_id
+    )
+    parallel.start(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
+    federated = processes.together(lambda: data.prepare(config, dataset=dataset))
+    processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
+    with processes.lost_by_name():
+        return prepare(config, federated, processes).run()
+
+
+def prepare(config: Config, federated: FederatedData, processes: distributed.Processes) -> "Experiment":
+    """Build the engine, take the run folder and return the experiment."""
     model = build_model(config, federated)
     axis = parallel.client_axis(devices=config.devices, lanes=config.lanes, cohort_size=config.cohort)
     engine = build_rounds(config, federated, model, axis)
-    folder = record.RunFolder.open(config)
-    if config.progress:
+    folder = open_folder(config, processes)
+    if config.progress and processes.writes:
         print(*federated.notes, sep="\n", end="\n" if federated.notes else "", file=sys.stderr)
         print(headline(config, federated, axis), file=sys.stderr)
-    return Experiment(config, federated, model, engine, folder).run()
+    return Experiment(config, federated, model, engine, folder, processes)
+
+
+def open_folder(config: Config, processes: distributed.Processes) -> record.RunFolder:
+    """Return the run folder; the first process chooses and keeps it, the others follow."""
+    mine: list[record.RunFolder] = []
+
+    def choose() -> tuple[str, bool]:
+        mine.append(record.RunFolder.open(config))
+        return str(mine[0].path), mine[0].resumed
+
+    path, resumed = processes.on_first(choose)
+    return mine[0] if mine else record.RunFolder(Path(path), resumed=resumed, writes=False)
 
 
 def headline(config: Config, federated: FederatedData, axis: parallel.ClientAxis) -> str:
@@ -197,6 +223,7 @@ class Experiment:
         model: Model,
         engine: rounds.Rounds,
         folder: record.RunFolder,
+        processes: distributed.Processes = distributed.ALONE,
     ) -> None:
         """Gather the parts; nothing is computed yet."""
         self.config = config
@@ -204,9 +231,10 @@ class Experiment:
         self.model = model
         self.engine = engine
         self.folder = folder
+        self.processes = processes
         dataset = federated.dataset
         self.evaluation = Evaluation(model, samples(federated, dataset.test_x, dataset.test_y), engine.axis)
-        self.checkpoints = Checkpoints(folder.path / "checkpoints")
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", processes=processes)
         self.traffic = engine.traffic()
         self.images = 0
         self.train_seconds = 0.0
@@ -218,14 +246,16 @@ class Experiment:
         config = self.config
         with _asked_to_stop() as asked:
             progress, done = self._start()
-            bar = record.Progress(config.rounds, done, quiet=not config.progress)
-            board = record.TensorBoard(self.folder.path) if config.tensorboard else None
+            writes = self.processes.writes
+            bar = record.Progress(config.rounds, done, quiet=not (config.progress and writes))
+            board = record.TensorBoard(self.folder.path) if config.tensorboard and writes else None
             rounds_per_call = 1
             report = None
             try:
                 while done < config.rounds and not self._reached_the_stop():
                     count = min(rounds_per_call, self._next_event(done) - done)
                     progress, report, seconds = self._train(progress, count)
+                    seconds, stop = self._confer(seconds, asked)
                     done += count
                     rounds_per_call = max(1, int(SECONDS_PER_CALL * count / max(seconds, 1e-6)))
                     if self._due(done, config.eval_every):
@@ -234,15 +264,20 @@ class Experiment:
                         if board:
                             board.write(row)
                     bar.update(done, images_per_second=self.images / self.train_seconds, row=self.folder.last_row())
-                    if self._due(done, config.checkpoint_every or config.eval_every) or asked:
+                    if self._due(done, config.checkpoint_every or config.eval_every) or stop:
                         self._save(progress, done)
-                    if asked and done < config.rounds:
-                        raise self._interrupted(done, asked[0])
+                    if stop and done < config.rounds:
+                        raise self._interrupted(done, stop)
             finally:
                 bar.close()
                 if board:
                     board.close()
             return self._finish(progress, done)
+
+    def _confer(self, seconds: float, asked: list[int]) -> tuple[float, int]:
+        """Return the first process's seconds, and the stop signal that any process has received (0: none)."""
+        everyone = [json.loads(text) for text in self.processes.exchange(json.dumps([seconds, *asked]))]
+        return everyone[0][0], max(number for _, *numbers in everyone for number in (0, *numbers))
 
     def _start(self) -> tuple[rounds.Progress, int]:
         """Return the progress to go on from, at round 0 or at the last checkpoint."""
@@ -262,6 +297,8 @@ class Experiment:
 
     def _keep_partition(self) -> None:
         """Write ``partition.npz`` and ``partition.png`` into the run folder."""
+        if not self.folder.writes:
+            return
         if self.federated.plan is not None:
             plan.save(self.federated.plan, self.folder.path / "partition.npz")
         title = f"{self.federated.dataset.name}, {self.federated.num_clients} clients"
@@ -365,10 +402,13 @@ class Experiment:
             own = samples(holdout, holdout.dataset.x, holdout.dataset.y)
             result = Evaluation(self.model, own, self.engine.axis).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
-        self.folder.write_summary(summary)
-        runs = {str(self.folder.path): rows} | {other: record.read_rows(other) for other in config.compare_to}
-        plots.curves(runs, self.folder.path / "curves.png")
-        return Result(summary, rows, self.folder.path, self.model, variables, progress.server)
+        if self.folder.writes:
+            self.folder.write_summary(summary)
+            runs = {str(self.folder.path): rows} | {other: record.read_rows(other) for other in config.compare_to}
+            plots.curves(runs, self.folder.path / "curves.png")
+        return Result(
+            summary, rows, self.folder.path, self.model, variables, progress.server, writes=self.folder.writes
+        )
 
     def compile_seconds(self) -> float:
         """Return the seconds that the run has spent in tracing and compiling."""

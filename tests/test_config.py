@@ -261,7 +261,9 @@ def configs(draw):
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(config=configs())
 def test_round_trip_through_flags_and_json(config, tmp_path_factory):
-    elsewhere = dataclasses.replace(config, run_dir=None, resume=False, overwrite=False)
+    elsewhere = dataclasses.replace(
+        config, run_dir=None, resume=False, overwrite=False, coordinator=None, num_processes=None, process_id=None
+    )
     assert configuration.parse(configuration.to_flags(config)) == elsewhere
     folder = tmp_path_factory.mktemp("run")
     configuration.save(config, folder)

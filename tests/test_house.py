@@ -17,11 +17,11 @@ FREE = {"errors", "fields", "files"}  # leaves of the tree: everybody may use th
 
 MAY_IMPORT = {
     "": {"config", "data", "local", "models", "run", "strategies", "trees"},
-    "main": {"config", "record", "run"},
+    "main": {"config", "distributed", "record", "run"},
     "sweep": {"analysis", "config", "record"},
     "run": {
-        "checkpoint", "config", "data", "evaluation", "local", "models", "parallel", "plots", "record", "rounds",
-        "strategies", "trees",
+        "checkpoint", "config", "data", "distributed", "evaluation", "local", "models", "parallel", "plots", "record",
+        "rounds", "strategies", "trees",
     },
     "config": {"data", "models", "strategies"},  # for the names and settings that flags are made of
     "record": {"checkpoint", "config"},
@@ -35,7 +35,8 @@ MAY_IMPORT = {
     # parallel), so that every strategy's state can be read without a second description of it.
     "analysis": {"checkpoint", "config", "data", "local", "models", "parallel", "plots", "record", "run", "trees"},
     "plots": set(),
-    "checkpoint": set(),
+    "checkpoint": {"distributed"},
+    "distributed": set(),
     "parallel": set(),
     "trees": set(),
 }  # fmt: skip

@@ -23,7 +23,7 @@ def test_flags_become_a_configuration_that_is_run(run, capsys):
 
     def succeed(config):
         seen.append(config)
-        return types.SimpleNamespace(summary={"accuracy_last": 0.5}, folder="runs/x-1")
+        return types.SimpleNamespace(summary={"accuracy_last": 0.5}, folder="runs/x-1", writes=True)
 
     run(succeed)
     assert main.main(["--strategy=fedavg", "--lr=0.3"]) == 0
