@@ -27,24 +27,27 @@ MAY_IMPORT = {
     "record": {"checkpoint", "config"},
     "rounds": {"local", "parallel", "strategies", "trees"},
     "evaluation": {"local", "models", "parallel"},
-    "strategies": {"local", "models", "trees"},
+    "strategies": {"exchange", "local", "models", "trees"},
     "local": {"models", "trees"},
     "models": {"config"},
     "data": {"config", "models", "plots"},
     # Beside the drawing: a run folder's settings (config), and what rebuilds the template of its checkpoints (run,
     # parallel), so that every strategy's state can be read without a second description of it.
     "analysis": {"checkpoint", "config", "data", "local", "models", "parallel", "plots", "record", "run", "trees"},
+    "secure": {"models"},
     "plots": set(),
     "checkpoint": {"distributed"},
     "distributed": set(),
     "parallel": set(),
     "trees": set(),
+    "exchange": set(),
 }  # fmt: skip
 ONLY_IN = {
     "matplotlib": {"plots"},
     "orbax": {"checkpoint"},
     "tensorflow_datasets": {"data/tfds"},
     "absl.flags": {"config"},
+    "cryptography": {"secure"},
 }
 
 

@@ -8,6 +8,13 @@ Deviations. From the paper: the default unit is a single tensor (``leaf``), as i
 recombines whole layers (``layer``). The K models start as copies of one initialisation, as released; Algorithm 1
 writes K models (``independent``). From the released code: BatchNorm has no integer batch counter here, so ResNets have
 one leaf less per BatchNorm.
+
+Secure recombination (``secure``; KDD'24, Appendix B): the K clients exchange layers among themselves, so that what a
+client uploads is not all its own. Whole layers are exchanged, as in the paper, whatever the unit of the server's
+recombination, which goes on; so the models of the next round have the same distribution with and without the exchange.
+Before the upload the layers are encrypted for the server. Before the training they are in clear, because nobody trains
+on what it cannot read, and what is hidden is where a client's training started, not who trained. exchange.py says how
+far this hides owners, secure.py has the real encrypted messages.
 """
 
 import dataclasses
@@ -15,14 +22,17 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_mr import trees
+from fedjax_mr.exchange import exchange
 from fedjax_mr.fields import field
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.strategies.base import (
     Problem,
     Strategy,
     copies_of_one,
+    count_traffic,
     independent_starts,
     plain_training,
     unit_permutations,
@@ -65,6 +75,30 @@ class Hyper:
         "the K initial models: copies of one initialisation (authors' code), or independent ones (Algorithm 1)",
         choices=("copies", "independent"),
         source="authors' code",
+    )
+    secure: bool = field(
+        False,
+        "secure recombination: the clients exchange layers among themselves beside what the server does",
+        source="KDD'24, Appendix B",
+    )
+    secure_when: str = field(
+        "before_upload",
+        "when layers are exchanged: before_upload, encrypted for the server, or before_training, in clear",
+        choices=("before_upload", "before_training"),
+        source="KDD'24, Appendix B, allows both; the default is our choice",
+    )
+    secure_share: float = field(
+        0.5,
+        "the share of its layers that a client sends in one exchange: each with this probability",
+        low=0,
+        high=1,
+        source="KDD'24, Figure 13, shows 2 of 4",
+    )
+    secure_repetitions: int = field(
+        1, "exchanges in one round", low=1, source="KDD'24, Appendix B, allows several; the default is our choice"
+    )
+    server_recombines: bool = field(
+        True, "the server recombines the uploaded models, which is FedMR itself", source="KDD'24, Algorithm 1"
     )
 
 
@@ -111,23 +145,56 @@ def recombine(models: Variables, units: trees.Units, key: jax.Array) -> Variable
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedMR."""
     units = recombination_units(hyper, problem.layers)
+    whole_layers = tuple(layer.leaves for layer in problem.layers)
+
+    def among_clients(models, key):
+        outcome = exchange(
+            key,
+            num_units=len(whole_layers),
+            count=problem.cohort_size,
+            share=hyper.secure_share,
+            repetitions=hyper.secure_repetitions,
+        )
+        owners, others = jnp.arange(problem.cohort_size)[None, :], ~jnp.eye(problem.cohort_size, dtype=bool)[None]
+        metrics = {
+            "layers_unmoved": jnp.mean(outcome.permutations == owners),
+            "layers_held_by_others": jnp.mean(jnp.any(outcome.held & others, axis=1)),
+        }
+        return trees.permute(models, units=whole_layers, permutations=outcome.permutations), metrics
 
     def init(key):
         start = copies_of_one if hyper.start == "copies" else independent_starts
         return State(start(problem, key))
 
     def dispatch(state, cohort, key):
+        if hyper.secure and hyper.secure_when == "before_training":
+            return {"model": among_clients(state.models, key)[0]}
         return {"model": state.models}
 
     def server_update(state, uploads, cohort, round, key):
+        models, metrics = uploads["model"], {}
+        if hyper.secure and hyper.secure_when == "before_upload":
+            exchange_key, key = jax.random.split(key)
+            models, metrics = among_clients(models, exchange_key)
         models = jax.lax.cond(
             round < hyper.stage1_rounds,
             lambda models: trees.broadcast(trees.mean(models), problem.cohort_size),
-            lambda models: recombine(models, units, key),
-            uploads["model"],
+            lambda models: recombine(models, units, key) if hyper.server_recombines else models,
+            models,
         )
-        return State(models), {}
+        return State(models), metrics
+
+    def traffic(payloads, uploads):
+        """Every picked layer goes to another client, and one comes back: expected bytes, without the encryption's."""
+        peers = hyper.secure and problem.cohort_size > 1
+        sent = hyper.secure_share * hyper.secure_repetitions * trees.num_bytes(payloads["model"]) if peers else 0
+        return count_traffic(payloads, uploads)._replace(peer=round(2 * sent))
 
     return Strategy(
-        init, dispatch, plain_training(problem), server_update, global_model=lambda state: trees.mean(state.models)
+        init,
+        dispatch,
+        plain_training(problem),
+        server_update,
+        global_model=lambda state: trees.mean(state.models),
+        traffic=traffic,
     )

@@ -1,0 +1,476 @@
+"""Secure recombination with real messages: clients exchange layers that only the server can read.
+
+Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via Layer-wise Model
+Recombination, KDD 2024, Appendix B. exchange.py tells the four stages and simulates them inside the compiled round.
+Here each client is a `Party` and each message an object; there is no network: a deployment carries the messages. Needs
+the extra ``secure``.
+
+>>> from fedjax_mr import secure
+>>> server = secure.Server({"conv": 4, "dense": 2}, clients=(3, 8))  # bytes per layer
+>>> announcement = server.announce(round=0)
+>>> trained = {3: {"conv": b"cccc", "dense": b"dd"}, 8: {"conv": b"CCCC", "dense": b"DD"}}
+>>> parties = {client: secure.Party(client, layers, announcement) for client, layers in trained.items()}
+>>> secure.exchange_layers(parties, repetitions=2)
+>>> for party in parties.values():
+...     server.receive(party.upload())
+>>> models = server.open()
+>>> sorted(model["conv"] for model in models.values())
+[b'CCCC', b'cccc']
+
+Layers of Flax models become bytes and back with `pack` and `unpack`.
+
+Before the upload only. A client cannot train on a layer that is sealed for the server, so an exchange before the
+training has to be in clear, and there is nothing to encrypt: parties here have no way to open a layer.
+
+Encryption. One HPKE message per layer (RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305; the package cryptography
+implements it): a fresh ephemeral key each, 48 bytes more than the layer. The server has a new key pair in every round
+and forgets it after opening. Round, name and length of the layer are authenticated; nothing in a sealed layer names its
+owner.
+
+What is assumed. Everybody is curious but follows the protocol. The channels are encrypted and tell truly who is at the
+other end (such as TLS with certificates on both sides), and the announcement comes from the server. All clients of the
+round finish a stage before the next one begins. A client that drops out takes layers with it, and the round has to
+start again.
+
+What a client learns. Names and lengths of the layers, which are public anyway; from whom it got a sealed layer and to
+whom it returned which. In the first exchange a layer comes from its owner. It recognises a sealed layer that it meets
+again. It reads none of them.
+
+What the server learns. The K models that were uploaded, in clear, and from whom they came. By position it tells who
+owns a layer with the probability that `exchange.expected_unmoved` gives, at least 0.63 after one exchange. By comparing
+it may do better: it knows which model it sent to whom, and a layer that was trained briefly can still be closest to the
+one that its owner started from. Clients that remember what passed through their hands in the first exchange, and tell
+the server, give the owners of those layers away.
+
+What is noticed. The server notices changed layers, layers of other rounds, missing ones and ones that come twice;
+clients notice messages of another round, repeated ones, and returns that nobody owes them. Not noticed is a client that
+puts a layer of its own making in the place of another's: anybody can seal for the server, and nobody signs, because
+owners are not to be named.
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from fedjax_mr.errors import UserError
+from fedjax_mr.models.base import Layer, Variables
+
+OVERHEAD = 48  # bytes that sealing adds: an X25519 public key (32) and the tag of ChaCha20-Poly1305 (16)
+_PURPOSE = b"fedjax_mr secure recombination"
+
+
+class SecureError(Exception):
+    """A message that the protocol does not allow; it has changed nothing at its receiver."""
+
+
+class TamperedLayer(SecureError):
+    """A sealed layer is not what was sealed for this place: changed, cut, or of another layer or round."""
+
+
+class ReplayedMessage(SecureError):
+    """A message or sealed layer came before."""
+
+
+class WrongRound(SecureError):
+    """A message belongs to another round."""
+
+
+class UnexpectedMessage(SecureError):
+    """A message is not for its receiver, or not for this stage."""
+
+
+class MissingLayer(SecureError):
+    """Something has not arrived that the next step needs."""
+
+
+# --- Messages --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Announcement:
+    """What the server tells everybody before the exchange."""
+
+    round: int
+    public_key: bytes  # X25519, of this round only
+    clients: tuple[int, ...]  # ids of the round's clients
+    sizes: tuple[tuple[str, int], ...]  # name and bytes of every layer
+
+
+@dataclasses.dataclass(frozen=True)
+class SealedLayer:
+    """A layer that only the server can read; it does not say whose it is."""
+
+    round: int
+    name: str
+    sealed: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Stage 1, to a client: keep this and return one like it."""
+
+    round: int
+    repetition: int
+    sender: int
+    receiver: int
+    layer: SealedLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """Stage 3, to a client: this is for the one that you sent."""
+
+    round: int
+    repetition: int
+    sender: int
+    receiver: int
+    layer: SealedLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class Upload:
+    """To the server: one layer of each name."""
+
+    round: int
+    sender: int
+    layers: tuple[SealedLayer, ...]
+
+
+# --- Clients ---------------------------------------------------------------------------------------------------------
+
+
+class Choices(Protocol):
+    """Where a party's random choices come from."""
+
+    def receivers(self, names: Sequence[str], others: Sequence[int]) -> Mapping[str, int]:
+        """Return to which of the other clients each picked layer goes (stage 1)."""
+        ...
+
+    def order(self, name: str, count: int) -> Sequence[int]:
+        """Return a random order of a buffer's ``count`` places (stage 3)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomChoices:
+    """The operating system's randomness; each layer is picked with probability ``share``."""
+
+    share: float = 0.5
+
+    def receivers(self, names: Sequence[str], others: Sequence[int]) -> Mapping[str, int]:
+        """Pick each layer independently and a uniformly random receiver for it."""
+        random = secrets.SystemRandom()
+        return {name: random.choice(others) for name in names if others and random.random() < self.share}
+
+    def order(self, name: str, count: int) -> Sequence[int]:
+        """Return a uniformly random order."""
+        return secrets.SystemRandom().sample(range(count), count)
+
+
+class Party:
+    """One client in one round: it seals its layers, exchanges them with others, and uploads what it ends with.
+
+    Every exchange is `send`, `receive` for each message that came, `give_back`, and `take_back` for each that came.
+    """
+
+    def __init__(
+        self, client: int, layers: Mapping[str, bytes], announcement: Announcement, choices: Choices | None = None
+    ) -> None:
+        """Seal the client's own trained layers, given as bytes by name.
+
+        Raises:
+          UserError: the layers or the client are not those of the announcement, or cryptography is missing.
+        """
+        if client not in announcement.clients:
+            raise UserError(f"client {client} is none of the round's clients {announcement.clients}")
+        found, wanted = {name: len(layer) for name, layer in layers.items()}, dict(announcement.sizes)
+        if found != wanted:
+            raise UserError(f"client {client} has layers {found} (bytes), but the server announced {wanted}")
+        self.client = client
+        self.announcement = announcement
+        self.choices = choices or RandomChoices()
+        self._others = tuple(other for other in announcement.clients if other != client)
+        self._repetition = -1
+        self._collecting = False  # between stages 1 and 3
+        self._buffers: dict[str, list[SealedLayer]] = {
+            name: [_seal(announcement, name, layers[name])] for name in wanted
+        }
+        self._senders: dict[str, list[int]] = {}  # stage 2: to whom a layer of this name is owed
+        self._awaited: dict[str, int] = {}  # who owes this client a layer of this name
+
+    def send(self) -> list[Sent]:
+        """Stage 1: return the messages with the picked layers; the others stay in this client's buffers.
+
+        Raises:
+          MissingLayer: the exchange before is not over.
+        """
+        self._check_over()
+        self._repetition += 1
+        self._collecting = True
+        self._senders = {name: [] for name in self._buffers}
+        self._awaited = dict(self.choices.receivers(tuple(self._buffers), self._others))
+        return [self._message(Sent, other, self._buffers[name].pop()) for name, other in self._awaited.items()]
+
+    def receive(self, message: Sent) -> None:
+        """Stage 2: put a layer into its buffer and remember who sent it.
+
+        Raises:
+          SecureError: the message is not for this client, round or stage, came before, or holds no layer of its length.
+        """
+        self._check(message, Sent)
+        name = message.layer.name
+        if message.sender in self._senders[name]:
+            raise ReplayedMessage(f"client {message.sender} has sent its {name!r} before")
+        if not self._collecting:
+            raise UnexpectedMessage(f"client {message.sender} sent {name!r} too late: the buffers are given back")
+        if message.layer in self._buffers[name]:
+            raise ReplayedMessage(f"this {name!r} is in the buffer of client {self.client} already")
+        self._buffers[name].append(message.layer)
+        self._senders[name].append(message.sender)
+
+    def give_back(self) -> list[Returned]:
+        """Stage 3: return the messages with a random layer of the same buffer for everybody who sent one.
+
+        Raises:
+          UnexpectedMessage: nothing was sent since the last time.
+        """
+        if not self._collecting:
+            raise UnexpectedMessage(f"client {self.client} can only give back once after it sent")
+        self._collecting = False
+        messages = []
+        for name, senders in self._senders.items():
+            buffer = self._buffers[name]
+            shuffled = [buffer[place] for place in self.choices.order(name, len(buffer))]
+            messages += [
+                self._message(Returned, sender, layer) for sender, layer in zip(senders, shuffled, strict=False)
+            ]
+            self._buffers[name] = shuffled[len(senders) :]
+        return messages
+
+    def take_back(self, message: Returned) -> None:
+        """Stage 4: take a layer in return for the one that was sent.
+
+        Raises:
+          SecureError: the message is not for this client, round or stage, or nothing is owed.
+        """
+        self._check(message, Returned)
+        name = message.layer.name
+        if self._collecting or self._awaited.get(name) != message.sender:
+            raise UnexpectedMessage(f"client {message.sender} owes client {self.client} no {name!r}")
+        if self._buffers[name]:
+            raise ReplayedMessage(f"client {message.sender} has returned {name!r} before")
+        self._buffers[name].append(message.layer)
+
+    def upload(self) -> Upload:
+        """Return the message to the server.
+
+        Raises:
+          MissingLayer: an exchange is not over.
+        """
+        self._check_over()
+        return Upload(self.announcement.round, self.client, tuple(layer for (layer,) in self._buffers.values()))
+
+    def _message(self, kind: Callable[..., Any], receiver: int, layer: SealedLayer) -> Any:
+        return kind(self.announcement.round, self._repetition, self.client, receiver, layer)
+
+    def _check(self, message: Sent | Returned, kind: type) -> None:
+        if not isinstance(message, kind):
+            raise UnexpectedMessage(f"expected a message {kind.__name__}, not {type(message).__name__}")
+        _check_round(message.round, self.announcement.round)
+        if message.receiver != self.client or message.sender not in self._others:
+            raise UnexpectedMessage(
+                f"a message from client {message.sender} to client {message.receiver} reached client {self.client}"
+            )
+        _check_sealed(message.layer, self.announcement)
+        if message.repetition < self._repetition:
+            raise ReplayedMessage(f"a message of exchange {message.repetition} came in exchange {self._repetition}")
+        if message.repetition > self._repetition:
+            raise UnexpectedMessage(f"a message of exchange {message.repetition} came in exchange {self._repetition}")
+
+    def _check_over(self) -> None:
+        missing = [name for name, buffer in self._buffers.items() if len(buffer) != 1]
+        if missing or self._collecting:
+            raise MissingLayer(f"client {self.client} is in the middle of an exchange; it waits for {missing}")
+
+
+def exchange_layers(parties: Mapping[int, Party], *, repetitions: int = 1) -> None:
+    """Carry the messages of whole exchanges among parties of one process."""
+    for _ in range(repetitions):
+        for message in [message for party in parties.values() for message in party.send()]:
+            parties[message.receiver].receive(message)
+        for message in [message for party in parties.values() for message in party.give_back()]:
+            parties[message.receiver].take_back(message)
+
+
+# --- The server ------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """The server in one round after the other: it announces a key, collects uploads and opens them together."""
+
+    def __init__(self, sizes: Mapping[str, int], clients: Sequence[int]) -> None:
+        """Keep what is public: the bytes of every layer by name, and the ids of the round's clients."""
+        self._sizes, self._clients = dict(sizes), tuple(clients)
+        self._private_key: Any = None
+        self._announcement: Announcement | None = None
+        self._uploads: dict[int, Upload] = {}
+
+    def announce(self, round: int) -> Announcement:
+        """Begin a round: make a new key pair and return the message to all clients.
+
+        Raises:
+          UserError: cryptography is missing.
+        """
+        self._private_key = _cryptography().X25519PrivateKey.generate()
+        public_key = self._private_key.public_key().public_bytes_raw()
+        self._announcement = Announcement(round, public_key, self._clients, tuple(self._sizes.items()))
+        self._uploads = {}
+        return self._announcement
+
+    def receive(self, upload: Upload) -> None:
+        """Take a client's upload.
+
+        Raises:
+          SecureError: it is of another round, a stranger's, a second one, or not one layer of each name.
+        """
+        announcement = self._open_round()
+        _check_round(upload.round, announcement.round)
+        if upload.sender not in announcement.clients:
+            raise UnexpectedMessage(f"client {upload.sender} does not take part in round {announcement.round}")
+        if upload.sender in self._uploads:
+            raise ReplayedMessage(f"client {upload.sender} has uploaded before")
+        for layer in upload.layers:
+            _check_sealed(layer, announcement)
+        names = [layer.name for layer in upload.layers]
+        if sorted(names) != sorted(self._sizes):
+            raise MissingLayer(f"client {upload.sender} uploaded layers {names}, not {list(self._sizes)}")
+        self._uploads[upload.sender] = upload
+
+    def open(self) -> dict[int, dict[str, bytes]]:
+        """Return the opened layers by client and name, and forget the round's private key.
+
+        Raises:
+          MissingLayer: a client has not uploaded.
+          ReplayedMessage: a sealed layer came from two clients.
+          TamperedLayer: a layer is not what was sealed for this round and name.
+        """
+        announcement = self._open_round()
+        missing = [client for client in announcement.clients if client not in self._uploads]
+        if missing:
+            raise MissingLayer(f"no upload from clients {missing}")
+        seen: dict[bytes, int] = {}
+        for client, upload in self._uploads.items():
+            for layer in upload.layers:
+                first = seen.setdefault(layer.sealed, client)
+                if first != client:
+                    raise ReplayedMessage(f"clients {first} and {client} uploaded the same sealed {layer.name!r}")
+        models = {
+            client: {layer.name: self._unseal(announcement, client, layer) for layer in self._uploads[client].layers}
+            for client in announcement.clients
+        }
+        self._private_key = self._announcement = None
+        return models
+
+    def _open_round(self) -> Announcement:
+        if self._announcement is None:
+            raise WrongRound("no round is open: announce one first")
+        return self._announcement
+
+    def _unseal(self, announcement: Announcement, client: int, layer: SealedLayer) -> bytes:
+        crypto = _cryptography()
+        try:
+            info = _context(announcement, layer.name)
+            return crypto.suite.decrypt(layer.sealed, self._private_key, info=info)
+        except crypto.InvalidTag:
+            raise TamperedLayer(
+                f"{layer.name!r} uploaded by client {client} is not what was sealed for round {announcement.round}"
+            ) from None
+
+
+# --- Models as bytes -------------------------------------------------------------------------------------------------
+
+
+def pack(model: Variables, layers: Sequence[Layer]) -> dict[str, bytes]:
+    """Return one model's layers as bytes by name: the numbers of their tensors, least byte first."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+    return {layer.name: b"".join(map(_to_bytes, (leaves[leaf] for leaf in layer.leaves))) for layer in layers}
+
+
+def unpack(packed: Mapping[str, bytes], layers: Sequence[Layer], shapes: Variables) -> Variables:
+    """Return the model that `pack` made bytes of; ``shapes`` are those of ``Model.shapes()``."""
+    leaves, structure = jax.tree.flatten(shapes)
+    for layer in layers:
+        start = 0
+        for position in layer.leaves:
+            shape, dtype = leaves[position].shape, np.dtype(leaves[position].dtype)
+            count = int(np.prod(shape))
+            numbers = np.frombuffer(packed[layer.name], dtype.newbyteorder("<"), count, offset=start)
+            leaves[position] = numbers.reshape(shape).astype(dtype)
+            start += count * dtype.itemsize
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _to_bytes(leaf: np.ndarray) -> bytes:
+    return leaf.astype(leaf.dtype.newbyteorder("<")).tobytes()
+
+
+# --- Encryption and checks -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cryptography:
+    """What is used of the package cryptography."""
+
+    suite: Any
+    X25519PrivateKey: Any
+    X25519PublicKey: Any
+    InvalidTag: type[Exception]
+
+
+def _cryptography() -> _Cryptography:
+    """Import cryptography, which only this module's users need."""
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+        from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+    except ImportError:
+        raise UserError(
+            "secure recombination with real messages needs cryptography 50 or newer: pip install 'fedjax_mr[secure]'"
+        ) from None
+    suite = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
+    return _Cryptography(suite, X25519PrivateKey, X25519PublicKey, InvalidTag)
+
+
+def _context(announcement: Announcement, name: str) -> bytes:
+    """Return what is authenticated with a layer: round, name and length, none of which tells the owner."""
+    text = name.encode()
+    numbers = (announcement.round, dict(announcement.sizes)[name], len(text))
+    return _PURPOSE + b"".join(number.to_bytes(8, "big") for number in numbers) + text
+
+
+def _seal(announcement: Announcement, name: str, layer: bytes) -> SealedLayer:
+    crypto = _cryptography()
+    public_key = crypto.X25519PublicKey.from_public_bytes(announcement.public_key)
+    sealed = crypto.suite.encrypt(layer, public_key, info=_context(announcement, name))
+    return SealedLayer(announcement.round, name, sealed)
+
+
+def _check_round(found: int, expected: int) -> None:
+    if found != expected:
+        raise WrongRound(f"a message of round {found} came in round {expected}")
+
+
+def _check_sealed(layer: SealedLayer, announcement: Announcement) -> None:
+    """Check what everybody can see of a sealed layer."""
+    _check_round(layer.round, announcement.round)
+    sizes = dict(announcement.sizes)
+    if layer.name not in sizes:
+        raise UnexpectedMessage(f"no layer is called {layer.name!r}")
+    if len(layer.sealed) != sizes[layer.name] + OVERHEAD:
+        raise TamperedLayer(
+            f"{layer.name!r} has {len(layer.sealed)} sealed bytes; it should have {sizes[layer.name] + OVERHEAD}"
+        )
