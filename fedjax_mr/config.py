@@ -441,6 +441,16 @@ def _values(config: Config) -> Iterator[tuple[_Setting, Any]]:
 # --- Flags -----------------------------------------------------------------------------------------------------------
 
 
+class _TrueOrFalse(flags.BooleanParser):
+    """Reads a flag that is on or off."""
+
+    def parse(self, argument: Any) -> bool:
+        try:
+            return super().parse(argument)
+        except ValueError:
+            raise ValueError("neither true nor false") from None
+
+
 class _Parser(flags.ArgumentParser):
     """Reads one value of a flag; ``none`` where the field may be None."""
 
@@ -525,6 +535,7 @@ def _define(values: flags.FlagValues, setting: _Setting) -> None:
     serializer: Any = flags.ArgumentSerializer()
     if setting.kind is bool:
         flags.DEFINE_boolean(name, default, text, flag_values=values)
+        values[name].parser = _TrueOrFalse()
     elif setting.repeated:
         flags.DEFINE_multi(parser, serializer, name, list(default), text, flag_values=values)
     else:

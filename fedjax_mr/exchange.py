@@ -12,9 +12,14 @@ So the copies of a layer that meet in one buffer go back, in uniformly random or
 one exchange permutes the copies within the groups of one holder. Hence every sum over clients stays (Lemma 4.4).
 
 How far this hides whose layer is whose. Let each of K clients send each layer with probability q. A uniformly random
-order leaves one copy in its place on average, whatever the size of the group; so the expected share of layers that a
-client still has from itself is the expected number of buffers in use, divided by K: 1 - q (1 - q / (K - 1))^(K - 1).
-This is never less than 1 - 1/e = 0.63 once K is large: only repetitions go on to 1/K (`expected_unmoved`).
+order leaves one copy in its place on average, whatever the size of the group; so the expected share of layers that are
+where they were is the expected number of buffers in use, divided by K: 1 - q (1 - q / (K - 1))^(K - 1). No q brings it
+below 1 - (1 - 1/K)^K, which is more than 1 - 1/e = 0.63; repetitions take it on to 1/K (`expected_unmoved`).
+
+What it does not hide. The server knows which copy of a layer it sent to whom, and a trained layer is mostly still
+closest to the copy that its training started from (tests/test_exchange.py). So a server that compares finds the owner
+after an exchange before the upload, and the start after one before the training; only both together leave it with the
+odds above.
 
 The paper leaves open how many layers are picked (here each with the same probability, independently) and whether
 normalisation statistics count as layers (here they stay with the module that owns them). The real messages, with the

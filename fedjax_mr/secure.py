@@ -38,9 +38,9 @@ again. It reads none of them.
 
 What the server learns. The K models that were uploaded, in clear, and from whom they came. By position it tells who
 owns a layer with the probability that `exchange.expected_unmoved` gives, at least 0.63 after one exchange. By comparing
-it may do better: it knows which model it sent to whom, and a layer that was trained briefly can still be closest to the
-one that its owner started from. Clients that remember what passed through their hands in the first exchange, and tell
-the server, give the owners of those layers away.
+it does better: it knows which model it sent to whom, and a trained layer is mostly still closest to the one that its
+owner started from; against that, the clients need to exchange what they start from, too. Clients that remember what
+passed through their hands in the first exchange, and tell the server, give the owners of those layers away.
 
 What is noticed. The server notices changed layers, layers of other rounds, missing ones and ones that come twice;
 clients notice messages of another round, repeated ones, and returns that nobody owes them. Not noticed is a client that

@@ -139,6 +139,7 @@ def test_the_global_flags_stay_untouched():
         (["--flagfile"], ["--flagfile"]),
         (["--rounds=1.5"], ["--rounds=1.5", "whole number"]),
         (["--lr=fast"], ["--lr=fast", "not a number"]),
+        (["--fedmr_secure=before_upload"], ["--fedmr_secure=before_upload", "neither true nor false"]),
         (["--rounds=none"], ["--rounds=none", "whole number"]),
         (["--resume=perhaps"], ["--resume=perhaps"]),
         (["--noresume=1"], ["--noresume=1"]),

@@ -1,5 +1,6 @@
 """The exchange of layers among clients: properties over random federations, and the derived shares."""
 
+import dataclasses
 import functools
 import math
 
@@ -130,11 +131,25 @@ def after(engine, count=2):
     return engine.run(engine.init(), count)
 
 
-@pytest.mark.parametrize("when", ["before_upload", "before_training"])
+@pytest.mark.parametrize("when", ["before_upload", "before_training", "both"])
 def test_fedmr_that_only_exchanges_nothing_is_indep(engine, equal, when):
     silent = fedmr.Hyper(secure=True, secure_when=when, secure_share=0.0, server_recombines=False)
     ours = after(engine("fedmr", "linear", hyper=silent))[0].server.models
     equal(ours, after(engine("indep", "linear"))[0].server.models)
+
+
+def test_a_server_that_compares_finds_the_owners(engine):
+    """What the exchange does not hide: a trained layer is still closest to the copy that its owner started from."""
+    separate = engine("indep", "linear")  # row j starts from row j of the round before
+    progress, _ = after(separate, 2)
+    start, (layer,) = jax.device_get(progress.server.models), separate.given.problem.layers
+    trained = jax.device_get(separate.run(progress, 1)[0].server.models)
+    rows = lambda models: np.concatenate(
+        [np.asarray(leaf).reshape(3, -1) for leaf in map(jax.tree.leaves(models).__getitem__, layer.leaves)], axis=1
+    )
+    owners = np.array([2, 0, 1])  # after some exchange
+    distances = ((rows(trained)[owners][:, None] - rows(start)[None]) ** 2).sum(axis=2)
+    np.testing.assert_array_equal(distances.argmin(axis=1), owners)
 
 
 def test_the_deployed_model_never_sees_the_exchange(engine, close):
@@ -183,6 +198,8 @@ def test_traffic_among_clients_is_counted_apart(engine, share, repetitions, fact
     hyper = fedmr.Hyper(secure=True, secure_share=share, secure_repetitions=repetitions)
     secure = engine("fedmr", hyper=hyper)
     assert secure.traffic() == plain._replace(peer=factor * plain.up)
+    twice = engine("fedmr", hyper=dataclasses.replace(hyper, secure_when="both"))
+    assert twice.traffic() == plain._replace(peer=2 * factor * plain.up)
     alone = engine("fedmr", hyper=hyper, cohort=1)
     assert alone.traffic().peer == 0
 

@@ -13,8 +13,8 @@ Secure recombination (``secure``; KDD'24, Appendix B): the K clients exchange la
 client uploads is not all its own. Whole layers are exchanged, as in the paper, whatever the unit of the server's
 recombination, which goes on; so the models of the next round have the same distribution with and without the exchange.
 Before the upload the layers are encrypted for the server. Before the training they are in clear, because nobody trains
-on what it cannot read, and what is hidden is where a client's training started, not who trained. exchange.py says how
-far this hides owners, secure.py has the real encrypted messages.
+on what it cannot read. exchange.py says how far this hides owners, and from whom it does not; secure.py has the real
+encrypted messages.
 """
 
 import dataclasses
@@ -83,9 +83,9 @@ class Hyper:
     )
     secure_when: str = field(
         "before_upload",
-        "when layers are exchanged: before_upload, encrypted for the server, or before_training, in clear",
-        choices=("before_upload", "before_training"),
-        source="KDD'24, Appendix B, allows both; the default is our choice",
+        "when layers are exchanged: before_upload (encrypted for the server), before_training (in clear), or both",
+        choices=("before_upload", "before_training", "both"),
+        source="KDD'24, Appendix B, names the first two; the default is our choice",
     )
     secure_share: float = field(
         0.5,
@@ -95,7 +95,7 @@ class Hyper:
         source="KDD'24, Figure 13, shows 2 of 4",
     )
     secure_repetitions: int = field(
-        1, "exchanges in one round", low=1, source="KDD'24, Appendix B, allows several; the default is our choice"
+        1, "exchanges each time", low=1, source="KDD'24, Appendix B, allows several; the default is our choice"
     )
     server_recombines: bool = field(
         True, "the server recombines the uploaded models, which is FedMR itself", source="KDD'24, Algorithm 1"
@@ -167,13 +167,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(start(problem, key))
 
     def dispatch(state, cohort, key):
-        if hyper.secure and hyper.secure_when == "before_training":
+        if hyper.secure and hyper.secure_when != "before_upload":
             return {"model": among_clients(state.models, key)[0]}
         return {"model": state.models}
 
     def server_update(state, uploads, cohort, round, key):
         models, metrics = uploads["model"], {}
-        if hyper.secure and hyper.secure_when == "before_upload":
+        if hyper.secure and hyper.secure_when != "before_training":
             exchange_key, key = jax.random.split(key)
             models, metrics = among_clients(models, exchange_key)
         models = jax.lax.cond(
@@ -185,10 +185,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(models), metrics
 
     def traffic(payloads, uploads):
-        """Every picked layer goes to another client, and one comes back: expected bytes, without the encryption's."""
-        peers = hyper.secure and problem.cohort_size > 1
-        sent = hyper.secure_share * hyper.secure_repetitions * trees.num_bytes(payloads["model"]) if peers else 0
-        return count_traffic(payloads, uploads)._replace(peer=round(2 * sent))
+        """Every picked layer goes to another client and one comes back: expected bytes, without the encryption's."""
+        alone = problem.cohort_size == 1
+        exchanges = hyper.secure_repetitions * (2 if hyper.secure_when == "both" else 1)
+        peer = 2 * hyper.secure_share * exchanges * trees.num_bytes(payloads["model"])
+        return count_traffic(payloads, uploads)._replace(peer=round(peer) if hyper.secure and not alone else 0)
 
     return Strategy(
         init,
