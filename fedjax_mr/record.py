@@ -319,6 +319,7 @@ def summarise(rows: Sequence[Row], target: float | None = None) -> dict[str, Any
         "rounds_to_target": reached[0] if reached else None,
         "bytes_down": last["bytes_down"] or 0,
         "bytes_up": last["bytes_up"] or 0,
+        **({"bytes_peer": last["bytes_peer"]} if "bytes_peer" in last else {}),
     }
 
 
@@ -339,6 +340,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "rounds to the target": number("{:,}", "rounds_to_target"),
         "sent to clients": number("{:,.1f} MB", "bytes_down", 1e6),
         "sent to the server": number("{:,.1f} MB", "bytes_up", 1e6),
+        "sent among clients": number("{:,.1f} MB", "bytes_peer", 1e6),
         "compilation": number("{:.1f} s", "compile_seconds"),
         "per round": number("{:.3f} s", "seconds_per_round"),
         "speed": number("{:,.0f} images/s", "images_per_second"),

@@ -345,6 +345,10 @@ def test_summary_table():
     assert dict(lines)["speed"] == "8,123 images/s"
     assert len({line.index(value) for line, (_, value) in zip(text.splitlines(), lines, strict=True)}) == 1
     assert "target" not in record.summary_table(record.summarise([row(1)]))
+    assert "among" not in text
+    assert "sent among clients         1.5 MB" in record.summary_table(
+        record.summarise([row(1) | {"bytes_peer": 1.5e6}])
+    )
     assert record.summary_table({}) == ""
 
 
