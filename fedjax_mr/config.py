@@ -518,9 +518,10 @@ def _parse(arguments: Sequence[str], own: type | None = None) -> tuple[Config, A
     return config, read(own) if own else None
 
 
-def flag_names(strategies: Collection[str]) -> list[str]:
-    """Return the flags that decide about runs of these strategies; the others name folders, devices and the like."""
-    owners = {prefix: owner for prefix, owner in _owners().items() if not prefix or prefix[:-1] in strategies}
+def flag_names(strategies: Collection[str] | None = None) -> list[str]:
+    """Return the flags that decide about runs of these strategies (None: all); others name folders and the like."""
+    chosen = _registry("strategy") if strategies is None else strategies
+    owners = {prefix: owner for prefix, owner in _owners().items() if not prefix or prefix[:-1] in chosen}
     settings = (setting for prefix, owner in owners.items() for setting in _settings(owner, prefix))
     return [setting.flag for setting in settings if setting.info.affects_results]
 

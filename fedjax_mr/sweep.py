@@ -37,6 +37,7 @@ USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
 Run the product of strategies, settings and seeds; the same command again skips the finished runs and goes on with the
 others. All flags of {configuration.COMMAND} (its --help lists them) describe the runs, and these the sweep:
 """
+Pairs = list[tuple[str, str]]  # settings by flag
 OWN_FLAG = {"strategy": "strategies", "seed": "seeds"}
 SECONDS_PER_LOOK = 0.5  # how often the bar looks at the metrics of the run under way
 CALIBRATION_ROUNDS = 2
@@ -49,7 +50,11 @@ class Sweep:
 
     strategies: str | None = field(None, "methods, separated by commas; none: the one of --strategy")
     seeds: str | None = field(None, "seeds, such as 0,1,5 or 0:3 (which is 0,1,2); none: the one of --seed")
-    grid: tuple[str, ...] = field((), "a setting and its values, such as alpha=0.1,0.5; repeat the flag for a product")
+    grid: tuple[str, ...] = field(
+        (),
+        "a setting and its values, such as alpha=0.1,0.5; repeat the flag for a product; a value may bring others "
+        "along: partition=iid,dirichlet+alpha=0.1",
+    )
     sweep_dir: str = field("runs/sweep", "folder of the run folders")
     dry_run: bool = field(False, "print the plan and an estimate of its time, from a few rounds of each strategy")
 
@@ -100,13 +105,14 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
     seeds = _seeds(sweep.seeds) or [config.seed]
     grid = _grid(sweep.grid, strategies)
     runs: dict[str, Run] = {}
-    for strategy, values, seed in itertools.product(strategies, itertools.product(*grid.values()), seeds):
-        chosen = [f"--{name}={value}" for name, value in zip(grid, values, strict=True)]
-        flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}", *chosen]
+    for strategy, values, seed in itertools.product(strategies, itertools.product(*grid), seeds):
+        chosen = dict(pair for pairs in values for pair in pairs)
+        flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
+        flags += [f"--{name}={value}" for name, value in chosen.items()]
         one, _ = configuration.parse_command(flags, Sweep)
         configuration.validate(one)
         plain, digest = configuration.to_json(one), configuration.digest(one)
-        choice = {name: plain[name] for name in grid if name in plain}
+        choice = {name: plain[name] for name in chosen if name in plain}
         words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
         runs.setdefault(digest, Run(one, choice, folder))
@@ -130,22 +136,33 @@ def _seeds(text: str | None) -> list[int]:
     return seeds
 
 
-def _grid(entries: Sequence[str], strategies: Sequence[str]) -> dict[str, list[str]]:
+def _grid(entries: Sequence[str], strategies: Sequence[str]) -> list[list[Pairs]]:
+    """Return for each ``--grid`` its values; a value is the settings that it makes."""
     known = [name for name in configuration.flag_names(strategies) if name not in OWN_FLAG]
-    grid = {}
+    everything = configuration.flag_names()  # what a value brings along may concern methods that are not run
+    grid, seen = [], set()
     for entry in entries:
         name, equals, values = entry.partition("=")
-        name = name.strip().removeprefix("--")
         if not equals or not values:
             raise UserError(f"--grid={entry} names no values: write --grid alpha=0.1,0.5")
         if name in OWN_FLAG:
             raise UserError(f"--grid={entry}: write --{OWN_FLAG[name]}={values}")
+        grid.append([_pairs(name, value) for value in _split(f"grid {name}", values, "")])
         if name not in known:
             raise unknown_name("flag in --grid", name, known)
-        if name in grid:
-            raise UserError(f"--grid names {name} twice: write all values of it after one --grid")
-        grid[name] = _split(f"grid {name}", values, "")
+        names = {name for pairs in grid[-1] for name, _ in pairs}
+        if unknown := sorted(names - set(everything)):
+            raise unknown_name("flag in --grid", unknown[0], known)
+        if twice := sorted(names & seen):
+            raise UserError(f"--grid names {twice[0]} twice: write all values of it after one --grid")
+        seen |= names
     return grid
+
+
+def _pairs(name: str, value: str) -> Pairs:
+    """Return the settings of a value: ``dirichlet+alpha=0.1`` of partition also has alpha."""
+    first, *others = re.split(r"\+(?=[a-z]\w*=)", value)  # the plus of 1e+5 is none of these
+    return [(name, first), *((other.partition("=")[0], other.partition("=")[2]) for other in others)]
 
 
 def describe(runs: Sequence[Run], costs: Mapping[str, "Cost"]) -> str:

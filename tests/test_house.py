@@ -1,14 +1,18 @@
 """The house's rules: who may import whom, what flag files may hold, what README says."""
 
+import argparse
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fedjax_mr import config
+from fedjax_mr import config, sweep
+from fedjax_mr.analysis import table
+from fedjax_mr.analysis.__main__ import COMMANDS
 from fedjax_mr.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
@@ -100,9 +104,72 @@ def test_shared_flag_files_never_choose_the_strategy():
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.flags")), ids=lambda path: path.name)
 def test_every_flag_file_is_valid_and_names_its_sources(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config.validate(config.parse([f"--flagfile=exp/{path.name}"]))
-    assert "python -m fedjax_mr.main" in path.read_text() or "included by" in path.read_text()
-    assert "ource" in path.read_text()
+    text = path.read_text()
+    if path.name.startswith(("table_", "methods_")):  # flags of the sweep among them
+        sweep.plan([f"--flagfile=exp/{path.name}", "--clients=100"])
+    else:
+        config.validate(config.parse([f"--flagfile=exp/{path.name}"]))
+    assert "python -m fedjax_mr." in text or "included by" in text
+    assert "ource" in text
+
+
+PROTOCOLS = {  # the table of the data set, for both protocols
+    ("cifar10", "table_cifar"): 12,
+    ("cifar100", "table_cifar"): 12,
+    ("femnist", "table_femnist"): 3,
+    ("cifar10_paper", "table_cifar_paper"): 12,
+    ("cifar100_paper", "table_cifar_paper"): 12,
+    ("femnist_paper", "table_femnist"): 3,
+}
+
+
+def test_the_flag_files_cover_every_setting_of_the_papers_tables(monkeypatch):
+    """27 settings x 2 protocols; with the methods of a paper, all numbers of its table stand beside some run."""
+    monkeypatch.chdir(ROOT)
+
+    def numbers(data, settings, *flags, paper):
+        files = [f"--flagfile=exp/{name}.flags" for name in (data, settings)]
+        _, runs = sweep.plan([*files, *flags])
+        found = [table.lookup(run.config, [row for row in tables if row["paper"] == paper]) for run in runs]
+        assert None not in found
+        return found
+
+    tables = table.published()
+    for (data, settings), count in PROTOCOLS.items():
+        assert len(numbers(data, settings, "--strategies=fedmr", paper="fedmr_kdd")) == count
+    authors = [files for files in PROTOCOLS if not files[0].endswith("_paper")]
+    for paper, printed in (("fedmr_v1", 189), ("fedmr_kdd", 216), ("fedcross", 162)):
+        methods = f"--flagfile=exp/methods_{paper}.flags"
+        assert sum(len(numbers(*files, methods, paper=paper)) for files in authors) == printed
+
+
+def test_the_two_protocols(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parse = lambda name: config.parse([f"--flagfile=exp/{name}.flags"])
+    facts = lambda name: (parse(name).momentum, parse(name).model, parse(name).label_mode)
+    assert facts("cifar10") == (0.5, "lenet5", "fine") and facts("cifar10_paper") == (0.9, "cnn_mcmahan", "fine")
+    assert facts("cifar100") == (0.5, "lenet5", "coarse") and facts("cifar100_paper") == (0.9, "cnn_mcmahan", "fine")
+    assert facts("femnist")[:2] == (0.5, "cnn_femnist") and facts("femnist_paper")[:2] == (0.9, "cnn_femnist")
+
+
+def test_the_commands_of_the_figures_are_valid(monkeypatch):
+    """Every sweep in experiments/README.md can be planned, and every picture's command exists."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "experiments" / "README.md").read_text()
+    prefix = ["--flagfile=exp/cifar10.flags", "--data_dir=DIR"]
+    sweeps = [(prefix, found) for found in re.findall(r"`SWEEP (.*?)`", text)]
+    sweeps += [
+        ([], found) for found in re.findall(r"`python -m fedjax_mr.sweep (--.*?)`", text) if "SWEEP" not in found
+    ]
+    assert len(sweeps) >= 12
+    for before, found in sweeps:
+        sweep.plan([*before, *shlex.split(found)])
+    analyses = re.findall(r"`A (\w+) RUNS(?:/\S+)?(.*?)`", text)
+    assert len(analyses) >= 12
+    for name, arguments in analyses:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        COMMANDS[name].add_arguments(parser)
+        parser.parse_args(["runs", *shlex.split(arguments)])
 
 
 def blocks(kind):

@@ -79,6 +79,20 @@ def test_settings_of_other_strategies_do_not_multiply():
     ]
 
 
+def test_a_value_brings_others_along():
+    grid = "partition=iid,dirichlet+alpha=0.1,dirichlet+alpha=1e+0"
+    _, runs = sweep.plan(["--grid", grid, "--grid=model=logistic,mlp+lr=0.1", "--alpha=0.3", "--lr=0.2"])
+    assert [(run.config.partition, run.config.alpha, run.config.model, run.config.lr) for run in runs] == [
+        ("iid", 0.3, "logistic", 0.2),
+        ("iid", 0.3, "mlp", 0.1),
+        ("dirichlet", 0.1, "logistic", 0.2),
+        ("dirichlet", 0.1, "mlp", 0.1),
+        ("dirichlet", 1.0, "logistic", 0.2),
+        ("dirichlet", 1.0, "mlp", 0.1),
+    ]
+    assert runs[3].folder.name.startswith("fedmr-partition=dirichlet-alpha=0.1-model=mlp-lr=0.1-seed=0-")
+
+
 def test_without_flags_of_its_own_a_sweep_is_one_run():
     _, runs = sweep.plan(["--strategy=fedcross", "--seed=4"])
     assert [(run.config.strategy, run.config.seed, run.choice) for run in runs] == [("fedcross", 4, {})]
@@ -104,6 +118,8 @@ def test_a_sweep_may_come_from_a_flag_file():
         (["--grid", "seed=0,1"], ["--seeds=0,1"]),
         (["--grid", "strategy=fedmr"], ["--strategies=fedmr"]),
         (["--grid", "lr=1", "--grid", "lr=2"], ["lr twice"]),
+        (["--grid", "partition=iid+aplha=1"], ["aplha", "did you mean 'alpha'?"]),
+        (["--grid", "partition=dirichlet+alpha=1", "--grid", "alpha=2"], ["alpha twice"]),
         (["--seeds=3:3"], ["no seeds at '3:3'"]),
         (["--seeds=a"], ["no seeds at 'a'"]),
         (["--strategies=fedav,fedmr"], ["did you mean 'fedavg'?"]),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from fedjax_mr.analysis import clients, curves, similarity, table
+from fedjax_mr.analysis import clients, curves, results, similarity, table
 from fedjax_mr.errors import UserError, unknown_name
 
 
@@ -22,6 +22,7 @@ class Command(Protocol):
 COMMANDS: dict[str, Any] = {
     "clients": clients,
     "curves": curves,
+    "results": results,
     "similarity": similarity,
     "table": table,
 }  # modules that are Commands

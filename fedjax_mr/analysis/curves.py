@@ -14,7 +14,7 @@ from fedjax_mr import config as configuration
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs, table
 from fedjax_mr.analysis.runs import Run
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import UserError, unknown_name
 
 LABELS = {"accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)"}
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     table.add_runs_argument(parser)
     parser.add_argument("--column", default="accuracy", help="column of metrics.csv (default: accuracy)")
-    parser.add_argument("--panels", metavar="FLAG", help="one panel for each value of this flag, such as alpha")
+    parser.add_argument("--panels", metavar="FLAGS", help="a panel for each value of a flag: alpha, or partition,alpha")
     parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: the first run's analysis/)")
 
 
@@ -43,7 +43,7 @@ def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> 
     Args:
       chosen: as `table.find` returns them.
       column: of the evaluations.
-      panels: the flag that divides the curves among panels; None: one panel.
+      panels: the flags, separated by commas, that divide the curves among panels; None: one panel.
 
     Raises:
       UserError: a run has no such column or flag, or no evaluation.
@@ -57,13 +57,14 @@ def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> 
     }
 
 
-def _panel(run: Run, flag: str | None) -> str:
-    if flag is None:
-        return ""
-    values = configuration.decisive(run.config)
-    if flag not in values:
-        raise UserError(f"--panels={flag} is no flag that decides about {run.name} ({', '.join(values)})")
-    return f"{flag} = {values[flag]}"
+def _panel(run: Run, flags: str | None) -> str:
+    values = table.facts(run.config)
+    names = flags.split(",") if flags else []
+    known = configuration.decisive(run.config)
+    for name in names:
+        if name not in known:
+            raise unknown_name("flag in --panels", name, known)
+    return ", ".join(f"{name} = {values[name]}" for name in names if name in values)
 
 
 def _mean(members: Sequence[Run], column: str) -> tuple[Sequence[float], ...]:

@@ -31,6 +31,11 @@ MODELS = {
     "vgg_femnist": "VGG-16",
 }  # fmt: skip
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "femnist": "FEMNIST"}
+# Settings of one division only; the others ignore them.
+DIVISIONS = {
+    "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
+    "classes_per_client": ("classes",), "quantity_power": ("quantity",),
+}  # fmt: skip
 PAPERS = ("fedmr_kdd", "fedmr_v1", "fedcross")  # the first that has a number for a setting is shown
 CLIENTS, COHORT = 100, 10  # of these papers on CIFAR
 
@@ -118,13 +123,22 @@ def find(paths: Iterable[Path | str]) -> list[Run]:
     return runs.read(list(map(str, folders)))
 
 
+def facts(config: Config) -> dict[str, Any]:
+    """Return the settings of a run that mean something to it, by flag, without its seeds."""
+    return {
+        flag: value
+        for flag, value in configuration.decisive(config).items()
+        if flag not in SEEDS and config.partition in DIVISIONS.get(flag, (config.partition,))
+    }
+
+
 def settings(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """Return the runs by setting, in their order; runs of one setting differ in nothing but seeds.
 
     A setting names the strategy, and what does not have the same value in all runs that know it.
     """
-    decisive = [configuration.decisive(run.config) for run in chosen]
-    flags = [flag for flag in dict.fromkeys(flag for each in decisive for flag in each) if flag not in SEEDS]
+    decisive = [facts(run.config) for run in chosen]
+    flags = list(dict.fromkeys(flag for each in decisive for flag in each))
     groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
     for each, run in zip(decisive, chosen, strict=True):
         key = json.dumps({flag: each.get(flag, "-") for flag in flags})

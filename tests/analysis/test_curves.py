@@ -53,6 +53,19 @@ def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
     assert series["fedmr alpha=0.1 unit=layer"] == ([5], [0.25])
 
 
+def test_a_division_is_a_panel(root):
+    for alpha in (0.1, 0.5):  # which IID runs do not have
+        config = Config(strategy="fedavg", partition="iid", alpha=alpha)
+        folder = root / f"iid{alpha}"
+        folder.mkdir()
+        configuration.save(config, folder)
+        (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
+    panels = curves.curves(table.find([root]), column="accuracy", panels="partition,alpha")
+    dirichlet = [f"partition = dirichlet, alpha = {alpha}" for alpha in (0.1, 0.5)]
+    assert sorted(panels) == [*dirichlet, "partition = iid"]
+    assert panels["partition = iid"] == {"fedavg": ([5], [0.25], [0.0])}
+
+
 def test_the_command_draws(root, tmp_path, capsys):
     assert main(["curves", str(root), "--panels=alpha", f"--out={tmp_path / 'pictures'}"]) == 0
     assert (tmp_path / "pictures" / "accuracy.png").stat().st_size > 10_000
@@ -60,7 +73,7 @@ def test_the_command_draws(root, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "part"), [(["--column=acc"], "has no column acc"), (["--panels=alhpa"], "alhpa is no flag")]
+    ("arguments", "part"), [(["--column=acc"], "has no column acc"), (["--panels=alhpa"], "did you mean 'alpha'?")]
 )
 def test_bad_input(root, arguments, part, capsys):
     assert main(["curves", str(root), *arguments]) == 2

@@ -1,0 +1,105 @@
+"""Make the tables of RESULTS.md anew from the kept metrics, after keeping those of RUN as --name.
+
+RUN (none, one or more) may also be a folder of run folders. Kept are settings, evaluations and summary, no weights and
+no paths of this machine. In RESULTS.md a table stands between
+
+    <!-- table NAME --target=0.5 -->   and   <!-- end -->
+
+where NAME is a folder beside RESULTS.md in results/, and the options are those of the table command.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+from fedjax_mr import config as configuration
+from fedjax_mr import files, record
+from fedjax_mr.analysis import table
+from fedjax_mr.analysis.runs import Run
+from fedjax_mr.errors import UserError
+
+DOCUMENT = Path("experiments/RESULTS.md")
+TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder to keep, or a folder that holds some")
+    parser.add_argument("--name", help="what the kept runs are called; runs of that name are replaced one by one")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help=f"the file with the tables ({DOCUMENT})")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Keep runs and write the tables."""
+    if bool(arguments.runs) != bool(arguments.name):
+        raise UserError("--name=NAME says where the metrics of RUN are kept: give both or none")
+    document = arguments.document
+    text = read(document)
+    for run in table.find(arguments.runs) if arguments.runs else []:
+        print(f"kept {keep(run, document.parent / 'results' / arguments.name)}")
+    with files.whole(document) as path:
+        path.write_text(fill(text, document.parent / "results"), encoding="utf-8")
+    print(f"{len(TABLE.findall(text))} tables in {document}")
+
+
+def read(document: Path) -> str:
+    """Return the text of a document.
+
+    Raises:
+      UserError: it is not there.
+    """
+    try:
+        return document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {document} ({error.strerror}); --document names another") from None
+
+
+def keep(run: Run, folder: Path) -> Path:
+    """Copy the small files of an ended run into a folder of its own, named by its settings; return that.
+
+    Raises:
+      UserError: the run has not ended.
+    """
+    state = record.state(run.path)
+    if state not in ("finished", "diverged"):
+        raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
+    config = dataclasses.replace(run.config, data_dir=None, compare_to=(), run_dir=None)
+    kept = folder / f"{config.strategy}-seed={config.seed}-{configuration.digest(config)}"
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    settings = json.dumps(configuration.to_json(config), indent=2)
+    (kept / "config.json").write_text(settings + "\n", encoding="utf-8")
+    for name in ("metrics.jsonl", "summary.json"):
+        if (run.path / name).exists():
+            shutil.copyfile(run.path / name, kept / name)
+    if state == "diverged":  # its message names folders of this machine
+        (kept / "diverged.txt").write_text("diverged\n", encoding="utf-8")
+    return kept
+
+
+def fill(text: str, folder: Path) -> str:
+    """Return a document with its tables made anew.
+
+    Args:
+      text: the document.
+      folder: where the kept runs are.
+
+    Raises:
+      UserError: a table's runs are not there, or its options are wrong.
+    """
+
+    def fresh(found: re.Match) -> str:
+        begin, name, options, end = found.groups()
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        table.add_arguments(parser)
+        try:
+            chosen = parser.parse_args([str(folder / name), "--format=markdown", *shlex.split(options)])
+        except argparse.ArgumentError as error:
+            raise UserError(f"{begin.strip()}: {error}") from None
+        return f"{begin}{table.table(chosen.runs, format=chosen.format, target=chosen.target)}\n{end}"
+
+    return TABLE.sub(fresh, text)

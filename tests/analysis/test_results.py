@@ -1,0 +1,80 @@
+"""RESULTS.md says what the kept metrics say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedjax_mr.analysis import results, runs, table
+from fedjax_mr.analysis.__main__ import main
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text("Before.\n\n<!-- table digits --target=0.2 -->\nold\n<!-- end -->\n\nAfter.\n")
+    return path
+
+
+def test_the_tables_are_those_of_the_kept_runs():
+    text = (EXPERIMENTS / "RESULTS.md").read_text(encoding="utf-8")
+    assert results.fill(text, EXPERIMENTS / "results") == text, "run: python -m fedjax_mr.analysis results"
+
+
+def test_kept_runs_are_small_and_name_no_machine():
+    kept = [path for path in (EXPERIMENTS / "results").rglob("*") if path.is_file()]
+    assert {path.name for path in kept} <= {"config.json", "metrics.jsonl", "summary.json", "diverged.txt"}
+    for path in kept:
+        assert path.stat().st_size < 100_000
+        if path.name == "config.json":
+            values = json.loads(path.read_text())
+            assert values["data_dir"] is None and values["run_dir"] is None and values["compare_to"] == []
+
+
+def test_runs_are_kept_and_tabled(finished, document, capsys):
+    folders = [str(finished(strategy)) for strategy in ("fedavg", "fedmr")]
+    assert main(["results", *folders, "--name=digits", f"--document={document}"]) == 0
+    before, rest = document.read_text().split("<!-- table digits --target=0.2 -->\n")
+    shown, after = rest.split("<!-- end -->")
+    assert (before, after) == ("Before.\n\n", "\n\nAfter.\n")
+    assert shown == table.table(folders, format="markdown", target=0.2) + "\n"
+    kept = table.find([document.parent / "results" / "digits"])
+    assert len(kept) == 2 and all("seed=0" in run.path.name for run in kept)
+    assert main(["results", f"--document={document}"]) == 0
+    assert shown in document.read_text()
+    assert "1 tables" in capsys.readouterr().out
+
+
+def test_a_diverged_run_is_kept_without_its_message(finished, document, tmp_path):
+    (run,) = runs.read([str(finished("fedavg"))])
+    broken = tmp_path / "run"
+    broken.mkdir()
+    (broken / "config.json").write_text((run.path / "config.json").read_text())
+    (broken / "diverged.txt").write_text(f"diverged; the checkpoint in {broken} stays\n")
+    (only,) = runs.read([str(broken)])
+    kept = results.keep(only, tmp_path / "results" / "digits")
+    assert str(tmp_path) not in "".join(path.read_text() for path in kept.iterdir())
+    assert "| fedavg | 0, 1 diverged |" in results.fill(document.read_text(), tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--name=x"], "give both or none"),
+        (["run"], "give both or none"),
+        (["run", "--name=x"], "run has not ended (new)"),
+        ([], "results/digits is no run folder and holds none"),
+        (["--document=absent.md"], "cannot read absent.md"),
+    ],
+)
+def test_bad_input(document, tmp_path, monkeypatch, arguments, part, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"strategy": "fedmr"}))
+    before = document.read_text()
+    assert main(["results", f"--document={document}", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert part in shown and shown.count("\n") == 1
+    assert document.read_text() == before
