@@ -1,39 +1,76 @@
-"""How fast the engine trains: beside XLA's own layers, and strategy by strategy, in one run.
+"""How fast the engine trains, in one run beside the same networks in plain Flax layers and in PyTorch.
 
-    python experiments/benchmark.py engine                                  # the main job against plain layers
-    python experiments/benchmark.py strategies --strategies=fedavg,fedprox  # images per second relative to FedAvg
+    python experiments/benchmark.py                                # every network: ours, plain layers, PyTorch
+    python experiments/benchmark.py --quick --models=lenet5        # less than a minute
+    python experiments/benchmark.py rounds                         # what a whole round is spent on
+    python experiments/benchmark.py strategies                     # what a round of each strategy costs
+    python experiments/benchmark.py growth                         # time and memory against K and N
+    python experiments/benchmark.py race                           # the course of pfl-research's CIFAR10-IID
 
-The contestants take turns, so that a drift of the machine hits all of them; medians are printed.
+The contestants take turns, so that a drift of the machine hits all of them; medians are printed, and figures are to be
+read as ratios of one run. All data are synthetic.
 
-``engine``: ``ours`` is what users run; ``plain`` is the same network, data and layout with
-``jax.lax.conv_general_dilated`` and ``reduce_window`` pooling, which is what ``nn.Conv`` and ``nn.max_pool`` call;
-``plain_vmap`` runs it with all clients side by side on one device.
-
-``strategies``: LeNet-5, 10 of 20 clients with 500 synthetic images of 32 x 32 x 3 each, one local epoch, batch 50. The
-share of the time outside the clients' program is listed apart (server, selection, host).
+``models``: K = 10 clients of 500 samples, batch 50, SGD with momentum 0.5, five local epochs (one on CPU for the
+networks marked heavy). ``ours`` is what users run; ``plain`` the same network and data with what ``nn.Conv`` and
+``nn.max_pool`` compute, all clients side by side (``vmap``), two steps per client; ``torch_loop`` one client after the
+other through a DataLoader, as the papers' code trains; ``torch_best`` without a DataLoader, the faster of one process
+with all threads and a process per core with one thread each. ``share_of_limit``: six operations per multiply-add (two
+forward, four backward) over the rate of a large matrix product measured in the same run.
 """
 
 import argparse
+import dataclasses
+import functools
+import importlib.util
 import json
+import math
+import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import fedjax_mr as fmr
+from fedjax_mr import config as configuration
 from fedjax_mr import data, parallel
-from fedjax_mr.models import layers
-from fedjax_mr.run import build_model, build_rounds
+from fedjax_mr.evaluation import Evaluation
+from fedjax_mr.models import MODELS, layers
+from fedjax_mr.run import build_model, build_rounds, peak_memory_bytes, samples
+
+CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
+HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vgg16")  # one local epoch on CPU
+ON_GPU_ONLY = ("vgg16",)
+COMPARED = ("lenet5", "cnn_mcmahan", "cnn_femnist", "resnet20", "lstm1", "vgg16")
+
+Rows = list[dict[str, Any]]
+
+
+def synthetic(shape: Sequence[int], classes: int, count: int, *, tokens: bool = False) -> fmr.Dataset:
+    """Return ``count`` training samples and as many test samples as the evaluation's batch."""
+    rng = np.random.default_rng(0)
+    high = classes if tokens else 256
+    x = rng.integers(0, high, (count + 200, *shape)).astype(np.int32 if tokens else np.uint8)
+    y = rng.integers(0, classes, count + 200).astype(np.int32)
+    channels = 1 if tokens else shape[-1]
+    return fmr.Dataset(
+        "synthetic", x[:-200], y[:-200], x[-200:], y[-200:], classes, mean=(0.5,) * channels, std=(0.5,) * channels
+    )
+
+
+# ---- Our engine
 
 
 def plain_conv(x, kernel, *, strides=1, padding="SAME", **_):
     """Return what ``nn.Conv`` computes: one convolution whose gradients XLA derives."""
     strides = (strides, strides) if isinstance(strides, int) else strides
+    padding = ((padding, padding), (padding, padding)) if isinstance(padding, int) else padding
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
@@ -43,6 +80,11 @@ def plain_max_pool(x, window, *, strides=None, padding=0):
     if padding:
         raise ValueError("no network of this benchmark pads its pooling")
     return nn.max_pool(x, window, strides or window)
+
+
+def plain_layers() -> Any:
+    """Return a context in which networks are built of plain layers."""
+    return mock.patch.multiple(layers, conv=plain_conv, max_pool=plain_max_pool)
 
 
 class Contestant:
@@ -55,136 +97,528 @@ class Contestant:
         *,
         dataset: fmr.Dataset | None = None,
         plain: bool = False,
-        devices: int | None = None,
-        lanes: int | None = None,
+        rounds: int = 1,
+        warm_up: int = 2,  # some methods do more from the second round on, and all programs must be compiled
+        **layout: int | None,
     ) -> None:
-        """Compile, with the plain layers in place of ours if asked for."""
+        """Compile and run ``warm_up`` rounds, with the plain layers in place of ours if asked for."""
         self.name = name
+        self.rounds = rounds
         self.speeds: list[float] = []
-        axis = parallel.client_axis(devices=devices, lanes=lanes, cohort_size=config.cohort)
-        federated = data.prepare(config, dataset=dataset)
-        swap = mock.patch.multiple(layers, conv=plain_conv, max_pool=plain_max_pool) if plain else mock.MagicMock()
-        with swap:
-            self.engine = build_rounds(config, federated, build_model(config, federated), axis)
-            # Two rounds: some methods do more from the second one on, and all programs must be compiled.
-            self.progress = self.engine.run(self.engine.init(), 2)[0]
+        layout = {"devices": None, "lanes": None} | layout
+        axis = parallel.client_axis(cohort_size=config.cohort, **layout)
+        self.config = config
+        self.federated = data.prepare(config, dataset=dataset)
+        self.model = build_model(config, self.federated)
+        with plain_layers() if plain else mock.MagicMock():
+            self.engine = build_rounds(config, self.federated, self.model, axis)
+            self.progress = self.engine.run(self.engine.init(), warm_up)[0]
         self.compile_seconds = sum(program.compile_seconds for program in self.engine.programs.values())
+        self.peak_memory_bytes = peak_memory_bytes()
 
-    def race(self, rounds: int) -> None:
+    def race(self) -> None:
         """Train some rounds and note the images trained per second."""
         started = time.perf_counter()
-        self.progress, report = self.engine.run(self.progress, rounds)
-        self.speeds.append(int(report.images) / (time.perf_counter() - started))
+        self.progress, report = self.engine.run(self.progress, self.rounds)
+        images = int(report.images)
+        self.speeds.append(images / (time.perf_counter() - started))
 
     def speed(self) -> float:
         """Return the median of the images trained per second."""
         return statistics.median(self.speeds)
 
+    def seconds(self) -> dict[str, float]:
+        """Return the median seconds of one round (``round``) and of its programs; where it is one, of that alone."""
+        times: dict[str, list[float]] = {}
 
-def take_turns(contestants: Sequence[Contestant], *, repeats: int, rounds: int) -> None:
+        def timed(name: str, call: Callable) -> Callable:
+            def run(*args: Any) -> Any:
+                started = time.perf_counter()
+                result = jax.block_until_ready(call(*args))
+                times.setdefault(name, []).append(time.perf_counter() - started)
+                return result
+
+            return run
+
+        def one_round() -> None:
+            self.progress, _ = jax.block_until_ready(self.engine.run(self.progress, 1))
+
+        programs = self.engine.programs
+        patches = [mock.patch.object(each, "compiled", timed(name, each.compiled)) for name, each in programs.items()]
+        for patch in patches:
+            patch.start()
+        for _ in range(5):
+            timed("round", one_round)()
+        for patch in patches:
+            patch.stop()
+        return {name: statistics.median(values) for name, values in times.items()}
+
+
+def take_turns(contestants: Sequence[Any], repeats: int) -> None:
     """Let all contestants run in turn, ``repeats`` times."""
     for _ in range(repeats):
         for contestant in contestants:
-            contestant.race(rounds)
+            contestant.race()
 
 
-def compare_engines(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of the main job against plain layers."""
-    config = fmr.Config()
-    parallel.start(devices=None, cohort_size=config.cohort)
+# ---- PyTorch
+
+
+def torch_client(
+    name: str, threads: int, device: str, epochs: int, *, loader: bool, dataset: fmr.Dataset
+) -> Callable[[int], None]:
+    """Return a function that trains one client, given its number."""
+    import torch
+    import torch_networks as networks
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.set_num_threads(threads)
+    twins = {**vars(networks), "resnet20": networks.ResNet20, "lstm1": networks.CharacterLSTM}
+    tokens = dataset.x.ndim == 2
+    x = torch.as_tensor(dataset.x)
+    x = x.long() if tokens else x.permute(0, 3, 1, 2).contiguous()
+    y = torch.as_tensor(dataset.y).long()
+    normalise = (lambda x: x) if tokens else (lambda x: x.float().mul_(1 / 255).sub_(0.5).div_(0.5))
+    if not loader:
+        x, y = x.to(device), y.to(device)
+    network = twins[name]().to(device)
+    start = {key: value.clone() for key, value in network.state_dict().items()}
+
+    def batches(rows: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if loader:
+            for x_batch, y_batch in DataLoader(TensorDataset(x[rows], y[rows]), batch_size=BATCH, shuffle=True):
+                yield normalise(x_batch.to(device)), y_batch.to(device)
+        else:
+            own_x, own_y = x[rows], y[rows]
+            for chosen in torch.randperm(SAMPLES, device=device).split(BATCH):
+                yield normalise(own_x[chosen]), own_y[chosen]
+
+    def train(client: int) -> None:
+        network.load_state_dict(start)
+        network.train()
+        optimizer = torch.optim.SGD(network.parameters(), lr=LR, momentum=MOMENTUM)
+        for _ in range(epochs):
+            for x_batch, y_batch in batches(slice(client * SAMPLES, (client + 1) * SAMPLES)):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(network(x_batch), y_batch).backward()
+                optimizer.step()
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    return train
+
+
+def torch_worker(pipe: Any, clients: Sequence[int], arguments: tuple, options: dict[str, Any]) -> None:
+    """Train the clients whenever asked to, until told to stop."""
+    train = torch_client(*arguments, **options)
+    train(0)
+    pipe.send("ready")
+    while pipe.recv() == "go":
+        for client in clients:
+            train(client)
+        pipe.send("done")
+
+
+class TorchContestant:
+    """PyTorch in one arrangement, in processes of its own: the clients are shared among ``processes``."""
+
+    def __init__(
+        self, name: str, arguments: tuple, *, processes: int, threads: int, epochs: int, loader: bool, **options: Any
+    ) -> None:
+        """Start the processes and wait until each has trained a client."""
+        self.name = name
+        self.images = CLIENTS * SAMPLES * epochs
+        self.arrangement = f"{processes} process(es) x {threads} thread(s)"
+        self.speeds: list[float] = []
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.workers = [], []
+        for index in range(processes):
+            ours, theirs = context.Pipe()
+            model, device = arguments
+            own = range(index, CLIENTS, processes)
+            rest = {"loader": loader, **options}
+            worker = context.Process(target=torch_worker, args=(theirs, own, (model, threads, device, epochs), rest))
+            worker.start()
+            self.pipes.append(ours)
+            self.workers.append(worker)
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def race(self) -> None:
+        """Train all clients once and note the images trained per second."""
+        started = time.perf_counter()
+        for pipe in self.pipes:
+            pipe.send("go")
+        for pipe in self.pipes:
+            pipe.recv()
+        self.speeds.append(self.images / (time.perf_counter() - started))
+
+    def speed(self) -> float:
+        """Return the median of the images trained per second."""
+        return statistics.median(self.speeds)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for pipe, worker in zip(self.pipes, self.workers, strict=True):
+            pipe.send("stop")
+            worker.join()
+
+
+def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[TorchContestant]:
+    """Return PyTorch's contestants; none where it is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
+    cores = parallel.usable_cores()
+    start = functools.partial(
+        TorchContestant, arguments=(name, "cuda" if gpu else "cpu"), epochs=epochs, dataset=dataset
+    )
     contestants = [
-        Contestant("ours", config),
-        Contestant("plain", config, plain=True),
-        Contestant("plain_vmap", config, plain=True, devices=1, lanes=config.cohort),
+        start("torch_loop", processes=1, threads=cores, loader=True),
+        start("torch_best", processes=1, threads=cores, loader=False),
     ]
-    take_turns(contestants, repeats=arguments.repeats, rounds=arguments.rounds or 10)
-    return [
-        {
-            "model": config.model,
-            "engine": each.name,
-            "images_per_second": each.speed(),
-            "ours_is_faster_by": contestants[0].speed() / each.speed(),
-            "compile_seconds": each.compile_seconds,
-        }
-        for each in contestants
-    ]
+    if not gpu and cores > 1:
+        contestants.append(start("torch_best", processes=cores, threads=1, loader=False))
+    return contestants
 
 
-def compare_strategies(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row per strategy: its speed, and what a round costs in rounds of FedAvg."""
-    rng = np.random.default_rng(0)
-    y = rng.integers(0, 10, 10_200).astype(np.int32)
-    x = rng.integers(0, 256, (10_200, 32, 32, 3)).astype(np.uint8)
-    dataset = fmr.Dataset("synthetic", x[:-200], y[:-200], x[-200:], y[-200:], 10, mean=(0.5,) * 3, std=(0.5,) * 3)
-    settings = {"model": "lenet5", "partition": "iid", "clients": 20, "cohort": 10, "local_epochs": 1, "batch_size": 50}
-    parallel.start(devices=None, cohort_size=10)
-    names = arguments.strategies.split(",") if arguments.strategies else list(fmr.STRATEGIES)
-    names = ["fedavg", *(name for name in names if name != "fedavg")]
-    contestants = [Contestant(name, fmr.Config(strategy=name, lr=0.001, **settings), dataset=dataset) for name in names]
-    take_turns(contestants, repeats=arguments.repeats, rounds=arguments.rounds or 2)
+# ---- The arithmetic limit
+
+
+def multiply_adds(model: fmr.models.Model) -> int:
+    """Return the multiply-adds of one forward pass of one sample: those of its convolutions and products."""
+    with plain_layers():
+        variables = jax.eval_shape(model.init, jax.random.key(0))
+        x = jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
+        return _count(jax.make_jaxpr(model.apply)(variables, x).jaxpr)
+
+
+def _count(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        name, inputs, output = equation.primitive.name, equation.invars, equation.outvars[0].aval
+        if name == "conv_general_dilated":
+            total += output.size * math.prod(inputs[1].aval.shape[:-1])
+        elif name == "dot_general":
+            contracted = equation.params["dimension_numbers"][0][0]
+            total += output.size * math.prod(inputs[0].aval.shape[axis] for axis in contracted)
+        else:
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                total += _count(inner) * equation.params.get("length", 1)
+    return total
+
+
+class Product:
+    """A large matrix product on all devices together: what the arithmetic could do at best."""
+
+    name = "product"
+
+    def __init__(self, devices: int, size: int = 1024, times: int = 10) -> None:
+        """Compile."""
+        mesh = jax.make_mesh((devices,), ("devices",))
+        spec = jax.sharding.PartitionSpec("devices")
+
+        def chain(a: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, times, lambda _, b: jnp.matmul(b, a, precision="default"), a)
+
+        body = lambda a: jax.lax.map(chain, a)
+        self.call = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
+        ones = np.full((devices, size, size), 1 / size, np.float32)
+        self.matrices = jax.device_put(ones, jax.sharding.NamedSharding(mesh, spec))
+        self.operations = 2 * devices * times * size**3
+        self.rates: list[float] = []
+        self.call(self.matrices).block_until_ready()
+
+    def race(self) -> None:
+        """Note the operations per second."""
+        started = time.perf_counter()
+        self.call(self.matrices).block_until_ready()
+        self.rates.append(self.operations / (time.perf_counter() - started))
+
+    def rate(self) -> float:
+        """Return the median of the operations per second."""
+        return statistics.median(self.rates)
+
+
+# ---- The subjects
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    models: tuple[str, ...]
+    strategies: tuple[str, ...]
+    repeats: int
+    quick: bool
+
+
+def in_its_own_process(function: Callable, *args: Any) -> Any:
+    """Return the function's result; compiled programs and memory end with its process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def compare_models(options: Options) -> Rows:
+    """Return four rows per network, each network in a process of its own."""
+    rows: Rows = []
+    for name in options.models:
+        found = in_its_own_process(compare_engines, name, options)
+        show(found)
+        rows += found
+    return rows
+
+
+def compare_engines(name: str, options: Options) -> Rows:
+    """Return the rows of one network."""
+    parallel.start(devices=None, cohort_size=CLIENTS)
+    heavy = jax.default_backend() == "cpu" and name in HEAVY
+    epochs = 1 if heavy or options.quick else 5
+    entry = MODELS[name]
+    tokens = entry.input_dtype == np.int32
+    make = functools.partial(synthetic, entry.input_shape, entry.num_classes, tokens=tokens)
+    dataset = make(CLIENTS * SAMPLES)
+    settings = {
+        "strategy": "fedavg", "model": name, "partition": "iid", "clients": CLIENTS, "cohort": CLIENTS,
+        "local_epochs": epochs, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM,
+    }  # fmt: skip
+    ours = Contestant("ours", fmr.Config(**settings), dataset=dataset)
+    product = Product(ours.engine.axis.num_devices)
+    opponents = torch_contestants(name, dataset, epochs)
+    take_turns([product, ours, *opponents], options.repeats)
+    for opponent in opponents:
+        opponent.stop()
+    contestants: list[Any] = [ours]
+    if not options.quick:
+        two_steps = fmr.Config(**settings | {"local_epochs": 1})
+        plain = Contestant(
+            "plain", two_steps, dataset=make(CLIENTS * 2 * BATCH), plain=True, warm_up=1, devices=1, lanes=CLIENTS
+        )
+        plain.race()
+        contestants.append(plain)
+    by_arrangement = {each.arrangement: each.speed() for each in opponents if each.name == "torch_best"}
+    best: dict[str, Any] = {}
+    for opponent in sorted(opponents, key=TorchContestant.speed):
+        best[opponent.name] = opponent
+    contestants += [best[key] for key in ("torch_loop", "torch_best") if key in best]
+    if not opponents:
+        print("PyTorch is not installed (extra parity): its columns stay empty")
+    operations = 6 * multiply_adds(ours.model)
     rows = []
     for each in contestants:
-        clients = clients_only(each)
+        rows.append(
+            {
+                "model": name,
+                "engine": each.name,
+                "images_per_second": each.speed(),
+                "ratio_loop": each.speed() / best["torch_loop"].speed() if best else None,
+                "ratio_best": each.speed() / best["torch_best"].speed() if best else None,
+                "share_of_limit": each.speed() * operations / product.rate(),
+                "compile_seconds": getattr(each, "compile_seconds", None),
+                "peak_memory_bytes": getattr(each, "peak_memory_bytes", None),
+                "arrangements": by_arrangement if each.name == "torch_best" else None,
+            }
+        )
+    return rows
+
+
+def compare_strategies(options: Options) -> Rows:
+    """Return a row per strategy: its speed, and what a round costs in rounds of FedAvg.
+
+    LeNet-5, 10 of 20 clients with 500 images each, one local epoch.
+    """
+    dataset = synthetic((32, 32, 3), 10, 20 * SAMPLES)
+    settings = {"model": "lenet5", "partition": "iid", "clients": 20, "cohort": CLIENTS, "local_epochs": 1,
+                "batch_size": BATCH, "lr": 0.001}  # fmt: skip
+    parallel.start(devices=None, cohort_size=CLIENTS)
+    names = ["fedavg", *(name for name in options.strategies if name != "fedavg")]
+    contestants = [Contestant(name, fmr.Config(strategy=name, **settings), dataset=dataset, rounds=2) for name in names]
+    take_turns(contestants, options.repeats)
+    rows = []
+    for each in contestants:
+        seconds = each.seconds()
         rows.append(
             {
                 "strategy": each.name,
                 "images_per_second": each.speed(),
                 "cost_of_a_round": contestants[0].speed() / each.speed(),
-                "outside_clients": max(0.0, 1 - clients) if clients else None,
+                "outside_clients": 1 - seconds["clients"] / seconds["round"] if "clients" in seconds else None,
                 "compile_seconds": each.compile_seconds,
             }
         )
     return rows
 
 
-def clients_only(contestant: Contestant) -> float | None:
-    """Return the share of a round's time that the clients' program takes; None where rounds are one program."""
-    program = contestant.engine.programs.get("clients")
-    if program is None:
-        return None
-    inner, outer = [], []
-    call = program.compiled
-
-    def timed(*args: Any) -> Any:
-        started = time.perf_counter()
-        result = jax.block_until_ready(call(*args))
-        inner.append(time.perf_counter() - started)
-        return result
-
-    with mock.patch.object(program, "compiled", timed):
-        for _ in range(3):
+def dissect_rounds(options: Options) -> Rows:
+    """Return what a round is spent on: LeNet-5, 100 clients of 500 images on average, K = 10, Dirichlet."""
+    dataset = synthetic((32, 32, 3), 10, 100 * SAMPLES)
+    test = synthetic((32, 32, 3), 10, 10_000)
+    parallel.start(devices=None, cohort_size=CLIENTS)
+    rows = []
+    for alpha in (0.1, 0.5):
+        for strategy in ("fedavg", "fedmr"):
+            config = fmr.Config(
+                strategy=strategy, model="lenet5", partition="dirichlet", alpha=alpha, clients=100, cohort=CLIENTS,
+                local_epochs=1 if options.quick else 5, batch_size=BATCH, lr=LR,
+            )  # fmt: skip
+            contestant = Contestant(strategy, config, dataset=dataset)
+            engine, seconds = contestant.engine, contestant.seconds()
+            evaluation = Evaluation(contestant.model, samples(contestant.federated, test.x, test.y), engine.axis)
+            deployed = engine.deployed(contestant.progress)
+            evaluation.one(deployed)
             started = time.perf_counter()
-            contestant.progress, _ = jax.block_until_ready(contestant.engine.run(contestant.progress, 1))
-            outer.append(time.perf_counter() - started)
-    return statistics.median(inner) / statistics.median(outer)
+            evaluation.one(deployed)
+            tested = time.perf_counter() - started
+            parts = {name: seconds.get(name) for name in ("clients", "begin", "finish")}
+            known = None not in parts.values()
+            server = parts["begin"] + parts["finish"] if known else None
+            rows.append(
+                {
+                    "strategy": strategy,
+                    "alpha": alpha,
+                    "seconds_per_round": seconds["round"],
+                    "clients": parts["clients"] / seconds["round"] if known else None,
+                    "server": server / seconds["round"] if known else None,
+                    "host_and_copies": 1 - (parts["clients"] + server) / seconds["round"] if known else None,
+                    "evaluation_per_5_rounds": tested / (5 * seconds["round"]),
+                    **padding_waste(contestant),
+                }
+            )
+    return rows
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def padding_waste(contestant: Contestant, rounds: int = 50) -> dict[str, float]:
+    """Return steps computed over steps needed, on average over random cohorts: in lanes, and with devices waiting."""
+    axis, batch = contestant.engine.axis, contestant.config.batch_size
+    steps = -(-contestant.federated.sizes // batch)
+    rng = np.random.default_rng(0)
+    assign = jax.jit(functools.partial(parallel.assign, axis))
+    needed = in_lanes = with_waiting = 0
+    for _ in range(rounds):
+        cohort = rng.choice(len(steps), contestant.config.cohort, replace=False)
+        work = np.append(steps[cohort], 0)
+        slots = np.asarray(assign(jnp.asarray(contestant.federated.sizes[cohort], jnp.int32)))
+        groups = work[slots].reshape(axis.num_devices, -1, axis.lanes).max(axis=2)
+        needed += work.sum()
+        in_lanes += groups.sum() * axis.lanes
+        with_waiting += groups.sum(axis=1).max() * axis.lanes * axis.num_devices
+    return {"padding_waste": in_lanes / needed, "with_waiting_devices": with_waiting / needed}
+
+
+def grow(options: Options) -> Rows:
+    """Return time and memory of a round against K (at N = 100) and N (at K = 10), each in a process of its own.
+
+    The FEMNIST CNN, clients of 20 images, batch 10, one epoch.
+    """
+    points = [(k, 100) for k in (5, 10, 20, 50, 100)] + [(10, n) for n in (1_000, 10_000)]
+    return [in_its_own_process(measure_growth, *point) for point in points[:: 3 if options.quick else 1]]
+
+
+def measure_growth(cohort: int, clients: int) -> dict[str, Any]:
+    """Return one row of `grow`."""
+    parallel.start(devices=None, cohort_size=cohort)
+    dataset = synthetic((28, 28, 1), 62, 20 * clients)
+    config = fmr.Config(
+        strategy="fedmr", model="cnn_femnist", partition="iid", clients=clients, cohort=cohort, local_epochs=1,
+        batch_size=10, lr=LR,
+    )  # fmt: skip
+    contestant = Contestant("fedmr", config, dataset=dataset)
+    seconds = contestant.seconds()["round"]
+    return {
+        "cohort": cohort,
+        "clients": clients,
+        "seconds_per_round": seconds,
+        "seconds_per_client": seconds / cohort,
+        "peak_memory_mb": peak_memory_bytes() / 1e6,
+        "data_mb": dataset.x.nbytes / 1e6,
+        "compile_seconds": contestant.compile_seconds,
+    }
+
+
+def run_race(options: Options) -> Rows:
+    """Return the seconds of the course of pfl-research (``exp/pfl_race.flags``) on synthetic images."""
+    config = configuration.parse(["--strategy=fedavg", "--flagfile=exp/pfl_race.flags"])
+    parallel.start(devices=None, cohort_size=config.cohort)
+    dataset = synthetic((32, 32, 3), 10, 50_000)
+    gpu = jax.default_backend() == "gpu"
+    contestant = Contestant("fedavg", config, dataset=dataset)
+    test = synthetic((32, 32, 3), 10, 10_000)
+    evaluation = Evaluation(contestant.model, samples(contestant.federated, test.x, test.y), contestant.engine.axis)
+    evaluation.one(contestant.engine.deployed(contestant.progress))
+    rounds = config.rounds if gpu else 2 if options.quick else 10
+    started = time.perf_counter()
+    for _ in range(0, rounds, config.eval_every):
+        contestant.progress, _ = contestant.engine.run(contestant.progress, min(rounds, config.eval_every))
+        evaluation.one(contestant.engine.deployed(contestant.progress))
+    seconds = time.perf_counter() - started
+    return [
+        {
+            "rounds_measured": rounds,
+            "seconds": seconds,
+            "seconds_for_100_rounds": seconds * 100 / rounds,
+            "seconds_for_1500_rounds": seconds * 1500 / rounds,
+            "compile_seconds": contestant.compile_seconds,
+        }
+    ]
+
+
+SUBJECTS: dict[str, Callable[[Options], Rows]] = {
+    "models": compare_models,
+    "rounds": dissect_rounds,
+    "strategies": compare_strategies,
+    "growth": grow,
+    "race": run_race,
+}
+
+
+# ---- The command
+
+
+def show(rows: Rows) -> None:
     """Print a table."""
 
     def text(value: Any) -> str:
         if isinstance(value, float):
             return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
-        return "-" if value is None else str(value)
+        if isinstance(value, dict):
+            return "; ".join(f"{name}: {text(each)}" for name, each in value.items())
+        return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
     cells = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("subject", choices=("engine", "strategies"), nargs="?", default="engine")
-    parser.add_argument("--strategies", help="names, separated by commas (default: all)")
-    parser.add_argument("--repeats", type=int, default=5, help="timings per contestant (default 5)")
-    parser.add_argument("--rounds", type=int, help="rounds per timing (default: engine 10, strategies 2)")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("subject", choices=SUBJECTS, nargs="?", default="models")
+    parser.add_argument("--models", default="", help=f"of {', '.join(COMPARED)} (default: all that the device is for)")
+    parser.add_argument("--strategies", default=",".join(fmr.STRATEGIES), help="names, separated by commas")
+    parser.add_argument("--repeats", type=int, default=0, help="timings per contestant (default 5; 3 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="one local epoch, fewer points, without plain layers")
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args()
-    rows = compare_engines(arguments) if arguments.subject == "engine" else compare_strategies(arguments)
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
-    show(rows)
+    chosen = tuple(filter(None, arguments.models.split(",")))
+    for kind, given, known in (
+        ("model", chosen, COMPARED),
+        ("strategy", arguments.strategies.split(","), fmr.STRATEGIES),
+    ):
+        if unknown := set(given) - set(known):
+            parser.error(f"unknown {kind} {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if not chosen:
+        gpu = importlib.util.find_spec("jax_cuda12_plugin") is not None
+        chosen = tuple(name for name in COMPARED if gpu or name not in ON_GPU_ONLY)
+    repeats = arguments.repeats or (3 if arguments.quick else 5)
+    options = Options(chosen, tuple(arguments.strategies.split(",")), repeats, arguments.quick)
+    rows = SUBJECTS[arguments.subject](options)
+    if arguments.subject != "models":
+        show(rows)
+    print(f"jax {jax.__version__}, {parallel.usable_cores()} CPU cores, {jax.default_backend()}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=2)

@@ -39,6 +39,7 @@ MODELS: dict[str, Row] = {
     "lenet5": Row(cnn.LeNet5, CIFAR, 10, "FedMR's and FedCross's code (CNN on CIFAR)"),
     "cnn_mcmahan": Row(cnn.CNNMcMahan, CIFAR, 10, "McMahan et al., AISTATS 2017"),
     "cnn_femnist": Row(cnn.CNNFEMNIST, GREY, 62, "FedMR's code (CNN on FEMNIST)"),
+    "cnn_pfl": Row(cnn.CNNPfl, CIFAR, 10, "pfl-research's benchmarks (CIFAR10-IID)"),
     "mlp": Row(cnn.MLP, GREY, 10, "McMahan et al., AISTATS 2017 (2NN)"),
     "logistic": Row(cnn.Logistic, GREY, 10, "convex experiments"),
     "resnet20": Row(resnet.ResNet20, CIFAR, 10, "FedMR's and FedCross's code"),

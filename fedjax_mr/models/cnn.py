@@ -122,3 +122,17 @@ class CNNFedMe(BlockNet):
             ("hidden", DenseBlock(128, dropout=0.25, initialisation=self.initialisation)),
             ("classifier", head(self.num_classes, dropout=0.5, initialisation=self.initialisation)),
         )
+
+
+class CNNPfl(BlockNet):
+    """The CIFAR-10 network of pfl-research's benchmarks (TensorFlow's tutorial network with two dropouts)."""
+
+    def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
+        """Return the named blocks in forward order."""
+        conv = functools.partial(ConvBlock, padding="VALID", initialisation=self.initialisation)
+        return (
+            ("conv1", conv(32)),
+            ("conv2", conv(64, pool=2)),
+            ("hidden", DenseBlock(128, dropout=0.25, initialisation=self.initialisation)),
+            ("classifier", head(self.num_classes, dropout=0.5, initialisation=self.initialisation)),
+        )

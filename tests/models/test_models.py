@@ -35,6 +35,7 @@ SIZES = [
     ("lenet5", GREY, 10, 44_426),
     ("cnn_mcmahan", CIFAR, 10, 2_156_490),
     ("cnn_mcmahan", GREY, 62, 1_690_046),
+    ("cnn_pfl", CIFAR, 10, 1_626_442),
     ("mlp", GREY, 10, 199_210),
     ("logistic", GREY, 10, 7_850),
     ("resnet20", CIFAR, 10, 219_482 - 512),  # without the BatchNorm that nothing uses

@@ -23,34 +23,14 @@ torch = pytest.importorskip("torch", reason="parity with PyTorch needs the extra
 t = torch.nn
 torch.set_num_threads(1)
 
+import torch_networks  # noqa: E402  (in experiments/; needs PyTorch)
+from torch_networks import conv_block, dense, sequential, vgg_stack  # noqa: E402
+
 CLASSES, BATCH, LR, MOMENTUM = 5, 4, 0.02, 0.5
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 # ---- The networks in PyTorch, without dropout (its random numbers differ)
-
-
-def conv_block(inputs, outputs, kernel=3, *, padding=0, norm=False, relu=True, pool=0, pool_stride=None):
-    yield t.Conv2d(inputs, outputs, kernel, padding=padding)
-    if norm:
-        yield t.BatchNorm2d(outputs)
-    if relu:
-        yield t.ReLU()
-    if pool:
-        yield t.MaxPool2d(pool, pool_stride)
-
-
-def dense(*widths):
-    """Return dense layers with ReLU between them."""
-    yield t.Flatten()
-    for position, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
-        if position:
-            yield t.ReLU()
-        yield t.Linear(inputs, outputs)
-
-
-def sequential(*parts):
-    return t.Sequential(*itertools.chain.from_iterable(parts))
 
 
 def digits():
@@ -59,57 +39,10 @@ def digits():
     )
 
 
-def lenet5():
-    return sequential(conv_block(3, 6, 5, pool=2), conv_block(6, 16, 5, pool=2), dense(400, 120, 84, CLASSES))
-
-
-def mcmahan():
-    return sequential(
-        conv_block(1, 32, 5, padding=2, pool=2), conv_block(32, 64, 5, padding=2, pool=2), dense(256, 512, CLASSES)
-    )
-
-
-def cnn_femnist():
-    def pool_first(inputs, outputs):
-        return t.Conv2d(inputs, outputs, 5), t.MaxPool2d(2), t.ReLU()
-
-    return sequential(pool_first(1, 16), pool_first(16, 32), dense(512, 256, CLASSES))
-
-
 def fedme_cnn(depth, flat):
     widths = (1, 32, 64, 128, 256)[: depth + 1]
     convs = [t.Conv2d(inputs, outputs, 3) for inputs, outputs in itertools.pairwise(widths)]
     return sequential(convs, [t.MaxPool2d(2)], dense(flat, 128, CLASSES))
-
-
-class PreActivation(t.Module):
-    def __init__(self, inputs, width, stride, project):
-        super().__init__()
-        self.bn1, self.conv1 = t.BatchNorm2d(inputs), t.Conv2d(inputs, width, 1, bias=False)
-        self.bn2, self.conv2 = t.BatchNorm2d(width), t.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn3, self.conv3 = t.BatchNorm2d(width), t.Conv2d(width, 4 * width, 1, bias=False)
-        self.shortcut = t.Conv2d(inputs, 4 * width, 1, stride, bias=False) if project else t.Identity()
-
-    def forward(self, x):
-        y = self.conv1(self.bn1(x).relu())
-        y = self.conv2(self.bn2(y).relu())
-        return self.conv3(self.bn3(y).relu()) + self.shortcut(x)
-
-
-class AuthorsResNet(t.Module):
-    def __init__(self, channels, width):
-        super().__init__()
-        self.stem = t.Conv2d(channels, width, 3, padding=1, bias=False)
-        self.pool = t.MaxPool2d(3, 1, 1) if channels == 1 else t.Identity()
-        blocks, inputs = [], width
-        for stage, index in itertools.product(range(3), range(2)):
-            planes = width * 2**stage
-            blocks.append(PreActivation(inputs, planes, 2 if stage and not index else 1, not index))
-            inputs = 4 * planes
-        self.blocks, self.unused, self.fc = t.Sequential(*blocks), t.BatchNorm2d(inputs), t.Linear(inputs, CLASSES)
-
-    def forward(self, x):
-        return self.fc(self.blocks(self.pool(self.stem(x))).mean((2, 3)))
 
 
 class Basic(t.Module):
@@ -139,18 +72,7 @@ def he_resnet(width, norm):
     return t.Sequential(*stem, *blocks, Pooled(), t.Linear(inputs, CLASSES))
 
 
-def vgg_stack(plan, width, *, norm=False):
-    inputs = 3
-    for features, pooled in plan:
-        yield from conv_block(inputs, features * width, padding=1, norm=norm, pool=2 if pooled else 0)
-        inputs = features * width
-
-
 VGG11 = [(1, True), (2, True), (4, False), (4, True), (8, False), (8, True), (8, False), (8, True)]
-VGG16 = [
-    *[(1, False), (1, True), (2, False), (2, True), (4, False), (4, False), (4, True)],
-    *[(8, False), (8, False), (8, True), (8, False), (8, False), (8, True)],
-]
 
 
 def vgg_femnist(width):
@@ -162,17 +84,6 @@ def vgg_femnist(width):
         conv_block(4 * width, 8 * width, padding=1, pool=2, pool_stride=2),
         [t.AdaptiveAvgPool2d(7), t.Flatten(), t.Linear(49 * 8 * width, 4 * width), t.Linear(4 * width, CLASSES)],
     )
-
-
-class Characters(t.Module):
-    def __init__(self, depth, hidden):
-        super().__init__()
-        self.embedding = t.Embedding(CLASSES, 8, padding_idx=0)
-        self.lstm = t.LSTM(8, hidden, depth, batch_first=True)
-        self.fc = t.Linear(hidden, CLASSES)
-
-    def forward(self, x):
-        return self.fc(self.lstm(self.embedding(x))[0][:, -1])
 
 
 def m1():
@@ -238,9 +149,25 @@ class Case(NamedTuple):
 slow = pytest.mark.slow
 CASES = [
     pytest.param(Case(cnn.CNNDigits(CLASSES), (8, 8, 1), digits, (2, 2, 32)), id="cnn_digits", marks=slow),
-    pytest.param(Case(cnn.LeNet5(CLASSES), (32, 32, 3), lenet5, (5, 5, 16)), id="lenet5"),
-    pytest.param(Case(cnn.CNNMcMahan(CLASSES), (8, 8, 1), mcmahan, (2, 2, 64)), id="cnn_mcmahan", marks=slow),
-    pytest.param(Case(cnn.CNNFEMNIST(CLASSES), (28, 28, 1), cnn_femnist, (4, 4, 32)), id="cnn_femnist", marks=slow),
+    pytest.param(
+        Case(cnn.LeNet5(CLASSES), (32, 32, 3), functools.partial(torch_networks.lenet5, CLASSES), (5, 5, 16)),
+        id="lenet5",
+    ),
+    pytest.param(
+        Case(
+            cnn.CNNMcMahan(CLASSES),
+            (8, 8, 1),
+            lambda: torch_networks.cnn_mcmahan(CLASSES, channels=1, edge=8),
+            (2, 2, 64),
+        ),
+        id="cnn_mcmahan",
+        marks=slow,
+    ),
+    pytest.param(
+        Case(cnn.CNNFEMNIST(CLASSES), (28, 28, 1), functools.partial(torch_networks.cnn_femnist, CLASSES), (4, 4, 32)),
+        id="cnn_femnist",
+        marks=slow,
+    ),
     pytest.param(Case(cnn.MLP(CLASSES), (4, 4, 1), lambda: sequential(dense(16, 200, 200, CLASSES))), id="mlp"),
     pytest.param(Case(cnn.Logistic(CLASSES), (9,), lambda: sequential(dense(9, CLASSES))), id="logistic"),
     *(
@@ -261,7 +188,7 @@ CASES = [
             Case(
                 resnet.ResNet20(CLASSES, width=4, authors_state=True),
                 (8, 8, channels),
-                functools.partial(AuthorsResNet, channels, 4),
+                functools.partial(torch_networks.ResNet20, CLASSES, channels=channels, width=4),
             ),
             id=f"resnet20-{channels}",
             marks=() if channels == 3 else slow,
@@ -286,7 +213,7 @@ CASES = [
         Case(
             vgg.VGG16(CLASSES, width=4, hidden=16, authors_state=True),
             (32, 32, 3),
-            lambda: sequential(vgg_stack(VGG16, 4, norm=True), dense(32, 16, 16, CLASSES)),
+            functools.partial(torch_networks.vgg16, CLASSES, width=4, hidden=16),
         ),
         id="vgg16",
     ),
@@ -300,14 +227,18 @@ CASES = [
             id=f"vgg{depth}_fedma",
             marks=slow,
         )
-        for depth, plan in [(11, VGG11), (16, VGG16)]
+        for depth, plan in [(11, VGG11), (16, torch_networks.VGG16_PLAN)]
     ),
     pytest.param(
         Case(vgg.VGGFEMNIST(CLASSES, width=4), (28, 28, 1), lambda: vgg_femnist(4), (7, 7, 32)), id="vgg_femnist"
     ),
     *(
         pytest.param(
-            Case(lstm.CharacterLSTM(CLASSES, depth=depth, hidden=6), (7,), functools.partial(Characters, depth, 6)),
+            Case(
+                lstm.CharacterLSTM(CLASSES, depth=depth, hidden=6),
+                (7,),
+                functools.partial(torch_networks.CharacterLSTM, CLASSES, depth=depth, hidden=6),
+            ),
             id=f"lstm{depth}",
             marks=() if depth == 2 else slow,
         )
