@@ -6,14 +6,18 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
+import types
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from fedjax_mr import config, sweep
 from fedjax_mr.analysis import table
 from fedjax_mr.analysis.__main__ import COMMANDS
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import STRATEGIES, Row
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
@@ -193,6 +197,21 @@ def test_the_readmes_python_runs(tmp_path):
         [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=600
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_tutorials_strategy_learns(monkeypatch, engine):
+    """BUILD.md's file is FedAvg at momentum 0, and its setting is a flag."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "BUILD.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    module = types.ModuleType("fedavgm")
+    monkeypatch.setitem(sys.modules, "fedavgm", module)
+    exec(textwrap.dedent(block), module.__dict__)
+    monkeypatch.setitem(STRATEGIES, "fedavgm", Row(module.build, module.Hyper, "Hsu et al., 2019"))
+    assert config.parse(["--strategy=fedavgm", "--fedavgm_beta=0.7"]).hyper == module.Hyper(0.7)
+    models = []
+    for strategy, hyper in (("fedavgm", module.Hyper(0.0)), ("fedavg", None)):
+        one = engine(strategy, "linear", hyper=hyper)
+        models.append(one.deployed(one.run(one.init(), 2)[0]))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *models)
 
 
 def test_the_readmes_own_strategy_is_short():
