@@ -11,7 +11,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,52 @@ class ClientAxis:
         """The leading axis cut into D runs."""
         return NamedSharding(self.mesh, PartitionSpec(CLIENTS))
 
+    def cut(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return how stacked models [K, ...] are divided over their parameters: along the axis with least padding.
+
+        A leaf that is too small is not divided: where padding would make moving it dearer than a copy everywhere.
+        """
+        devices = self.num_devices
+        sizes = {axis: self._filled(size) / size for axis, size in enumerate(shape) if axis and size}
+        best = min(sizes, key=lambda axis: (sizes[axis], -shape[axis]), default=0)
+        if not best or sizes[best] > devices / 2 or devices == 1:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * best, CLIENTS)
+
+    def _filled(self, size: int) -> int:
+        return -(-size // self.num_devices) * self.num_devices
+
+    def at_rest(self, tree: Any, *, rows: Collection[int]) -> Any:
+        """Return where a tree of server state or clients' memory is kept between two calls, leaf by leaf.
+
+        Stacked leaves, whose leading axis is one of ``rows`` (K, N), are divided over their parameters if these divide
+        evenly; everything else has a copy on every device of a program.
+        """
+        if not (self.fused and self.num_devices > 1):
+            return jax.tree.map(lambda leaf: self.home, tree)
+
+        def each(leaf: Any) -> NamedSharding:
+            spec = self.cut(leaf.shape) if leaf.shape[:1] and leaf.shape[0] in rows else PartitionSpec()
+            even = not spec or leaf.shape[len(spec) - 1] % self.num_devices == 0
+            return NamedSharding(self.mesh, spec if even else PartitionSpec())
+
+        return jax.tree.map(each, tree)
+
+    def by_parameters(self, tree: Any, *, rows: Collection[int]) -> Any:
+        """Divide stacked leaves over their parameters, in a compiled program: what mixes whole models is then local.
+
+        From clients' rows this is one all-to-all per leaf, which moves (D-1)/D of the leaf, and so is the way back.
+        Axes that D does not divide are padded.
+        """
+        if not (self.fused and self.num_devices > 1):
+            return tree
+
+        def each(leaf: jax.Array) -> jax.Array:
+            spec = self.cut(leaf.shape) if leaf.shape[:1] and leaf.shape[0] in rows else PartitionSpec()
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(each, tree)
+
     def padded(self, count: int) -> int:
         """Return ``count`` rounded up to a multiple of D x lanes."""
         block = self.num_devices * self.lanes
@@ -141,23 +187,25 @@ def client_axis(*, devices: int | None, lanes: int | None, cohort_size: int) -> 
     return ClientAxis(Mesh(np.array(available[:count]), (CLIENTS,)), min(lanes, per_device), fused)
 
 
-def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Return a tree on the devices of a sharding.
+def place(tree: Any, shardings: Any) -> Any:
+    """Return a tree on the devices of one sharding, or of a tree of them.
 
     Over several processes each holds all of what is not yet on devices, and places its own part: nothing is sent.
     """
-    if sharding.is_fully_addressable:
-        return jax.device_put(tree, sharding)
+    if all(each.is_fully_addressable for each in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
 
-    def put(leaf: Any) -> jax.Array:
+    def put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
         whole = np.asarray(leaf)
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
 
-    return jax.tree.map(put, tree)
+    if isinstance(shardings, jax.sharding.Sharding):
+        return jax.tree.map(lambda leaf: put(leaf, shardings), tree)
+    return jax.tree.map(put, tree, shardings)
 
 
 def assign(axis: ClientAxis, work: jax.Array) -> jax.Array:

@@ -208,11 +208,12 @@ class Rounds:
         # The server needs no samples. Where it has a home of its own, the small arrays have a second copy there.
         small = given._replace(federation=given.federation._replace(samples=None))
         self._home_given = parallel.place(small, axis.home)
+        self._at_rest = axis.at_rest(self.shapes(), rows=self.stacks)
 
     def init(self) -> Progress:
         """Return the progress before the first round."""
         if not self._memory_on_host:
-            return self._call("init", self._init, self._home_given, out=self.axis.home)
+            return self._call("init", self._init, self._home_given, out=self._at_rest)
         # Made on the host's processor: all clients' memory need not fit on an accelerator.
         progress = self._call("init", self._init, jax.device_put(self._home_given, jax.devices("cpu")[0]))
         return self.place(progress)
@@ -229,9 +230,16 @@ class Rounds:
     def place(self, progress: Progress) -> Progress:
         """Return a progress that came from elsewhere where it belongs: on the server's device, memory on the host."""
         if not self._memory_on_host:
-            return parallel.place(progress, self.axis.home)
+            return parallel.place(progress, self._at_rest)
         memory = jax.tree.map(np.array, progress.memory)
-        return parallel.place(progress._replace(memory=None), self.axis.home)._replace(memory=memory)
+        resting = self._at_rest._replace(memory=None)
+        return parallel.place(progress._replace(memory=None), resting)._replace(memory=memory)
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """Return the leading axes by which stacked models are known: K, N and K'."""
+        count = self.given.problem.cohort_size
+        return count, self.given.problem.num_clients, self.axis.padded(count)
 
     def run(self, progress: Progress, count: int) -> tuple[Progress, Report]:
         """Run ``count`` rounds, fewer if one diverges; ``progress`` is consumed.
@@ -247,8 +255,9 @@ class Rounds:
             if self.strategy.between_rounds is not None:
                 done = int(progress.round)
                 key = _round_key(self._home_given.key, HOST, done)
-                server = self.strategy.between_rounds(progress.server, done, key)
-                progress = progress._replace(server=parallel.place(server, self.axis.home))
+                whole = parallel.place(progress.server, self.axis.home)
+                server = self.strategy.between_rounds(whole, done, key)
+                progress = progress._replace(server=parallel.place(server, self._at_rest.server))
             reports.append(report)
             if self._stop_at_divergence and int(report.bad_client) >= 0:
                 break
@@ -285,17 +294,19 @@ class Rounds:
 
         return self._call(member, program, self._home_given, progress.server, out=self.axis.home)
 
-    def _train_all(self) -> Callable:
+    def train_all(self) -> Callable:
         """Return ((given, round), rows [K', ...]) -> trained rows, over the client axis."""
         return parallel.map_clients(self.axis, lambda shared, row: train(self.build, shared[0], shared[1], row))
 
     def _fused(self, progress: Progress, count: int) -> tuple[Progress, Report]:
         """Run whole rounds in one compiled call; their number is a traced bound."""
+        divided = functools.partial(self.axis.by_parameters, rows=self.stacks)
 
         def one_round(given: Given, progress: Progress) -> tuple[Progress, Report]:
-            plan, rows = begin(self.build, self.axis, given, progress)
-            trained = self._train_all()((given, progress.round), rows)
-            return finish(self.build, given, progress, plan, trained)
+            plan, rows = begin(self.build, self.axis, given, divided(progress))
+            trained = self.train_all()((given, progress.round), rows)
+            progress, report = finish(self.build, given, progress, plan, divided(trained))
+            return divided(progress), report
 
         def program(given: Given, progress: Progress, count: jax.Array) -> tuple[Progress, Report]:
             def body(carry: tuple) -> tuple:
@@ -315,7 +326,8 @@ class Rounds:
             return progress, total
 
         bound = parallel.place(np.int32(count), self.axis.home)
-        return self._call("rounds", program, self.given, progress, bound, donate=(1,), out=self.axis.home)
+        out = (self._at_rest, self.axis.home)
+        return self._call("rounds", program, self.given, progress, bound, donate=(1,), out=out)
 
     def _in_steps(self, progress: Progress) -> tuple[Progress, Report]:
         """Run one round in three compiled calls: server, clients, server; the rows are copied between their devices."""
@@ -324,15 +336,16 @@ class Rounds:
             progress = progress._replace(memory=None)
         first = lambda given, progress: begin(self.build, self.axis, given, progress)
         last = lambda given, *rest: finish(self.build, given, *rest)
-        plan, rows = self._call("begin", first, self._home_given, progress)
+        plan, rows = self._call("begin", first, self._home_given, progress, out=self.axis.home)
         if self._memory_on_host:
             drawn = np.asarray(rows.client_id)
             rows = rows._replace(memory=jax.tree.map(lambda leaf: leaf[drawn], memory))
         shared = (self.given, jax.device_put(progress.round, self.axis.replicated))
         rows = jax.device_put(rows, self.axis.sharded, donate=True)
-        trained = self._call("clients", self._train_all(), shared, rows, donate=(1,))
+        trained = self._call("clients", self.train_all(), shared, rows, donate=(1,))
         trained = jax.device_put(trained, self.axis.home, donate=True)
-        progress, report = self._call("finish", last, self._home_given, progress, plan, trained, donate=(1,))
+        out = (self._at_rest._replace(memory=self.axis.home), self.axis.home)
+        progress, report = self._call("finish", last, self._home_given, progress, plan, trained, donate=(1,), out=out)
         if self._memory_on_host:
             ids = np.asarray(plan.cohort.ids)
             for leaf, rows in zip(jax.tree.leaves(memory), jax.tree.leaves(progress.memory), strict=True):

@@ -105,8 +105,8 @@ def gram(tree: Tree) -> jax.Array:
     """Return the inner products of the K stacked models [K, K], leaf by leaf (never a K x K x P array)."""
 
     def products(leaf: jax.Array) -> jax.Array:
-        flat = leaf.reshape(leaf.shape[0], -1)
-        return jnp.matmul(flat, flat.T, precision=jax.lax.Precision.HIGHEST)
+        inner = tuple(range(1, leaf.ndim))  # not flattened: a leaf that is divided over devices stays so
+        return jnp.tensordot(leaf, leaf, axes=(inner, inner), precision=jax.lax.Precision.HIGHEST)
 
     return functools.reduce(jnp.add, [products(leaf) for leaf in jax.tree.leaves(tree)])
 

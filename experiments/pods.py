@@ -1,0 +1,151 @@
+"""What a round moves between devices, read from the compiled program; nothing is run.
+
+    python experiments/pods.py --devices=1,2,4,8 --models=lenet5 --strategies=fedavg,fedmr,fedcross,scaffold
+
+The programs are compiled for D devices of the CPU, which need not have as many cores. Bytes of a collective are those
+that all devices together send: an all-to-all of pieces of s bytes D (D-1) s, an all-gather of a result of s bytes
+(D-1) s, an all-reduce of s bytes 2 (D-1) s (both as rings), a permutation s per pair.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+
+import fedjax_mr as fmr
+from fedjax_mr import data, parallel, rounds, trees
+from fedjax_mr.run import build_model, build_rounds
+
+KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+SHAPES = {"lenet5": (32, 32, 3), "resnet20": (32, 32, 3), "vgg16": (32, 32, 3), "logistic": (8, 8, 1)}
+
+
+class Collective(NamedTuple):
+    """One collective instruction."""
+
+    kind: str  # one of KINDS
+    per_round: bool  # inside the loop over the rounds, rather than once per call
+    bytes: int  # sent by all devices together, each time
+
+
+def collectives(text: str, *, devices: int) -> Iterator[Collective]:
+    """Yield the collectives of a compiled program's HLO text."""
+    in_entry = False
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            in_entry = line.startswith("ENTRY")
+        found = re.match(rf"\s*(?:ROOT )?%\S+ = (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
+        if not found:
+            continue
+        result, kind = re.sub(r"/\*.*?\*/|\{[^}]*\}", "", found[1]), found[2]
+        size = sum(
+            WIDTHS[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", result)
+        )
+        times = {
+            "all-to-all": devices - 1,  # the result holds D pieces, one of them the device's own
+            "all-gather": devices - 1,
+            "all-reduce": 2 * (devices - 1),
+            "reduce-scatter": devices * (devices - 1),
+            "collective-permute": devices,
+        }[kind]
+        yield Collective(kind, not in_entry, size * times)
+
+
+def synthetic(shape: tuple[int, ...], *, samples: int, classes: int = 10) -> fmr.Dataset:
+    """Return noise with random labels: only shapes matter here."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (samples, *shape), np.uint8)
+    return fmr.from_arrays(x, rng.integers(0, classes, samples))
+
+
+class Compiled(Exception):
+    """Carries a program that was compiled instead of called."""
+
+
+def compiled_rounds(engine: rounds.Rounds) -> str:
+    """Return the HLO text of the program that runs whole rounds."""
+
+    def stop(self: parallel.Program, *args: Any) -> None:
+        function = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
+        raise Compiled(function.lower(*args).compile().as_text())
+
+    shapes, resting = engine.shapes(), engine.axis.at_rest(engine.shapes(), rows=engine.stacks)
+    progress = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=place), shapes, resting)
+    with mock.patch.object(parallel.Program, "__call__", stop):
+        try:
+            engine.run(progress, 1)
+        except Compiled as program:
+            return str(program)
+    raise AssertionError("the engine did not run fused rounds")
+
+
+def leaf_type(leaf: Any) -> tuple[Any, Any]:
+    """Return shape and dtype."""
+    return leaf.shape, leaf.dtype
+
+
+def compiled_clients(engine: rounds.Rounds) -> str:
+    """Return the HLO text of the program that trains the clients."""
+    begin = lambda given, progress: rounds.begin(engine.build, engine.axis, given, progress)[1]
+    rows = jax.eval_shape(begin, engine.given, engine.shapes())
+    sharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=engine.axis.sharded), rows)
+    number = jax.ShapeDtypeStruct((), np.int32, sharding=engine.axis.replicated)
+    return jax.jit(engine.train_all()).lower((engine.given, number), sharded).compile().as_text() or ""
+
+
+def measure(strategy: str, model: str, *, devices: int, cohort: int) -> dict[str, Any]:
+    """Return the collectives of one round and of the clients' program."""
+    config = fmr.Config(
+        strategy=strategy, model=model, cohort=cohort, clients=2 * cohort, partition="iid", local_epochs=1
+    )
+    federated = data.prepare(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
+    axis = parallel.client_axis(devices=devices, lanes=1, cohort_size=cohort)
+    axis = dataclasses.replace(axis, fused=True)  # as on accelerators
+    engine = build_rounds(config, federated, build_model(config, federated), axis)
+    found = [each for each in collectives(compiled_rounds(engine), devices=devices) if each.per_round]
+    exchanges = [each.bytes for each in found if each.kind == "all-to-all"]
+    return {
+        "model": model,
+        "strategy": strategy,
+        "devices": devices,
+        "clients_per_device": axis.padded(cohort) // devices,
+        "collectives_of_clients": len(list(collectives(compiled_clients(engine), devices=devices))),
+        "all_to_alls": len(exchanges),
+        "all_to_all_bytes": sum(exchanges),
+        "others": len(found) - len(exchanges),
+        "other_bytes": sum(each.bytes for each in found) - sum(exchanges),
+        "state_bytes": trees.num_bytes(engine.given.problem.model.shapes()),
+    }
+
+
+def main() -> None:
+    """Print the table, or its rows as JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="1,2,4,8")
+    parser.add_argument("--models", default="lenet5")
+    parser.add_argument("--strategies", default="fedavg,fedmr,fedcross,scaffold")
+    parser.add_argument("--cohort", type=int, default=16)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    counts = [int(each) for each in options.devices.split(",")]
+    jax.config.update("jax_platforms", "cpu")
+    parallel.start(devices=max(counts), cohort_size=options.cohort)
+    for model in options.models.split(","):
+        for strategy in options.strategies.split(","):
+            for devices in counts:
+                row = measure(strategy, model, devices=devices, cohort=options.cohort)
+                bound = 2 * (devices - 1) / devices * options.cohort * row["state_bytes"]
+                row["times_the_bound"] = row["all_to_all_bytes"] / bound if bound else 0.0
+                print(json.dumps(row) if options.json else " | ".join(map(str, row.values())), flush=True)
+
+
+if __name__ == "__main__":
+    main()
