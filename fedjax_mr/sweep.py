@@ -400,7 +400,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe(runs, estimate(runs)))
             return 0
         code = run_all(runs)
-        print(table.table([run.folder for run in runs]))
+        begun = [run.folder for run in runs if (run.folder / "config.json").exists()]
+        if begun:
+            print(table.table(begun))
     except (UserError, Stopped) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code

@@ -252,6 +252,15 @@ def test_a_run_that_cannot_start_says_why(capsys):
     assert "absent.npz" in capsys.readouterr().err
 
 
+def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
+    python = Path("python")
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python.resolve()))
+    assert sweep.main(TINY) == 1
+    assert "it said nothing (exit code 1; " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_killed_in_the_middle_and_resumed(capsys):
     """The product as real processes; sweep and run die at once in the third run; the same command finishes it all."""
