@@ -108,7 +108,7 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
         figure.savefig(temporary)
 
 
-Series = Mapping[str, tuple[Sequence[float], ...]]
+Series = Mapping[str, tuple[Sequence[float] | np.ndarray, ...]]
 """Lines by name: their x and y and, where there is a band around the line, its half width."""
 
 
@@ -132,6 +132,7 @@ def lines(
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
     looks = dict(zip(names, itertools.cycle(itertools.product(STROKES, COLOURS)), strict=False))
@@ -153,6 +154,9 @@ def lines(
             if logarithmic:
                 axis.set_xscale("log")
                 axis.set_yscale("log")
+                for scale in (axis.xaxis, axis.yaxis):
+                    scale.set_major_formatter(lambda value, position: f"{value:g}")  # needs no typesetting of formulas
+                    scale.set_minor_formatter(NullFormatter())
             elif all(isinstance(value, int) for x, *_ in series.values() for value in x):  # rounds, say
                 axis.xaxis.get_major_locator().set_params(integer=True)
             axis.set_title(title, fontsize=10)
@@ -196,4 +200,63 @@ def histograms(values: Mapping[str, Sequence[float]], path: Path | str, *, x_lab
             axis.spines[["top", "right"]].set_visible(False)
         axes[-1].set_xlabel(x_label)
         axes[-1].set_xlim(0, 1)
+        figure.savefig(temporary)
+
+
+def surfaces(
+    heights: Mapping[str, np.ndarray], steps: np.ndarray, path: Path | str, *, label: str, levels: int = 15
+) -> None:
+    """Draw surfaces [P, P] as contour maps side by side with one common scale.
+
+    The common scale is logarithmic where the highest point is more than ten times the lowest, so that a valley and
+    the walls around it both show; heights that are not finite stay white.
+
+    Args:
+      heights: the value at (steps[i], steps[j]), by the surface's name.
+      steps: the coordinates [P] of both axes, in filter norms.
+      path: the picture to write (png, svg or pdf).
+      label: what is high, with its unit.
+      levels: how many contours.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullFormatter
+
+    everything = np.concatenate([np.ravel(surface) for surface in heights.values()])
+    finite = everything[np.isfinite(everything)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    high = high if high > low else low + 1.0
+    steep = 0 < 10 * low < high
+    edges = np.geomspace(low, high, levels) if steep else np.linspace(low, high, levels)
+    columns = min(len(heights), 4)
+    lines = math.ceil(len(heights) / columns)
+    side = min(4.4, (WIDTH - 1.0) / columns)
+    size = (max(5.0, columns * side + 1.0), lines * (side + 0.3) + 0.2)
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=size, layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+        filled: Any = None
+        for axis, (name, surface) in zip(axes.flat, heights.items(), strict=False):
+            values = np.ma.masked_invalid(np.clip(surface.T, edges[0], edges[-1]))
+            norm = (LogNorm if steep else Normalize)(edges[0], edges[-1])
+            filled = axis.contourf(steps, steps, values, levels=edges, cmap="cividis", norm=norm)
+            axis.contour(steps, steps, values, levels=edges, colors="white", linewidths=0.5)
+            axis.plot(0, 0, "+", color="white", markersize=9)
+            axis.set_title(name, fontsize=10)
+            axis.set_aspect("equal")
+            axis.xaxis.set_major_locator(MaxNLocator(5))
+            axis.yaxis.set_major_locator(MaxNLocator(5))
+        for axis in axes[-1]:
+            axis.set_xlabel("first direction (filter norms)")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("second direction (filter norms)")
+        for axis in list(axes.flat)[len(heights) :]:
+            axis.set_axis_off()
+        bar = figure.colorbar(filled, ax=axes, pad=0.02, fraction=0.05, ticks=edges[::2])
+        bar.ax.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
+        bar.ax.yaxis.set_minor_formatter(NullFormatter())
+        bar.set_label(label)
         figure.savefig(temporary)

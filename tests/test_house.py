@@ -40,8 +40,12 @@ MAY_IMPORT = {
     "models": {"config"},
     "data": {"config", "models", "plots"},
     # Beside the drawing: a run folder's settings (config), and what rebuilds the template of its checkpoints (run,
-    # parallel), so that every strategy's state can be read without a second description of it.
-    "analysis": {"checkpoint", "config", "data", "local", "models", "parallel", "plots", "record", "run", "trees"},
+    # parallel), so that every strategy's state can be read without a second description of it; theorem1 trains its own
+    # convex problems with the registered strategies (rounds, strategies).
+    "analysis": {
+        "checkpoint", "config", "data", "local", "models", "parallel", "plots", "record", "rounds", "run", "strategies",
+        "trees",
+    },
     "secure": {"models"},
     "plots": set(),
     "checkpoint": {"distributed"},

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from fedjax_mr.analysis import clients, curves, results, similarity, table
+from fedjax_mr.analysis import clients, curves, landscape, results, similarity, table, theorem1
 from fedjax_mr.errors import UserError, unknown_name
 
 
@@ -22,9 +22,11 @@ class Command(Protocol):
 COMMANDS: dict[str, Any] = {
     "clients": clients,
     "curves": curves,
+    "landscape": landscape,
     "results": results,
     "similarity": similarity,
     "table": table,
+    "theorem1": theorem1,
 }  # modules that are Commands
 
 

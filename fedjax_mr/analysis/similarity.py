@@ -35,7 +35,7 @@ def recorded(run: runs.Run) -> tuple[list[int], list[float]]:
 
 def table(series: dict[str, tuple[list[int], list[float]]]) -> str:
     """Return first, lowest and last similarity of each run."""
-    rows = [("run", "first", "lowest", "in round", "last", "in round")]
+    rows: list[tuple[str, ...]] = [("run", "first", "lowest", "in round", "last", "in round")]
     for name, (rounds, values) in series.items():
         lowest = min(range(len(values)), key=lambda i: math.inf if math.isnan(values[i]) else values[i])
         numbers = f"{values[0]:.4f}", f"{values[lowest]:.4f}", f"{rounds[lowest]}", f"{values[-1]:.4f}", f"{rounds[-1]}"

@@ -1,0 +1,242 @@
+"""Loss landscapes around the deployed models along shared random directions (KDD'24, Figure 7), with sharpness numbers.
+
+Li, Xu, Taylor, Studer, Goldstein: Visualizing the Loss Landscape of Neural Nets, NeurIPS 2018, section 4: a direction
+is drawn from a Gaussian and every filter of it gets the norm of the model's own filter, so that a distance of 1 means
+the same for models whose weights differ in scale. A filter is all that makes one output channel or unit: the last axis
+of a kernel. Biases and normalisation parameters are not moved (their option), and the statistics of BatchNorm stay
+those of the model. All runs of a command share the random draw; each scales it by its own filters.
+
+Sharpness, beside the picture: the mean rise of the loss at filter-normalised distance R over random directions, both
+ways; and the largest eigenvalue (in magnitude) of the Hessian of the loss in all parameters, by power iteration.
+The loss is the mean cross-entropy in evaluation mode of a random part of the samples.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from fedjax_mr import files, local, plots, trees
+from fedjax_mr.analysis import runs, text
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Model, Variables
+from fedjax_mr.run import samples
+
+BATCH = 500  # samples per step of the loss
+SIDE_BY_SIDE = {"cpu": 1}  # points that one call computes; convolutions whose kernels differ are slow there
+ELSEWHERE = 32
+
+
+class Sharpness(NamedTuple):
+    """How sharp the minimum is; each number with how sure it is."""
+
+    rise: float  # mean rise of the loss at the radius, in nats
+    rise_error: float  # standard error of that mean over the directions
+    eigenvalue: float  # largest in magnitude of the Hessian
+    residual: float  # ||H v - eigenvalue v|| for the unit vector v found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    runs.add_arguments(parser)
+    runs.add_data_argument(parser)
+    parser.add_argument("--dimensions", type=int, choices=(1, 2), default=2, help="directions drawn (default: 2)")
+    parser.add_argument("--points", type=int, default=21, help="points per direction, odd (default: 21)")
+    parser.add_argument("--radius", type=float, default=1.0, help="largest distance, of filter norms (default: 1)")
+    parser.add_argument("--of", choices=("test", "train"), default="test", help="whose loss (default: test)")
+    parser.add_argument("--samples", type=int, default=1000, help="how many of them; 0: all (default: 1000)")
+    parser.add_argument("--round", type=int, default=None, help="checkpoint (default: each run's newest)")
+    parser.add_argument("--sharpness_radius", type=float, default=0.2, help="R of the mean rise (default: 0.2)")
+    parser.add_argument("--sharpness_directions", type=int, default=10, help="directions of it (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of directions and samples (default: 0)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Compute, draw and keep the landscapes of the runs, and print their sharpness."""
+    check(arguments)
+    chosen = runs.read(arguments.runs)
+    folder = runs.results(arguments.out, chosen)
+    steps = np.linspace(-arguments.radius, arguments.radius, arguments.points, dtype=np.float32)
+    grid = np.stack(np.meshgrid(*[steps] * arguments.dimensions, indexing="ij"), axis=-1)  # [points, (points,) D]
+    surfaces: dict[str, np.ndarray] = {}
+    rows: list[tuple[str, ...]] = [
+        ("run", "round", "loss", f"rise at {arguments.sharpness_radius:g}", "+-", "eigenvalue", "residual")
+    ]
+    for run in chosen:
+        trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir)
+        if trained.deployed is None:
+            raise UserError(f"{run.path}: {run.config.strategy} has no global model")
+        part = draw(trained, of=arguments.of, count=arguments.samples, seed=arguments.seed)
+        around = Around(trained.model, jax.tree.map(jnp.asarray, trained.deployed), part)
+        key = jax.random.key(arguments.seed)
+        directions = [around.direction(jax.random.fold_in(key, number)) for number in range(arguments.dimensions)]
+        points = grid.reshape(-1, arguments.dimensions)
+        with tqdm(total=len(points), desc=run.name, unit="point", leave=False, disable=None) as bar:
+            surface = around.losses(directions, points, report=bar.update)
+        surfaces[run.name] = surface.reshape(grid.shape[:-1])
+        sharpness = around.sharpness(
+            jax.random.fold_in(key, 100), radius=arguments.sharpness_radius, count=arguments.sharpness_directions
+        )
+        rows.append((run.name, str(trained.round), f"{around.loss():.4f}", *(f"{number:.4g}" for number in sharpness)))
+    name = f"landscape{arguments.dimensions}d"
+    with files.whole(folder / f"{name}.npz") as path:
+        np.savez(path, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
+    label = f"{arguments.of} loss (nats)"
+    if arguments.dimensions == 1:
+        lines = {each: (steps, surface) for each, surface in surfaces.items()}
+        plots.lines({"": lines}, folder / f"{name}.png", x_label="distance (filter norms)", y_label=label)
+    else:
+        plots.surfaces(surfaces, steps, folder / f"{name}.png", label=label)
+    print(text.table(rows))
+    print(f"drawn in {folder / name}.png, kept in {folder / name}.npz")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Check the ranges of the arguments.
+
+    Raises:
+      UserError: one is out of its range.
+    """
+    allowed = {
+        "points": ("an odd number of at least 3", arguments.points >= 3 and arguments.points % 2 == 1),
+        "radius": ("above 0", 0 < arguments.radius < float("inf")),
+        "samples": ("at least 0", arguments.samples >= 0),
+        "sharpness_radius": ("above 0", 0 < arguments.sharpness_radius < float("inf")),
+        "sharpness_directions": ("at least 2", arguments.sharpness_directions >= 2),
+        "seed": ("at least 0 and below 2^31", 0 <= arguments.seed < 2**31),
+    }
+    for name, (words, fine) in allowed.items():
+        if not fine:
+            raise UserError(f"--{name}={getattr(arguments, name)} is out of range: it has to be {words}")
+
+
+def draw(trained: runs.Trained, *, of: str, count: int, seed: int) -> local.Samples:
+    """Return a random part of the test or training samples, at most ``count`` (0: all)."""
+    dataset = trained.federated.dataset
+    x, y = (dataset.test_x, dataset.test_y) if of == "test" else (dataset.x, dataset.y)
+    if count and count < len(y):
+        rows = np.sort(np.random.default_rng(seed).choice(len(y), count, replace=False))
+        x, y = x[rows], y[rows]
+    return samples(trained.federated, x, y)
+
+
+def filter_normalised(key: jax.Array, params: Any) -> Any:
+    """Return a random direction whose filters have the norms of those of ``params``; consumes ``key``.
+
+    Tensors with fewer than two axes are not moved.
+    """
+    leaves, structure = jax.tree.flatten(params)
+
+    def scaled(key: jax.Array, leaf: jax.Array) -> jax.Array:
+        if leaf.ndim < 2:
+            return jnp.zeros_like(leaf)
+        raw = jax.random.normal(key, leaf.shape, leaf.dtype)
+        axes = tuple(range(leaf.ndim - 1))
+        norm = lambda tensor: jnp.sqrt(jnp.sum(jnp.square(tensor), axis=axes, keepdims=True))
+        return raw * (norm(leaf) / norm(raw))
+
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(structure, [scaled(*pair) for pair in zip(keys, leaves, strict=True)])
+
+
+class Around:
+    """The loss around a model: compiled once, for any direction and any point."""
+
+    def __init__(self, model: Model, variables: Variables, part: local.Samples, *, batch: int = BATCH):
+        """Cut the samples into batches of equal size, the last one filled up and masked."""
+        count = len(part.y)
+        batch = min(batch, count)
+        rows = np.minimum(np.arange(-(-count // batch) * batch), count - 1)
+        self.params = variables["params"]
+        self._samples = part._replace(x=jnp.asarray(part.x[rows]), y=jnp.asarray(part.y[rows]))
+        self._mask = jnp.asarray(np.arange(len(rows)) < count, jnp.float32)
+        self._rest = {name: value for name, value in variables.items() if name != "params"}
+
+        def loss(params: Any, rest: Variables, part: local.Samples, mask: jax.Array) -> jax.Array:
+            score = local.evaluate(model, {"params": params, **rest}, part, mask, batch_size=batch)
+            return score.loss / score.count
+
+        def at(params: Any, directions: Any, points: jax.Array, *given: Any) -> jax.Array:
+            def one(point: jax.Array) -> jax.Array:
+                moved = jax.tree.map(lambda leaf, way: leaf + jnp.tensordot(point, way, axes=1), params, directions)
+                return loss(moved, *given)
+
+            return jax.vmap(one)(points)
+
+        def product(params: Any, vector: Any, *given: Any) -> Any:
+            # In reverse mode twice: the layers' own gradients (layers.conv) have no forward mode.
+            return jax.grad(lambda params: _inner(jax.grad(loss)(params, *given), vector))(params)
+
+        self._at, self._loss, self._product = jax.jit(at), jax.jit(loss), jax.jit(product)
+        self.direction: Callable[[jax.Array], Any] = jax.jit(functools.partial(_swap(filter_normalised), self.params))
+
+    def loss(self) -> float:
+        """Return the model's own loss."""
+        return float(self._loss(self.params, self._rest, self._samples, self._mask))
+
+    def losses(
+        self, directions: Sequence[Any], points: np.ndarray, *, report: Callable[[int], Any] = lambda count: None
+    ) -> np.ndarray:
+        """Return the losses [P] at params + sum over d of points[p, d] * directions[d].
+
+        Args:
+          directions: D trees like the parameters.
+          points: [P, D].
+          report: called with the number of points of each finished call.
+        """
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
+        width, found = SIDE_BY_SIDE.get(jax.default_backend(), ELSEWHERE), []
+        for start in range(0, len(points), width):
+            some = points[start : start + width]
+            filled = np.concatenate([some, np.repeat(some[-1:], width - len(some), axis=0)])
+            losses = self._at(self.params, stacked, filled, self._rest, self._samples, self._mask)
+            found.append(np.asarray(losses)[: len(some)])
+            report(len(some))
+        return np.concatenate(found)
+
+    def sharpness(self, key: jax.Array, *, radius: float, count: int) -> Sharpness:
+        """Return the sharpness numbers; consumes ``key``."""
+        here, rises = self.loss(), []
+        for number in range(count):
+            way = self.direction(jax.random.fold_in(key, number))
+            rises.append(self.losses([way], np.array([[-radius], [radius]], np.float32)).mean() - here)
+        value, residual = self.largest_eigenvalue(jax.random.fold_in(key, count))
+        return Sharpness(float(np.mean(rises)), float(np.std(rises, ddof=1) / np.sqrt(count)), value, residual)
+
+    def largest_eigenvalue(self, key: jax.Array, *, tolerance: float = 1e-3, most: int = 200) -> tuple[float, float]:
+        """Return the Hessian's eigenvalue of largest magnitude and the residual of its unit eigenvector.
+
+        Power iteration from a Gaussian vector until the eigenvalue changes by less than ``tolerance`` of itself, or
+        after ``most`` products; consumes ``key``.
+        """
+        leaves, structure = jax.tree.flatten(self.params)
+        keys = jax.random.split(key, len(leaves))
+        vector = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+        vector, value, residual = _unit(jax.tree.unflatten(structure, vector)), 0.0, 0.0
+        for _ in range(most):
+            product = self._product(self.params, vector, self._rest, self._samples, self._mask)
+            before, value = value, float(_inner(vector, product))
+            residual = float(jnp.sqrt(trees.squared_norm(trees.subtract(product, trees.scale(vector, value)))))
+            if value == 0.0 or abs(value - before) <= tolerance * abs(value):
+                break
+            vector = _unit(product)
+        return value, residual
+
+
+def _swap(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda second, first: function(first, second)
+
+
+@jax.jit
+def _unit(tree: Any) -> Any:
+    return trees.scale(tree, 1 / jnp.sqrt(trees.squared_norm(tree)))
+
+
+@jax.jit
+def _inner(a: Any, b: Any) -> jax.Array:
+    return functools.reduce(jnp.add, map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))
