@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from tqdm import tqdm
 
 from fedjax_mr import files, local, plots, trees
@@ -155,6 +156,7 @@ class Around:
         self.params = variables["params"]
         self._samples = part._replace(x=jnp.asarray(part.x[rows]), y=jnp.asarray(part.y[rows]))
         self._mask = jnp.asarray(np.arange(len(rows)) < count, jnp.float32)
+        self._batch, self._count = batch, count
         self._rest = {name: value for name, value in variables.items() if name != "params"}
 
         def loss(params: Any, rest: Variables, part: local.Samples, mask: jax.Array) -> jax.Array:
@@ -168,9 +170,14 @@ class Around:
 
             return jax.vmap(one)(points)
 
-        def product(params: Any, vector: Any, *given: Any) -> Any:
-            # In reverse mode twice: the layers' own gradients (layers.conv) have no forward mode.
-            return jax.grad(lambda params: _inner(jax.grad(loss)(params, *given), vector))(params)
+        def product(params: Any, vector: Any, rest: Variables, part: local.Samples, mask: jax.Array) -> Any:
+            def total(params: Any) -> jax.Array:
+                logits = model.apply({"params": params, **rest}, local.gather(part, jnp.arange(batch)))
+                return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, part.y) * mask)
+
+            # In reverse mode twice: the layers' own gradients (layers.conv) have no forward mode. And of one batch, as
+            # JAX 0.10 fails to differentiate a scan over them for the second time.
+            return jax.grad(lambda params: _inner(jax.grad(total)(params), vector))(params)
 
         self._at, self._loss, self._product = jax.jit(at), jax.jit(loss), jax.jit(product)
         self.direction: Callable[[jax.Array], Any] = jax.jit(functools.partial(_swap(filter_normalised), self.params))
@@ -208,6 +215,15 @@ class Around:
         value, residual = self.largest_eigenvalue(jax.random.fold_in(key, count))
         return Sharpness(float(np.mean(rises)), float(np.std(rises, ddof=1) / np.sqrt(count)), value, residual)
 
+    def _hessian_times(self, vector: Any) -> Any:
+        """Return the product of the Hessian of the mean loss with a tree like the parameters."""
+        total = trees.zeros_like(self.params)
+        for start in range(0, len(self._mask), self._batch):
+            rows = slice(start, start + self._batch)
+            part = self._samples._replace(x=self._samples.x[rows], y=self._samples.y[rows])
+            total = trees.add(total, self._product(self.params, vector, self._rest, part, self._mask[rows]))
+        return trees.scale(total, 1 / self._count)
+
     def largest_eigenvalue(self, key: jax.Array, *, tolerance: float = 1e-3, most: int = 200) -> tuple[float, float]:
         """Return the Hessian's eigenvalue of largest magnitude and the residual of its unit eigenvector.
 
@@ -219,7 +235,7 @@ class Around:
         vector = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
         vector, value, residual = _unit(jax.tree.unflatten(structure, vector)), 0.0, 0.0
         for _ in range(most):
-            product = self._product(self.params, vector, self._rest, self._samples, self._mask)
+            product = self._hessian_times(vector)
             before, value = value, float(_inner(vector, product))
             residual = float(jnp.sqrt(trees.squared_norm(trees.subtract(product, trees.scale(vector, value)))))
             if value == 0.0 or abs(value - before) <= tolerance * abs(value):
