@@ -258,6 +258,14 @@ class Config:
         low=1,
         affects_results=False,
     )
+    keep_checkpoints: int = field(
+        2,
+        "how many of the newest checkpoints stay; analyses over the rounds need many",
+        group="Evaluation and records",
+        unit="checkpoints",
+        low=1,
+        affects_results=False,
+    )
     target_accuracy: float | None = field(
         None,
         "report the first round that reaches this test accuracy; does not stop",

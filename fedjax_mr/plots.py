@@ -119,6 +119,7 @@ def lines(
     x_label: str,
     y_label: str,
     logarithmic: bool = False,
+    x_names: Sequence[str] = (),
 ) -> None:
     """Draw lines in panels side by side; a name has the same colour and stroke in all of them.
 
@@ -128,6 +129,7 @@ def lines(
       x_label: what x is, with its unit.
       y_label: what y is, with its unit.
       logarithmic: both axes.
+      x_names: what stands at x = 0, 1, ... in place of the numbers.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -149,7 +151,7 @@ def lines(
                 for width in band:
                     low, high = np.subtract(y, width), np.add(y, width)
                     axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-                marker = "o" if len(x) == 1 else ""
+                marker = "o" if len(x) == 1 or x_names else ""
                 (drawn[name],) = axis.plot(x, y, stroke, color=colour, linewidth=1.6, marker=marker)
             if logarithmic:
                 axis.set_xscale("log")
@@ -159,6 +161,8 @@ def lines(
                     scale.set_minor_formatter(NullFormatter())
             elif all(isinstance(value, int) for x, *_ in series.values() for value in x):  # rounds, say
                 axis.xaxis.get_major_locator().set_params(integer=True)
+            if x_names:
+                axis.set_xticks(range(len(x_names)), x_names, rotation=90 if len(x_names) > 8 else 0, fontsize=8)
             axis.set_title(title, fontsize=10)
             axis.set_xlabel(x_label)
             axis.set_ylabel(y_label)

@@ -234,7 +234,7 @@ class Experiment:
         self.processes = processes
         dataset = federated.dataset
         self.evaluation = Evaluation(model, samples(federated, dataset.test_x, dataset.test_y), engine.axis)
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", processes=processes)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", keep=config.keep_checkpoints, processes=processes)
         self.traffic = engine.traffic()
         self.images = 0
         self.train_seconds = 0.0

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from fedjax_mr.analysis import clients, curves, landscape, results, similarity, table, theorem1
+from fedjax_mr.analysis import clients, curves, landscape, origins, results, similarity, spread, table, theorem1
 from fedjax_mr.errors import UserError, unknown_name
 
 
@@ -23,8 +23,10 @@ COMMANDS: dict[str, Any] = {
     "clients": clients,
     "curves": curves,
     "landscape": landscape,
+    "origins": origins,
     "results": results,
     "similarity": similarity,
+    "spread": spread,
     "table": table,
     "theorem1": theorem1,
 }  # modules that are Commands

@@ -98,13 +98,18 @@ def results(out: str | None, runs: Sequence[Run]) -> Path:
     return folder
 
 
+def elsewhere(config: Config, data_dir: str) -> Config:
+    """Return the configuration with its data sets in another folder."""
+    return dataclasses.replace(config, data_dir=data_dir)
+
+
 def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) -> Trained:
     """Return the models of a checkpoint (None: the newest), on the host.
 
     Raises:
       UserError: there is no such checkpoint, it is damaged, or the data are no longer those of the run.
     """
-    config = run.config if data_dir is None else dataclasses.replace(run.config, data_dir=data_dir)
+    config = run.config if data_dir is None else elsewhere(run.config, data_dir)
     parallel.start(devices=1, cohort_size=1)
     federated = data.prepare(config)
     model = build_model(config, federated)

@@ -1,27 +1,48 @@
 """Mean pairwise cosine of the K models over the rounds (KDD'24, Figure 6): picture and table.
 
 The default is the cosine of all trained parameters of the K uploaded models, which every run records; 1 means that all
-models point the same way.
+models point the same way. ``--definition=authors`` is that of the released code: the tensors of a model, in forward
+order, in runs of five; the cosine of each full run, and of the last run (once more if it was full), their mean over
+runs and pairs. It is computed from the models in the checkpoints (FedMR's: recombined), of which a run keeps
+``--keep_checkpoints``.
 """
 
 import argparse
 import math
 
+import jax
+import numpy as np
+
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs, text
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Variables
+from fedjax_mr.models.base import Layer
+
+RUN = 5  # tensors, in the authors' code
+
+
+LABELS = {"cosine": "mean pairwise cosine", "authors": "similarity as in the authors' code"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
+    runs.add_data_argument(parser)
+    parser.add_argument(
+        "--definition", choices=("cosine", "authors"), default="cosine", help="which similarity (default: cosine)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Draw the similarity of each run and print its course."""
     chosen = runs.read(arguments.runs)
-    series = {run.name: recorded(run) for run in chosen}
+    if arguments.definition == "cosine":
+        series = {run.name: recorded(run) for run in chosen}
+    else:
+        series = {run.name: of_checkpoints(run, arguments.data_dir) for run in chosen}
     path = runs.results(arguments.out, chosen) / "similarity.png"
-    plots.lines({"": series}, path, x_label="round", y_label="mean pairwise cosine")
+    plots.lines({"": series}, path, x_label="round", y_label=LABELS[arguments.definition])
     print(table(series))
     print(f"drawn in {path}")
 
@@ -31,6 +52,42 @@ def recorded(run: runs.Run) -> tuple[list[int], list[float]]:
     rows = run.rows()
     values = [row.get("similarity") for row in rows]
     return [row["round"] for row in rows], [math.nan if value is None else value for value in values]
+
+
+def of_checkpoints(run: runs.Run, data_dir: str | None) -> tuple[list[int], list[float]]:
+    """Return the rounds of a run's checkpoints and the authors' similarity of the K models there.
+
+    Raises:
+      UserError: the run keeps a single model.
+    """
+    rounds = [round for round in run.checkpoints() if round > 0]
+    values = []
+    for round in rounds:
+        trained = runs.restore(run, round=round, data_dir=data_dir)
+        if trained.models is None:
+            raise UserError(f"{run.path}: {run.config.strategy} keeps one model; --definition=authors needs K models")
+        values.append(authors_similarity(trained.models, trained.model.layers()))
+    if not rounds:
+        raise UserError(f"{run.path} has no checkpoint of a trained model")
+    return rounds, values
+
+
+def authors_similarity(models: Variables, layers: tuple[Layer, ...]) -> float:
+    """Return the similarity of K stacked models, leaves [K, ...], as the released code computes it."""
+    leaves = jax.tree.leaves(models)
+    ordered = [np.asarray(leaves[leaf], np.float64) for layer in layers for leaf in layer.leaves]
+    full = [ordered[start : start + RUN] for start in range(0, len(ordered) - RUN + 1, RUN)]
+    last = ordered[len(full) * RUN :] or full[-1]
+    return float(np.mean([_mean_cosine(part) for part in (*full, last)]))
+
+
+def _mean_cosine(tensors: list[np.ndarray]) -> float:
+    """Return the mean cosine over the pairs of K models, of which these tensors [K, ...] count."""
+    flat = np.concatenate([tensor.reshape(len(tensor), -1) for tensor in tensors], axis=1)
+    norms = np.linalg.norm(flat, axis=1, keepdims=True)
+    flat = np.divide(flat, norms, out=np.zeros_like(flat), where=norms > 0)
+    count = len(flat)
+    return float((flat @ flat.T)[~np.eye(count, dtype=bool)].mean()) if count > 1 else 1.0
 
 
 def table(series: dict[str, tuple[list[int], list[float]]]) -> str:

@@ -1,0 +1,67 @@
+"""How far the K models of a run lie apart, layer by layer in forward order: picture and table.
+
+The spread of a layer is the root mean square, over the K models, of the distance of its trained tensors from their
+mean, divided by the norm of that mean: 0 means K equal layers. FedMR's recombination leaves it unchanged (KDD'24, Lemma
+4.4), so the models that the server keeps tell what the uploaded ones did.
+"""
+
+import argparse
+
+import jax
+import numpy as np
+
+from fedjax_mr import plots
+from fedjax_mr.analysis import runs, text
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Variables
+from fedjax_mr.models.base import Layer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    runs.add_arguments(parser)
+    runs.add_data_argument(parser)
+    parser.add_argument("--round", type=int, default=None, help="checkpoint (default: each run's newest)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Draw and print the spread of each run's models."""
+    chosen = runs.read(arguments.runs)
+    found: dict[str, dict[str, float]] = {}
+    for run in chosen:
+        trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir)
+        if trained.models is None:
+            raise UserError(f"{run.path}: {run.config.strategy} keeps one model; the spread is of K models")
+        found[f"{run.name}, round {trained.round}"] = by_layer(trained.models, trained.model.layers())
+    first = list(next(iter(found.values())))
+    if any(list(each) != first for each in found.values()):
+        raise UserError("the runs have different networks: their layers cannot stand side by side")
+    path = runs.results(arguments.out, chosen) / "spread.png"
+    series = {name: (range(len(first)), list(each.values())) for name, each in found.items()}
+    plots.lines({"": series}, path, x_label="layer", y_label="spread / norm of the mean", x_names=first)
+    rows = [(layer, *(f"{each[layer]:.4f}" for each in found.values())) for layer in first]
+    print(text.table([("layer", *found), *rows]))
+    print(f"drawn in {path}")
+
+
+def by_layer(models: Variables, layers: tuple[Layer, ...]) -> dict[str, float]:
+    """Return the spread of each layer that has trained tensors, by its name.
+
+    Args:
+      models: K stacked models, leaves [K, ...].
+      layers: the layers in forward order.
+    """
+    leaves = [
+        (path[0].key == "params", np.asarray(leaf, np.float64))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(models)
+    ]
+    found = {}
+    for layer in layers:
+        own = [leaves[position][1] for position in layer.leaves if leaves[position][0]]
+        if not own:
+            continue
+        flat = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in own], axis=1)  # [K, numbers of the layer]
+        mean = flat.mean(axis=0)
+        distance, norm = np.sqrt(((flat - mean) ** 2).sum(axis=1).mean()), np.linalg.norm(mean)
+        found[layer.name] = float(distance / norm) if norm > 0 else float("nan" if distance > 0 else 0.0)
+    return found
