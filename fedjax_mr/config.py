@@ -330,6 +330,14 @@ class Config:
         choices=("auto", "device", "host"),
         affects_results=False,
     )
+    data_placement: str = field(
+        "auto",
+        "where the clients' samples are kept; host: the cohort's are sent while the round before is trained, each "
+        "client filled up to the largest; auto: on the host if they need over a third of a device",
+        group="Engine",
+        choices=("auto", "device", "host"),
+        affects_results=False,
+    )
     devices: int | None = field(
         None,
         "devices that share the clients, of all processes together; none: the smaller of cores and --cohort on a CPU, "

@@ -11,6 +11,7 @@ import numpy as np
 from fedjax_mr import parallel, trees
 from fedjax_mr.local import Array, ClientData, Metrics, Samples
 from fedjax_mr.parallel import ClientAxis, Program
+from fedjax_mr.placement import HostData, Sent
 from fedjax_mr.strategies.base import (
     Cohort,
     Memory,
@@ -74,6 +75,7 @@ class Row(NamedTuple):
     occurrence: jax.Array  # how often the client was drawn before in this round
     offset: jax.Array
     size: jax.Array  # 0 in padding rows
+    sent: Sent | None = None  # its samples, where the federation's are kept on the host
 
 
 class Plan(NamedTuple):
@@ -86,20 +88,28 @@ class Plan(NamedTuple):
 # --- one round ------------------------------------------------------------------------------------------------------
 
 
+def plan(build: Build, axis: ClientAxis, given: Given, server: State, round: jax.Array) -> Plan:
+    """Select the cohort and lay it out."""
+    strategy, key = build(given.problem), _round_key(given.key, SELECT, round)
+    cohort = select_uniformly(given.problem, key) if strategy.select is None else strategy.select(server, key)
+    return Plan(cohort, parallel.assign(axis, cohort.sizes))
+
+
+def ids_by_slot(given: Given, plan: Plan) -> jax.Array:
+    """Return the client of each slot [K']; that of the cohort's first row in padding."""
+    return plan.cohort.ids[jnp.where(plan.slots < given.problem.cohort_size, plan.slots, 0)]
+
+
 def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> tuple[Plan, Row]:
     """Select and dispatch: return the plan and the rows [K', ...] in the order of the layout."""
-    strategy = build(given.problem)
-    select_key, dispatch_key = (_round_key(given.key, stream, progress.round) for stream in (SELECT, DISPATCH))
-    if strategy.select is None:
-        cohort = select_uniformly(given.problem, select_key)
-    else:
-        cohort = strategy.select(progress.server, select_key)
-    payloads = strategy.dispatch(progress.server, cohort, dispatch_key)
+    chosen = plan(build, axis, given, progress.server, progress.round)
+    cohort, slots = chosen
+    dispatch_key = _round_key(given.key, DISPATCH, progress.round)
+    payloads = build(given.problem).dispatch(progress.server, cohort, dispatch_key)
 
-    slots = parallel.assign(axis, cohort.sizes)
     is_client = slots < given.problem.cohort_size
     order = jnp.where(is_client, slots, 0)
-    ids = cohort.ids[order]
+    ids = ids_by_slot(given, chosen)
     rows = Row(
         payload=trees.take(payloads, order),
         memory=trees.take(progress.memory, ids),
@@ -108,14 +118,18 @@ def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> t
         offset=given.federation.offsets[ids],
         size=jnp.where(is_client, cohort.sizes[order], 0),
     )
-    return Plan(cohort, slots), rows
+    return chosen, rows
 
 
 def train(build: Build, given: Given, round: jax.Array, row: Row) -> tuple[Payload, Memory, Metrics]:
     """Train one client."""
     key = _round_key(given.key, CLIENT, round)
     key = jax.random.fold_in(jax.random.fold_in(key, row.client_id), row.occurrence)
-    data = ClientData(given.federation.samples, given.federation.index, row.offset, row.size, row.client_id)
+    samples, index, offset = given.federation.samples, given.federation.index, row.offset
+    if row.sent is not None:
+        samples = samples._replace(x=row.sent.x, y=row.sent.y)
+        index, offset = jnp.arange(row.sent.y.shape[0], dtype=jnp.int32), jnp.zeros((), jnp.int32)
+    data = ClientData(samples, index, offset, row.size, row.client_id)
     return build(given.problem).client_update(row.payload, row.memory, data, round, key)
 
 
@@ -188,6 +202,7 @@ class Rounds:
         *,
         stop_at_divergence: bool = True,
         memory_on_host: bool = False,
+        data_on_host: bool = False,
     ) -> None:
         """Place the data; each program is compiled at its first use.
 
@@ -197,6 +212,7 @@ class Rounds:
           axis: the layout.
           stop_at_divergence: end a call after the first round with a loss or weight that is not finite.
           memory_on_host: keep what the clients remember in the host's memory; only the cohort's rows travel.
+          data_on_host: keep the clients' samples there; the cohort's are sent while the round before is trained.
         """
         self.axis = axis
         self.programs: dict[str, Program] = {}
@@ -204,6 +220,13 @@ class Rounds:
         self.strategy = build(given.problem)
         self._stop_at_divergence = stop_at_divergence
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
+        self._host_data: HostData | None = None
+        self._sent: dict[int, Sent] = {}  # by round; at most the next one's
+        if data_on_host:
+            samples, index, offsets = given.federation
+            self._host_data = HostData(samples.x, samples.y, index, offsets, sharding=axis.sharded)
+            nothing = samples._replace(x=np.zeros(0, np.float32), y=np.zeros(0, np.int32))
+            given = given._replace(federation=Federation(nothing, np.zeros(0, np.int32), offsets))
         self.given = parallel.place(given, axis.replicated)
         # The server needs no samples. Where it has a home of its own, the small arrays have a second copy there.
         small = given._replace(federation=given.federation._replace(samples=None))
@@ -247,21 +270,43 @@ class Rounds:
         Any division of the rounds into calls gives the same numbers.
         """
         fused = self.axis.fused and not self._memory_on_host
-        if fused and self.strategy.between_rounds is None:
+        if fused and self.strategy.between_rounds is None and self._host_data is None:
             return self._fused(progress, count)
         reports = []
-        for _ in range(count):
-            progress, report = self._fused(progress, 1) if fused else self._in_steps(progress)
+        for number in range(int(progress.round), int(progress.round) + count):
+            sent, ids_ahead = self._arrived(progress, number), self._ids_ahead(progress, number + 1)
+            progress, report = self._fused(progress, 1, sent) if fused else self._in_steps(progress, sent)
+            if self._host_data is not None and ids_ahead is not None:  # the devices are at work on this round
+                self._sent[number + 1] = self._host_data.send(np.asarray(ids_ahead))
             if self.strategy.between_rounds is not None:
-                done = int(progress.round)
-                key = _round_key(self._home_given.key, HOST, done)
+                key = _round_key(self._home_given.key, HOST, number + 1)
                 whole = parallel.place(progress.server, self.axis.home)
-                server = self.strategy.between_rounds(whole, done, key)
+                server = self.strategy.between_rounds(whole, number + 1, key)
                 progress = progress._replace(server=parallel.place(server, self._at_rest.server))
             reports.append(report)
             if self._stop_at_divergence and int(report.bad_client) >= 0:
                 break
         return progress, functools.reduce(_join, reports)
+
+    def _arrived(self, progress: Progress, round: int) -> Sent | None:
+        """Return the samples of a round's clients, sent ahead if that was possible; None if all are on the devices."""
+        if self._host_data is None:
+            return None
+        ahead = self._sent.pop(round, None)
+        self._sent.clear()
+        return ahead or self._host_data.send(np.asarray(self._ids(progress.server, progress.round)))
+
+    def _ids_ahead(self, progress: Progress, round: int) -> jax.Array | None:
+        """Return the clients of a later round, if they follow from the keys alone."""
+        if self._host_data is None or self.strategy.select is not None:
+            return None
+        return self._ids(progress.server, parallel.place(np.int32(round), self.axis.home))
+
+    def _ids(self, server: State, round: jax.Array) -> jax.Array:
+        def program(given: Given, server: State, round: jax.Array) -> jax.Array:
+            return ids_by_slot(given, plan(self.build, self.axis, given, server, round))
+
+        return self._call("select", program, self._home_given, server, round, out=self.axis.home)
 
     def deployed(self, progress: Progress) -> Any:
         """Return the model that is deployed and tested, or None where a method has none."""
@@ -277,6 +322,9 @@ class Rounds:
         def sent(given: Given) -> tuple[Payload, Payload]:
             progress = self._init(given)
             _, rows = begin(self.build, self.axis, given, progress)
+            if self._host_data is not None:
+                shapes = self._host_data.shapes(rows.size.shape[0])
+                rows = rows._replace(sent=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
             rows = jax.tree.map(lambda leaf: leaf[: given.problem.cohort_size], rows)
             uploads = jax.vmap(lambda row: train(self.build, given, progress.round, row)[0])(rows)
             return rows.payload, uploads
@@ -298,20 +346,20 @@ class Rounds:
         """Return ((given, round), rows [K', ...]) -> trained rows, over the client axis."""
         return parallel.map_clients(self.axis, lambda shared, row: train(self.build, shared[0], shared[1], row))
 
-    def _fused(self, progress: Progress, count: int) -> tuple[Progress, Report]:
-        """Run whole rounds in one compiled call; their number is a traced bound."""
+    def _fused(self, progress: Progress, count: int, sent: Sent | None = None) -> tuple[Progress, Report]:
+        """Run whole rounds in one compiled call, one if its samples were ``sent``; their number is a traced bound."""
         divided = functools.partial(self.axis.by_parameters, rows=self.stacks)
 
-        def one_round(given: Given, progress: Progress) -> tuple[Progress, Report]:
+        def one_round(given: Given, progress: Progress, sent: Sent | None) -> tuple[Progress, Report]:
             plan, rows = begin(self.build, self.axis, given, divided(progress))
-            trained = self.train_all()((given, progress.round), rows)
+            trained = self.train_all()((given, progress.round), rows._replace(sent=sent))
             progress, report = finish(self.build, given, progress, plan, divided(trained))
             return divided(progress), report
 
-        def program(given: Given, progress: Progress, count: jax.Array) -> tuple[Progress, Report]:
+        def program(given: Given, progress: Progress, count: jax.Array, sent: Sent | None) -> tuple[Progress, Report]:
             def body(carry: tuple) -> tuple:
                 progress, total, done = carry
-                progress, report = one_round(given, progress)
+                progress, report = one_round(given, progress, sent)
                 return progress, _join(total, report), done + 1
 
             def going_on(carry: tuple) -> jax.Array:
@@ -319,7 +367,7 @@ class Rounds:
                 healthy = (total.bad_client < 0) | (not self._stop_at_divergence)
                 return (done < count) & healthy
 
-            shapes = jax.eval_shape(one_round, given, progress)[1]
+            shapes = jax.eval_shape(one_round, given, progress, sent)[1]
             blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             blank = blank._replace(bad_client=jnp.full_like(blank.bad_client, -1))
             progress, total, _ = jax.lax.while_loop(going_on, body, (progress, blank, jnp.zeros((), jnp.int32)))
@@ -327,9 +375,9 @@ class Rounds:
 
         bound = parallel.place(np.int32(count), self.axis.home)
         out = (self._at_rest, self.axis.home)
-        return self._call("rounds", program, self.given, progress, bound, donate=(1,), out=out)
+        return self._call("rounds", program, self.given, progress, bound, sent, donate=(1,), out=out)
 
-    def _in_steps(self, progress: Progress) -> tuple[Progress, Report]:
+    def _in_steps(self, progress: Progress, sent: Sent | None = None) -> tuple[Progress, Report]:
         """Run one round in three compiled calls: server, clients, server; the rows are copied between their devices."""
         memory = progress.memory
         if self._memory_on_host:
@@ -341,7 +389,7 @@ class Rounds:
             drawn = np.asarray(rows.client_id)
             rows = rows._replace(memory=jax.tree.map(lambda leaf: leaf[drawn], memory))
         shared = (self.given, jax.device_put(progress.round, self.axis.replicated))
-        rows = jax.device_put(rows, self.axis.sharded, donate=True)
+        rows = jax.device_put(rows, self.axis.sharded, donate=True)._replace(sent=sent)
         trained = self._call("clients", self.train_all(), shared, rows, donate=(1,))
         trained = jax.device_put(trained, self.axis.home, donate=True)
         out = (self._at_rest._replace(memory=self.axis.home), self.axis.home)

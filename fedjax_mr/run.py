@@ -179,16 +179,33 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: p
         axis,
         stop_at_divergence=not config.allow_nonfinite,
         memory_on_host=memory_on_host(config, bound(problem), axis),
+        data_on_host=data_on_host(config, federated, axis),
     )
+
+
+def data_on_host(config: Config, federated: FederatedData, axis: parallel.ClientAxis) -> bool:
+    """Return whether the clients' samples are kept on the host: asked for, or more than a third of a device."""
+    if config.data_placement != "auto":
+        return config.data_placement == "host"
+    return too_large(federated.dataset.x.nbytes, axis)
+
+
+def too_large(needed: int, axis: parallel.ClientAxis) -> bool:
+    """Return whether so many bytes are over a third of a device's memory; the processor's own has no limit here."""
+    statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
+    return 3 * needed > statistics.get("bytes_limit", math.inf)
 
 
 def memory_on_host(config: Config, strategy: Strategy, axis: parallel.ClientAxis) -> bool:
     """Return whether what the clients remember is kept on the host: asked for, or more than a third of a device."""
-    if config.memory != "auto" or strategy.init_memory is None:
-        return config.memory == "host"
-    statistics = axis.mesh.devices.flat[0].memory_stats() or {}
+    if strategy.init_memory is None or config.memory == "device":
+        return False
+    if jax.process_count() > 1:  # there the devices share it, parameter by parameter
+        if config.memory == "host":
+            raise UserError("--memory=host is for one process; several divide the clients' memory among their devices")
+        return False
     needed = trees.num_bytes(jax.eval_shape(strategy.init_memory, jax.random.key(0)))
-    return 3 * needed > statistics.get("bytes_limit", math.inf)
+    return config.memory == "host" or too_large(needed, axis)
 
 
 def augmentation(config: Config, federated: FederatedData) -> Callable[[jax.Array, jax.Array], jax.Array] | None:

@@ -107,14 +107,16 @@ def given(
 
 # Not all at once: a compiled program takes hundreds of memory maps, and Linux allows a process 65,530 of them.
 @functools.lru_cache(maxsize=24)
-def make_engine(strategy, network="thin", *, devices=1, lanes=1, hyper=None, memory_on_host=False, **federation):
+def make_engine(
+    strategy, network="thin", *, devices=1, lanes=1, hyper=None, memory_on_host=False, data_on_host=False, **federation
+):
     """Return the compiled rounds of a strategy; shared by all tests that ask for the same."""
     row = STRATEGIES[strategy]
     hyper = row.hyper() if hyper is None and row.hyper else hyper
     federation = given(network, **federation)
     axis = parallel.client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
     build = functools.partial(row.build, hyper)
-    return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host)
+    return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     },
     "config": {"data", "models", "strategies"},  # for the names and settings that flags are made of
     "record": {"checkpoint", "config"},
-    "rounds": {"local", "parallel", "strategies", "trees"},
+    "rounds": {"local", "parallel", "placement", "strategies", "trees"},
     "evaluation": {"local", "models", "parallel"},
     "strategies": {"exchange", "local", "models", "trees"},
     "local": {"models", "trees"},
@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "checkpoint": {"distributed"},
     "distributed": set(),
     "parallel": set(),
+    "placement": set(),
     "trees": set(),
     "exchange": set(),
 }  # fmt: skip
