@@ -1,17 +1,27 @@
-"""What a round moves between devices, read from the compiled program; nothing is run.
+"""What a round moves between devices, and what many clients cost.
 
     python experiments/pods.py --devices=1,2,4,8 --models=lenet5 --strategies=fedavg,fedmr,fedcross,scaffold
+    python experiments/pods.py --clients=1000,10000,100000 --models=logistic,lenet5 --strategies=fedmr --cohort=100
 
-The programs are compiled for D devices of the CPU, which need not have as many cores. Bytes of a collective are those
-that all devices together send: an all-to-all of pieces of s bytes D (D-1) s, an all-gather of a result of s bytes
-(D-1) s, an all-reduce of s bytes 2 (D-1) s (both as rings), a permutation s per pair.
+The first reads the transfers of a round from the compiled program; nothing is run. The programs are compiled for D
+devices of the CPU, which need not have as many cores. Bytes of a collective are those that all devices send together:
+an all-to-all of pieces of s bytes D (D-1) s, an all-gather of a result of s bytes (D-1) s, an all-reduce of s bytes
+2 (D-1) s (both as rings), a permutation s per pair.
+
+The second runs rounds on one device with N clients of 20 samples each, drawn from a pool of 20,000 synthetic ones, with
+the samples on the device and on the host: seconds per round (median of three), and the process's memory after the first
+rounds and after all.
 """
 
 import argparse
 import dataclasses
 import json
 import re
+import resource
+import statistics
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -126,25 +136,61 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int) -> dict[str
     }
 
 
+def grow(strategy: str, model: str, *, clients: int, cohort: int, placement: str) -> dict[str, Any]:
+    """Return time and memory of rounds with N clients."""
+    config = fmr.Config(
+        strategy=strategy, model=model, cohort=cohort, clients=clients, local_epochs=1, data_placement=placement
+    )
+    pool = synthetic(SHAPES[model], samples=25_000)
+    index = np.random.default_rng(0).integers(0, len(pool.y), 20 * clients).astype(np.int32)
+    federated = data.FederatedData(pool, data.Split(index, np.arange(0, len(index) + 1, 20, dtype=np.int32)))
+    axis = parallel.client_axis(devices=1, lanes=1, cohort_size=cohort)
+    engine = build_rounds(config, federated, build_model(config, federated), axis)
+    progress, _ = engine.run(engine.init(), 2)
+    before, seconds, count = resident_bytes(), [], 100 if model == "logistic" else 5
+    for _ in range(3):
+        started = time.perf_counter()
+        progress, report = engine.run(progress, count)
+        jax.block_until_ready(report)
+        seconds.append((time.perf_counter() - started) / count)
+    return {
+        "model": model, "strategy": strategy, "clients": clients, "cohort": cohort, "samples_on": placement,
+        "seconds_per_round": round(statistics.median(seconds), 4), "rounds": 3 * count,
+        "memory_MB_before": before // 10**6, "memory_MB_after": resident_bytes() // 10**6,
+    }  # fmt: skip
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process occupies now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def main() -> None:
     """Print the table, or its rows as JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="1,2,4,8")
     parser.add_argument("--models", default="lenet5")
+    parser.add_argument("--clients", help="N, for the second table")
     parser.add_argument("--strategies", default="fedavg,fedmr,fedcross,scaffold")
     parser.add_argument("--cohort", type=int, default=16)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    counts = [int(each) for each in options.devices.split(",")]
+    counts = [int(each) for each in ("1" if options.clients else options.devices).split(",")]
+    show = lambda row: print(json.dumps(row) if options.json else " | ".join(map(str, row.values())), flush=True)
     jax.config.update("jax_platforms", "cpu")
     parallel.start(devices=max(counts), cohort_size=options.cohort)
     for model in options.models.split(","):
         for strategy in options.strategies.split(","):
+            if options.clients:
+                for clients in map(int, options.clients.split(",")):
+                    for placement in ("device", "host"):
+                        show(grow(strategy, model, clients=clients, cohort=options.cohort, placement=placement))
+                continue
             for devices in counts:
                 row = measure(strategy, model, devices=devices, cohort=options.cohort)
                 bound = 2 * (devices - 1) / devices * options.cohort * row["state_bytes"]
                 row["times_the_bound"] = row["all_to_all_bytes"] / bound if bound else 0.0
-                print(json.dumps(row) if options.json else " | ".join(map(str, row.values())), flush=True)
+                show(row)
 
 
 if __name__ == "__main__":

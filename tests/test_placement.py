@@ -5,7 +5,6 @@ import pytest
 
 from fedjax_mr import placement
 
-
 LAYOUTS = [("fedmr", 1, 1), ("fedmr", 1, 3), ("scaffold", 2, 1), ("clusamp", 2, 1)]
 
 
