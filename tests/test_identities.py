@@ -1,11 +1,16 @@
 """Methods that must coincide: special cases of one are another."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.strategies import fedavg, fedmr
+from fedjax_mr.strategies.base import select_uniformly
 
 EQUAL_SIZES = (8, 8, 8, 8)
 
@@ -69,3 +74,15 @@ def test_one_client_alone_is_plain_sgd(engine, close):
                 kernel, bias = kernel - rate * velocity_kernel, bias - rate * velocity_bias
         expected = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
         close(trained.deployed(after(trained, count))["params"]["classifier"]["dense"], expected)
+
+
+@pytest.mark.parametrize(("clients", "cohort"), [(20, 5), (20, 20), (50_000, 100)])
+def test_uniform_selection_takes_the_largest_words(clients, cohort):
+    sizes = jnp.arange(clients, dtype=jnp.int32)
+    problem: Any = SimpleNamespace(num_clients=clients, cohort_size=cohort, sizes=sizes)
+    for seed in range(5):
+        key = jax.random.key(seed)
+        words = np.asarray(jax.random.bits(key, (clients,)))
+        chosen = select_uniformly(problem, key)
+        np.testing.assert_array_equal(chosen.ids, np.argsort(-words.astype(np.int64), kind="stable")[:cohort])
+        np.testing.assert_array_equal(chosen.sizes, chosen.ids)

@@ -128,8 +128,11 @@ class Traffic(NamedTuple):
 
 def select_uniformly(problem: Problem, key: jax.Array) -> Cohort:
     """Return K of the N clients, uniformly without replacement and in random order; consumes ``key``."""
-    # The K largest of N random words: no sort of all N clients.
-    _, ids = jax.lax.top_k(jax.random.bits(key, (problem.num_clients,)), problem.cohort_size)
+    # The K largest of N random words. On CPU only floats are spared a sort of all N (200 ms of 100,000), so the words'
+    # order is first taken in floats, with a few more than K because these are coarser.
+    words, count = jax.random.bits(key, (problem.num_clients,)), problem.cohort_size
+    _, near = jax.lax.top_k(words.astype(jnp.float32), min(problem.num_clients, count + 8))
+    ids = near[jax.lax.top_k(words[near], count)[1]]
     return Cohort(ids, problem.sizes[ids])
 
 
