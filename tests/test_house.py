@@ -114,7 +114,7 @@ def test_shared_flag_files_never_choose_the_strategy():
 def test_every_flag_file_is_valid_and_names_its_sources(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = path.read_text()
-    if path.name.startswith(("table_", "methods_")):  # flags of the sweep among them
+    if path.name.startswith(("table_", "methods_", "ablation_")):  # flags of the sweep among them
         sweep.plan([f"--flagfile=exp/{path.name}", "--clients=100"])
     else:
         config.validate(config.parse([f"--flagfile=exp/{path.name}"]))
