@@ -177,6 +177,11 @@ def state(folder: Path | str) -> str:
     return "started" if _has_checkpoint(folder) else "new"
 
 
+def saved_round(folder: Path | str) -> int | None:
+    """Return the round of a run folder's newest checkpoint, or None."""
+    return max(Checkpoints(Path(folder) / "checkpoints").rounds(), default=None)
+
+
 def is_taken(folder: Path | str) -> bool:
     """Return whether another process is at work in a folder."""
     if not Path(folder).is_dir():

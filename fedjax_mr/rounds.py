@@ -100,6 +100,13 @@ def ids_by_slot(given: Given, plan: Plan) -> jax.Array:
     return plan.cohort.ids[jnp.where(plan.slots < given.problem.cohort_size, plan.slots, 0)]
 
 
+def start(build: Build, given: Given) -> Progress:
+    """Return the progress before the first round."""
+    strategy = build(given.problem)
+    memory = strategy.init_memory(jax.random.fold_in(given.key, MEMORY)) if strategy.init_memory else None
+    return Progress(strategy.init(jax.random.fold_in(given.key, INIT)), memory, jnp.zeros((), jnp.int32))
+
+
 def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> tuple[Plan, Row]:
     """Select and dispatch: return the plan and the rows [K', ...] in the order of the layout."""
     chosen = plan(build, axis, given, progress.server, progress.round)
@@ -175,7 +182,7 @@ def _occurrences(ids: jax.Array) -> jax.Array:
     return jnp.sum((ids[:, None] == ids[None, :]) & earlier, axis=1, dtype=jnp.int32)
 
 
-def _join(total: Report, new: Report) -> Report:
+def join(total: Report, new: Report) -> Report:
     """Counts add up over the rounds of a call; all else is the last round's."""
     return new._replace(images=total.images + new.images, steps=total.steps + new.steps)
 
@@ -233,6 +240,11 @@ class Rounds:
         self._home_given = parallel.place(small, axis.home)
         self._at_rest = axis.at_rest(self.shapes(), rows=self.stacks)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the clients' samples or memories are kept on the host."""
+        return self._host_data is not None or self._memory_on_host
+
     def init(self) -> Progress:
         """Return the progress before the first round."""
         if not self._memory_on_host:
@@ -246,9 +258,7 @@ class Rounds:
         return jax.eval_shape(self._init, self._home_given)
 
     def _init(self, given: Given) -> Progress:
-        strategy = self.build(given.problem)
-        memory = strategy.init_memory(jax.random.fold_in(given.key, MEMORY)) if strategy.init_memory else None
-        return Progress(strategy.init(jax.random.fold_in(given.key, INIT)), memory, jnp.zeros((), jnp.int32))
+        return start(self.build, given)
 
     def place(self, progress: Progress) -> Progress:
         """Return a progress that came from elsewhere where it belongs: on the server's device, memory on the host."""
@@ -286,7 +296,7 @@ class Rounds:
             reports.append(report)
             if self._stop_at_divergence and int(report.bad_client) >= 0:
                 break
-        return progress, functools.reduce(_join, reports)
+        return progress, functools.reduce(join, reports)
 
     def _arrived(self, progress: Progress, round: int) -> Sent | None:
         """Return the samples of a round's clients, sent ahead if that was possible; None if all are on the devices."""
@@ -360,7 +370,7 @@ class Rounds:
             def body(carry: tuple) -> tuple:
                 progress, total, done = carry
                 progress, report = one_round(given, progress, sent)
-                return progress, _join(total, report), done + 1
+                return progress, join(total, report), done + 1
 
             def going_on(carry: tuple) -> jax.Array:
                 _, total, done = carry

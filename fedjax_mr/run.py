@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.evaluation import Evaluation
 from fedjax_mr.models import Model
+from fedjax_mr.seeds import SeedRounds
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
@@ -275,14 +276,8 @@ class Experiment:
                     seconds, stop = self._confer(seconds, asked)
                     done += count
                     rounds_per_call = max(1, int(SECONDS_PER_CALL * count / max(seconds, 1e-6)))
-                    if self._due(done, config.eval_every):
-                        row = self._evaluate(progress, report, done)
-                        self.folder.append(row)
-                        if board:
-                            board.write(row)
+                    self._record(progress, report, done, board, stop=stop > 0)
                     bar.update(done, images_per_second=self.images / self.train_seconds, row=self.folder.last_row())
-                    if self._due(done, config.checkpoint_every or config.eval_every) or stop:
-                        self._save(progress, done)
                     if stop and done < config.rounds:
                         raise self._interrupted(done, stop)
             finally:
@@ -290,6 +285,24 @@ class Experiment:
                 if board:
                     board.close()
             return self._finish(progress, done)
+
+    def _record(
+        self,
+        progress: rounds.Progress,
+        report: rounds.Report,
+        done: int,
+        board: record.TensorBoard | None = None,
+        *,
+        stop: bool = False,
+    ) -> None:
+        """Evaluate and save what is due after ``done`` rounds, or before the run stops."""
+        if self._due(done, self.config.eval_every):
+            row = self._evaluate(progress, report, done)
+            self.folder.append(row)
+            if board:
+                board.write(row)
+        if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop:
+            self._save(progress, done)
 
     def _confer(self, seconds: float, asked: list[int]) -> tuple[float, int]:
         """Return the first process's seconds, and the stop signal that any process has received (0: none)."""
@@ -349,19 +362,27 @@ class Experiment:
         progress, report = self.engine.run(progress, count)
         report = jax.device_get(report)
         seconds = time.perf_counter() - started - (self.compile_seconds() - compiled)
+        self._account(int(progress.round), report, seconds)
+        return progress, report, seconds
+
+    def _account(self, done: int, report: rounds.Report, seconds: float) -> None:
+        """Add up what a call of the engine, which ended after ``done`` rounds, has done and taken.
+
+        Raises:
+          DivergedError: a loss or weight is not finite.
+        """
         self.images += int(report.images)
         self.train_seconds += seconds
         self.seconds += seconds
         if report.bad_client >= 0 and not self.config.allow_nonfinite:
             last = self.checkpoints.latest()
             error = DivergedError(
-                f"round {int(progress.round)} diverged: client {int(report.bad_client)} met a loss or weight that is "
+                f"round {done} diverged: client {int(report.bad_client)} met a loss or weight that is "
                 f"not finite at its local step {int(report.bad_step)}; the checkpoint of round {last} in "
                 f"{self.folder.path} stays (a smaller --lr or --clip_norm may help; --allow_nonfinite goes on)"
             )
             self.folder.note_divergence(str(error))
             raise error
-        return progress, report, seconds
 
     def _evaluate(self, progress: rounds.Progress, report: rounds.Report, done: int) -> dict[str, Any]:
         compiled, started = self.compile_seconds(), time.perf_counter()
@@ -431,6 +452,109 @@ class Experiment:
         """Return the seconds that the run has spent in tracing and compiling."""
         programs = (*self.engine.programs.values(), *self.evaluation.programs.values())
         return self.compile_seconds_before + sum(program.compile_seconds for program in programs)
+
+
+def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
+    """Run several seeds of one setting in one compiled program; return each one's result, or why it ended early.
+
+    Each seed has its run folder, as if it had run alone, and can also be resumed alone. One that diverges does not stop
+    the others. Seconds are shared out evenly.
+
+    Args:
+      configs: the same but for ``seed``, ``partition_seed`` and ``run_dir``.
+
+    Raises:
+      UserError: bad input, settings that differ, a strategy that works on the host between rounds, several CPU devices,
+        or folders to resume that are at different rounds.
+      Interrupted: Ctrl-C or a termination signal; checkpoints were written.
+    """
+    first = configs[0]
+    for config in configs:
+        configuration.validate(config)
+        own = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
+        if different := configuration.differences(dataclasses.replace(first, **own), config):
+            raise UserError(f"seeds in one program differ in nothing else: {'; '.join(different)}")
+    cohort_size = len(configs) * first.cohort
+    parallel.start(devices=first.devices, cohort_size=cohort_size)
+    axis = parallel.client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
+    experiments = [prepare(config, data.prepare(config), distributed.ALONE) for config in configs]
+    engine = SeedRounds(experiments[0].engine.build, [each.engine.given for each in experiments], axis)
+    return _Seeds(experiments, engine).run()
+
+
+class _Seeds:
+    """Experiments that train in one program and are evaluated and kept one by one."""
+
+    def __init__(self, experiments: Sequence[Experiment], engine: SeedRounds) -> None:
+        self.experiments = experiments
+        self.engine = engine
+        self.ended: dict[int, Result | DivergedError] = {}
+
+    def run(self) -> list[Result | DivergedError]:
+        """Train until every seed has ended."""
+        config = self.experiments[0].config
+        with _asked_to_stop() as asked:
+            progress, done = self._start()
+            bar = record.Progress(config.rounds, done, quiet=not config.progress)
+            rounds_per_call = 1
+            try:
+                while len(self.ended) < len(self.experiments):
+                    count = min(rounds_per_call, self.experiments[0]._next_event(done) - done)
+                    progress, reports, seconds = self._train(progress, count)
+                    before, done = done, int(np.max(progress.round))
+                    rounds_per_call = max(1, int(SECONDS_PER_CALL * (done - before) / max(seconds, 1e-6)))
+                    self._record(progress, reports, done, seconds, stop=bool(asked))
+                    speed = sum(each.images for each in self.experiments) / sum(
+                        each.train_seconds for each in self.experiments
+                    )
+                    bar.update(done, images_per_second=speed, row=self.experiments[0].folder.last_row())
+                    if asked and len(self.ended) < len(self.experiments):
+                        raise self.experiments[min(self._alive())]._interrupted(done, asked[0])
+            finally:
+                bar.close()
+        return [self.ended[seed] for seed in range(len(self.experiments))]
+
+    def _alive(self) -> list[int]:
+        return [seed for seed in range(len(self.experiments)) if seed not in self.ended]
+
+    def _start(self) -> tuple[rounds.Progress, int]:
+        starts = [experiment._start() for experiment in self.experiments]
+        rounds_done = [done for _, done in starts]
+        if len(set(rounds_done)) > 1:
+            raise UserError(f"the seeds to resume have done {rounds_done} rounds: resume them one by one")
+        progress = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(one for one, _ in starts))
+        return parallel.place(progress, self.engine.axis.replicated), rounds_done[0]
+
+    def _train(self, progress: rounds.Progress, count: int) -> tuple[rounds.Progress, rounds.Report, float]:
+        alive = [seed not in self.ended for seed in range(len(self.experiments))]
+        compiled, started = self.engine.compile_seconds(), time.perf_counter()
+        progress, reports = self.engine.run(progress, count, alive)
+        reports = jax.device_get(reports)
+        compiling = self.engine.compile_seconds() - compiled
+        for experiment in self.experiments:
+            experiment.compile_seconds_before += compiling / len(self.experiments)
+        return progress, reports, time.perf_counter() - started - compiling
+
+    def _record(
+        self, progress: rounds.Progress, reports: rounds.Report, done: int, seconds: float, *, stop: bool
+    ) -> None:
+        alive = self._alive()
+        for seed in alive:
+            experiment = self.experiments[seed]
+            own, report = _one_of(progress, seed), _one_of(reports, seed)
+            try:
+                experiment._account(done, report, seconds / len(alive))
+            except DivergedError as error:
+                self.ended[seed] = error
+                continue
+            experiment._record(own, report, done, stop=stop)
+            if done == experiment.config.rounds or experiment._reached_the_stop():
+                self.ended[seed] = experiment._finish(own, done)
+
+
+def _one_of(tree: Any, seed: int) -> Any:
+    """Return one seed's part of leaves [S, ...]."""
+    return jax.tree.map(lambda leaf: leaf[seed], tree)
 
 
 @contextlib.contextmanager

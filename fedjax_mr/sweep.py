@@ -10,6 +10,7 @@ skips what is finished and goes on with what is not, whatever was added to the s
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -28,8 +29,9 @@ from fedjax_mr import config as configuration
 from fedjax_mr import record
 from fedjax_mr.analysis import table
 from fedjax_mr.config import Config
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.fields import field
+from fedjax_mr.run import Interrupted, run_seeds
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
@@ -56,6 +58,14 @@ class Sweep:
         "along: partition=iid,dirichlet+alpha=0.1",
     )
     sweep_dir: str = field("runs/sweep", "folder of the run folders")
+    batch_seeds: bool = field(
+        False,
+        "train the seeds of a setting in one compiled program; for accelerators (a CPU gains nothing, and needs "
+        "--devices=1), and not for methods that work on the host between rounds",
+    )
+    together: tuple[str, ...] = field(
+        (), "train in this process, in one program, the --seeds in these folders; --batch_seeds starts such processes"
+    )
     dry_run: bool = field(False, "print the plan and an estimate of its time, from a few rounds of each strategy")
 
 
@@ -216,7 +226,7 @@ def calibrate(run: Run) -> Cost:
         short = dataclasses.replace(run.config, rounds=rounds, eval_every=rounds)
         run = dataclasses.replace(run, config=short, folder=Path(temporary) / "run")
         started = time.perf_counter()
-        code = train(run, lambda: None)
+        code = train([run], lambda: None)
         wall = time.perf_counter() - started
         if code:
             raise UserError(f"{run.kind} cannot be timed: {_last_words(run)}")
@@ -235,23 +245,29 @@ def estimate(runs: Sequence[Run]) -> dict[str, Cost]:
 # --- One run ---------------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, look: Callable[[], None]) -> int:
-    """Train one run in a process of its own to its end, and return its exit code.
+def train(runs: Sequence[Run], look: Callable[[], None]) -> int:
+    """Train a run, or several seeds in one program, in a process of its own to the end, and return its exit code.
 
-    Signals to stop are passed on, so that the run can write its checkpoint.
+    Signals to stop are passed on, so that the process can write checkpoints.
 
     Args:
-      run: the run, which goes on from its last checkpoint if it has one.
+      runs: go on from their last checkpoint if they have one.
       look: called twice a second meanwhile.
     """
-    command = [sys.executable, "-m", "fedjax_mr.main", *configuration.to_flags(run.config), "--noprogress"]
-    command.append(f"--run_dir={run.folder}")
-    if record.state(run.folder) != "new":
+    first = runs[0]
+    command = [sys.executable, "-m", "fedjax_mr.main", *configuration.to_flags(first.config), "--noprogress"]
+    if len(runs) == 1:
+        command.append(f"--run_dir={first.folder}")
+    else:
+        command[2] = "fedjax_mr.sweep"
+        command.append("--seeds=" + ",".join(str(run.config.seed) for run in runs))
+        command += [f"--together={run.folder}" for run in runs]
+    if record.state(first.folder) != "new":
         command.append("--resume")
-    elif (run.folder / "config.json").exists():
+    elif any((run.folder / "config.json").exists() for run in runs):
         command.append("--overwrite")
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
-    with _log_of(run).open("w", encoding="utf-8") as log:
+    first.folder.parent.mkdir(parents=True, exist_ok=True)
+    with _log_of(first).open("w", encoding="utf-8") as log:
         # A process group of its own: Ctrl-C in a terminal reaches the sweep alone, and the run exactly once.
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
         with _passed_on(process) as stopped:
@@ -307,8 +323,12 @@ def _last_words(run: Run) -> str:
 # --- All runs --------------------------------------------------------------------------------------------------------
 
 
-def run_all(runs: Sequence[Run]) -> int:
+def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
     """Train every run that is not finished, and return the exit code: 0, or that of the worst failure.
+
+    Args:
+      runs: as `plan` returns them.
+      batch_seeds: train the seeds of a setting that are equally far in one program.
 
     Raises:
       Stopped: the user asked to stop.
@@ -316,22 +336,64 @@ def run_all(runs: Sequence[Run]) -> int:
     codes = []
     bar = Bar(runs)
     try:
-        for run in runs:
-            if record.state(run.folder) == "diverged":
-                codes.append(3)
-                bar.say(f"{run.folder}: diverged before; remove its folder to try again")
-            elif record.is_taken(run.folder):
-                codes.append(2)
-                bar.say(f"{run.folder}: another process is at work in it")
-            elif record.state(run.folder) != "finished":
-                bar.show(run)
-                codes.append(train(run, lambda run=run: bar.show(run)))
-                if codes[-1]:
-                    bar.say(f"{run.folder}: {_last_words(run)} (exit code {codes[-1]}; {_log_of(run)})")
-            bar.finish(run)
+        for batch in batches(runs) if batch_seeds else [[run] for run in runs]:
+            todo = []
+            for run in batch:
+                if record.state(run.folder) == "diverged":
+                    codes.append(3)
+                    bar.say(f"{run.folder}: diverged before; remove its folder to try again")
+                elif record.is_taken(run.folder):
+                    codes.append(2)
+                    bar.say(f"{run.folder}: another process is at work in it")
+                elif record.state(run.folder) != "finished":
+                    todo.append(run)
+            if todo:
+                code = train(todo, functools.partial(bar.show, todo))
+                codes += [_code(run, code) for run in todo]
+                for run in (run for run in todo if _code(run, code)):
+                    bar.say(f"{run.folder}: {_why(run, todo[0])} (exit code {_code(run, code)}; {_log_of(todo[0])})")
+            for run in batch:
+                bar.finish(run)
     finally:
         bar.close()
     return min((code for code in codes if code), default=0)
+
+
+def batches(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs, those together that differ in the seed alone and are equally far."""
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        alike = dataclasses.replace(run.config, seed=0, partition_seed=None)
+        key = f"{configuration.digest(alike)} {record.state(run.folder)} {record.saved_round(run.folder)}"
+        together.setdefault(key, []).append(run)
+    return list(together.values())
+
+
+def _code(run: Run, code: int) -> int:
+    """Return the exit code of one run of a process that ended with ``code``."""
+    return {"finished": 0, "diverged": 3}.get(record.state(run.folder), code or ABORTED)
+
+
+def _why(run: Run, first: Run) -> str:
+    """Return why a run did not finish; its process wrote the log of the ``first`` run."""
+    note = run.folder / "diverged.txt"
+    return note.read_text(encoding="utf-8").strip() if note.exists() else _last_words(first)
+
+
+def run_together(config: Config, sweep: Sweep) -> int:
+    """Train several seeds in this process and in one program; return the exit code.
+
+    Raises:
+      UserError: bad input, or what `run_seeds` refuses.
+    """
+    seeds = _seeds(sweep.seeds)
+    if len(seeds) != len(sweep.together):
+        raise UserError(f"--together names {len(sweep.together)} folders for {len(seeds)} --seeds")
+    pairs = zip(seeds, sweep.together, strict=True)
+    results = run_seeds([dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs])
+    for folder, result in zip(sweep.together, results, strict=True):
+        print(f"{folder}: {result if isinstance(result, DivergedError) else result.summary['accuracy_last']}")
+    return max((result.exit_code for result in results if isinstance(result, DivergedError)), default=0)
 
 
 class Bar:
@@ -354,13 +416,15 @@ class Bar:
             bar_format="{desc} |{bar}| {percentage:3.0f}%{postfix}, {remaining} left",
         )
 
-    def show(self, run: Run) -> None:
-        """Move the bar to where a run is."""
-        self._move(run, run.done())
-        row = record.read_rows(run.folder)[-1:] if (run.folder / "metrics.jsonl").exists() else []
+    def show(self, runs: Sequence[Run]) -> None:
+        """Move the bar to where the runs under way are."""
+        for run in runs:
+            self._move(run, run.done())
+        first = runs[0].folder
+        row = record.read_rows(first)[-1:] if (first / "metrics.jsonl").exists() else []
         accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
-        self._bar.set_postfix_str(f"{run.folder.name}{accuracy}", refresh=False)
-        self._bar.refresh() if sys.stderr.isatty() else None
+        others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
+        self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())
 
     def finish(self, run: Run) -> None:
         """Count a run as ended, with all its rounds."""
@@ -394,16 +458,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE + configuration.help_of(Sweep))
         return 0
     try:
+        config, sweep = configuration.parse_command(arguments, Sweep)
+        if sweep.together:
+            return run_together(config, sweep)
         sweep, runs = plan(arguments)
         if sweep.dry_run:
             print(f"{len(runs)} runs in {sweep.sweep_dir}:")
             print(describe(runs, estimate(runs)))
             return 0
-        code = run_all(runs)
+        code = run_all(runs, batch_seeds=sweep.batch_seeds)
         begun = [run.folder for run in runs if (run.folder / "config.json").exists()]
         if begun:
             print(table.table(begun))
-    except (UserError, Stopped) as reason:
+    except (UserError, Stopped, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code
     return code

@@ -26,11 +26,12 @@ FREE = {"errors", "fields", "files"}  # leaves of the tree: everybody may use th
 MAY_IMPORT = {
     "": {"config", "data", "local", "models", "run", "strategies", "trees"},
     "main": {"config", "distributed", "record", "run"},
-    "sweep": {"analysis", "config", "record"},
+    "sweep": {"analysis", "config", "record", "run"},
     "run": {
         "checkpoint", "config", "data", "distributed", "evaluation", "local", "models", "parallel", "plots", "record",
-        "rounds", "strategies", "trees",
+        "rounds", "seeds", "strategies", "trees",
     },
+    "seeds": {"parallel", "rounds"},
     "config": {"data", "models", "strategies"},  # for the names and settings that flags are made of
     "record": {"checkpoint", "config"},
     "rounds": {"local", "parallel", "placement", "strategies", "trees"},

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedjax_mr import config as configuration
@@ -32,18 +33,19 @@ def trained(monkeypatch):
     def install(codes=None):
         asked = []
 
-        def train(run, look):
-            asked.append(run)
-            code = (codes or {}).get(run.config.strategy, 0)
-            run.folder.mkdir(parents=True, exist_ok=True)
-            configuration.save(run.config, run.folder)
-            sweep._log_of(run).write_text("fedjax-mr: what went wrong\n")
-            if code == 0:
-                row = dict.fromkeys(record.COLUMNS, 1.0) | {"round": run.config.rounds, "accuracy": 0.5}
-                (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-                (run.folder / "summary.json").write_text("{}")
-            if code == 3:
-                (run.folder / "diverged.txt").write_text("diverged\n")
+        def train(runs, look):
+            asked.append(runs[0] if len(runs) == 1 else runs)
+            code = (codes or {}).get(runs[0].config.strategy, 0)
+            for run in runs:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                configuration.save(run.config, run.folder)
+                sweep._log_of(run).write_text("fedjax-mr: what went wrong\n")
+                if code == 0:
+                    row = dict.fromkeys(record.COLUMNS, 1.0) | {"round": run.config.rounds, "accuracy": 0.5}
+                    (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+                    (run.folder / "summary.json").write_text("{}")
+                if code == 3:
+                    (run.folder / "diverged.txt").write_text("what went wrong\n")
             look()
             return code
 
@@ -199,6 +201,25 @@ def test_a_run_of_another_process_is_left_to_it(trained, capsys):
     assert sweep.main(TINY) == 0 and asked
 
 
+def test_seeds_of_a_setting_go_together(trained):
+    asked = trained()
+    assert sweep.main([*PRODUCT, "--seeds=0", "--batch_seeds"]) == 0
+    asked.clear()
+    assert sweep.main([*PRODUCT, "--seeds=0:3", "--batch_seeds"]) == 0
+    assert [[run.config.seed for run in runs] for runs in asked] == [[1, 2]] * 4
+    assert [runs[0].choice for runs in asked] == [{"alpha": 0.1}, {"alpha": 0.5}] * 2
+
+
+def test_seeds_that_are_not_equally_far_go_apart(trained):
+    _, runs = sweep.plan([*TINY, "--seeds=0:4"])
+    for run, saved in zip(runs, (2, 2, 4, None), strict=True):
+        run.folder.mkdir(parents=True)
+        configuration.save(run.config, run.folder)
+        if saved:
+            Checkpoints(run.folder / "checkpoints").save(saved, {"w": np.ones(2)}, {})
+    assert [[run.config.seed for run in batch] for batch in sweep.batches(runs)] == [[0, 1], [2], [3]]
+
+
 def test_the_bar_counts_rounds_of_all_runs(trained, capsys):
     trained()
     assert sweep.main([*PRODUCT, "--progress"]) == 0
@@ -239,7 +260,7 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Stopped) as stopped:
-        sweep.train(run, stop)
+        sweep.train([run], stop)
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert record.state(run.folder) == "started"
     assert "go on with" in sweep._last_words(run)
@@ -259,6 +280,14 @@ def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", str(python.resolve()))
     assert sweep.main(TINY) == 1
     assert "it said nothing (exit code 1; " in capsys.readouterr().err
+
+
+def test_seeds_in_one_real_process(capsys):
+    _, runs = sweep.plan([*TINY, "--seeds=0:2", "--devices=1"])
+    assert sweep.train(runs, lambda: None) == 0
+    assert [record.state(run.folder) for run in runs] == ["finished"] * 2
+    assert sweep.main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
+    assert "names 1 folders for 2 --seeds" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,159 @@
+"""Several seeds of one setting in ONE compiled program: their clients join the client axis as S x K rows.
+
+Only the server's functions are batched over the seeds (``vmap``); clients train as rows of the ordinary client axis,
+each with the data and the key of its seed. The numbers are those of the seeds one by one, to float tolerance.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fedjax_mr import parallel, rounds
+from fedjax_mr.errors import UserError
+from fedjax_mr.parallel import CLIENTS, ClientAxis, Program
+from fedjax_mr.rounds import Build, Federation, Given, Progress, Report, Row
+
+
+class SeedRounds:
+    """The compiled rounds of S seeds.
+
+    Attributes:
+      axis: the layout of all S x K clients.
+      programs: the compiled programs by name.
+    """
+
+    def __init__(self, build: Build, givens: Sequence[Given], axis: ClientAxis) -> None:
+        """Join the data of the seeds.
+
+        Args:
+          build: problem -> strategy.
+          givens: of each seed: the same samples, divided in its own way, and its own key.
+          axis: the layout, for a cohort of S x K.
+
+        Raises:
+          UserError: the strategy works on the host between rounds, or the layout has several CPU devices.
+        """
+        if build(givens[0].problem).between_rounds is not None:
+            raise UserError("the strategy works on the host between rounds, so that its seeds cannot be batched")
+        if not axis.fused:
+            raise UserError("seeds are batched on accelerators or on one CPU device: add --devices=1")
+        self.build = build
+        self.axis = axis
+        self.count = len(givens)
+        self.programs: dict[str, Program] = {}
+        self.given = parallel.place(_joined(givens), axis.replicated)
+        # A seed's rows before they are joined: in turn, without padding.
+        self._apart = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
+
+    def init(self) -> Progress:
+        """Return the progress of all seeds, leaves [S, ...], before the first round."""
+        return self._call(
+            "init", lambda given: self._each(given, lambda one: rounds.start(self.build, one)), self.given
+        )
+
+    def run(self, progress: Progress, count: int, alive: Sequence[bool]) -> tuple[Progress, Report]:
+        """Run ``count`` rounds, fewer if a seed that is alive diverges; ``progress`` is consumed.
+
+        Args:
+          progress: leaves [S, ...].
+          count: rounds.
+          alive: which seeds [S] train; the others do no step, and what is returned for them means nothing.
+        """
+        bounds = parallel.place((np.int32(count), np.array(alive)), self.axis.replicated)
+        return self._call("rounds", self._rounds, self.given, progress, *bounds, donate=(1,))
+
+    def compile_seconds(self) -> float:
+        """Return the seconds spent in tracing and compiling."""
+        return sum(program.compile_seconds for program in self.programs.values())
+
+    def _rounds(self, given: Given, progress: Progress, count: jax.Array, alive: jax.Array) -> tuple[Progress, Report]:
+        """Run whole rounds; their number is a traced bound."""
+
+        def body(carry: tuple) -> tuple:
+            progress, total, done = carry
+            progress, report = self._round(given, progress, alive)
+            return progress, rounds.join(total, report), done + 1
+
+        def going_on(carry: tuple) -> jax.Array:
+            _, total, done = carry
+            return (done < count) & ~jnp.any(alive & (total.bad_client >= 0))
+
+        shapes = jax.eval_shape(self._round, given, progress, alive)[1]
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        blank = blank._replace(bad_client=jnp.full_like(blank.bad_client, -1))
+        progress, total, _ = jax.lax.while_loop(going_on, body, (progress, blank, jnp.zeros((), jnp.int32)))
+        return progress, total
+
+    def _round(self, given: Given, progress: Progress, alive: jax.Array) -> tuple[Progress, Report]:
+        plans, rows = self._each(
+            given, lambda one, before: rounds.begin(self.build, self._apart, one, before), progress
+        )
+        rows = rows._replace(size=jnp.where(alive[:, None], rows.size, 0))
+        per_seed = rows.size.shape[1]
+        trained = self._train(given, progress.round, jax.tree.map(_flat, rows), per_seed)
+        trained = jax.tree.map(lambda leaf: leaf.reshape(self.count, per_seed, *leaf.shape[1:]), trained)
+        last = lambda one, *rest: rounds.finish(self.build, one, *rest)
+        return self._each(given, last, progress, plans, trained)
+
+    def _train(self, given: Given, round: jax.Array, rows: Row, per_seed: int) -> Any:
+        """Train the rows [S K, ...] over the client axis, longest first."""
+        count = self.count * per_seed
+        slots = parallel.assign(self.axis, rows.size)
+        order = jnp.where(slots < count, slots, 0)
+        laid_out = jax.tree.map(lambda leaf: leaf[order], rows)
+        laid_out = laid_out._replace(size=jnp.where(slots < count, laid_out.size, 0))
+
+        def one(shared: tuple[Given, jax.Array], pair: tuple[jax.Array, Row]) -> Any:
+            seed, row = pair
+            given, round = shared
+            return rounds.train(self.build, _of(given, seed), round[seed], row)
+
+        trained = parallel.map_clients(self.axis, one)((given, round), (order // per_seed, laid_out))
+        return jax.tree.map(lambda leaf: leaf[parallel.positions(slots, count)], trained)
+
+    def _each(self, given: Given, function: Callable, *arguments: Any) -> Any:
+        """Return ``function(given, ...)`` of every seed, leaves [S, ...]."""
+        return jax.vmap(lambda seed, *rest: function(_of(given, seed), *rest))(jnp.arange(self.count), *arguments)
+
+    def _call(self, name: str, program: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
+        if name not in self.programs:
+            self.programs[name] = Program(program, donate=donate)
+        return self.programs[name](*args)
+
+
+def _flat(leaf: jax.Array) -> jax.Array:
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _joined(givens: Sequence[Given]) -> Given:
+    """Return what the seeds are given in one: samples once, one flat index array, all else with a leading axis S."""
+    first = givens[0]
+    lengths = [len(given.federation.index) for given in givens]
+    before = np.cumsum([0, *lengths[:-1]]).astype(np.int32)
+    longest = max(given.problem.local.max_size for given in givens)
+    problem = dataclasses.replace(
+        first.problem,
+        local=dataclasses.replace(first.problem.local, max_size=longest),
+        sizes=jnp.stack([given.problem.sizes for given in givens]),
+        label_counts=jnp.stack([given.problem.label_counts for given in givens]),
+    )
+    federation = Federation(
+        samples=first.federation.samples,
+        index=np.concatenate([np.asarray(given.federation.index) for given in givens]),
+        offsets=np.stack([given.federation.offsets + start for given, start in zip(givens, before, strict=True)]),
+    )
+    return Given(problem, federation, jnp.stack([given.key for given in givens]))
+
+
+def _of(given: Given, seed: jax.Array) -> Given:
+    """Return what one seed is given."""
+    problem = dataclasses.replace(
+        given.problem, sizes=given.problem.sizes[seed], label_counts=given.problem.label_counts[seed]
+    )
+    federation = given.federation._replace(offsets=jnp.asarray(given.federation.offsets)[seed])
+    return Given(problem, federation, given.key[seed])
