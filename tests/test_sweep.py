@@ -282,6 +282,7 @@ def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
     assert "it said nothing (exit code 1; " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_seeds_in_one_real_process(capsys):
     _, runs = sweep.plan([*TINY, "--seeds=0:2", "--devices=1"])
     assert sweep.train(runs, lambda: None) == 0

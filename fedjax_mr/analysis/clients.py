@@ -31,11 +31,16 @@ def main(arguments: argparse.Namespace) -> None:
     chosen = runs.read(arguments.runs)
     accuracies = {run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir)) for run in chosen}
     path = runs.results(arguments.out, chosen) / "clients.png"
-    plots.histograms(accuracies, path, x_label="accuracy on the client's own test samples", y_label="clients")
-    rows = [("run", "clients", "mean", "standard deviation", "worst 10 %", "worst")]
+    plots.histograms(
+        {name: values.tolist() for name, values in accuracies.items()},
+        path,
+        x_label="accuracy on the client's own test samples",
+        y_label="clients",
+    )
+    rows = [["run", "clients", "mean", "standard deviation", "worst 10 %", "worst"]]
     for name, values in accuracies.items():
         numbers = (values.mean(), values.std(), worst_tenth(values), values.min())
-        rows.append((name, f"{len(values)}", *(f"{number:.4f}" for number in numbers)))
+        rows.append([name, f"{len(values)}", *(f"{number:.4f}" for number in numbers)])
     print(text.table(rows))
     print(f"drawn in {path}")
 

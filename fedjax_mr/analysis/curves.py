@@ -32,8 +32,8 @@ def main(arguments: argparse.Namespace) -> None:
     chosen = table.find(arguments.runs)
     panels = curves(chosen, column=arguments.column, panels=arguments.panels)
     path = runs.results(arguments.out, chosen) / f"{arguments.column}.png"
-    label = LABELS.get(arguments.column, arguments.column)
-    plots.lines(panels, path, x_label="round", y_label=label)
+    column: str = arguments.column
+    plots.lines(panels, path, x_label="round", y_label=LABELS.get(column, column))
     print(f"drawn in {path}")
 
 
