@@ -478,6 +478,8 @@ def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
     parallel.start(devices=first.devices, cohort_size=cohort_size)
     axis = parallel.client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
     experiments = [prepare(config, data.prepare(config), distributed.ALONE) for config in configs]
+    if experiments[0].engine.on_host:
+        raise UserError("seeds in one program need the clients' samples and memories on the devices")
     engine = SeedRounds(experiments[0].engine.build, [each.engine.given for each in experiments], axis)
     return _Seeds(experiments, engine).run()
 
