@@ -110,10 +110,10 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
         flipped = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
         x_gradient = _conv(gradient, flipped, x_dilation, x_pads, strides, kernel_dilation)
 
-    columns = _columns(*kernel.shape[2:])
+    columns = max(2, _columns(*kernel.shape[2:]))
     patches = math.prod(gradient.shape[:3]) * window[0] * (window[1] + columns - 1) * x.shape[3] // columns
     if folds and patches <= MAX_PATCHES:
-        return x_gradient, _kernel_gradient(_pad(x, pads), gradient, window, columns)
+        return x_gradient, _kernel_gradient(x, pads, gradient, window, columns)
     # The batch takes the place of the input channels: images [I, H, W, B], kernel [H', W', B, O].
     kernel_pads = tuple((p, o + w - 1 - i - p) for i, w, o, p in zip(image, window, output, low, strict=True))
     x_turned, gradient_turned = jnp.transpose(x, (3, 1, 2, 0)), jnp.transpose(gradient, (1, 2, 0, 3))
@@ -173,22 +173,28 @@ def _folded(x: jax.Array, kernel: jax.Array, columns: int) -> jax.Array:
     return y.reshape(batch, height - h + 1, runs * columns, features)[:, :, : width - w + 1]
 
 
-def _kernel_gradient(x: jax.Array, gradient: jax.Array, window: Sequence[int], columns: int) -> jax.Array:
-    """Return the kernel's gradient [h, w, I, O] of an unpadded convolution: patches times gradient, the band summed."""
+def _kernel_gradient(
+    x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array, window: Sequence[int], columns: int
+) -> jax.Array:
+    """Return the kernel's gradient [h, w, I, O]: patches times gradient, the band summed."""
     h, w = window
     batch, rows, width, features = gradient.shape
     channels = x.shape[3]
     runs = -(-width // columns)
     spare = runs * columns - width
-    x, gradient = _pad(x, ((0, 0), (0, spare))), _pad(gradient, ((0, 0), (0, spare)))
     reach = columns + w - 1
-    lines = x.reshape(batch, x.shape[1], -1)
+    top_bottom, (left, right) = pads
+    x, gradient = _pad(x, (top_bottom, (left, right + spare))), _pad(gradient, ((0, 0), (0, spare)))
+    # With the batch innermost, patches are long runs of memory. Without the barrier x is computed anew for each patch.
+    lines = lax.optimization_barrier(jnp.transpose(x.reshape(batch, x.shape[1], -1), (2, 1, 0)))
     starts = range(0, runs * columns * channels, columns * channels)
-    lines = jnp.stack([lines[:, :, start : start + reach * channels] for start in starts], axis=2)
-    patches = jnp.stack([lines[:, row : row + rows] for row in range(h)], axis=3)
-    # The product is fast only if the long axis of the patches lies last in memory, which the barrier enforces.
-    patches = lax.optimization_barrier(patches.reshape(batch * rows * runs, -1).T)
-    band = (patches @ gradient.reshape(-1, columns * features)).reshape(h, reach, channels, columns, features)
+    patches = [
+        jnp.stack([lines[start : start + reach * channels, row : row + rows] for start in starts], axis=1)
+        for row in range(h)
+    ]
+    turned = jnp.transpose(gradient.reshape(batch, rows, runs, columns * features), (2, 1, 0, 3))
+    product = jnp.stack(patches).reshape(h * reach * channels, -1) @ turned.reshape(-1, columns * features)
+    band = product.reshape(h, reach, channels, columns, features)
     return functools.reduce(jnp.add, [band[:, column : column + w, :, column] for column in range(columns)])
 
 
