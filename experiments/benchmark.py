@@ -36,13 +36,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 import fedjax_mr as fmr
 from fedjax_mr import config as configuration
 from fedjax_mr import data, parallel
+from fedjax_mr.engine import build_model, build_rounds, samples
 from fedjax_mr.evaluation import Evaluation
 from fedjax_mr.models import MODELS, layers
-from fedjax_mr.run import build_model, build_rounds, peak_memory_bytes, samples
+from fedjax_mr.run import peak_memory_bytes
 
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
 HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vgg16")  # one local epoch on CPU
@@ -305,7 +307,7 @@ def _count(jaxpr: Any) -> int:
             contracted = equation.params["dimension_numbers"][0][0]
             total += output.size * math.prod(inputs[0].aval.shape[axis] for axis in contracted)
         else:
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 total += _count(inner) * equation.params.get("length", 1)
     return total
 
@@ -380,11 +382,12 @@ def compare_engines(name: str, options: Options) -> Rows:
     tokens = entry.input_dtype == np.int32
     make = functools.partial(synthetic, entry.input_shape, entry.num_classes, tokens=tokens)
     dataset = make(CLIENTS * SAMPLES)
-    settings = {
+    settings: dict[str, Any] = {
         "strategy": "fedavg", "model": name, "partition": "iid", "clients": CLIENTS, "cohort": CLIENTS,
         "local_epochs": epochs, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM,
     }  # fmt: skip
-    ours = Contestant("ours", fmr.Config(**settings), dataset=dataset)
+    config = fmr.Config(**settings)
+    ours = Contestant("ours", config, dataset=dataset)
     product = Product(ours.engine.axis.num_devices)
     opponents = torch_contestants(name, dataset, epochs)
     take_turns([product, ours, *opponents], options.repeats)
@@ -392,7 +395,7 @@ def compare_engines(name: str, options: Options) -> Rows:
         opponent.stop()
     contestants: list[Any] = [ours]
     if not options.quick:
-        two_steps = fmr.Config(**settings | {"local_epochs": 1})
+        two_steps = dataclasses.replace(config, local_epochs=1)
         plain = Contestant(
             "plain", two_steps, dataset=make(CLIENTS * 2 * BATCH), plain=True, warm_up=1, devices=1, lanes=CLIENTS
         )
@@ -430,8 +433,10 @@ def compare_strategies(options: Options) -> Rows:
     LeNet-5, 10 of 20 clients with 500 images each, one local epoch.
     """
     dataset = synthetic((32, 32, 3), 10, 20 * SAMPLES)
-    settings = {"model": "lenet5", "partition": "iid", "clients": 20, "cohort": CLIENTS, "local_epochs": 1,
-                "batch_size": BATCH, "lr": 0.001}  # fmt: skip
+    settings: dict[str, Any] = {
+        "model": "lenet5", "partition": "iid", "clients": 20, "cohort": CLIENTS, "local_epochs": 1,
+        "batch_size": BATCH, "lr": 0.001,
+    }  # fmt: skip
     parallel.start(devices=None, cohort_size=CLIENTS)
     names = ["fedavg", *(name for name in options.strategies if name != "fedavg")]
     contestants = [Contestant(name, fmr.Config(strategy=name, **settings), dataset=dataset, rounds=2) for name in names]
@@ -471,18 +476,19 @@ def dissect_rounds(options: Options) -> Rows:
             started = time.perf_counter()
             evaluation.one(deployed)
             tested = time.perf_counter() - started
-            parts = {name: seconds.get(name) for name in ("clients", "begin", "finish")}
-            known = None not in parts.values()
-            server = parts["begin"] + parts["finish"] if known else None
+            whole = seconds["round"]
+            shares: dict[str, float | None] = dict.fromkeys(("clients", "server", "host_and_copies"))
+            if "clients" in seconds:  # else a round is one program
+                shares["clients"] = clients = seconds["clients"] / whole
+                shares["server"] = server = (seconds["begin"] + seconds["finish"]) / whole
+                shares["host_and_copies"] = 1 - clients - server
             rows.append(
                 {
                     "strategy": strategy,
                     "alpha": alpha,
-                    "seconds_per_round": seconds["round"],
-                    "clients": parts["clients"] / seconds["round"] if known else None,
-                    "server": server / seconds["round"] if known else None,
-                    "host_and_copies": 1 - (parts["clients"] + server) / seconds["round"] if known else None,
-                    "evaluation_per_5_rounds": tested / (5 * seconds["round"]),
+                    "seconds_per_round": whole,
+                    **shares,
+                    "evaluation_per_5_rounds": tested / (5 * whole),
                     **padding_waste(contestant),
                 }
             )

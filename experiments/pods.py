@@ -30,7 +30,7 @@ import numpy as np
 
 import fedjax_mr as fmr
 from fedjax_mr import data, parallel, rounds, trees
-from fedjax_mr.run import build_model, build_rounds
+from fedjax_mr.engine import build_model, build_rounds
 
 KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}

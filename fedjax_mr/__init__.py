@@ -11,7 +11,8 @@ from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.arrays import from_arrays
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.models import MODELS, BlockNet, Model, Variables
-from fedjax_mr.run import Interrupted, Result, run, run_seeds
+from fedjax_mr.run import Interrupted, Result, run
+from fedjax_mr.seeds import run_seeds
 from fedjax_mr.strategies import STRATEGIES, Cohort, Problem, Row, Strategy
 
 __version__ = "0.1.0"

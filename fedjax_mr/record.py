@@ -312,7 +312,7 @@ def summarise(rows: Sequence[Row], target: float | None = None) -> dict[str, Any
     """
     rows = [_plain(row) for row in rows]
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-    last = rows[-1] if rows else dict.fromkeys(COLUMNS)
+    last: Mapping[str, Any] = rows[-1] if rows else dict.fromkeys(COLUMNS)
     reached = [row["round"] for row in rows if target is not None and (row["accuracy"] or 0.0) >= target]
     ten = [row["accuracy"] for row in rows[-10:] if row["accuracy"] is not None]
     return {

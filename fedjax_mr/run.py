@@ -2,35 +2,29 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
-import math
 import platform
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, distributed, local, models, parallel, plots, record, rounds, trees
+from fedjax_mr import data, distributed, parallel, plots, record, rounds
 from fedjax_mr.checkpoint import Checkpoints
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData, plan
-from fedjax_mr.data.augment import crop_flip
+from fedjax_mr.engine import build_model, build_rounds, samples
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.evaluation import Evaluation
 from fedjax_mr.models import Model
-from fedjax_mr.seeds import SeedRounds
-from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
 
@@ -125,112 +119,6 @@ def headline(config: Config, federated: FederatedData, axis: parallel.ClientAxis
     )
 
 
-def build_model(config: Config, federated: FederatedData) -> Model:
-    """Return the network for the samples of a federation."""
-    x = federated.dataset.x
-    tokens = np.issubdtype(x.dtype, np.signedinteger)
-    return models.build(
-        config.model,
-        input_shape=x.shape[1:],
-        num_classes=federated.dataset.num_classes,
-        input_dtype=np.int32 if tokens else np.float32,
-        init=config.init,
-        norm=config.norm,
-        authors_state=config.authors_state,
-        projection=config.projection,
-    )
-
-
-def build_rounds(config: Config, federated: FederatedData, model: Model, axis: parallel.ClientAxis) -> rounds.Rounds:
-    """Return the compiled programs of a configuration's strategy on a layout."""
-    setting = local.LocalSetting(
-        optimizer=local.make_optimizer(
-            config.optimizer,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            clip_norm=config.clip_norm,
-        ),
-        epochs=config.local_epochs,
-        batch_size=config.batch_size,
-        max_size=int(federated.sizes.max()),
-        augment=augmentation(config, federated),
-        lr=config.lr if config.optimizer == "sgd" else None,
-        momentum=config.momentum,
-    )
-    problem = Problem(
-        model=model,
-        local=setting,
-        num_clients=federated.num_clients,
-        cohort_size=config.cohort,
-        num_classes=federated.dataset.num_classes,
-        layers=model.layers(),
-        sizes=jnp.asarray(federated.sizes, jnp.int32),
-        label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
-    )
-    dataset = federated.dataset
-    federation = rounds.Federation(
-        samples(federated, dataset.x, dataset.y), federated.train.index, federated.train.offsets
-    )
-    hyper, build = configuration.hyper(config), STRATEGIES[config.strategy].build
-    bound = functools.partial(build, hyper)
-    return rounds.Rounds(
-        bound,
-        rounds.Given(problem, federation, jax.random.key(config.seed)),
-        axis,
-        stop_at_divergence=not config.allow_nonfinite,
-        memory_on_host=memory_on_host(config, bound(problem), axis),
-        data_on_host=data_on_host(config, federated, axis),
-    )
-
-
-def data_on_host(config: Config, federated: FederatedData, axis: parallel.ClientAxis) -> bool:
-    """Return whether the clients' samples are kept on the host: asked for, or more than a third of a device."""
-    if config.data_placement != "auto":
-        return config.data_placement == "host"
-    return too_large(federated.dataset.x.nbytes, axis)
-
-
-def too_large(needed: int, axis: parallel.ClientAxis) -> bool:
-    """Return whether so many bytes are over a third of a device's memory; the processor's own has no limit here."""
-    statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
-    return 3 * needed > statistics.get("bytes_limit", math.inf)
-
-
-def memory_on_host(config: Config, strategy: Strategy, axis: parallel.ClientAxis) -> bool:
-    """Return whether what the clients remember is kept on the host: asked for, or more than a third of a device."""
-    if strategy.init_memory is None or config.memory == "device":
-        return False
-    if jax.process_count() > 1:  # there the devices share it, parameter by parameter
-        if config.memory == "host":
-            raise UserError("--memory=host is for one process; several divide the clients' memory among their devices")
-        return False
-    needed = trees.num_bytes(jax.eval_shape(strategy.init_memory, jax.random.key(0)))
-    return config.memory == "host" or too_large(needed, axis)
-
-
-def augmentation(config: Config, federated: FederatedData) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """Return the change of the training images that a configuration asks for, or None.
-
-    Raises:
-      UserError: the samples are no images.
-    """
-    if config.augment == "none":
-        return None
-    if federated.dataset.x.ndim != 4:
-        raise UserError(f"--augment={config.augment} is for images, and {config.dataset} has none; leave it out")
-    return functools.partial(crop_flip, pad=config.augment_pad)
-
-
-def samples(federated: FederatedData, x: np.ndarray, y: np.ndarray) -> local.Samples:
-    """Return samples with the data set's normalisation, (pixel - mean) / std, as one factor and one summand."""
-    mean, std = np.array(federated.dataset.mean), np.array(federated.dataset.std)
-    unit = 255.0 if x.dtype == np.uint8 else 1.0
-    return local.Samples(
-        x, np.asarray(y, np.int32), (1 / (unit * std)).astype(np.float32), (-mean / std).astype(np.float32)
-    )
-
-
 class Experiment:
     """One run: what it has done so far and where it keeps it."""
 
@@ -262,31 +150,31 @@ class Experiment:
     def run(self) -> Result:
         """Train to the last round and return the result."""
         config = self.config
-        with _asked_to_stop() as asked:
-            progress, done = self._start()
+        with asked_to_stop() as asked:
+            progress, done = self.start()
             writes = self.processes.writes
             bar = record.Progress(config.rounds, done, quiet=not (config.progress and writes))
             board = record.TensorBoard(self.folder.path) if config.tensorboard and writes else None
             rounds_per_call = 1
             report = None
             try:
-                while done < config.rounds and not self._reached_the_stop():
-                    count = min(rounds_per_call, self._next_event(done) - done)
+                while done < config.rounds and not self.reached_the_stop():
+                    count = min(rounds_per_call, self.next_event(done) - done)
                     progress, report, seconds = self._train(progress, count)
                     seconds, stop = self._confer(seconds, asked)
                     done += count
                     rounds_per_call = max(1, int(SECONDS_PER_CALL * count / max(seconds, 1e-6)))
-                    self._record(progress, report, done, board, stop=stop > 0)
+                    self.record_due(progress, report, done, board, stop=stop > 0)
                     bar.update(done, images_per_second=self.images / self.train_seconds, row=self.folder.last_row())
                     if stop and done < config.rounds:
-                        raise self._interrupted(done, stop)
+                        raise self.interrupted(done, stop)
             finally:
                 bar.close()
                 if board:
                     board.close()
-            return self._finish(progress, done)
+            return self.finish(progress, done)
 
-    def _record(
+    def record_due(
         self,
         progress: rounds.Progress,
         report: rounds.Report,
@@ -309,7 +197,7 @@ class Experiment:
         everyone = [json.loads(text) for text in self.processes.exchange(json.dumps([seconds, *asked]))]
         return everyone[0][0], max(number for _, *numbers in everyone for number in (0, *numbers))
 
-    def _start(self) -> tuple[rounds.Progress, int]:
+    def start(self) -> tuple[rounds.Progress, int]:
         """Return the progress to go on from, at round 0 or at the last checkpoint."""
         if not self.folder.resumed:
             self._keep_partition()
@@ -347,12 +235,12 @@ class Experiment:
     def _due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.config.rounds
 
-    def _next_event(self, done: int) -> int:
+    def next_event(self, done: int) -> int:
         """Return the round of the next evaluation or checkpoint."""
         periods = (self.config.eval_every, self.config.checkpoint_every or self.config.eval_every)
         return min(self.config.rounds, *((done // every + 1) * every for every in periods))
 
-    def _reached_the_stop(self) -> bool:
+    def reached_the_stop(self) -> bool:
         goal, row = self.config.stop_at_accuracy, self.folder.last_row()
         return goal is not None and row is not None and (row["accuracy"] or 0.0) >= goal
 
@@ -362,10 +250,10 @@ class Experiment:
         progress, report = self.engine.run(progress, count)
         report = jax.device_get(report)
         seconds = time.perf_counter() - started - (self.compile_seconds() - compiled)
-        self._account(int(progress.round), report, seconds)
+        self.account(int(progress.round), report, seconds)
         return progress, report, seconds
 
-    def _account(self, done: int, report: rounds.Report, seconds: float) -> None:
+    def account(self, done: int, report: rounds.Report, seconds: float) -> None:
         """Add up what a call of the engine, which ended after ``done`` rounds, has done and taken.
 
         Raises:
@@ -407,7 +295,7 @@ class Experiment:
             "seconds": self.seconds,
         } | {name: float(value) for name, value in extra.items()}
 
-    def _interrupted(self, done: int, number: int) -> Interrupted:
+    def interrupted(self, done: int, number: int) -> Interrupted:
         command = f"{configuration.COMMAND} --flagfile={self.folder.path / 'run.flags'}"
         return Interrupted(
             f"stopped after round {done} of {self.config.rounds}, saved; go on with: "
@@ -415,7 +303,7 @@ class Experiment:
             128 + number,
         )
 
-    def _finish(self, progress: rounds.Progress, done: int) -> Result:
+    def finish(self, progress: rounds.Progress, done: int) -> Result:
         config, rows = self.config, self.folder.rows()
         if self.checkpoints.latest() != done:
             self._save(progress, done)
@@ -454,113 +342,8 @@ class Experiment:
         return self.compile_seconds_before + sum(program.compile_seconds for program in programs)
 
 
-def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
-    """Run several seeds of one setting in one compiled program; return each one's result, or why it ended early.
-
-    Each seed has its run folder, as if it had run alone, and can also be resumed alone. One that diverges does not stop
-    the others. Seconds are shared out evenly.
-
-    Args:
-      configs: the same but for ``seed``, ``partition_seed`` and ``run_dir``.
-
-    Raises:
-      UserError: bad input, settings that differ, a strategy that works on the host between rounds, several CPU devices,
-        or folders to resume that are at different rounds.
-      Interrupted: Ctrl-C or a termination signal; checkpoints were written.
-    """
-    first = configs[0]
-    for config in configs:
-        configuration.validate(config)
-        own = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
-        if different := configuration.differences(dataclasses.replace(first, **own), config):
-            raise UserError(f"seeds in one program differ in nothing else: {'; '.join(different)}")
-    cohort_size = len(configs) * first.cohort
-    parallel.start(devices=first.devices, cohort_size=cohort_size)
-    axis = parallel.client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
-    experiments = [prepare(config, data.prepare(config), distributed.ALONE) for config in configs]
-    if experiments[0].engine.on_host:
-        raise UserError("seeds in one program need the clients' samples and memories on the devices")
-    engine = SeedRounds(experiments[0].engine.build, [each.engine.given for each in experiments], axis)
-    return _Seeds(experiments, engine).run()
-
-
-class _Seeds:
-    """Experiments that train in one program and are evaluated and kept one by one."""
-
-    def __init__(self, experiments: Sequence[Experiment], engine: SeedRounds) -> None:
-        self.experiments = experiments
-        self.engine = engine
-        self.ended: dict[int, Result | DivergedError] = {}
-
-    def run(self) -> list[Result | DivergedError]:
-        """Train until every seed has ended."""
-        config = self.experiments[0].config
-        with _asked_to_stop() as asked:
-            progress, done = self._start()
-            bar = record.Progress(config.rounds, done, quiet=not config.progress)
-            rounds_per_call = 1
-            try:
-                while len(self.ended) < len(self.experiments):
-                    count = min(rounds_per_call, self.experiments[0]._next_event(done) - done)
-                    progress, reports, seconds = self._train(progress, count)
-                    before, done = done, int(np.max(progress.round))
-                    rounds_per_call = max(1, int(SECONDS_PER_CALL * (done - before) / max(seconds, 1e-6)))
-                    self._record(progress, reports, done, seconds, stop=bool(asked))
-                    speed = sum(each.images for each in self.experiments) / sum(
-                        each.train_seconds for each in self.experiments
-                    )
-                    bar.update(done, images_per_second=speed, row=self.experiments[0].folder.last_row())
-                    if asked and len(self.ended) < len(self.experiments):
-                        raise self.experiments[min(self._alive())]._interrupted(done, asked[0])
-            finally:
-                bar.close()
-        return [self.ended[seed] for seed in range(len(self.experiments))]
-
-    def _alive(self) -> list[int]:
-        return [seed for seed in range(len(self.experiments)) if seed not in self.ended]
-
-    def _start(self) -> tuple[rounds.Progress, int]:
-        starts = [experiment._start() for experiment in self.experiments]
-        rounds_done = [done for _, done in starts]
-        if len(set(rounds_done)) > 1:
-            raise UserError(f"the seeds to resume have done {rounds_done} rounds: resume them one by one")
-        progress = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(one for one, _ in starts))
-        return parallel.place(progress, self.engine.axis.replicated), rounds_done[0]
-
-    def _train(self, progress: rounds.Progress, count: int) -> tuple[rounds.Progress, rounds.Report, float]:
-        alive = [seed not in self.ended for seed in range(len(self.experiments))]
-        compiled, started = self.engine.compile_seconds(), time.perf_counter()
-        progress, reports = self.engine.run(progress, count, alive)
-        reports = jax.device_get(reports)
-        compiling = self.engine.compile_seconds() - compiled
-        for experiment in self.experiments:
-            experiment.compile_seconds_before += compiling / len(self.experiments)
-        return progress, reports, time.perf_counter() - started - compiling
-
-    def _record(
-        self, progress: rounds.Progress, reports: rounds.Report, done: int, seconds: float, *, stop: bool
-    ) -> None:
-        alive = self._alive()
-        for seed in alive:
-            experiment = self.experiments[seed]
-            own, report = _one_of(progress, seed), _one_of(reports, seed)
-            try:
-                experiment._account(done, report, seconds / len(alive))
-            except DivergedError as error:
-                self.ended[seed] = error
-                continue
-            experiment._record(own, report, done, stop=stop)
-            if done == experiment.config.rounds or experiment._reached_the_stop():
-                self.ended[seed] = experiment._finish(own, done)
-
-
-def _one_of(tree: Any, seed: int) -> Any:
-    """Return one seed's part of leaves [S, ...]."""
-    return jax.tree.map(lambda leaf: leaf[seed], tree)
-
-
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
+def asked_to_stop() -> Iterator[list[int]]:
     """Yield a list that receives the number of the first stop signal; the second one stops at once."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -5,6 +5,7 @@ each with the data and the key of its seed. The numbers are those of the seeds o
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_mr import parallel, rounds
-from fedjax_mr.errors import UserError
+from fedjax_mr import config as configuration
+from fedjax_mr import data, distributed, parallel, record, rounds
+from fedjax_mr.config import Config
+from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.parallel import CLIENTS, ClientAxis, Program
 from fedjax_mr.rounds import Build, Federation, Given, Progress, Report, Row
+from fedjax_mr.run import SECONDS_PER_CALL, Experiment, Result, asked_to_stop, prepare
 
 
 class SeedRounds:
@@ -157,3 +161,111 @@ def _of(given: Given, seed: jax.Array) -> Given:
     )
     federation = given.federation._replace(offsets=jnp.asarray(given.federation.offsets)[seed])
     return Given(problem, federation, given.key[seed])
+
+
+# --- Their runs
+
+
+def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
+    """Run several seeds of one setting in one compiled program; return each one's result, or why it ended early.
+
+    Each seed has its run folder, as if it had run alone, and can also be resumed alone. One that diverges does not stop
+    the others. Seconds are shared out evenly.
+
+    Args:
+      configs: the same but for ``seed``, ``partition_seed`` and ``run_dir``.
+
+    Raises:
+      UserError: bad input, settings that differ, a strategy that works on the host between rounds, several CPU devices,
+        or folders to resume that are at different rounds.
+      Interrupted: Ctrl-C or a termination signal; checkpoints were written.
+    """
+    first = configs[0]
+    for config in configs:
+        configuration.validate(config)
+        own = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
+        if different := configuration.differences(dataclasses.replace(first, **own), config):
+            raise UserError(f"seeds in one program differ in nothing else: {'; '.join(different)}")
+    cohort_size = len(configs) * first.cohort
+    parallel.start(devices=first.devices, cohort_size=cohort_size)
+    axis = parallel.client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
+    experiments = [prepare(config, data.prepare(config), distributed.ALONE) for config in configs]
+    if experiments[0].engine.on_host:
+        raise UserError("seeds in one program need the clients' samples and memories on the devices")
+    engine = SeedRounds(experiments[0].engine.build, [each.engine.given for each in experiments], axis)
+    return _Seeds(experiments, engine).run()
+
+
+class _Seeds:
+    """Experiments that train in one program and are evaluated and kept one by one."""
+
+    def __init__(self, experiments: Sequence[Experiment], engine: SeedRounds) -> None:
+        self.experiments = experiments
+        self.engine = engine
+        self.ended: dict[int, Result | DivergedError] = {}
+
+    def run(self) -> list[Result | DivergedError]:
+        """Train until every seed has ended."""
+        config = self.experiments[0].config
+        with asked_to_stop() as asked:
+            progress, done = self._start()
+            bar = record.Progress(config.rounds, done, quiet=not config.progress)
+            rounds_per_call = 1
+            try:
+                while len(self.ended) < len(self.experiments):
+                    count = min(rounds_per_call, self.experiments[0].next_event(done) - done)
+                    progress, reports, seconds = self._train(progress, count)
+                    before, done = done, int(np.max(progress.round))
+                    rounds_per_call = max(1, int(SECONDS_PER_CALL * (done - before) / max(seconds, 1e-6)))
+                    self._record(progress, reports, done, seconds, stop=bool(asked))
+                    speed = sum(each.images for each in self.experiments) / sum(
+                        each.train_seconds for each in self.experiments
+                    )
+                    bar.update(done, images_per_second=speed, row=self.experiments[0].folder.last_row())
+                    if asked and len(self.ended) < len(self.experiments):
+                        raise self.experiments[min(self._alive())].interrupted(done, asked[0])
+            finally:
+                bar.close()
+        return [self.ended[seed] for seed in range(len(self.experiments))]
+
+    def _alive(self) -> list[int]:
+        return [seed for seed in range(len(self.experiments)) if seed not in self.ended]
+
+    def _start(self) -> tuple[rounds.Progress, int]:
+        starts = [experiment.start() for experiment in self.experiments]
+        rounds_done = [done for _, done in starts]
+        if len(set(rounds_done)) > 1:
+            raise UserError(f"the seeds to resume have done {rounds_done} rounds: resume them one by one")
+        progress = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(one for one, _ in starts))
+        return parallel.place(progress, self.engine.axis.replicated), rounds_done[0]
+
+    def _train(self, progress: rounds.Progress, count: int) -> tuple[rounds.Progress, rounds.Report, float]:
+        alive = [seed not in self.ended for seed in range(len(self.experiments))]
+        compiled, started = self.engine.compile_seconds(), time.perf_counter()
+        progress, reports = self.engine.run(progress, count, alive)
+        reports = jax.device_get(reports)
+        compiling = self.engine.compile_seconds() - compiled
+        for experiment in self.experiments:
+            experiment.compile_seconds_before += compiling / len(self.experiments)
+        return progress, reports, time.perf_counter() - started - compiling
+
+    def _record(
+        self, progress: rounds.Progress, reports: rounds.Report, done: int, seconds: float, *, stop: bool
+    ) -> None:
+        alive = self._alive()
+        for seed in alive:
+            experiment = self.experiments[seed]
+            own, report = _one_of(progress, seed), _one_of(reports, seed)
+            try:
+                experiment.account(done, report, seconds / len(alive))
+            except DivergedError as error:
+                self.ended[seed] = error
+                continue
+            experiment.record_due(own, report, done, stop=stop)
+            if done == experiment.config.rounds or experiment.reached_the_stop():
+                self.ended[seed] = experiment.finish(own, done)
+
+
+def _one_of(tree: Any, seed: int) -> Any:
+    """Return one seed's part of leaves [S, ...]."""
+    return jax.tree.map(lambda leaf: leaf[seed], tree)

@@ -31,7 +31,8 @@ from fedjax_mr.analysis import table
 from fedjax_mr.config import Config
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.fields import field
-from fedjax_mr.run import Interrupted, run_seeds
+from fedjax_mr.run import Interrupted
+from fedjax_mr.seeds import run_seeds
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]

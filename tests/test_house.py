@@ -24,14 +24,15 @@ PACKAGE = ROOT / "fedjax_mr"
 FREE = {"errors", "fields", "files"}  # leaves of the tree: everybody may use them, they use nobody
 
 MAY_IMPORT = {
-    "": {"config", "data", "local", "models", "run", "strategies", "trees"},
+    "": {"config", "data", "local", "models", "run", "seeds", "strategies", "trees"},
     "main": {"config", "distributed", "record", "run"},
-    "sweep": {"analysis", "config", "record", "run"},
+    "sweep": {"analysis", "config", "record", "run", "seeds"},
     "run": {
-        "checkpoint", "config", "data", "distributed", "evaluation", "local", "models", "parallel", "plots", "record",
-        "rounds", "seeds", "strategies", "trees",
+        "checkpoint", "config", "data", "distributed", "engine", "evaluation", "models", "parallel", "plots", "record",
+        "rounds",
     },
-    "seeds": {"parallel", "rounds"},
+    "seeds": {"config", "data", "distributed", "parallel", "record", "rounds", "run"},
+    "engine": {"config", "data", "local", "models", "parallel", "rounds", "strategies", "trees"},
     "config": {"data", "models", "strategies"},  # for the names and settings that flags are made of
     "record": {"checkpoint", "config"},
     "rounds": {"local", "parallel", "placement", "strategies", "trees"},
@@ -40,12 +41,12 @@ MAY_IMPORT = {
     "local": {"models", "trees"},
     "models": {"config"},
     "data": {"config", "models", "plots"},
-    # Beside the drawing: a run folder's settings (config), and what rebuilds the template of its checkpoints (run,
+    # Beside the drawing: a run folder's settings (config), and what rebuilds the template of its checkpoints (engine,
     # parallel), so that every strategy's state can be read without a second description of it; theorem1 trains its own
     # convex problems with the registered strategies (rounds, strategies).
     "analysis": {
-        "checkpoint", "config", "data", "local", "models", "parallel", "plots", "record", "rounds", "run", "strategies",
-        "trees",
+        "checkpoint", "config", "data", "engine", "local", "models", "parallel", "plots", "record", "rounds",
+        "strategies", "trees",
     },
     "secure": {"models"},
     "plots": set(),

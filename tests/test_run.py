@@ -114,7 +114,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
         return ordinary(self, progress, 1)
 
     monkeypatch.setattr(Experiment, "_train", interrupt)
-    monkeypatch.setattr(Experiment, "_next_event", lambda self, done: done + 1)
+    monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
     with pytest.raises(Interrupted, match=r"stopped after round 4 of 6, saved; .*--run_dir=a --resume") as stop:
         fmr.run(fmr.Config(**SMALL, run_dir="a"))
     assert stop.value.exit_code == 130

@@ -13,9 +13,9 @@ import numpy as np
 
 from fedjax_mr import local, plots
 from fedjax_mr.analysis import runs, text
+from fedjax_mr.engine import samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.run import samples
 
 BATCH = 256
 

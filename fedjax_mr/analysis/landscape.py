@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from fedjax_mr import files, local, plots, trees
 from fedjax_mr.analysis import runs, text
+from fedjax_mr.engine import samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.run import samples
 
 BATCH = 500  # samples per step of the loss
 SIDE_BY_SIDE = {"cpu": 1}  # points that one call computes; convolutions whose kernels differ are slow there

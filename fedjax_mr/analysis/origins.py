@@ -20,8 +20,8 @@ import numpy as np
 from fedjax_mr import config as configuration
 from fedjax_mr import data, rounds
 from fedjax_mr.analysis import runs, text
+from fedjax_mr.engine import build_model
 from fedjax_mr.errors import UserError
-from fedjax_mr.run import build_model
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.base import unit_permutations
 

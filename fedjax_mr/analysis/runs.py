@@ -12,9 +12,9 @@ from fedjax_mr import data, parallel, record
 from fedjax_mr.checkpoint import Checkpoints
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData
+from fedjax_mr.engine import build_model, build_rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.run import build_model, build_rounds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,8 +34,9 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
     """Return the convolution [B, H', W', O] of images [B, H, W, I] with a kernel [h, w, I, O].
 
     The value is that of ``lax.conv_general_dilated``; the gradients (of any order, in reverse mode) are ordinary
-    convolutions in the order NHWC, HWIO, NHWC. Inside ``shard_map`` a gradient asks for images and kernel that vary
-    over the same mesh axes, which JAX checks.
+    convolutions in the order NHWC, HWIO, NHWC, on CPU with columns folded into the channels, or products. Inside
+    ``shard_map`` a gradient asks for images and kernel that vary over the same mesh axes, which JAX checks. Second
+    derivatives through ``lax.scan`` fail in jax 0.10, which hands the backward pass the wrong arrays there.
 
     Raises:
       UserError: the images are smaller than the kernel.
