@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
 import multiprocessing
 import statistics
 import time
@@ -36,7 +35,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 import fedjax_mr as fmr
 from fedjax_mr import config as configuration
@@ -44,6 +42,7 @@ from fedjax_mr import data, parallel
 from fedjax_mr.engine import build_model, build_rounds, samples
 from fedjax_mr.evaluation import Evaluation
 from fedjax_mr.models import MODELS, layers
+from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.run import peak_memory_bytes
 
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
@@ -287,29 +286,6 @@ def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[Torc
 
 
 # ---- The arithmetic limit
-
-
-def multiply_adds(model: fmr.models.Model) -> int:
-    """Return the multiply-adds of one forward pass of one sample: those of its convolutions and products."""
-    with plain_layers():
-        variables = jax.eval_shape(model.init, jax.random.key(0))
-        x = jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
-        return _count(jax.make_jaxpr(model.apply)(variables, x).jaxpr)
-
-
-def _count(jaxpr: Any) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        name, inputs, output = equation.primitive.name, equation.invars, equation.outvars[0].aval
-        if name == "conv_general_dilated":
-            total += output.size * math.prod(inputs[1].aval.shape[:-1])
-        elif name == "dot_general":
-            contracted = equation.params["dimension_numbers"][0][0]
-            total += output.size * math.prod(inputs[0].aval.shape[axis] for axis in contracted)
-        else:
-            for inner in jaxprs_in_params(equation.params):
-                total += _count(inner) * equation.params.get("length", 1)
-    return total
 
 
 class Product:
