@@ -1,5 +1,6 @@
 """What a run leaves behind: its folder, metrics (jsonl and csv), summary, progress bar, TensorBoard events."""
 
+import contextlib
 import csv
 import errno
 import fcntl
@@ -27,6 +28,7 @@ from fedjax_mr.errors import UserError
 Row = dict[str, Any]
 
 ROOT = "runs"  # where runs without --run_dir are kept
+STATES = ("new", "started", "diverged", "finished")  # of a run folder, the furthest last; new has no checkpoint yet
 COLUMNS = (
     "round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds",
 )  # fmt: skip
@@ -169,7 +171,7 @@ def read_rows(folder: Path | str) -> list[Row]:
 
 
 def state(folder: Path | str) -> str:
-    """Return how far the run of a folder is: ``new`` (no checkpoint yet), ``started``, ``diverged`` or ``finished``."""
+    """Return how far the run of a folder is, one of `STATES`."""
     folder = Path(folder)
     for word, name in (("finished", "summary.json"), ("diverged", "diverged.txt")):
         if (folder / name).exists():
@@ -196,21 +198,40 @@ def is_taken(folder: Path | str) -> bool:
 # --- Which folder ----------------------------------------------------------------------------------------------------
 
 
+def by_settings(parent: Path | str, pattern: str = "*") -> dict[str, list[Path]]:
+    """Return the run folders in a folder by the digest of their settings, oldest first.
+
+    The settings are those in ``config.json``, completed by the defaults of options that are younger than it. The digest
+    in a folder's name is of the options that there were when it was named.
+
+    Args:
+      parent: the folder that holds them; it need not be there.
+      pattern: of the names to look at.
+    """
+    found: dict[str, list[tuple[int, int, Path]]] = {}
+    for file in Path(parent).glob(f"{pattern}/config.json"):
+        folder = file.parent
+        with contextlib.suppress(UserError, OSError):  # unreadable, or of a version with other options
+            digest = configuration.digest(configuration.load(folder))
+            found.setdefault(digest, []).append((file.stat().st_mtime_ns, _number(folder.name), folder))
+    return {digest: [folder for _, _, folder in sorted(folders)] for digest, folders in found.items()}
+
+
 def _stem(config: Config) -> str:
     dataset = re.sub(r"\W+", "_", Path(config.dataset).stem)
-    return f"{config.strategy}-{dataset}-{config.model}-{configuration.digest(config)}-"
+    return f"{config.strategy}-{dataset}-{config.model}-"
 
 
-def _runs(stem: str) -> list[tuple[int, Path]]:
-    """Return the numbered folders of one configuration, oldest first."""
-    folders = [(path.name.removeprefix(stem), path) for path in Path(ROOT).glob(f"{stem}*")]
-    return sorted((int(number), path) for number, path in folders if number.isdecimal())
+def _number(name: str) -> int:
+    """Return the number at the end of a folder's name, or 0."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def _numbered(config: Config) -> Path:
     """Make the folder with the next free number; another process may be about to take the same."""
-    stem = _stem(config)
-    number = max((number for number, _ in _runs(stem)), default=0) + 1
+    stem = f"{_stem(config)}{configuration.digest(config)}-"
+    number = max((_number(path.name) for path in Path(ROOT).glob(f"{stem}*")), default=0) + 1
     while True:
         path = Path(ROOT) / f"{stem}{number}"
         try:
@@ -248,7 +269,7 @@ def _resumable(config: Config) -> Path:
         if not path.is_dir():
             raise UserError(f"cannot resume: there is no folder {path}; leave out --resume to start")
     else:
-        runs = [path for _, path in _runs(_stem(config))]
+        runs = by_settings(ROOT, f"{_stem(config)}*").get(configuration.digest(config), [])
         if not runs:
             raise UserError(f"cannot resume: no run of this configuration in {ROOT}/; name its folder by --run_dir")
         path = next(filter(_has_checkpoint, reversed(runs)), runs[-1])  # one that ended too early has nothing to lose

@@ -4,8 +4,9 @@
 
 Each run is a process of its own, ``python -m fedjax_mr.main``: compiled programs take hundreds of memory maps each, of
 which Linux allows a process 65,530, and a process that aborts takes no other run with it. The compilation cache makes
-all but the first of a kind start quickly. A folder's name holds a digest of the run's settings, so the same command
-skips what is finished and goes on with what is not, whatever was added to the sweep in between.
+all but the first of a kind start quickly. The same command skips the runs that are finished and goes on with those that
+are not, whatever was added to the sweep in between: a run is known by the settings in its folder. (The digest in the
+folder's name keeps names apart.)
 """
 
 import contextlib
@@ -127,6 +128,10 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
         runs.setdefault(digest, Run(one, choice, folder))
+    begun = record.by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
+    for digest, run in runs.items():
+        folders = sorted(begun.get(digest, []), key=lambda folder: record.STATES.index(record.state(folder)))
+        runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
     return sweep, list(runs.values())
 
 

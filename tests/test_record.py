@@ -149,6 +149,21 @@ def test_resume_takes_the_given_folder_or_the_newest_of_the_same_configuration()
     assert RunFolder.open(Config(resume=True)).path == paths[-1]
 
 
+def test_a_run_of_a_version_with_fewer_options_is_known_by_its_settings():
+    """As the run folder was named before an option with a default was added; the folder's name does not matter."""
+    path = a_run(Config())
+    values = json.loads((path / "config.json").read_text())
+    del values["fedmr_unit"], values["public_max"]
+    old = path.rename("runs/fedmr-digits-cnn_digits-01234567-3")
+    (old / "config.json").write_text(json.dumps(values))
+    Path("runs/fedmr-digits-cnn_digits-89abcdef-1").mkdir()
+    Path("runs/fedmr-digits-cnn_digits-89abcdef-1/config.json").write_text('{"strategy": "fedmr", "of_later": 1}')
+    assert RunFolder.open(Config(resume=True)).path == old
+    assert record.by_settings("runs") == {configuration.digest(Config()): [old]}
+    assert record.by_settings("nowhere") == {}
+    assert "no run of this configuration" in error_of(RunFolder.open, Config(public_max=5, resume=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

@@ -161,6 +161,20 @@ def test_finished_runs_are_skipped_and_new_ones_added(trained, capsys):
     assert [run.config.seed for run in asked] == [2, 2, 2, 2]
 
 
+def test_runs_of_another_grid_or_of_a_version_with_fewer_options_are_finished(trained):
+    asked = trained()
+    assert sweep.main([*TINY, "--seeds=0:2", "--alpha=0.1", "--sweep_dir=runs"]) == 0
+    assert len(asked) == 2
+    for number, run in enumerate(asked):
+        values = json.loads((run.folder / "config.json").read_text())
+        del values["fedmr_unit"], values["public_max"]
+        (run.folder / "config.json").write_text(json.dumps(values))
+        run.folder.rename(f"runs/fedmr-of-an-earlier-version-{number}")
+    asked.clear()
+    assert sweep.main([*TINY, "--seeds=0:2", "--grid", "alpha=0.1,0.5", "--sweep_dir=runs"]) == 0
+    assert [(run.config.alpha, run.config.seed) for run in asked] == [(0.5, 0), (0.5, 1)]
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"), [({"fedmr": 3}, 3), ({"fedmr": 3, "indep": 2}, 2), ({"fedmr": 3, "indep": 1}, 1)]
 )

@@ -68,8 +68,10 @@ def keep(run: Run, folder: Path) -> Path:
     if state not in ("finished", "diverged"):
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
     config = dataclasses.replace(run.config, data_dir=None, compare_to=(), run_dir=None)
-    kept = folder / f"{config.strategy}-seed={config.seed}-{configuration.digest(config)}"
-    shutil.rmtree(kept, ignore_errors=True)
+    digest = configuration.digest(config)
+    kept = folder / f"{config.strategy}-seed={config.seed}-{digest}"
+    for before in (kept, *record.by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
+        shutil.rmtree(before, ignore_errors=True)
     kept.mkdir(parents=True)
     settings = json.dumps(configuration.to_json(config), indent=2)
     (kept / "config.json").write_text(settings + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Accuracy, mean and standard deviation over the seeds, beside the papers' numbers; rounds and bytes to a target.
 
-RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one line. Only finished
-runs count; the standard deviation is the sample's. The difference is the mean of the last ten evaluations minus the
-number that the paper prints.
+RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one line; of several
+with the same seed one counts. Only finished runs count; the standard deviation is the sample's. The difference is the
+mean of the last ten evaluations minus the number that the paper prints.
 """
 
 import argparse
@@ -135,8 +135,15 @@ def facts(config: Config) -> dict[str, Any]:
 def settings(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """Return the runs by setting, in their order; runs of one setting differ in nothing but seeds.
 
-    A setting names the strategy, and what does not have the same value in all runs that know it.
+    A setting names the strategy, and what does not have the same value in all runs that know it. Of several runs of
+    one setting and seed, one counts: the last of those that are furthest.
     """
+    seeds = lambda config: [config.seed, config.seed if config.partition_seed is None else config.partition_seed]
+    once = {
+        json.dumps([facts(run.config), *seeds(run.config)]): run.path
+        for run in sorted(chosen, key=lambda run: record.STATES.index(record.state(run.path)))
+    }
+    chosen = [run for run in chosen if run.path in once.values()]
     decisive = [facts(run.config) for run in chosen]
     flags = list(dict.fromkeys(flag for each in decisive for flag in each))
     groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}

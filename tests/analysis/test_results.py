@@ -47,6 +47,18 @@ def test_runs_are_kept_and_tabled(finished, document, capsys):
     assert "1 tables" in capsys.readouterr().out
 
 
+def test_a_run_kept_by_a_version_with_fewer_options_is_replaced(finished, tmp_path):
+    (run,) = runs.read([str(finished("fedmr"))])
+    kept = results.keep(run, tmp_path / "kept")
+    values = json.loads((kept / "config.json").read_text())
+    del values["fedmr_unit"]
+    old = kept.rename(tmp_path / "kept" / "fedmr-seed=0-01234567")
+    (old / "config.json").write_text(json.dumps(values))
+    (tmp_path / "kept" / "notes").mkdir()
+    assert results.keep(run, tmp_path / "kept") == kept
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {kept.name, "notes"}
+
+
 def test_a_diverged_run_is_kept_without_its_message(finished, document, tmp_path):
     (run,) = runs.read([str(finished("fedavg"))])
     broken = tmp_path / "run"

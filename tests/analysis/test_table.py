@@ -116,6 +116,21 @@ def test_only_finished_runs_count():
     assert table.cells([only])[1][1] == "1, 1 diverged, 1 unfinished"
 
 
+def test_a_run_that_was_made_twice_is_one_seed():
+    """Under another name, by a version without some option, or with another value of what means nothing to it."""
+    config = Config(strategy="fedmr", partition="iid")
+    first = keep(config, [0.5, 0.5])
+    keep(dataclasses.replace(config, seed=1), [0.7, 0.7])
+    keep(dataclasses.replace(config, alpha=0.1), [0.2], end=None)  # alpha means nothing to iid; not finished
+    values = json.loads((first / "config.json").read_text())
+    again = first.rename("runs/fedmr-of-an-earlier-version")
+    del values["fedmr_unit"], values["public_max"]
+    (again / "config.json").write_text(json.dumps(values))
+    keep(config, [0.5, 0.5])
+    (only,) = table.lines(table.find(["runs"]))
+    assert (only.finished, only.unfinished, only.last.mean) == (2, 0, 0.6)
+
+
 def test_settings_are_named_by_what_differs():
     for unit in ("leaf", "layer"):
         for alpha in (0.1, 0.5):
