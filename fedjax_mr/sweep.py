@@ -2,11 +2,11 @@
 
     python -m fedjax_mr.sweep --flagfile=exp/quickstart.flags --strategies=fedavg,fedmr --seeds=0:3 --grid alpha=0.1,0.5
 
-Each run is a process of its own, ``python -m fedjax_mr.main``: compiled programs take hundreds of memory maps each, of
-which Linux allows a process 65,530, and a process that aborts takes no other run with it. The compilation cache makes
-all but the first of a kind start quickly. The same command skips the runs that are finished and goes on with those that
-are not, whatever was added to the sweep in between: a run is known by the settings in its folder. (The digest in the
-folder's name keeps names apart.)
+Each run is a process of its own, ``python -m fedjax_mr.main``, which ends with the sweep: compiled programs take
+hundreds of memory maps each, of which Linux allows a process 65,530, and a process that aborts takes no other run with
+it. The compilation cache makes all but the first of a kind start quickly. The same command skips the runs that are
+finished and goes on with those that are not, whatever was added to the sweep in between: a run is known by the settings
+in its folder. (The digest in the folder's name keeps names apart.)
 """
 
 import contextlib
@@ -254,18 +254,19 @@ def estimate(runs: Sequence[Run]) -> dict[str, Cost]:
 def train(runs: Sequence[Run], look: Callable[[], None]) -> int:
     """Train a run, or several seeds in one program, in a process of its own to the end, and return its exit code.
 
-    Signals to stop are passed on, so that the process can write checkpoints.
+    Signals to stop are passed on, so that the process can write checkpoints. It also stops if this process is killed.
 
     Args:
       runs: go on from their last checkpoint if they have one.
       look: called twice a second meanwhile.
     """
     first = runs[0]
-    command = [sys.executable, "-m", "fedjax_mr.main", *configuration.to_flags(first.config), "--noprogress"]
+    module = "fedjax_mr.main" if len(runs) == 1 else "fedjax_mr.sweep"
+    command = [sys.executable, "-m", "fedjax_mr.attended", module]
+    command += [*configuration.to_flags(first.config), "--noprogress"]
     if len(runs) == 1:
         command.append(f"--run_dir={first.folder}")
     else:
-        command[2] = "fedjax_mr.sweep"
         command.append("--seeds=" + ",".join(str(run.config.seed) for run in runs))
         command += [f"--together={run.folder}" for run in runs]
     if record.state(first.folder) != "new":
@@ -273,15 +274,17 @@ def train(runs: Sequence[Run], look: Callable[[], None]) -> int:
     elif any((run.folder / "config.json").exists() for run in runs):
         command.append("--overwrite")
     first.folder.parent.mkdir(parents=True, exist_ok=True)
-    with _log_of(first).open("w", encoding="utf-8") as log:
+    with (
+        _log_of(first).open("w", encoding="utf-8") as log,
         # A process group of its own: Ctrl-C in a terminal reaches the sweep alone, and the run exactly once.
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
-        with _passed_on(process) as stopped:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(SECONDS_PER_LOOK)
-                    break
-                look()
+        subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.PIPE, process_group=0) as process,
+        _passed_on(process) as stopped,
+    ):
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(SECONDS_PER_LOOK)
+                break
+            look()
     if stopped:
         raise Stopped(128 + stopped[0])
     return code if code >= 0 else ABORTED
@@ -298,12 +301,13 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def _passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
-    """Pass signals to stop on to a process; yield the list that receives their numbers."""
+    """Pass signals to stop on to a process, the second as a kill; yield the list that receives their numbers."""
     stopped: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
         stopped.append(number)
-        process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        # Always SIGTERM: what a shell starts in the background, and what that starts, ignores SIGINT.
+        process.send_signal(signal.SIGKILL if len(stopped) > 1 else signal.SIGTERM)
         print("\nstopping after the rounds under way (once more: at once) ...", file=sys.stderr)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "plots": set(),
     "checkpoint": {"distributed"},
     "distributed": set(),
+    "attended": set(),
     "parallel": set(),
     "placement": set(),
     "trees": set(),

@@ -282,6 +282,45 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
     assert latest is not None and latest >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_run_ends_with_its_sweep_and_is_saved(number):
+    """As a shell starts it in the background: SIGINT is ignored by whoever does not say otherwise."""
+    flags = [*TINY, "--rounds=1000000", "--eval_every=50"]
+    _, (run,) = sweep.plan(flags)
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "fedjax_mr.sweep", *flags]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not run.done():
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert record.is_taken(run.folder)
+        process.send_signal(number)
+        process.wait(60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    deadline = time.monotonic() + 60
+    while record.is_taken(run.folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert record.state(run.folder) == "started"
+    assert "go on with" in sweep._last_words(run)
+    assert (record.saved_round(run.folder) or 0) >= run.done() >= 50
+
+
+def test_a_second_signal_ends_a_run_at_once(monkeypatch):
+    python = Path("python")
+    python.write_text("#!/bin/sh\ntrap '' TERM INT\ntouch ready\nwhile true; do sleep 0.1; done\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python.resolve()))
+    _, (run,) = sweep.plan(TINY)
+
+    def stop():
+        if Path("ready").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        sweep.train([run], stop)
+
+
 def test_a_run_that_cannot_start_says_why(capsys):
     assert sweep.main(["--dataset=absent.npz", "--noprogress"]) == 2
     assert "absent.npz" in capsys.readouterr().err
@@ -314,7 +353,7 @@ def test_killed_in_the_middle_and_resumed(capsys):
             assert process.poll() is None
             time.sleep(0.05)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for victim in (process.pid, *map(int, children)):
+        for victim in (*map(int, children), process.pid):
             os.kill(victim, signal.SIGKILL)
     before = [record.state(run.folder) for run in runs]
     assert before[:2] == ["finished", "finished"] and "new" in before
