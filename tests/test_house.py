@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "record": {"checkpoint", "config"},
     "rounds": {"local", "parallel", "placement", "strategies", "trees"},
     "evaluation": {"local", "models", "parallel"},
-    "strategies": {"exchange", "local", "models", "trees"},
+    "strategies": {"exchange", "local", "models", "reassembly", "trees"},
+    "reassembly": {"local", "models"},  # the server's part of pFedHR, pure of any strategy
     "local": {"models", "trees"},
     "models": {"config"},
     "data": {"config", "models", "plots"},
@@ -45,8 +46,8 @@ MAY_IMPORT = {
     # parallel), so that every strategy's state can be read without a second description of it; theorem1 trains its own
     # convex problems with the registered strategies (rounds, strategies).
     "analysis": {
-        "checkpoint", "config", "data", "engine", "local", "models", "parallel", "plots", "record", "rounds",
-        "strategies", "trees",
+        "checkpoint", "config", "data", "engine", "local", "models", "parallel", "plots", "record", "reassembly",
+        "rounds", "strategies", "trees",
     },
     "secure": {"models"},
     "plots": set(),
