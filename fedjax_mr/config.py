@@ -147,7 +147,23 @@ class Config:
     )
     public_labels: bool = field(True, "the public set keeps its labels", group="Partition", source="FedMe: off")
 
-    model: str = field("cnn_digits", "network by name", group="Model")
+    model: str = field(
+        "cnn_digits", "network by name; several, with commas between them, for clients of different ones", group="Model"
+    )
+    architectures: str = field(
+        "blocks",
+        "which of several networks each client starts with: runs of clients (blocks), in turn (cyclic), at random "
+        "(random), or each client's number, counted from 0, with commas between them",
+        group="Model",
+        source="pFedHR: blocks of 3 clients; FedMe: each client's best one in a local run (--architectures_from)",
+    )
+    architectures_from: tuple[str, ...] = field(
+        (),
+        "run folder with clients.csv, one for each network in order: every client starts with the network that had the "
+        "best validation accuracy (else test accuracy) on its samples; replaces --architectures; repeat the flag",
+        group="Model",
+        source="FedMe",
+    )
 
     init: str = field(
         "torch",
@@ -249,6 +265,20 @@ class Config:
         group="Evaluation and records",
         unit="rounds",
         low=1,
+    )
+    eval_clients: bool = field(
+        False,
+        "also test on each client's own test samples; methods with personal models always do",
+        group="Evaluation and records",
+    )
+    finetune_epochs: int = field(
+        0,
+        "after the last round, epochs in which each client trains a copy of its personal or the deployed model; both "
+        "are then tested on its own test samples",
+        group="Evaluation and records",
+        unit="epochs",
+        low=0,
+        source="FedMe: 2",
     )
     checkpoint_every: int | None = field(
         None,
@@ -580,16 +610,35 @@ def validate(config: Config) -> None:
         raise UserError(f"strategy {config.strategy!r} {wanted}, but hyper is a {_full_name(type(config.hyper))}")
     for setting, value in _values(config):
         _check(setting, value)
-    for name, kind in (("dataset", "data set"), ("partition", "partition"), ("model", "model")):
+    for name, kind in (("dataset", "data set"), ("partition", "partition")):
         value, known = getattr(config, name), _registry(name)
         if value not in known and not (name == "dataset" and _is_path(value)):
             raise unknown_name(kind, value, known)
+    _check_models(config)
     if 0 < config.clients < config.cohort:  # 0 clients: as many as the data has, which only the data can tell
         raise UserError(
             f"--cohort={config.cohort} is more than --clients={config.clients}: at most all clients train in a round"
         )
     if config.resume and config.overwrite:
         raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
+
+
+def _check_models(config: Config) -> None:
+    names, strategies = config.model.split(","), _registry("strategy")
+    for name in names:
+        if name not in _registry("model"):
+            raise unknown_name("model", name, _registry("model"))
+    if len(names) > 1 and not strategies[config.strategy].several:
+        able = ", ".join(name for name, row in strategies.items() if row.several)
+        raise UserError(
+            f"strategy {config.strategy} mixes the parameters of one network, but --model names {len(names)}; for "
+            f"clients of different networks there are {able}"
+        )
+    if config.architectures_from and len(config.architectures_from) != len(names):
+        raise UserError(
+            f"--architectures_from names {len(config.architectures_from)} runs, but --model {len(names)} networks: "
+            "one run for each network, in the same order"
+        )
 
 
 def _full_name(kind: type) -> str:

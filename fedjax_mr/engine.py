@@ -9,21 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import local, models, parallel, rounds, trees
+from fedjax_mr import local, models, parallel, record, rounds, trees
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.augment import crop_flip
-from fedjax_mr.errors import UserError
-from fedjax_mr.models import Model
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.models import Model, Zoo
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+
+ARCHITECTURES = 1  # the stream of the draw of networks, beside the seed
 
 
 def build_model(config: Config, federated: FederatedData) -> Model:
-    """Return the network for the samples of a federation."""
+    """Return the network for the samples of a federation; a `Zoo` if the configuration names several."""
+    networks = [_build_one(name, config, federated) for name in config.model.split(",")]
+    return networks[0] if len(networks) == 1 else Zoo.of(networks)
+
+
+def _build_one(name: str, config: Config, federated: FederatedData) -> Model:
     x = federated.dataset.x
     tokens = np.issubdtype(x.dtype, np.signedinteger)
     return models.build(
-        config.model,
+        name,
         input_shape=x.shape[1:],
         num_classes=federated.dataset.num_classes,
         input_dtype=np.int32 if tokens else np.float32,
@@ -60,11 +67,11 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: p
         layers=model.layers(),
         sizes=jnp.asarray(federated.sizes, jnp.int32),
         label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
+        architectures=jnp.asarray(architectures(config, federated.num_clients), jnp.int32),
+        public=public_samples(federated),
     )
-    dataset = federated.dataset
-    federation = rounds.Federation(
-        samples(federated, dataset.x, dataset.y), federated.train.index, federated.train.offsets
-    )
+    dataset, split = federated.dataset, federated.train_and_validation()
+    federation = rounds.Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
     hyper, build = configuration.hyper(config), STRATEGIES[config.strategy].build
     bound = functools.partial(build, hyper)
     return rounds.Rounds(
@@ -75,6 +82,44 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: p
         memory_on_host=memory_on_host(config, bound(problem), axis),
         data_on_host=data_on_host(config, federated, axis),
     )
+
+
+def architectures(config: Config, num_clients: int) -> np.ndarray:
+    """Return which of the configuration's networks each client starts with [N].
+
+    Raises:
+      UserError: a list of another length or with numbers that no network has; runs with other clients.
+    """
+    count = len(config.model.split(","))
+    if config.architectures_from:
+        return record.best_of(config.architectures_from, num_clients)
+    match config.architectures:
+        case "blocks":
+            return np.arange(num_clients) * count // num_clients
+        case "cyclic":
+            return np.arange(num_clients) % count
+        case "random":
+            return np.random.default_rng([config.seed, ARCHITECTURES]).integers(0, count, num_clients)
+    words = config.architectures.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise unknown_name("value of --architectures", config.architectures, ("blocks", "cyclic", "random", "0,1,..."))
+    numbers = np.array([int(word) for word in words])
+    if len(numbers) != num_clients or numbers.max() >= count:
+        raise UserError(
+            f"--architectures lists {len(numbers)} networks up to number {numbers.max()}, but there are {num_clients} "
+            f"clients and {count} networks (0 to {count - 1})"
+        )
+    return numbers
+
+
+def public_samples(federated: FederatedData) -> local.Samples | None:
+    """Return the server's public set, y None where it has no labels; None if there is none."""
+    public = federated.public
+    if public is None:
+        return None
+    labels = np.zeros(len(public.x), np.int32) if public.y is None else public.y
+    known = samples(federated, public.x, labels)
+    return known._replace(y=None) if public.y is None else known
 
 
 def data_on_host(config: Config, federated: FederatedData, axis: parallel.ClientAxis) -> bool:

@@ -12,6 +12,7 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Model, Variables
+from fedjax_mr.models.zoo import Zoo
 
 Array = jax.Array | np.ndarray
 
@@ -29,13 +30,17 @@ class Samples(NamedTuple):
 
 
 class ClientData(NamedTuple):
-    """One client's data: ``index[offset : offset + size]`` are its rows of ``samples``."""
+    """One client's data: ``index[offset : offset + size]`` are its rows of ``samples``.
+
+    The rows that it keeps for validation follow them in ``index``; see `validation`.
+    """
 
     samples: Samples
     index: Array  # [sum of all sizes] int32
     offset: jax.Array  # scalar int32
     size: jax.Array  # scalar int32
     client_id: jax.Array  # scalar int32
+    validation_size: jax.Array | int = 0  # scalar int32
 
 
 class Batch(NamedTuple):
@@ -44,6 +49,7 @@ class Batch(NamedTuple):
     x: jax.Array  # [B, ...]
     y: jax.Array  # [B] int32
     mask: jax.Array  # [B] float32
+    position: jax.Array | None = None  # [B] int32, which of the client's samples: 0..size-1
 
 
 class Metrics(NamedTuple):
@@ -169,6 +175,9 @@ def train(
     """
     loss = loss or cross_entropy(model)
     optimizer = optimizer or setting.optimizer
+    if isinstance(model, Zoo) and "architecture" in variables:
+        options = {"optimizer": optimizer, "value_and_grad": value_and_grad}
+        return _train_one_of(model, setting, variables, data, key, loss, **options)
     gradient = value_and_grad(loss) if value_and_grad else jax.value_and_grad(loss, has_aux=True)
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
     params, state = variables["params"], {name: value for name, value in variables.items() if name != "params"}
@@ -185,7 +194,8 @@ def train(
             rows = data.index[data.offset + within]
             key = jax.random.fold_in(step_key, number_in_epoch)
             change = None if setting.augment is None else functools.partial(setting.augment, jax.random.fold_in(key, 1))
-            batch = Batch(gather(data.samples, rows, change=change), jnp.asarray(data.samples.y)[rows], mask)
+            x, y = gather(data.samples, rows, change=change), jnp.asarray(data.samples.y)[rows]
+            batch = Batch(x, y, mask, within)
             (value, state), gradients = gradient(params, state, batch, key)
             updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
             return optax.apply_updates(params, updates), state, optimizer_state, _count(metrics, value, mask)
@@ -200,6 +210,26 @@ def train(
     trained = {"params": params, **state}
     broken = (metrics.bad_step < 0) & ~trees.all_finite(trained)
     return trained, metrics._replace(bad_step=jnp.where(broken, metrics.steps, metrics.bad_step))
+
+
+def _train_one_of(
+    zoo: Zoo, setting: LocalSetting, variables: Variables, data: ClientData, key: jax.Array, loss: Loss, **options: Any
+) -> tuple[Variables, Metrics]:
+    """Train the network that the variables are of: one switch around the whole training, on vectors of its length."""
+
+    def training(number: int) -> Callable:
+        def own_loss(params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple[jax.Array, Variables]:
+            value, state = loss(params, {**state, "architecture": np.int32(number)}, batch, key)
+            return value, {name: tree for name, tree in state.items() if name != "architecture"}
+
+        def run(variables: Variables) -> tuple[Variables, Metrics]:
+            own = zoo.cut(variables, number)
+            trained, metrics = train(zoo, setting, own, data, key, loss=own_loss, **options)
+            return zoo.fill(trained, number), metrics
+
+        return run
+
+    return jax.lax.switch(variables["architecture"], [training(number) for number in zoo], variables)
 
 
 def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:
@@ -224,15 +254,47 @@ class Score(NamedTuple):
 def evaluate(model: Model, variables: Variables, samples: Samples, mask: jax.Array, *, batch_size: int) -> Score:
     """Return the sums over the test samples [M] where mask [M] is 1; M is a multiple of ``batch_size``."""
 
-    def step(score: Score, rows: jax.Array) -> tuple[Score, None]:
-        logits = model.apply(variables, gather(samples, rows))
-        labels, true = samples.y[rows], mask[rows]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-        new = Score(jnp.sum(correct * true), jnp.sum(losses * true), jnp.sum(true))
-        return trees.add(score, new), None
+    def step(total: Score, rows: jax.Array) -> tuple[Score, None]:
+        return trees.add(total, score_batch(model, variables, samples, rows, mask[rows])), None
 
     rows = jnp.arange(samples.y.shape[0], dtype=jnp.int32).reshape(-1, batch_size)
     start = Score(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
-    score, _ = jax.lax.scan(step, start, rows)
-    return score
+    return jax.lax.scan(step, start, rows)[0]
+
+
+def validation(data: ClientData) -> ClientData:
+    """Return a client's validation rows as data of their own; the training rows of a client that keeps none."""
+    some = jnp.asarray(data.validation_size) > 0
+    return data._replace(
+        offset=jnp.where(some, data.offset + data.size, data.offset),
+        size=jnp.where(some, data.validation_size, data.size),
+        validation_size=jnp.zeros((), jnp.int32),
+    )
+
+
+def whole(samples: Samples) -> ClientData:
+    """Return all of some samples as the data of one client, such as the server's public set."""
+    count = len(samples.y)
+    zero = jnp.zeros((), jnp.int32)
+    return ClientData(samples, jnp.arange(count, dtype=jnp.int32), zero, zero + count, zero)
+
+
+def score(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> Score:
+    """Return the sums over a client's rows; their number is a traced bound, so clients of all sizes share a program."""
+
+    def step(number: jax.Array, total: Score) -> Score:
+        position = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+        rows = data.index[data.offset + jnp.minimum(position, data.size - 1)]
+        return trees.add(total, score_batch(model, variables, data.samples, rows, position < data.size))
+
+    start = Score(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+    return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, step, start)
+
+
+def score_batch(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:
+    """Return the sums over the sample ``rows`` [B] where ``mask`` [B] is 1."""
+    logits = model.apply(variables, gather(samples, rows))
+    labels, true = jnp.asarray(samples.y)[rows], mask.astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    return Score(jnp.sum(correct * true), jnp.sum(losses * true), jnp.sum(true))

@@ -207,6 +207,62 @@ def histograms(values: Mapping[str, Sequence[float]], path: Path | str, *, x_lab
         figure.savefig(temporary)
 
 
+def personal(
+    rows: Sequence[Mapping[str, Any]], last: Mapping[str, Sequence[float]], path: Path | str, *, bins: int = 20
+) -> None:
+    """Draw how the clients' own models did over the rounds, how they spread in the end, and which networks they have.
+
+    Args:
+      rows: the evaluations of a run; columns that are missing are not drawn.
+      last: the clients' accuracies after the last round, by what was done to their models.
+      path: the picture to write (png, svg or pdf).
+      bins: of the histogram.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    column = lambda name: np.array([row.get(name) if row.get(name) is not None else math.nan for row in rows], float)
+    networks = [name for name in (rows[-1] if rows else ()) if name.startswith("clients_")]
+    panels = 2 + bool(networks)
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=(WIDTH, 3.6), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, panels)
+        rounds, mean, spread = column("round"), column("personal_accuracy"), column("personal_std")
+        if np.isfinite(mean).any():
+            axes[0].plot(rounds, mean, color=COLOURS[0], label="mean of the clients")
+            axes[0].fill_between(
+                rounds, mean - spread, mean + spread, color=COLOURS[0], alpha=0.15, linewidth=0, label="one deviation"
+            )
+            others = {"personal_worst10": "worst 10 %", "validation_accuracy": "validation, mean"}
+            for (name, label), stroke, colour in zip(others.items(), STROKES[1:], COLOURS[1:], strict=False):
+                if np.isfinite(column(name)).any():
+                    axes[0].plot(rounds, column(name), stroke, color=colour, label=label)
+            axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+        axes[0].set_ylabel("accuracy on the client's own samples")
+        axes[0].set_xlabel("round")
+        edges = np.linspace(0, 1, bins + 1)
+        for (name, values), colour in zip(last.items(), COLOURS, strict=False):
+            axes[1].hist(values, edges, histtype="stepfilled", color=colour, alpha=0.35, label=name)
+            axes[1].axvline(float(np.mean(values)), color=colour, linewidth=1.6)
+        axes[1].set_xlabel("accuracy after the last round (lines: means)")
+        axes[1].set_ylabel("clients")
+        axes[1].legend(frameon=False, fontsize=8, loc="upper left")
+        if networks:
+            counts = [column(name) for name in networks]
+            labels = [name.split("_", 2)[2] for name in networks]
+            axes[2].stackplot(rounds, counts, labels=labels, colors=COLOURS, alpha=0.8, linewidth=0)
+            axes[2].set_xlabel("round")
+            axes[2].set_ylabel("clients with the network")
+            axes[2].margins(0)
+            axes[2].legend(frameon=True, fontsize=8, loc="lower left")
+        for axis in axes:
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.xaxis.get_major_locator().set_params(integer=axis is not axes[1])
+        figure.savefig(temporary)
+
+
 def surfaces(
     heights: Mapping[str, np.ndarray], steps: np.ndarray, path: Path | str, *, label: str, levels: int = 15
 ) -> None:

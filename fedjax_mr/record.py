@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 from tqdm import tqdm
 
 from fedjax_mr import config as configuration
@@ -36,7 +37,7 @@ COLUMNS = (
 
 CONTENTS = (
     "analysis", "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
-    "curves.png", "partition.npz", "partition.png", "run.flags", "config.json",
+    "clients.csv", "personal.png", "curves.png", "partition.npz", "partition.png", "run.flags", "config.json",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes."""
 
@@ -146,6 +147,14 @@ class RunFolder:
         with files.whole(self.path / "summary.json") as path:
             path.write_text(json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
+    def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
+        """Write ``clients.csv``, one row per client; numbers that are not finite are left out."""
+        with files.whole(self.path / "clients.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
+            writer = _csv(file, table)
+            writer.writeheader()
+            for values in zip(*table.values(), strict=True):
+                writer.writerow(_plain(dict(zip(table, values, strict=True))))
+
     def note_divergence(self, message: str) -> None:
         """Write ``diverged.txt``, which says why the run ended early; going on with the run removes it."""
         if not self.writes:
@@ -168,6 +177,34 @@ def read_rows(folder: Path | str) -> list[Row]:
         raise UserError(f"{folder} is not a run folder with metrics ({path.name}: {error.strerror})") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error})") from None
+
+
+def best_of(folders: Sequence[str], num_clients: int) -> np.ndarray:
+    """Return for each client the number of the run [N] whose model was best on the client's validation samples.
+
+    Of a client without validation samples, its test samples decide; the first of equals wins.
+
+    Args:
+      folders: run folders with ``clients.csv``.
+      num_clients: N.
+
+    Raises:
+      UserError: a folder holds no such file, or one of other clients.
+    """
+    columns = []
+    for folder in folders:
+        path = Path(folder) / "clients.csv"
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+            columns.append([float(row["validation_accuracy"] or row["accuracy"] or 0.0) for row in rows])
+        except OSError as error:
+            raise UserError(f"{folder} has no results per client ({path.name}: {error.strerror})") from None
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error})") from None
+        if len(rows) != num_clients:
+            raise UserError(f"{path} is about {len(rows)} clients, not {num_clients}")
+    return np.argmax(np.array(columns), axis=0)
 
 
 def state(folder: Path | str) -> str:
@@ -219,7 +256,7 @@ def by_settings(parent: Path | str, pattern: str = "*") -> dict[str, list[Path]]
 
 def _stem(config: Config) -> str:
     dataset = re.sub(r"\W+", "_", Path(config.dataset).stem)
-    return f"{config.strategy}-{dataset}-{config.model}-"
+    return f"{config.strategy}-{dataset}-{config.model.replace(',', '+')}-"
 
 
 def _number(name: str) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedjax_mr import parallel, trees
 from fedjax_mr.local import Array, ClientData, Metrics, Samples
+from fedjax_mr.models import Zoo
 from fedjax_mr.parallel import ClientAxis, Program
 from fedjax_mr.placement import HostData, Sent
 from fedjax_mr.strategies.base import (
@@ -25,7 +26,7 @@ from fedjax_mr.strategies.base import (
 )
 
 # Streams of random keys: a key is folded from (seed, stream), then the round, then client id and occurrence.
-INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY = range(7)
+INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL = range(8)
 
 Build = Callable[[Problem], Strategy]
 
@@ -34,7 +35,7 @@ class Federation(NamedTuple):
     """The clients' data on the devices."""
 
     samples: Samples
-    index: Array  # [sum of sizes] int32
+    index: Array  # int32: each client's training rows, then those that it keeps for validation, client after client
     offsets: Array  # [N + 1] int32
 
 
@@ -60,7 +61,7 @@ class Report(NamedTuple):
     images: jax.Array  # samples trained in this call
     steps: jax.Array  # optimiser steps done in this call
     train_loss: jax.Array  # mean over the samples trained in the last round, in nats
-    similarity: jax.Array  # mean pairwise cosine of the parameters uploaded in the last round
+    similarity: jax.Array  # mean pairwise cosine of the parameters uploaded in the last round; NaN if they have none
     bad_client: jax.Array  # id of the first client of the last round that diverged, -1 if none
     bad_step: jax.Array  # its local step
     strategy: dict[str, jax.Array]  # the strategy's own metrics of the last round
@@ -75,6 +76,7 @@ class Row(NamedTuple):
     occurrence: jax.Array  # how often the client was drawn before in this round
     offset: jax.Array
     size: jax.Array  # 0 in padding rows
+    validation_size: jax.Array
     sent: Sent | None = None  # its samples, where the federation's are kept on the host
 
 
@@ -122,8 +124,9 @@ def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> t
         memory=trees.take(progress.memory, ids),
         client_id=ids,
         occurrence=_occurrences(cohort.ids)[order],
-        offset=given.federation.offsets[ids],
+        offset=jnp.asarray(given.federation.offsets)[ids],
         size=jnp.where(is_client, cohort.sizes[order], 0),
+        validation_size=validation_sizes(given)[ids],
     )
     return chosen, rows
 
@@ -136,7 +139,7 @@ def train(build: Build, given: Given, round: jax.Array, row: Row) -> tuple[Paylo
     if row.sent is not None:
         samples = samples._replace(x=row.sent.x, y=row.sent.y)
         index, offset = jnp.arange(row.sent.y.shape[0], dtype=jnp.int32), jnp.zeros((), jnp.int32)
-    data = ClientData(samples, index, offset, row.size, row.client_id)
+    data = ClientData(samples, index, offset, row.size, row.client_id, row.validation_size)
     return build(given.problem).client_update(row.payload, row.memory, data, round, key)
 
 
@@ -149,7 +152,8 @@ def finish(
     """
     strategy = build(given.problem)
     uploads, memories, metrics = trees.take(trained, parallel.positions(plan.slots, given.problem.cohort_size))
-    similarity = trees.mean_pairwise_cosine(uploads["model"]["params"])
+    one_network = "model" in uploads and not isinstance(given.problem.model, Zoo)
+    similarity = trees.mean_pairwise_cosine(uploads["model"]["params"]) if one_network else jnp.float32(jnp.nan)
 
     if progress.memory is None:
         memory = trees.agree(memories, plan.cohort.ids)
@@ -170,6 +174,11 @@ def finish(
         strategy=own,
     )
     return Progress(server, memory, progress.round + 1), report
+
+
+def validation_sizes(given: Given) -> jax.Array:
+    """Return how many rows each client keeps for validation [N]."""
+    return jnp.diff(jnp.asarray(given.federation.offsets)) - given.problem.sizes
 
 
 def _round_key(key: jax.Array, stream: int, round: jax.Array | int) -> jax.Array:
@@ -239,6 +248,11 @@ class Rounds:
         small = given._replace(federation=given.federation._replace(samples=None))
         self._home_given = parallel.place(small, axis.home)
         self._at_rest = axis.at_rest(self.shapes(), rows=self.stacks)
+
+    @property
+    def data_on_host(self) -> bool:
+        """Whether the clients' samples are kept on the host."""
+        return self._host_data is not None
 
     @property
     def on_host(self) -> bool:

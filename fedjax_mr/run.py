@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data, distributed, parallel, plots, record, rounds
@@ -24,7 +25,8 @@ from fedjax_mr.data import Dataset, FederatedData, plan
 from fedjax_mr.engine import build_model, build_rounds, samples
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.evaluation import Evaluation
-from fedjax_mr.models import Model
+from fedjax_mr.models import Model, Zoo
+from fedjax_mr.personal import Clients, PersonalEvaluation
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
 
@@ -140,6 +142,10 @@ class Experiment:
         self.processes = processes
         dataset = federated.dataset
         self.evaluation = Evaluation(model, samples(federated, dataset.test_x, dataset.test_y), engine.axis)
+        self.personal: PersonalEvaluation | None = None
+        if engine.strategy.personal_model or config.eval_clients or config.finetune_epochs:
+            own = federated.client_test
+            self.personal = PersonalEvaluation(engine, federated, samples(federated, own.x, own.y))
         self.checkpoints = Checkpoints(folder.path / "checkpoints", keep=config.keep_checkpoints, processes=processes)
         self.traffic = engine.traffic()
         self.images = 0
@@ -274,26 +280,54 @@ class Experiment:
 
     def _evaluate(self, progress: rounds.Progress, report: rounds.Report, done: int) -> dict[str, Any]:
         compiled, started = self.compile_seconds(), time.perf_counter()
-        result = self.evaluation.one(self.engine.deployed(progress))
-        individual = self.engine.individual(progress)
         extra: dict[str, Any] = {name: float(value) for name, value in report.strategy.items()}
+        if self.tests_clients:
+            assert self.personal is not None
+            clients = self.personal.test(progress)
+            extra |= clients.columns() | self._architecture_counts(clients)
+        variables = self.engine.deployed(progress)
+        if variables is None:  # nothing is deployed: what counts is the clients' own models
+            accuracy, loss = extra["personal_accuracy"], extra["personal_loss"]
+        else:
+            accuracy, loss = map(float, self.evaluation.one(variables))
+        individual = self.engine.individual(progress)
         if individual is not None:
             each = self.evaluation.each(individual).accuracy
             extra |= {"individual_mean": each.mean(), "individual_min": each.min(), "individual_max": each.max()}
-        if self.traffic.peer:
-            extra["bytes_peer"] = self.traffic.peer * done
+        traffic = self._traffic_until(progress, done)
+        if traffic.peer:
+            extra["bytes_peer"] = traffic.peer
         self.seconds += time.perf_counter() - started - (self.compile_seconds() - compiled)
         return {
             "round": done,
-            "accuracy": float(result.accuracy),
-            "loss": float(result.loss),
+            "accuracy": accuracy,
+            "loss": loss,
             "train_loss": float(report.train_loss),
             "similarity": float(report.similarity),
-            "bytes_down": self.traffic.down * done,
-            "bytes_up": self.traffic.once + self.traffic.up * done,
+            "bytes_down": traffic.down,
+            "bytes_up": traffic.once + traffic.up,
             "images": self.images,
             "seconds": self.seconds,
         } | {name: float(value) for name, value in extra.items()}
+
+    @property
+    def tests_clients(self) -> bool:
+        """Whether every evaluation tests each client's own model."""
+        return self.engine.strategy.personal_model is not None or self.config.eval_clients
+
+    def _architecture_counts(self, clients: Clients) -> dict[str, int]:
+        """Return how many clients have each network of a zoo."""
+        if not isinstance(self.model, Zoo):
+            return {}
+        counts = np.bincount(clients.architecture, minlength=len(self.model.models))
+        return {f"clients_{number}_{model.name}": counts[number] for number, model in enumerate(self.model.models)}
+
+    def _traffic_until(self, progress: rounds.Progress, done: int) -> rounds.Traffic:
+        """Return the bytes of all rounds so far."""
+        strategy, once = self.engine.strategy, self.traffic.once
+        if strategy.total_traffic is not None:
+            return strategy.total_traffic(jax.device_get(progress.server))
+        return rounds.Traffic(self.traffic.down * done, self.traffic.up * done, self.traffic.peer * done, once)
 
     def interrupted(self, done: int, number: int) -> Interrupted:
         command = f"{configuration.COMMAND} --flagfile={self.folder.path / 'run.flags'}"
@@ -328,6 +362,8 @@ class Experiment:
             own = samples(holdout, holdout.dataset.x, holdout.dataset.y)
             result = Evaluation(self.model, own, self.engine.axis).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
+        if self.personal is not None:
+            summary |= self._test_clients(self.personal, progress)
         if self.folder.writes:
             self.folder.write_summary(summary)
             runs = {str(self.folder.path): rows} | {other: record.read_rows(other) for other in config.compare_to}
@@ -336,9 +372,40 @@ class Experiment:
             summary, rows, self.folder.path, self.model, variables, progress.server, writes=self.folder.writes
         )
 
+    def _test_clients(self, personal: PersonalEvaluation, progress: rounds.Progress) -> dict[str, float]:
+        """Test every client's last model, fine-tuned too if wanted; keep ``clients.csv`` and a picture."""
+        config, last = self.config, personal.test(progress)
+        summary, results = last.columns(), {"personal": last}
+        if config.finetune_epochs:
+            results["finetuned"] = personal.finetuned(progress, config.finetune_epochs)
+            summary |= results["finetuned"].columns("finetuned")
+        if self.folder.writes:
+            names = self.federated.names or [str(client) for client in range(self.federated.num_clients)]
+            networks = [model.name for model in self.model.models] if isinstance(self.model, Zoo) else [config.model]
+            table = {
+                "client": list(range(self.federated.num_clients)),
+                "name": list(names),
+                "architecture": last.architecture.tolist(),
+                "network": [networks[number] for number in last.architecture],
+                "samples": self.federated.sizes.tolist(),
+                "test_samples": last.count.astype(int).tolist(),
+                "validation_accuracy": last.validation.tolist(),
+                "accuracy": last.accuracy.tolist(),
+            }
+            if config.finetune_epochs:
+                table["finetuned_accuracy"] = results["finetuned"].accuracy.tolist()
+            self.folder.write_clients(table)
+            plots.personal(
+                self.folder.rows(),
+                {name: clients.accuracy[clients.count > 0].tolist() for name, clients in results.items()},
+                self.folder.path / "personal.png",
+            )
+        return summary
+
     def compile_seconds(self) -> float:
         """Return the seconds that the run has spent in tracing and compiling."""
-        programs = (*self.engine.programs.values(), *self.evaluation.programs.values())
+        personal = self.personal.programs.values() if self.personal else ()
+        programs = (*self.engine.programs.values(), *self.evaluation.programs.values(), *personal)
         return self.compile_seconds_before + sum(program.compile_seconds for program in programs)
 
 

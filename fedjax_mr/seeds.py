@@ -145,6 +145,7 @@ def _joined(givens: Sequence[Given]) -> Given:
         local=dataclasses.replace(first.problem.local, max_size=longest),
         sizes=jnp.stack([given.problem.sizes for given in givens]),
         label_counts=jnp.stack([given.problem.label_counts for given in givens]),
+        architectures=jnp.stack([given.problem.architectures for given in givens]),
     )
     federation = Federation(
         samples=first.federation.samples,
@@ -157,7 +158,10 @@ def _joined(givens: Sequence[Given]) -> Given:
 def _of(given: Given, seed: jax.Array) -> Given:
     """Return what one seed is given."""
     problem = dataclasses.replace(
-        given.problem, sizes=given.problem.sizes[seed], label_counts=given.problem.label_counts[seed]
+        given.problem,
+        sizes=given.problem.sizes[seed],
+        label_counts=given.problem.label_counts[seed],
+        architectures=given.problem.architectures[seed],
     )
     federation = given.federation._replace(offsets=jnp.asarray(given.federation.offsets)[seed])
     return Given(problem, federation, given.key[seed])
@@ -192,6 +196,8 @@ def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
     experiments = [prepare(config, data.prepare(config), distributed.ALONE) for config in configs]
     if experiments[0].engine.on_host:
         raise UserError("seeds in one program need the clients' samples and memories on the devices")
+    if experiments[0].engine.given.problem.public is not None:
+        raise UserError("each seed has a public set of its own, so that they cannot train in one program")
     engine = SeedRounds(experiments[0].engine.build, [each.engine.given for each in experiments], axis)
     return _Seeds(experiments, engine).run()
 

@@ -79,6 +79,12 @@ class Flatten(nn.Module):
 NETWORKS = {"thin": Thin, "linear": Linear, "perceptron": Perceptron}
 
 
+def network_of(name):
+    """Return a network by its name, or the zoo of several with commas between them."""
+    built = [models.Model(NETWORKS[each](num_classes=CLASSES), (4, 4, 1), name=each) for each in name.split(",")]
+    return built[0] if len(built) == 1 else models.Zoo.of(built)
+
+
 def given(
     network="thin", *, sizes=SIZES, cohort=COHORT, seed=0, lr=0.05, momentum=0.5, epochs=EPOCHS, batch_size=BATCH
 ):
@@ -88,7 +94,8 @@ def given(
     y = rng.integers(0, CLASSES, count).astype(np.int32)
     x = (rng.normal(size=(count, 4, 4, 1)) * 0.5 + y[:, None, None, None]).astype(np.float32)
     split = Split.of(np.split(rng.permutation(count), np.cumsum(sizes)[:-1]))
-    model = models.Model(NETWORKS[network](num_classes=CLASSES), (4, 4, 1))
+    model = network_of(network)
+    public = (rng.normal(size=(10, 4, 4, 1)) + rng.integers(0, CLASSES, (10, 1, 1, 1))).astype(np.float32)
     problem = Problem(
         model=model,
         local=local.LocalSetting(
@@ -100,6 +107,10 @@ def given(
         layers=model.layers(),
         sizes=jnp.asarray(sizes, jnp.int32),
         label_counts=jnp.stack([jnp.bincount(y[split.rows(i)], length=CLASSES) for i in range(len(sizes))]),
+        architectures=jnp.arange(len(sizes), dtype=jnp.int32) % len(network.split(",")),
+        public=local.Samples(
+            public, np.arange(10, dtype=np.int32) % CLASSES, np.ones(1, np.float32), np.zeros(1, np.float32)
+        ),
     )
     samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
     return rounds.Given(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(seed))

@@ -28,16 +28,18 @@ MAY_IMPORT = {
     "main": {"config", "distributed", "record", "run"},
     "sweep": {"analysis", "config", "record", "run", "seeds"},
     "run": {
-        "checkpoint", "config", "data", "distributed", "engine", "evaluation", "models", "parallel", "plots", "record",
-        "rounds",
+        "checkpoint", "config", "data", "distributed", "engine", "evaluation", "models", "parallel", "personal",
+        "plots", "record", "rounds",
     },
+    "personal": {"data", "evaluation", "local", "parallel", "rounds"},
+    "mutual": {"local", "models"},
     "seeds": {"config", "data", "distributed", "parallel", "record", "rounds", "run"},
-    "engine": {"config", "data", "local", "models", "parallel", "rounds", "strategies", "trees"},
+    "engine": {"config", "data", "local", "models", "parallel", "record", "rounds", "strategies", "trees"},
     "config": {"data", "models", "strategies"},  # for the names and settings that flags are made of
     "record": {"checkpoint", "config"},
-    "rounds": {"local", "parallel", "placement", "strategies", "trees"},
+    "rounds": {"local", "models", "parallel", "placement", "strategies", "trees"},
     "evaluation": {"local", "models", "parallel"},
-    "strategies": {"exchange", "local", "models", "reassembly", "trees"},
+    "strategies": {"exchange", "local", "models", "mutual", "reassembly", "trees"},
     "reassembly": {"local", "models"},  # the server's part of pFedHR, pure of any strategy
     "local": {"models", "trees"},
     "models": {"config"},
@@ -46,8 +48,8 @@ MAY_IMPORT = {
     # parallel), so that every strategy's state can be read without a second description of it; theorem1 trains its own
     # convex problems with the registered strategies (rounds, strategies).
     "analysis": {
-        "checkpoint", "config", "data", "engine", "local", "models", "parallel", "plots", "record", "reassembly",
-        "rounds", "strategies", "trees",
+        "checkpoint", "config", "data", "engine", "local", "models", "parallel", "personal", "plots", "record",
+        "reassembly", "rounds", "strategies", "trees",
     },
     "secure": {"models"},
     "plots": set(),

@@ -5,7 +5,6 @@ proportions of their labels. Every client counts the same, whatever its size; cl
 """
 
 import argparse
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from fedjax_mr.analysis import runs, text
 from fedjax_mr.engine import samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
+from fedjax_mr.personal import worst_tenth
 
 BATCH = 256
 
@@ -68,8 +68,3 @@ def per_client(run: runs.Run, trained: runs.Trained) -> np.ndarray:
     hits = np.zeros(len(own.y))
     hits[padded.reshape(-1)] = np.concatenate([right(trained.deployed, test, rows) for rows in padded])
     return np.array([hits[rows].mean() for rows in own.split.parts() if len(rows)])
-
-
-def worst_tenth(values: np.ndarray) -> float:
-    """Return the mean of the lowest tenth of some values, of one at least."""
-    return float(np.sort(values)[: math.ceil(len(values) / 10)].mean())

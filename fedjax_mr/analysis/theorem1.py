@@ -229,6 +229,7 @@ def engine(name: str, problem: Convex, known: Constants, *, seed: int) -> rounds
         layers=model.layers(),
         sizes=jnp.full(clients, samples, jnp.int32),
         label_counts=jnp.zeros((clients, 2), jnp.int32),
+        architectures=jnp.zeros(clients, jnp.int32),
     )
     x = np.concatenate([problem.x, problem.y[..., None]], axis=-1).reshape(clients * samples, -1).astype(np.float32)
     pool = local.Samples(x, np.zeros(len(x), np.int32), np.ones(1, np.float32), np.zeros(1, np.float32))

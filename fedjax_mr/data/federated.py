@@ -218,6 +218,13 @@ class FederatedData:
         x, y = (self.dataset.x, self.dataset.y) if self.own_test else (self.dataset.test_x, self.dataset.test_y)
         return Labelled(x, y, self.test)
 
+    def train_and_validation(self) -> Split:
+        """Return each client's training rows and, behind them, those that it keeps for validation."""
+        if self.validation is None or not len(self.validation.index):
+            return self.train
+        pairs = zip(self.train.parts(), self.validation.parts(), strict=True)
+        return Split.of([np.concatenate(pair) for pair in pairs])
+
     def label_counts(self) -> np.ndarray:
         """Return the training samples per client and class [N, C]."""
         counts = np.zeros((self.num_clients, self.dataset.num_classes), np.int32)

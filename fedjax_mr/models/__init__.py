@@ -11,6 +11,7 @@ import numpy as np
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import cnn, lstm, pfedhr, resnet, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
+from fedjax_mr.models.zoo import Zoo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +35,20 @@ class Row:
 
 CIFAR, GREY, TEXT = (32, 32, 3), (28, 28, 1), (80,)
 
+SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
+"""Relatives of a small network, for clients of different ones."""
+
 MODELS: dict[str, Row] = {
     "cnn_digits": Row(cnn.CNNDigits, (8, 8, 1), 10, "ours, for the quickstart"),
+    **{
+        f"cnn_digits_{size}": Row(functools.partial(cnn.CNNDigits, **options), (8, 8, 1), 10, "ours, beside cnn_digits")
+        for size, options in SIZES.items()
+    },
     "lenet5": Row(cnn.LeNet5, CIFAR, 10, "FedMR's and FedCross's code (CNN on CIFAR)"),
+    **{
+        f"lenet5_{size}": Row(functools.partial(cnn.LeNet5, **options), CIFAR, 10, "ours, beside lenet5")
+        for size, options in SIZES.items()
+    },
     "cnn_mcmahan": Row(cnn.CNNMcMahan, CIFAR, 10, "McMahan et al., AISTATS 2017"),
     "cnn_femnist": Row(cnn.CNNFEMNIST, GREY, 62, "FedMR's code (CNN on FEMNIST)"),
     "cnn_pfl": Row(cnn.CNNPfl, CIFAR, 10, "pfl-research's benchmarks (CIFAR10-IID)"),
@@ -139,4 +151,4 @@ def _check_fit(model: Model, takes: str) -> None:
         raise UserError(f"images of {sample} are too small for {model.name}: {error}; use another model") from error
 
 
-__all__ = ["MODELS", "BlockNet", "Layer", "Model", "Row", "Variables", "build"]
+__all__ = ["MODELS", "BlockNet", "Layer", "Model", "Row", "Variables", "Zoo", "build"]

@@ -89,8 +89,8 @@ class Model:
     input_dtype: Any = np.float32
     name: str = "model"
 
-    def init(self, key: jax.Array) -> Variables:
-        """Return fresh variables; consumes ``key``."""
+    def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
+        """Return fresh variables; consumes ``key``. ``architecture`` says which network of a `Zoo` they are of."""
         x = jnp.zeros((1, *self.input_shape), self.input_dtype)
         return dict(self.module.init(key, x, train=False, mask=None))
 

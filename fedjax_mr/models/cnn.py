@@ -15,29 +15,49 @@ from fedjax_mr.models.blocks import ConvBlock, DenseBlock, Flatten, head
 
 
 class CNNDigits(BlockNet):
-    """Two 3x3 convolutions and two dense layers for 8x8 digits: 27,562 parameters at 10 classes."""
+    """Two 3x3 convolutions and two dense layers for 8x8 digits: 27,562 parameters at 10 classes.
+
+    Attributes:
+      scale: factor of all widths.
+      deep: whether a third convolution follows.
+    """
+
+    scale: float = 1.0
+    deep: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """Return the named blocks in forward order."""
+        third = (("conv3", ConvBlock(int(64 * self.scale), initialisation=self.initialisation)),) if self.deep else ()
         return (
-            ("conv1", ConvBlock(16, pool=2, initialisation=self.initialisation)),
-            ("conv2", ConvBlock(32, pool=2, initialisation=self.initialisation)),
-            ("hidden", DenseBlock(64, initialisation=self.initialisation)),
+            ("conv1", ConvBlock(int(16 * self.scale), pool=2, initialisation=self.initialisation)),
+            ("conv2", ConvBlock(int(32 * self.scale), pool=2, initialisation=self.initialisation)),
+            *third,
+            ("hidden", DenseBlock(int(64 * self.scale), initialisation=self.initialisation)),
             ("classifier", head(self.num_classes, initialisation=self.initialisation)),
         )
 
 
 class LeNet5(BlockNet):
-    """What the authors of FedMR and FedCross call CNN on CIFAR: 62,006 parameters at 10 classes."""
+    """What the authors of FedMR and FedCross call CNN on CIFAR: 62,006 parameters at 10 classes.
+
+    Attributes:
+      scale: factor of all widths.
+      deep: whether a third convolution (3x3, 32 channels) follows.
+    """
+
+    scale: float = 1.0
+    deep: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """Return the named blocks in forward order."""
         conv = functools.partial(ConvBlock, kernel_size=5, padding="VALID", pool=2, initialisation=self.initialisation)
+        third = (("conv3", ConvBlock(int(32 * self.scale), initialisation=self.initialisation)),) if self.deep else ()
         return (
-            ("conv1", conv(6)),
-            ("conv2", conv(16)),
-            ("hidden1", DenseBlock(120, initialisation=self.initialisation)),
-            ("hidden2", DenseBlock(84, initialisation=self.initialisation)),
+            ("conv1", conv(int(6 * self.scale))),
+            ("conv2", conv(int(16 * self.scale))),
+            *third,
+            ("hidden1", DenseBlock(int(120 * self.scale), initialisation=self.initialisation)),
+            ("hidden2", DenseBlock(int(84 * self.scale), initialisation=self.initialisation)),
             ("classifier", head(self.num_classes, initialisation=self.initialisation)),
         )
 

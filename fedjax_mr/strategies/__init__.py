@@ -10,10 +10,12 @@ from fedjax_mr.strategies import (
     fedcross,
     fedexp,
     fedgen,
+    fedme,
     fedmr,
     fedmut,
     fedprox,
     indep,
+    local_only,
     moon,
     scaffold,
 )
@@ -27,11 +29,13 @@ class Row(NamedTuple):
       build: (hyper, problem) -> Strategy.
       hyper: the dataclass of its own settings (flags ``--<strategy>_<field>``); None if it has none.
       paper: authors and venue, for the table of strategies.
+      several: whether clients may have networks of different architectures (a `Zoo`).
     """
 
     build: Callable[[Any, Problem], Strategy]
     hyper: type | None
     paper: str
+    several: bool = False
 
 
 STRATEGIES: dict[str, Row] = {
@@ -47,6 +51,8 @@ STRATEGIES: dict[str, Row] = {
     "fedcross": Row(fedcross.build, fedcross.Hyper, "Hu et al., arXiv 2022"),
     "fedmr": Row(fedmr.build, fedmr.Hyper, "Hu et al., KDD 2024"),
     "indep": Row(indep.build, None, "Hu et al., KDD 2024 (FedMR without recombination)"),
+    "local": Row(local_only.build, None, "Local-only, the baseline of Matsuda et al., SDM 2022", several=True),
+    "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True),
 }
 
 __all__ = ["STRATEGIES", "Cohort", "Problem", "Row", "Strategy", "Traffic"]

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_mr import local, trees
-from fedjax_mr.local import ClientData, LocalSetting, Metrics
-from fedjax_mr.models.base import Layer, Model, Variables
+from fedjax_mr.local import ClientData, LocalSetting, Metrics, Samples
+from fedjax_mr.models import Layer, Model, Variables, Zoo
 
 State = Any
 Memory = Any
@@ -36,7 +37,7 @@ class Problem:
     The arrays reach compiled code as arguments (this dataclass is a pytree), the other fields are static.
 
     Attributes:
-      model: the network as pure functions.
+      model: the network as pure functions; a `Zoo` where clients have different ones.
       local: epochs, batch size and optimiser of the clients.
       num_clients: N.
       cohort_size: K.
@@ -44,6 +45,8 @@ class Problem:
       layers: the model's layers in forward order.
       sizes: training samples per client [N].
       label_counts: training samples per client and class [N, C].
+      architectures: which network of the zoo each client starts with [N] int32; zeros without a zoo.
+      public: the samples that the server holds, y None if they have no labels; None if there are none.
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
@@ -54,6 +57,8 @@ class Problem:
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
     sizes: jax.Array
     label_counts: jax.Array
+    architectures: jax.Array
+    public: Samples | None = None
 
 
 class Init(Protocol):
@@ -96,6 +101,12 @@ class ServerUpdate(Protocol):
     ) -> tuple[State, dict[str, jax.Array]]: ...
 
 
+class PersonalModel(Protocol):
+    """Return ONE client's own model; ``memory`` is the client's own row."""
+
+    def __call__(self, state: State, memory: Memory, data: ClientData, key: jax.Array) -> Variables: ...
+
+
 class Strategy(NamedTuple):
     """A federated method as pure functions; the four without a default are enough for a new one."""
 
@@ -115,6 +126,10 @@ class Strategy(NamedTuple):
     """Host code between two rounds; its presence makes one round per compiled call."""
     traffic: Callable[[Payload, Payload], "Traffic"] | None = None
     """Default: the payloads and the uploads of the K clients."""
+    total_traffic: Callable[[State], "Traffic"] | None = None
+    """The bytes since the start, on the host; for methods whose bytes depend on whose network is sent."""
+    personal_model: PersonalModel | None = None
+    """A client's own model, tested on its own samples."""
 
 
 class Traffic(NamedTuple):
@@ -149,6 +164,26 @@ def plain_training(problem: Problem) -> ClientUpdate:
         return {"model": model}, memory, metrics
 
     return client_update
+
+
+def own_starts(problem: Problem, key: jax.Array) -> Variables:
+    """Return each client's own network, freshly initialised, leaves [N, ...]; consumes ``key``."""
+    return jax.vmap(problem.model.init)(jax.random.split(key, problem.num_clients), problem.architectures)
+
+
+def model_bytes(problem: Problem) -> np.ndarray:
+    """Return the bytes of each network [A]; A = 1 without a zoo."""
+    if isinstance(problem.model, Zoo):
+        return problem.model.num_bytes()
+    return np.array([trees.num_bytes(problem.model.shapes())])
+
+
+def networks_of(problem: Problem, models: Variables) -> jax.Array:
+    """Return how many of the stacked models [R, ...] are of each network [A] int32."""
+    rows = jax.tree.leaves(models)[0].shape[0]
+    if not isinstance(problem.model, Zoo):
+        return jnp.full(1, rows, jnp.int32)
+    return jnp.bincount(models["architecture"], length=len(problem.model.models)).astype(jnp.int32)
 
 
 def copies_of_one(problem: Problem, key: jax.Array) -> Variables:

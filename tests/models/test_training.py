@@ -92,6 +92,7 @@ def rounds_of_fedmr(model, *, lanes):
         layers=model.layers(),
         sizes=jnp.asarray(sizes, jnp.int32),
         label_counts=jnp.stack([jnp.bincount(y[split.rows(i)], length=classes) for i in range(3)]),
+        architectures=jnp.zeros(3, jnp.int32),
     )
     samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
     given = rounds.Given(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(0))
