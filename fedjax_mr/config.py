@@ -498,7 +498,7 @@ class _TrueOrFalse(flags.BooleanParser):
 
 
 class _Parser(flags.ArgumentParser):
-    """Reads one value of a flag; ``none`` where the field may be None."""
+    """Reads one value of a flag; ``none`` where the field may be None or is a list."""
 
     def __init__(self, kind: type, optional: bool):
         super().__init__()
@@ -573,12 +573,18 @@ def flag_names(strategies: Collection[str] | None = None) -> list[str]:
 
 
 def _build(owner: type, chosen: Mapping[str, Any]) -> Any:
-    return owner(**{name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()})
+    return owner(**{name: _told(value) if isinstance(value, list) else value for name, value in chosen.items()})
+
+
+def _told(values: list[Any]) -> tuple[Any, ...]:
+    """Return the values of a repeated flag; ``none`` clears those before it."""
+    cleared = [position for position, value in enumerate(values) if value is None]
+    return tuple(values[cleared[-1] + 1 :] if cleared else values)
 
 
 def _define(values: flags.FlagValues, setting: _Setting) -> None:
     name, default, text = setting.flag, setting.default, setting.info.help
-    parser: Any = _Parser(setting.kind, setting.optional)
+    parser: Any = _Parser(setting.kind, setting.optional or setting.repeated)
     serializer: Any = flags.ArgumentSerializer()
     if setting.kind is bool:
         flags.DEFINE_boolean(name, default, text, flag_values=values)
@@ -715,7 +721,7 @@ def help_text(width: int | None = None) -> str:
     intro = (
         "Train a federation in one XLA program. Without flags: FedMR on the embedded digits. Flags are read from left "
         "to right and the last value wins; --flagfile=FILE reads flags from a file at that place. A switch is set by "
-        "--name and cleared by --noname; 'none' clears a value that may be missing."
+        "--name and cleared by --noname; 'none' clears a value that may be missing, and a list."
     )
     usage = f"usage: {COMMAND} [--help] [--flag=value ...] [--flagfile=FILE ...]"
     lines = [*textwrap.wrap(usage, width, subsequent_indent="  "), "", *textwrap.wrap(intro, width)]
@@ -794,7 +800,7 @@ def to_flags(config: Config) -> list[str]:
         if setting.kind is bool:
             lines.append(f"--{setting.flag}" if plain else f"--no{setting.flag}")
         elif setting.repeated:
-            lines += [f"--{setting.flag}={each}" for each in plain]
+            lines += [f"--{setting.flag}={each}" for each in plain] or [f"--{setting.flag}=none"]
         else:
             lines.append(f"--{setting.flag}={'none' if plain is None else plain}")
     return lines

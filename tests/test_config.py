@@ -79,6 +79,7 @@ def test_every_name_that_scripts_rely_on_is_a_flag():
         (["--run_dir=somewhere/else"], "run_dir", "somewhere/else"),
         (["--run_dir=x", "--run_dir="], "run_dir", None),
         (["--compare_to=a", "--compare_to=b"], "compare_to", ("a", "b")),
+        (["--compare_to=a", "--compare_to=none", "--compare_to=b"], "compare_to", ("b",)),
     ],
 )
 def test_values(arguments, name, value):
@@ -116,6 +117,7 @@ def test_a_new_strategy_brings_its_flags(monkeypatch):
     assert configuration.parse(["--strategy=mine"]).hyper == Hyper()
     config = configuration.parse(["--strategy=mine", "--mine_mu=0.5", "--mine_powers=4", "--nomine_fast"])
     assert config.hyper == Hyper(0.5, (4,), False)
+    assert configuration.parse(["--strategy=mine", "--mine_powers=none"]).hyper == Hyper(powers=())
     assert configuration.parse(configuration.to_flags(config)) == config
     assert "--mine_private" not in configuration.help_text()
     assert "Strategy mine (Nobody, 2030)" in configuration.help_text()
@@ -244,8 +246,8 @@ def values_of(owner):
             str: st.sampled_from(info.choices) if info.choices else text,
         }
         kinds = typing.get_args(hints[each.name]) or (hints[each.name],)
-        if hints[each.name] == tuple[str, ...]:
-            result[each.name] = st.lists(text, max_size=3).map(tuple)
+        if typing.get_origin(hints[each.name]) is tuple:
+            result[each.name] = st.lists(by_type[kinds[0]], max_size=3).map(tuple)
         else:
             result[each.name] = st.one_of(*(st.none() if kind is type(None) else by_type[kind] for kind in kinds))
     return result
