@@ -3,14 +3,15 @@
     python experiments/pods.py --devices=1,2,4,8 --models=lenet5 --strategies=fedavg,fedmr,fedcross,scaffold
     python experiments/pods.py --clients=1000,10000,100000 --models=logistic,lenet5 --strategies=fedmr --cohort=100
 
-The first reads the transfers of a round from the compiled program; nothing is run. The programs are compiled for D
-devices of the CPU, which need not have as many cores. Bytes of a collective are those that all devices send together:
-an all-to-all of pieces of s bytes D (D-1) s, an all-gather of a result of s bytes (D-1) s, an all-reduce of s bytes
-2 (D-1) s (both as rings), a permutation s per pair.
+The first reads the transfers of a round from the compiled program, which is compiled for D devices of the CPU; there
+need not be as many cores. Nothing is run, unless --time asks for the seconds per round (median of three) where each
+device has a core of its own, with 200 samples per client. Bytes of a collective are those that all devices send
+together: an all-to-all of pieces of s bytes D (D-1) s, an all-gather of a result of s bytes (D-1) s, an all-reduce of
+s bytes 2 (D-1) s (both as rings), a permutation s per pair.
 
-The second runs rounds on one device with N clients of 20 samples each, drawn from a pool of 20,000 synthetic ones, with
-the samples on the device and on the host: seconds per round (median of three), and the process's memory after the first
-rounds and after all.
+The second runs rounds on one device with N clients of 20 samples each, drawn from a pool of 25,000 synthetic ones, with
+the samples on the device and on the host (--placements): seconds per round (median of three), and the process's memory
+after the first rounds and after all. One point per process keeps the memory of others out of it.
 """
 
 import argparse
@@ -111,18 +112,18 @@ def compiled_clients(engine: rounds.Rounds) -> str:
     return jax.jit(engine.train_all()).lower((engine.given, number), sharded).compile().as_text() or ""
 
 
-def measure(strategy: str, model: str, *, devices: int, cohort: int) -> dict[str, Any]:
-    """Return the collectives of one round and of the clients' program."""
+def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool = False) -> dict[str, Any]:
+    """Return the collectives of one round and of the clients' program, and the time of a round if wanted."""
     config = fmr.Config(
         strategy=strategy, model=model, cohort=cohort, clients=2 * cohort, partition="iid", local_epochs=1
     )
     federated = data.prepare(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
     axis = parallel.client_axis(devices=devices, lanes=1, cohort_size=cohort)
-    axis = dataclasses.replace(axis, fused=True)  # as on accelerators
-    engine = build_rounds(config, federated, build_model(config, federated), axis)
+    network = build_model(config, federated)
+    engine = build_rounds(config, federated, network, dataclasses.replace(axis, fused=True))  # as on accelerators
     found = [each for each in collectives(compiled_rounds(engine), devices=devices) if each.per_round]
     exchanges = [each.bytes for each in found if each.kind == "all-to-all"]
-    return {
+    row = {
         "model": model,
         "strategy": strategy,
         "devices": devices,
@@ -134,6 +135,24 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int) -> dict[str
         "other_bytes": sum(each.bytes for each in found) - sum(exchanges),
         "state_bytes": trees.num_bytes(engine.given.problem.model.shapes()),
     }
+    if timed:
+        federated = data.prepare(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))
+        row["seconds_per_round"] = seconds_per_round(build_rounds(config, federated, network, axis))
+    return row
+
+
+def seconds_per_round(engine: rounds.Rounds) -> float | None:
+    """Return the median of three rounds after the first, or None where cores do not back the devices."""
+    if engine.axis.num_devices > parallel.usable_cores():
+        return None
+    progress, _ = engine.run(engine.init(), 1)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        progress, report = engine.run(progress, 1)
+        jax.block_until_ready((progress, report))
+        seconds.append(time.perf_counter() - started)
+    return round(statistics.median(seconds), 4)
 
 
 def grow(strategy: str, model: str, *, clients: int, cohort: int, placement: str) -> dict[str, Any]:
@@ -173,6 +192,8 @@ def main() -> None:
     parser.add_argument("--clients", help="N, for the second table")
     parser.add_argument("--strategies", default="fedavg,fedmr,fedcross,scaffold")
     parser.add_argument("--cohort", type=int, default=16)
+    parser.add_argument("--time", action="store_true", help="also run rounds on as many devices as there are cores")
+    parser.add_argument("--placements", default="device,host", help="of the samples, for the second table")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     counts = [int(each) for each in ("1" if options.clients else options.devices).split(",")]
@@ -183,11 +204,11 @@ def main() -> None:
         for strategy in options.strategies.split(","):
             if options.clients:
                 for clients in map(int, options.clients.split(",")):
-                    for placement in ("device", "host"):
+                    for placement in options.placements.split(","):
                         show(grow(strategy, model, clients=clients, cohort=options.cohort, placement=placement))
                 continue
             for devices in counts:
-                row = measure(strategy, model, devices=devices, cohort=options.cohort)
+                row = measure(strategy, model, devices=devices, cohort=options.cohort, timed=options.time)
                 bound = 2 * (devices - 1) / devices * options.cohort * row["state_bytes"]
                 row["times_the_bound"] = row["all_to_all_bytes"] / bound if bound else 0.0
                 show(row)

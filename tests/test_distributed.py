@@ -1,7 +1,9 @@
 """Several processes: the same numbers as one, one writer, named refusals, and an end when one dies."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -161,29 +163,59 @@ def test_alone():
 # --- Real processes --------------------------------------------------------------------------------------------------
 
 
+FIRST_PORT = 61440  # of those that JAX chooses from under SLURM
+
+
+def free_port():
+    while True:
+        port = random.randrange(FIRST_PORT, 65536)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Launched:
     """Processes of one run on this machine, and the files that they print into."""
 
-    def __init__(self, folder, settings, *, processes, devices, differing=None):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def __init__(self, folder, settings, *, processes, devices, differing=None, slurm=False, programs=None):
+        """Start them.
+
+        Args:
+          folder: the run folder.
+          settings: flags of all.
+          processes: how many.
+          devices: of each.
+          differing: further flags by process.
+          slurm: whether they are told of each other as ``srun`` does, and by nothing else.
+          programs: what Python runs in place of the module, by process.
+        """
+        port = free_port()
         self.folder, self.output = folder, folder.parent / f"{folder.name}.output"
         self.output.mkdir(exist_ok=True)
         flags = [
             f"--no{name}" if value is False else f"--{name}" if value is True else f"--{name}={value}"
             for name, value in settings.items()
         ]
-        flags += [f"--run_dir={folder}", f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
+        flags += [f"--run_dir={folder}"]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        # Every process compiles for itself, all at once, which takes most of the time; the numbers bear it.
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        if slurm:  # JAX makes the port from the number of the job
+            environment |= {"SLURM_JOB_ID": str(port - FIRST_PORT), "SLURM_STEP_NODELIST": "localhost"}
+            environment |= {"SLURM_NTASKS": str(processes), "SLURM_STEP_NUM_NODES": "1"}
         self.processes = []
         for index in range(processes):
-            own = [f"--process_id={index}", *(differing or {}).get(index, ())]
+            own, place = list((differing or {}).get(index, ())), {}
+            if slurm:
+                place = {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+            else:
+                own += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}", f"--process_id={index}"]
+            program = (programs or {}).get(index, ["-m", "fedjax_mr.main"])
             with (self.output / f"{index}.out").open("w") as out, (self.output / f"{index}.err").open("w") as err:
-                command = [sys.executable, "-m", "fedjax_mr.main", *flags, *own]
-                self.processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
+                command = [sys.executable, *program, *flags, *own]
+                self.processes.append(subprocess.Popen(command, env=environment | place, stdout=out, stderr=err))
 
-    def wait(self, seconds=300):
+    def wait(self, seconds=1200):
         """Return the exit codes; whoever is late is killed."""
         deadline = time.monotonic() + seconds
         try:
@@ -242,6 +274,25 @@ def test_two_processes_train_like_one(tmp_path):
 def test_processes_and_devices_train_like_one(tmp_path, strategy, processes, devices):
     settings = SMALL | dict(strategy=strategy, model="cnn_digits")
     assert_equal_to_one_process(tmp_path, settings, processes=processes, devices=devices)
+
+
+@pytest.mark.slow
+def test_processes_find_each_other_as_slurm_says(tmp_path):
+    launched = Launched(tmp_path / "run", SMALL | {"progress": True}, processes=2, devices=1, slurm=True)
+    assert launched.wait() == [0, 0], launched.said()
+    first, second = launched.said("out")
+    assert "; 2 x cpu, 1 lane\n" in launched.said()[0] and "cpu" not in launched.said()[1]
+    assert "accuracy, last" in first and second == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fedmr", "scaffold"])
+def test_samples_that_stay_on_the_hosts_change_nothing(tmp_path, strategy):
+    settings = SMALL | dict(strategy=strategy)
+    launched = Launched(tmp_path / "hosts", settings | {"data_placement": "host"}, processes=2, devices=2)
+    alone = fmr.run(fmr.Config(**settings, run_dir=str(tmp_path / "alone"), data_placement="device", devices=1))
+    assert launched.wait() == [0, 0], launched.said()
+    assert_rows_close(rows(tmp_path / "hosts"), rows(alone.folder))
 
 
 @pytest.mark.slow
@@ -309,6 +360,23 @@ def test_another_seed_is_refused_by_name(tmp_path):
         (line,) = said.splitlines()
         assert line.startswith(f"fedjax-mr: process 1 on {socket.gethostname()} was started differently: data: ")
         assert "seed: 7 (process 0: 0)" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_other_versions_and_settings_are_refused_by_name(tmp_path):
+    pretend = (
+        "from importlib import metadata; version = metadata.version; "
+        "metadata.version = lambda name: '0.0.1' if name == 'jax' else version(name); "
+        "from fedjax_mr.main import console; console()"
+    )
+    launched = Launched(
+        tmp_path / "run", SMALL, processes=2, devices=1, differing={1: ["--lr=0.07"]}, programs={1: ["-c", pretend]}
+    )
+    assert launched.wait() == [2, 2], launched.said()
+    for said in launched.said():
+        assert f'process 1 on {socket.gethostname()} was started differently: jax: "0.0.1" (process 0: "' in said
+        assert "; lr: 0.07 (process 0: 0.05)\n" in said and "seed" not in said
     assert not (tmp_path / "run").exists()
 
 
