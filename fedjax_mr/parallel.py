@@ -155,7 +155,9 @@ class ClientAxis:
             return tree
 
         def each(leaf: jax.Array) -> jax.Array:
-            spec = self.cut(leaf.shape) if leaf.shape[:1] and leaf.shape[0] in rows else PartitionSpec()
+            if not leaf.shape[:1] or leaf.shape[0] not in rows:
+                return leaf  # the compiler chooses: a copy on each device after each round may not be needed
+            spec = self.cut(leaf.shape)
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
 
         return jax.tree.map(each, tree)
