@@ -146,6 +146,13 @@ class Config:
         None, "the largest public set; none: no limit", group="Partition", unit="samples", low=1, source="FedMe: 1000"
     )
     public_labels: bool = field(True, "the public set keeps its labels", group="Partition", source="FedMe: off")
+    public_from: str | None = field(
+        None,
+        "another data set, by name or .npz, whose training samples are public in place of as many of this one's, which "
+        "nobody then has",
+        group="Partition",
+        source="pFedHR's poster has such a comparison",
+    )
 
     model: str = field(
         "cnn_digits", "network by name; several, with commas between them, for clients of different ones", group="Model"

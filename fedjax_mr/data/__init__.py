@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fedjax_mr.data import arrays, digits, leaf, tfds
+from fedjax_mr.data import arrays, digits, divide, leaf, tfds
 from fedjax_mr.data.arrays import from_arrays
 from fedjax_mr.data.divide import federate
 from fedjax_mr.data.federated import Dataset, FederatedData, Request, Split
@@ -73,6 +73,11 @@ def prepare(config: Any, *, dataset: Dataset | None = None) -> FederatedData:
     dataset = load(config.dataset, **named(load)) if dataset is None else dataset.check()
     given = {"num_clients": config.clients, "seed": seed, "dataset": dataset}
     federated = federate(**named(federate) | given)
+    if getattr(config, "public_from", None):
+        if federated.public is None:
+            raise UserError("--public_from replaces public samples: give --public_share, too")
+        other = load(config.public_from, **named(load) | {"label_mode": "fine"})
+        federated = divide.with_public(federated, other, labels=config.public_labels, seed=seed)
     if getattr(config, "cohort", 1) > federated.num_clients:
         raise UserError(f"--cohort={config.cohort} is more than the {federated.num_clients} clients of {dataset.name}")
     return federated

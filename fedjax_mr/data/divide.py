@@ -239,6 +239,25 @@ def _assemble(dataset: Dataset, plan: Plan, *, public_labels: bool, notes: list[
     return dataclasses.replace(training, public=public, holdout=holdout, notes=tuple(notes), plan=plan)
 
 
+def with_public(federated: FederatedData, other: Dataset, *, labels: bool, seed: int) -> FederatedData:
+    """Return the federation with training samples of another data set in place of its public ones, as many of them.
+
+    Raises:
+      UserError: they are of another shape, kind or number of classes, or too few.
+    """
+    dataset, public = federated.dataset, federated.public
+    assert public is not None
+    kinds = [f"{'x'.join(map(str, each.x.shape[1:]))} of {each.x.dtype}" for each in (dataset, other)]
+    if kinds[0] != kinds[1]:
+        raise UserError(f"--public_from: samples of {other.name} are {kinds[1]}, those of {dataset.name} {kinds[0]}")
+    if labels and other.num_classes > dataset.num_classes:
+        raise UserError(f"--public_from: {other.name} has {other.num_classes} classes: give --nopublic_labels")
+    if len(other.y) < len(public.x):
+        raise UserError(f"--public_from: {other.name} has {len(other.y)} training samples, fewer than {len(public.x)}")
+    rows = _stream(seed, "public").choice(len(other.y), len(public.x), replace=False)
+    return dataclasses.replace(federated, public=Public(other.x[rows], other.y[rows] if labels else None))
+
+
 def _federation(dataset: Dataset, plan: Plan, members: np.ndarray) -> FederatedData:
     """Return some clients of a plan with their own samples; rows are renumbered where samples are left out."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_mr import config, data
 from fedjax_mr.config import Config
-from fedjax_mr.data import Dataset, plan
+from fedjax_mr.data import Dataset, divide, plan
 from fedjax_mr.data.divide import STREAMS
 from fedjax_mr.errors import UserError
 
@@ -266,3 +266,34 @@ def test_refuses_natural(settings, message):
 def test_cohort_of_natural_clients():
     with pytest.raises(UserError, match="--cohort=31 is more than the 30 clients of numbered"):
         data.prepare(Config(partition="natural", clients=0, cohort=31), dataset=numbered(num_natural=30))
+
+
+class TestPublicFromElsewhere:
+    def test_it_takes_the_place_of_the_own_one(self, tmp_path):
+        rng = np.random.default_rng(0)
+        for name, value in (("own", 1.0), ("other", 2.0)):
+            np.savez(tmp_path / name, x=np.full((200, 3), value, np.float32), y=rng.integers(0, 4, 200))
+        given = dict(dataset=f"{tmp_path}/own.npz", clients=4, cohort=2, public_share=0.2, partition="iid")
+        own = data.prepare(Config(**given))
+        replaced = data.prepare(Config(**given, public_from=f"{tmp_path}/other.npz"))
+        assert own.public.x.shape == replaced.public.x.shape
+        assert (own.public.x == 1).all() and (replaced.public.x == 2).all()
+        assert replaced.public.y.max() == 3
+        np.testing.assert_array_equal(own.train.index, replaced.train.index)
+        assert own.hash() != replaced.hash()
+        unlabelled = data.prepare(Config(**given, public_from=f"{tmp_path}/other.npz", public_labels=False))
+        assert unlabelled.public.y is None
+        with pytest.raises(UserError, match="give --public_share"):
+            data.prepare(Config(**given | {"public_share": 0.0}, public_from=f"{tmp_path}/other.npz"))
+
+    def test_only_samples_of_the_same_kind_will_do(self):
+        dataset = numbered()
+        federated = data.federate(dataset, num_clients=5, public_share=0.1)
+        for change, message in (
+            ({"x": dataset.x.astype(np.float64)}, "float64"),
+            ({"num_classes": 11}, "11 classes: give --nopublic_labels"),
+            ({"x": dataset.x[:50], "y": dataset.y[:50]}, "50 training samples, fewer than 100"),
+        ):
+            other = dataclasses.replace(dataset, name="other", **change)
+            with pytest.raises(UserError, match=message):
+                divide.with_public(federated, other, labels=True, seed=0)
