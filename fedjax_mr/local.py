@@ -291,6 +291,15 @@ def score(model: Model, variables: Variables, data: ClientData, *, batch_size: i
     return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, step, start)
 
 
+def outputs(model: Model, variables: Variables, samples: Samples, rows: Array, *, batch_size: int = 256) -> jax.Array:
+    """Return the logits [R, C] of the sample ``rows`` [R], in evaluation mode."""
+    count = rows.shape[0]
+    size = min(batch_size, count)
+    batches = jnp.resize(rows, (-(-count // size), size))  # the last one is filled up
+    logits = jax.lax.map(lambda rows: model.apply(variables, gather(samples, rows)), batches)
+    return logits.reshape(-1, logits.shape[-1])[:count]
+
+
 def score_batch(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:
     """Return the sums over the sample ``rows`` [B] where ``mask`` [B] is 1."""
     logits = model.apply(variables, gather(samples, rows))

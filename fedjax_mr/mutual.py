@@ -6,6 +6,7 @@ the gradient of the mean loss with respect to its logits is (p - onehot) + (p - 
 whatever the two architectures are. FedMe, FML and FedKEMF train their clients so.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,21 +32,31 @@ class Pair(NamedTuple):
     second: Any
 
 
-def mutual_loss(models: Pair, weights: Pair) -> Loss:
+Difference = Callable[[jax.Array, jax.Array], jax.Array]
+"""(own logits [B, C], the other network's, constant) -> how far they are from them [B]."""
+
+
+def divergence(logits: jax.Array, other: jax.Array) -> jax.Array:
+    """Return KL(the other's probabilities || own ones) [B] of logits [B, C]."""
+    return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jax.nn.log_softmax(other))
+
+
+def mutual_loss(models: Pair, weights: Pair, *, difference: Difference = divergence) -> Loss:
     """Return the sum of both networks' losses; ``params`` and ``state`` hold ``first`` and ``second``."""
 
     def loss(params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple[jax.Array, Variables]:
-        logs, states = {}, {}
+        found, states = {}, {}
         for name, model, own_key in zip(Pair._fields, models, jax.random.split(key), strict=True):
-            logits, states[name] = model.train_apply(params[name], state[name], batch.x, mask=batch.mask, key=own_key)
-            logs[name] = jax.nn.log_softmax(logits)
+            found[name], states[name] = model.train_apply(
+                params[name], state[name], batch.x, mask=batch.mask, key=own_key
+            )
 
         def one(own: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
             supervised = optax.softmax_cross_entropy_with_integer_labels(own, batch.y)
-            divergence = optax.losses.kl_divergence_with_log_targets(own, jax.lax.stop_gradient(other))
-            return weights.supervised * supervised + weights.mutual * divergence
+            return weights.supervised * supervised + weights.mutual * difference(own, jax.lax.stop_gradient(other))
 
-        losses = one(logs["first"], logs["second"], weights.first) + one(logs["second"], logs["first"], weights.second)
+        first, second = found["first"], found["second"]
+        losses = one(first, second, weights.first) + one(second, first, weights.second)
         return local.masked_mean(losses, batch.mask), states
 
     return loss
@@ -59,6 +70,7 @@ def train(
     key: jax.Array,
     *,
     weights: Pair,
+    difference: Difference = divergence,
 ) -> tuple[Pair, Metrics]:
     """Train two networks on the same batches, each with an optimiser of its own; consumes ``key``.
 
@@ -69,6 +81,7 @@ def train(
       data: the client's data.
       key: the client's key of this round.
       weights: what each network's loss is made of.
+      difference: of the two networks' logits.
 
     Returns:
       The trained pair, and the metrics; their loss is the sum of both networks'.
@@ -79,7 +92,13 @@ def train(
     labels = {name: name for name in Pair._fields}
     optimizer = optax.partition(dict.fromkeys(Pair._fields, setting.optimizer), labels)
     trained, metrics = local.train(
-        models.first, setting, variables, data, key, loss=mutual_loss(models, weights), optimizer=optimizer
+        models.first,
+        setting,
+        variables,
+        data,
+        key,
+        loss=mutual_loss(models, weights, difference=difference),
+        optimizer=optimizer,
     )
     return Pair(*({"params": trained["params"][name], **trained[name]} for name in Pair._fields)), metrics
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedjax_mr.local import Array
 from fedjax_mr.reassembly import similarity
 
 ITERATIONS = 10  # of the authors' k-means
@@ -42,9 +43,7 @@ def k_medoids(distances: np.ndarray, count: int) -> np.ndarray:
     return labels
 
 
-def averaged_k_means(
-    entering: Sequence[np.ndarray], leaving: Sequence[np.ndarray], count: int, *, seed: int
-) -> np.ndarray:
+def averaged_k_means(entering: Sequence[Array], leaving: Sequence[Array], count: int, *, seed: int) -> np.ndarray:
     """Return the group 0..K-1 of each of L blocks as the authors' code does: centres are means of averaged activations.
 
     Feature maps are averaged over their places, and all activations are filled up to the same width by constant
@@ -70,7 +69,7 @@ def averaged_k_means(
     return labels
 
 
-def _filled(activations: Sequence[np.ndarray]) -> np.ndarray:
+def _filled(activations: Sequence[Array]) -> np.ndarray:
     flat = [np.asarray(each).mean(axis=tuple(range(1, each.ndim - 1))) for each in activations]
     width = max(each.shape[1] for each in flat)
     return np.stack([np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=1.0) for each in flat])

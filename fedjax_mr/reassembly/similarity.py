@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr.local import Array
+
 SMALLEST = 1e-6  # the sum of two CKAs, so that constant activations are far from all others but not infinitely far
 
 
@@ -28,12 +30,14 @@ def _products(grams: jax.Array) -> jax.Array:
     return jnp.matmul(grams, grams.T, precision=jax.lax.Precision.HIGHEST)
 
 
-def cka(activations: Sequence[jax.Array]) -> np.ndarray:
+def cka(activations: Sequence[Array]) -> np.ndarray:
     """Return the CKA of all pairs [L, L] of L activations [P, ...] of the same samples; between 0 and 1.
 
     The Gram matrices are computed one by one and compared in a single product, so activations may be wide.
     """
-    return np.clip(np.asarray(_products(jnp.stack([gram(each) for each in activations])), np.float64), 0.0, 1.0)
+    return np.clip(
+        np.asarray(_products(jnp.stack([gram(jnp.asarray(each)) for each in activations])), np.float64), 0.0, 1.0
+    )
 
 
 def distances(entering: np.ndarray, leaving: np.ndarray) -> np.ndarray:

@@ -5,11 +5,15 @@ from typing import Any, NamedTuple
 
 from fedjax_mr.strategies import (
     clusamp,
+    fccl,
     fedasam,
     fedavg,
     fedcross,
     fedexp,
     fedgen,
+    fedgh,
+    fedkemf,
+    fedmd,
     fedme,
     fedmr,
     fedmut,
@@ -17,6 +21,7 @@ from fedjax_mr.strategies import (
     indep,
     local_only,
     moon,
+    pfedhr,
     scaffold,
 )
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic
@@ -53,6 +58,11 @@ STRATEGIES: dict[str, Row] = {
     "indep": Row(indep.build, None, "Hu et al., KDD 2024 (FedMR without recombination)"),
     "local": Row(local_only.build, None, "Local-only, the baseline of Matsuda et al., SDM 2022", several=True),
     "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True),
+    "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True),
+    "fedmd": Row(fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True),
+    "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True),
+    "fedkemf": Row(fedkemf.build, fedkemf.Hyper, "Yu et al., arXiv 2022", several=True),
+    "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True),
 }
 
 __all__ = ["STRATEGIES", "Cohort", "Problem", "Row", "Strategy", "Traffic"]

@@ -4,7 +4,7 @@ import pytest
 
 from fedjax_mr import trees
 
-K, N, C = 3, 6, 3
+K, N, C, S = 3, 6, 3, 10  # S: the public samples
 GENERATOR = 512 * (100 + C) + 512 + 16 * 512 + 16 + 4 * 512  # two dense layers and BatchNorm, to 16 features
 TABLE = {
     "fedavg": lambda s, p: (K * s, K * s),
@@ -18,6 +18,9 @@ TABLE = {
     "fedmut": lambda s, p: (K * s, K * s),
     "fedmr": lambda s, p: (K * s, K * s),
     "indep": lambda s, p: (K * s, K * s),
+    "fedmd": lambda s, p: (K * (S * C + 2 * S), K * S * C),  # and the numbers of two rounds' samples
+    "fccl": lambda s, p: (K * S * C, K * S * C),
+    "fedkemf": lambda s, p: (K * s, K * s),  # its own network is the knowledge network here
 }
 
 
@@ -35,4 +38,5 @@ def test_clients_of_scaffold_and_moon_keep_what_the_papers_say(engine):
     state, params = (trees.num_bytes(tree) for tree in (shapes, shapes["params"]))
     kept = {name: trees.num_bytes(engine(name).shapes().memory) for name in ("scaffold", "moon")}
     assert kept == {"scaffold": N * params, "moon": N * (state + 1)}  # and whether there is a previous model
-    assert all(engine(name).shapes().memory is None for name in TABLE if name not in kept)
+    others = [engine(name) for name in TABLE if name not in kept]
+    assert all(each.shapes().memory is None for each in others if each.strategy.personal_model is None)

@@ -1,0 +1,157 @@
+"""FCCL: clients with different networks make the outputs for unlabelled public data alike, class by class.
+
+Huang, Ye, Du: Learn from Others and Be Yourself in Heterogeneous Federated Learning, CVPR 2022. On public batches every
+client brings the matrix of correlations between its own logits and the clients' mean logits close to 1 on the diagonal
+and to -1 beside it. On its own samples it learns the labels and stays close to two frozen teachers: itself after the
+training that precedes its first round, and itself at the end of its last round.
+
+Deviations. The clients' mean is that of the logits that the clients of the round before left for the whole public set,
+not that of the current batch (the paper's clients wait for each other at every batch). Columns are divided by
+sqrt(variance + 1e-6), so that a constant one does no harm. Adam goes on from batch to batch (the code starts it anew at
+each). The training before the first round is a client's first round here. Teachers see samples as they are, not as
+augmented.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_mr import local, trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.fields import field
+from fedjax_mr.models import Variables
+from fedjax_mr.strategies.base import Problem, Strategy, own_starts
+
+EPSILON = 1e-6  # added to variances
+
+divergence = optax.losses.kl_divergence_with_log_targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """FCCL's own settings."""
+
+    off_diagonal: float = field(
+        0.0051, "lambda, the weight of the correlations of different classes", low=0, source="Huang et al. 2022"
+    )
+    public_epochs: int = field(
+        1, "epochs on the public data per round", unit="epochs", low=0, source="the authors' code"
+    )
+    public_batch: int = field(
+        256, "batch on the public data", unit="samples", low=2, source="FCCL+'s code; the authors' first code: 512"
+    )
+    private_epochs: int = field(
+        10,
+        "epochs on its own data in a client's first round",
+        unit="epochs",
+        low=0,
+        source="ours; the authors' code: 3 to 40",
+    )
+    teachers: float = field(1.0, "the weight of each of the two teachers", low=0, source="the authors' code")
+
+
+class State(NamedTuple):
+    """What the server knows."""
+
+    consensus: jax.Array  # [P, C] the mean logits for the public data
+
+
+class Memory(NamedTuple):
+    """What a client keeps."""
+
+    model: Variables
+    frozen: Variables  # as it was after its first round
+    trained: jax.Array  # whether there was one
+
+
+def standardised(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return columns of mean 0 and variance 1 over the true samples of [B, C]; rows of padding are zero."""
+    mask = mask[:, None]
+    count = jnp.maximum(jnp.sum(mask), 1.0)
+    centred = (logits - jnp.sum(logits * mask, axis=0, keepdims=True) / count) * mask
+    return centred * jax.lax.rsqrt(jnp.sum(jnp.square(centred), axis=0, keepdims=True) / count + EPSILON)
+
+
+def correlation_loss(logits: jax.Array, target: jax.Array, mask: jax.Array, *, off_diagonal: float) -> jax.Array:
+    """Return FCCL's loss of logits [B, C] beside the clients' mean [B, C] (equation 3)."""
+    table = standardised(logits, mask).T @ standardised(target, mask) / jnp.maximum(jnp.sum(mask), 1.0)
+    same = jnp.diagonal(table)
+    others = jnp.sum(jnp.square(1 + table)) - jnp.sum(jnp.square(1 + same))
+    return jnp.sum(jnp.square(1 - same)) + off_diagonal * others
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Return FCCL.
+
+    Raises:
+      UserError: there are no public data.
+    """
+    network = problem.model
+    if problem.public is None:
+        raise UserError("fccl wants public data: give --public_share")
+    count = problem.public.x.shape[0]
+    public = problem.public._replace(y=jnp.zeros(count, jnp.int32))  # without labels
+    everything = jnp.arange(count, dtype=jnp.int32)
+
+    def init(key):
+        return State(jnp.zeros((count, problem.num_classes)))
+
+    def init_memory(key):
+        model = own_starts(problem, key)
+        return Memory(model, model, jnp.zeros(problem.num_clients, bool))
+
+    def dispatch(state, cohort, key):
+        return {"consensus": trees.broadcast(state.consensus, problem.cohort_size)}
+
+    def client_update(payload, memory, data, round, key):
+        public_key = jax.random.split(key)[1]  # own samples: the key of Local-only
+        choose = lambda start, later: jnp.where(memory.trained, later, start)
+
+        def collaborate(params, state, batch, key):
+            logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
+            target = payload["consensus"][batch.position]
+            return correlation_loss(logits, target, batch.mask, off_diagonal=hyper.off_diagonal), state
+
+        setting = dataclasses.replace(
+            problem.local,
+            epochs=choose(0, hyper.public_epochs),
+            batch_size=min(hyper.public_batch, count),
+            max_size=count,
+            augment=None,
+        )
+        whole = local.whole(public)
+        model, _ = local.train(network, setting, memory.model, whole, public_key, loss=collaborate)
+
+        own_rows = jnp.minimum(jnp.arange(problem.local.max_size, dtype=jnp.int32), data.size - 1)
+        own_rows = jnp.asarray(data.index)[data.offset + own_rows]
+        teachers = [local.outputs(network, each, data.samples, own_rows) for each in (memory.frozen, memory.model)]
+        teachers = [jax.nn.log_softmax(each) for each in teachers]
+
+        def learn(params, state, batch, key):
+            logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            for teacher in teachers:
+                far = divergence(jax.nn.log_softmax(logits), teacher[batch.position])
+                losses += choose(0.0, hyper.teachers) * far
+            return local.masked_mean(losses, batch.mask), state
+
+        setting = dataclasses.replace(problem.local, epochs=choose(hyper.private_epochs, problem.local.epochs))
+        model, metrics = local.train(network, setting, model, data, key, loss=learn)
+        frozen = jax.tree.map(choose, model, memory.frozen)
+        logits = local.outputs(network, model, public, everything)
+        return {"logits": logits}, Memory(model, frozen, jnp.ones((), bool)), metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        return State(jnp.mean(uploads["logits"], axis=0)), {}
+
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        init_memory=init_memory,
+        personal_model=lambda state, memory, data, key: memory.model,
+    )

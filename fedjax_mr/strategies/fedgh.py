@@ -1,0 +1,179 @@
+"""FedGH: clients with different networks share one header, trained by the server on their mean representations.
+
+Yi, Wang, Liu, Shi, Yu: FedGH: Heterogeneous Federated Learning with Generalized Global Header, ACM MM 2023. All
+networks end in representations of one width d. A client trains its network with the header that it received, then
+uploads the mean representation of each class that it has; the server steps the header on one such pair of
+representation and class after another.
+
+Deviations from the released code: the header moves (the code's server steps another network's optimiser, and its header
+stays as it was drawn); class means are over all samples of a class, not over batches. No public data are needed, though
+pFedHR's Table 1 lists FedGH beside methods that use them.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_mr import local, trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.fields import field
+from fedjax_mr.local import ClientData
+from fedjax_mr.models import Model, Variables, Zoo
+from fedjax_mr.strategies.base import Problem, Strategy, Traffic, own_starts
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """FedGH's own settings."""
+
+    server_lr: float = field(
+        0.01, "the header's learning rate (SGD)", low=0, open_low=True, source="Yi et al. 2023 and HtFLlib's code"
+    )
+    server_epochs: int = field(
+        1, "passes over the received pairs", unit="epochs", low=0, source="the authors' code; HtFLlib's: 100"
+    )
+
+
+class State(NamedTuple):
+    """What the server knows."""
+
+    header: Any  # parameters of the classifier
+    pairs: jax.Array  # class means received so far, for the traffic
+    rounds: jax.Array  # rounds done
+
+
+class Memory(NamedTuple):
+    """What a client keeps."""
+
+    model: Variables
+
+
+def parts(network: Model) -> tuple[Model, ...]:
+    """Return the networks of a zoo, or the one network."""
+    return network.models if isinstance(network, Zoo) else (network,)
+
+
+def header_name(model: Model) -> str:
+    """Return the name of the last block."""
+    return model.module.bind(model.shapes()).block_names[-1]
+
+
+def with_header(network: Model, variables: Variables, header: Any) -> Variables:
+    """Return a network's variables with another header."""
+    if not isinstance(network, Zoo):
+        return {**variables, "params": {**variables["params"], header_name(network): header}}
+
+    def replace(number):
+        model = network.models[number]
+        own = network.unpack(variables, number)
+        return network.pack(with_header(model, own, header), number)
+
+    branches = [lambda number=number: replace(number) for number in network]
+    return jax.lax.switch(variables["architecture"], branches)
+
+
+def representation_width(network: Model) -> int:
+    """Return d.
+
+    Raises:
+      UserError: the networks' representations or headers differ.
+    """
+    sample = lambda model: jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
+    width = lambda model: math.prod(jax.eval_shape(model.features, model.shapes(), sample(model)).shape[1:])
+    widths = {model.name: width(model) for model in parts(network)}
+    if len(set(widths.values())) > 1:
+        listed = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise UserError(f"fedgh wants representations of one width, but they have {listed}; set --projection")
+    return next(iter(widths.values()))
+
+
+def class_means(
+    network: Model, variables: Variables, data: ClientData, *, num_classes: int, width: int, batch_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the mean representation of each class [C, d] and the number of its samples [C]."""
+
+    def step(number: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        position = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+        rows = jnp.asarray(data.index)[data.offset + jnp.minimum(position, data.size - 1)]
+        true = (position < data.size).astype(jnp.float32)
+        labels = jax.nn.one_hot(jnp.asarray(data.samples.y)[rows], num_classes) * true[:, None]
+        z = network.features(variables, local.gather(data.samples, rows)).reshape(batch_size, -1)
+        return total[0] + labels.T @ z, total[1] + jnp.sum(labels, axis=0)
+
+    start = jnp.zeros((num_classes, width)), jnp.zeros(num_classes)
+    sums, counts = jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, step, start)
+    return sums / jnp.maximum(counts, 1.0)[:, None], counts
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Return FedGH.
+
+    Raises:
+      UserError: the networks' representations have different widths.
+    """
+    network, num_classes = problem.model, problem.num_classes
+    first, width = parts(network)[0], representation_width(network)
+
+    def logits_of(header: Any, z: jax.Array) -> jax.Array:
+        """Return what the first network's last block makes of representations [B, d] with another header."""
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first.shapes())
+        return first.head(with_header(first, blank, header), z)
+
+    def init(key):
+        header = first.init(key)["params"][header_name(first)]
+        return State(header, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+    def init_memory(key):
+        return Memory(own_starts(problem, key))
+
+    def dispatch(state, cohort, key):
+        return trees.broadcast({"header": state.header, "known": state.rounds > 0}, problem.cohort_size)
+
+    def client_update(payload, memory, data, round, key):
+        shared = with_header(network, memory.model, payload["header"])
+        start = jax.tree.map(lambda new, own: jnp.where(payload["known"], new, own), shared, memory.model)
+        model, metrics = local.train(network, problem.local, start, data, key)
+        means, counts = class_means(
+            network, model, data, num_classes=num_classes, width=width, batch_size=problem.local.batch_size
+        )
+        return {"means": means, "owned": counts > 0}, Memory(model), metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        pairs = uploads["means"].reshape(-1, width)
+        owned = uploads["owned"].reshape(-1).astype(jnp.float32)
+        classes = jnp.tile(jnp.arange(num_classes, dtype=jnp.int32), uploads["owned"].shape[0])
+
+        def loss(header, pair):
+            logits = logits_of(header, pairs[pair][None])
+            return owned[pair] * jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, classes[pair][None]))
+
+        def epoch(number, header):
+            order = jax.random.permutation(jax.random.fold_in(key, number), owned.shape[0])
+            descend = lambda header, pair: (
+                trees.subtract(header, trees.scale(jax.grad(loss)(header, pair), hyper.server_lr)),
+                None,
+            )
+            return jax.lax.scan(descend, header, order)[0]
+
+        header = jax.lax.fori_loop(0, hyper.server_epochs, epoch, state.header)
+        received = state.pairs + jnp.sum(owned).astype(jnp.int32)
+        return State(header, received, state.rounds + 1), {}
+
+    def total_traffic(state):
+        header = trees.num_bytes(jax.eval_shape(first.init, jax.random.key(0))["params"][header_name(first)])
+        rounds = max(int(state.rounds) - 1, 0)  # the first round has no header to send
+        return Traffic(down=rounds * problem.cohort_size * header, up=4 * int(state.pairs) * (width + 1))
+
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        init_memory=init_memory,
+        total_traffic=total_traffic,
+        personal_model=lambda state, memory, data, key: memory.model,
+    )

@@ -1,0 +1,70 @@
+"""FedMD: the consensus, the digest, and a client's first round."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import local, trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import fedmd
+from fedjax_mr.strategies.fedmd import Hyper
+
+
+@pytest.mark.parametrize("kind", ["mae", "mse", "kl"])
+def test_where_all_agree_nothing_moves(kind):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    far = lambda z: jnp.sum(fedmd.difference(z, logits, kind=kind))
+    assert far(logits) == pytest.approx(0, abs=1e-6)
+    np.testing.assert_allclose(jax.grad(far)(logits), 0.0, atol=1e-6)
+    assert float(far(logits + jnp.array([[0.0, 1.0, 0.0]]))) > 0.01
+
+
+def test_the_consensus_is_the_mean_of_the_rounds_clients(engine):
+    one = engine("fedmd", "thin,perceptron", hyper=Hyper(subset=6, public_epochs=1, private_epochs=2))
+    problem, progress = one.given.problem, one.init()
+    asked = np.asarray(progress.server.next_rows)
+    before = jax.tree.map(np.array, progress.memory)
+    progress, _ = one.run(progress, 1)
+    server, memory = progress.server, progress.memory
+    clients = np.flatnonzero(np.asarray(memory.trained))
+    assert len(clients) == problem.cohort_size and not before.trained.any()
+    np.testing.assert_array_equal(server.rows, asked)
+    assert len(set(asked.tolist())) == 6
+    x = local.gather(problem.public, asked)
+    logits = [problem.model.apply(trees.take(memory.model, client), x) for client in clients]
+    np.testing.assert_allclose(server.consensus, np.mean(logits, axis=0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_digest_of_a_far_consensus_pulls(engine):
+    """The same round with two consensuses: each pulls the clients' outputs to its side."""
+    one = engine("fedmd", "perceptron", cohort=6, hyper=Hyper(digest_epochs=5, digest_loss="mse"))
+    start, _ = one.run(one.init(), 1)
+    start = jax.tree.map(np.array, start)
+
+    def outputs(shift):
+        consensus = start.server.consensus + shift * np.array([1.0, -1.0, 0.0], np.float32)
+        progress = one.place(start._replace(server=start.server._replace(consensus=consensus)))
+        return np.asarray(one.run(progress, 1)[0].server.consensus)
+
+    gap = (outputs(9.0) - outputs(-9.0)).mean(axis=0)
+    assert gap[0] > 0.1 and gap[1] < -0.1
+
+
+def test_without_public_epochs_it_is_local_only(engine, close):
+    alone, one = (
+        engine("local", "thin"),
+        engine("fedmd", hyper=Hyper(public_epochs=0, digest_epochs=0, private_epochs=2)),
+    )
+    expected, _ = alone.run(alone.init(), 2)
+    progress, _ = one.run(one.init(), 2)
+    close(progress.memory.model, expected.memory)
+
+
+def test_labels_are_needed(federation):
+    problem = federation("thin").problem
+    for public in (None, problem.public._replace(y=None)):
+        with pytest.raises(UserError, match="labelled public data"):
+            fedmd.build(Hyper(), dataclasses.replace(problem, public=public))

@@ -1,0 +1,183 @@
+"""pFedHR: what a client learns, what the server makes, and who gets what."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import pfedhr
+from fedjax_mr.strategies.pfedhr import Hyper
+
+QUICK = dict(groups=2, max_candidates=2, server_epochs=1)
+ZOO = "thin,linear,perceptron"
+
+
+@pytest.fixture(scope="module")
+def taught(engine):
+    """Return an engine with clients of three networks, and its progress after each of two rounds."""
+    one = engine("pfedhr", ZOO, hyper=Hyper(**QUICK))
+    progress, found = one.init(), []
+    for _ in range(2):
+        progress, report = one.run(progress, 1)
+        found.append((jax.tree.map(np.array, progress), report))
+    return one, found
+
+
+def test_without_weight_it_is_local_only(engine, close):
+    alone, reassembled = engine("local", "thin"), engine("pfedhr", hyper=Hyper(distillation_weight=0.0, **QUICK))
+    expected, _ = alone.run(alone.init(), 2)
+    progress, _ = reassembled.run(reassembled.init(), 2)
+    assert np.asarray(progress.server.taught).any()
+    close(progress.memory.model, expected.memory)
+
+
+def test_a_client_learns_labels_and_teacher(transcription):
+    """Cross-entropy + lambda KL(teacher || student), beside PyTorch; a client without teacher learns labels only."""
+    ours = transcription("pfedhr", Hyper(distillation_weight=0.7, **QUICK))
+    torch, server = ours.torch, ours.progress.server
+    teaching = np.random.default_rng(0).normal(size=server.teaching.shape).astype(np.float32)
+    given = np.array([True, True, True, False])
+    server = server._replace(teaching=jnp.asarray(teaching), taught=jnp.asarray(given))
+    ours.progress = ours.progress._replace(server=server)
+    starts = ours.progress.memory.model
+    before = [ours.read(trees.take(starts, client)) for client in range(4)]
+    (clients,) = ours.rounds(1)
+
+    def loss(weights, client):
+        logits = ours.head(weights, ours.features(weights, ours.x[client]))
+        teacher = torch.softmax(torch.tensor(teaching[client, : len(logits)], dtype=torch.float64), dim=1)
+        far = torch.nn.functional.kl_div(torch.log_softmax(logits, dim=1), teacher, reduction="batchmean")
+        return torch.nn.functional.cross_entropy(logits, ours.y[client]) + 0.7 * given[client] * far
+
+    assert 3 in clients and len(clients) == 3
+    for client in clients:
+        expected = ours.train(before[client], client, loss=lambda weights, client=client: loss(weights, client))
+        ours.check(trees.take(ours.progress.memory.model, client), expected)
+
+
+def test_the_server_changes_no_clients_network(taught):
+    _, rounds = taught
+    for progress, _ in rounds:
+        server = progress.server
+        for row, client in enumerate(server.diary.clients):
+            kept = jax.tree.map(lambda leaf, client=client: leaf[client], progress.memory.model)
+            jax.tree.map(
+                np.testing.assert_array_equal, kept, jax.tree.map(lambda leaf, row=row: leaf[row], server.models)
+            )
+
+
+def test_teachers_are_for_the_clients_of_the_round(taught):
+    _, rounds = taught
+    for progress, _ in rounds:
+        server = progress.server
+        matched = server.diary.teachers >= 0
+        assert set(np.flatnonzero(server.taught)) == set(server.diary.clients[matched])
+        assert (server.teacher_size[server.taught] > 0).all()
+    (first, _), (second, report) = rounds
+    both = set(first.server.diary.clients) & set(second.server.diary.clients)
+    assert int(report.strategy["taught"]) == len([client for client in both if first.server.taught[client]])
+
+
+def test_the_teachers_logits_are_those_of_the_matched_candidate(taught):
+    """Made once more with the same key: the candidate of the highest mean cosine, on the client's own samples."""
+    one, rounds = taught
+    progress, _ = rounds[0]
+    server, key = progress.server, jax.random.key(5)
+    maker = pfedhr.Server(Hyper(**QUICK), one.given.problem)
+    new = maker.teach(server, key)
+    models = server.models
+    networks = [
+        pfedhr.taken_apart(one.given.problem.model, jax.tree.map(lambda leaf, row=row: leaf[row], models), owner=row)
+        for row in range(3)
+    ]
+    made = maker.reassemble(networks, networks, key)
+    assert made.likeness.shape == (3, len(made.chains)) and (np.abs(made.likeness) <= 1 + 1e-6).all()
+    assert set(made.seconds) >= {"grouping", "matching"} and len(set(made.groups)) == 2
+    for row, client in enumerate(server.diary.clients):
+        best = made.likeness[row].argmax()
+        assert new.diary.teachers[row] == best
+        own = jax.device_put(one.given.problem.public)._replace(x=server.samples[row], y=None)
+        logits = maker.programs.logits(made.chains[best], own)
+        np.testing.assert_allclose(new.teaching[client], logits, rtol=1e-5, atol=1e-6)
+
+
+def test_candidates_are_of_blocks_of_the_round(taught):
+    _, rounds = taught
+    for progress, _ in rounds:
+        diary = progress.server.diary
+        blocks = diary.owners >= 0
+        assert set(diary.owners[blocks]) <= set(diary.clients.tolist())
+        assert (diary.groups[blocks] >= 0).all() and (diary.alike[np.ix_(blocks, blocks)] >= 0).all()
+        for candidate in diary.candidates:
+            chosen = candidate[candidate >= 0]
+            assert (np.diff(diary.places[chosen]) > 0).all() and (np.diff(diary.kinds[chosen]) >= 0).all()
+
+
+def test_programs_are_kept_over_the_rounds(taught):
+    """A round with the same networks in other roles compiles little that is new; a repeated one nothing."""
+    one, rounds = taught
+    maker = pfedhr.Server(Hyper(**QUICK), one.given.problem)
+    maker.teach(rounds[0][0].server, jax.random.key(0))
+    traces = maker.programs.traces
+    maker.teach(rounds[0][0].server, jax.random.key(0))
+    assert maker.programs.traces == traces
+
+
+def test_traffic_counts_networks(taught):
+    one, rounds = taught
+    problem = one.given.problem
+    progress, _ = rounds[-1]
+    sizes = problem.model.num_bytes()[np.asarray(problem.architectures)]
+    first = rounds[0][0].server
+    up = sum(int(sizes[client]) for each, _ in rounds for client in each.server.diary.clients)
+    down = sum(4 * int(first.teacher_size[client]) for client in progress.server.diary.clients if first.taught[client])
+    total = one.strategy.total_traffic(progress.server)
+    assert (total.up, total.down) == (up, down) and up > 0
+
+
+def test_the_latest_teachers_stay(engine):
+    one = engine("pfedhr", hyper=Hyper(teachers="latest", **QUICK))
+    progress, seen = one.init(), set()
+    for _ in range(2):
+        progress, _ = one.run(progress, 1)
+        seen |= set(np.asarray(progress.server.diary.clients).tolist())
+        assert set(np.flatnonzero(np.asarray(progress.server.taught))) == seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(public="unlabelled", distillation="raw"),
+        dict(grouping="means", search="random", average=True, finetune="stitches", stitch="flat"),
+    ],
+    ids=["without labels", "as the authors"],
+)
+def test_the_other_options_train(engine, options):
+    one = engine("pfedhr", hyper=Hyper(**(QUICK | options)))
+    progress, report = one.run(one.init(), 2)
+    assert np.isfinite(float(report.train_loss))
+    assert np.asarray(progress.server.taught).any()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(progress.memory))
+
+
+def test_networks_of_one_architecture_are_averaged():
+    models = {"params": {"vector": np.arange(8.0).reshape(4, 2)}, "architecture": np.array([1, 0, 1, 1])}
+    (first, zero), (second, one) = pfedhr.averaged(models, models["architecture"])
+    assert (first, second) == (1, 0)
+    np.testing.assert_array_equal(zero["params"]["vector"], [2, 3])
+    np.testing.assert_array_equal(one["params"]["vector"], np.mean([[0, 1], [4, 5], [6, 7]], axis=0))
+    assert (zero["architecture"], one["architecture"]) == (0, 1)
+
+
+def test_the_public_data_it_needs(federation):
+    problem = federation("thin").problem
+    with pytest.raises(UserError, match="public_share"):
+        pfedhr.build(Hyper(), dataclasses.replace(problem, public=None))
+    without = dataclasses.replace(problem, public=problem.public._replace(y=None))
+    with pytest.raises(UserError, match="no labels"):
+        pfedhr.build(Hyper(), without)
+    pfedhr.build(Hyper(public="unlabelled"), without)
