@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -296,7 +297,9 @@ class Program:
         if self.compiled is None:
             started = time.perf_counter()
             program = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
-            self.compiled = program.lower(*args).compile()
+            with warnings.catch_warnings():  # what is sent need not be of the sizes of what comes back
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+                self.compiled = program.lower(*args).compile()
             self.compile_seconds = time.perf_counter() - started
         return self.compiled(*args)
 

@@ -320,3 +320,150 @@ def surfaces(
         bar.ax.yaxis.set_minor_formatter(NullFormatter())
         bar.set_label(label)
         figure.savefig(temporary)
+
+
+def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path: Path | str, *, label: str) -> None:
+    """Draw a symmetric table of numbers between 0 and 1 whose rows are sorted by group, with a frame around each.
+
+    Args:
+      table: [L, L].
+      names: of the rows.
+      groups: of the rows, ascending.
+      path: the picture to write (png, svg or pdf).
+      label: what the numbers are.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    side = max(5.0, 0.19 * len(names) + 1.6)
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=(side + 1.0, side), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        axis = figure.subplots()
+        image = axis.imshow(table, cmap="cividis", vmin=0.0, vmax=1.0)
+        for group in sorted(set(groups)):
+            rows = [row for row, own in enumerate(groups) if own == group]
+            corner = (rows[0] - 0.5, rows[0] - 0.5)
+            axis.add_patch(Rectangle(corner, len(rows), len(rows), fill=False, edgecolor=COLOURS[1], linewidth=2.5))
+        axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+        axis.set_yticks(range(len(names)), names, fontsize=7)
+        axis.set_title("blocks (client.place), framed by group", fontsize=10)
+        figure.colorbar(image, ax=axis, shrink=0.8).set_label(label)
+        figure.savefig(temporary)
+
+
+Strip = Sequence[tuple[int, int, bool]]
+"""Blocks in order: whose, at which place, and whether it is drawn as a disc."""
+
+
+def strips(rows: Mapping[str, Sequence[Strip]], path: Path | str, *, num_colours: int) -> None:
+    """Draw strips of blocks, a panel for each name: the colour tells whose, the number at which place.
+
+    Args:
+      rows: the strips by the panel's name.
+      path: the picture to write (png, svg or pdf).
+      num_colours: how many owners there are.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(rows))
+    lines = math.ceil(len(rows) / columns)
+    widest = max((len(strip) for strips in rows.values() for strip in strips), default=1)
+    tallest = max(1, *(len(strips) for strips in rows.values()))
+    size = (columns * (0.28 * widest + 0.5), lines * (0.3 * tallest + 0.4) + 0.5)
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=size, layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(lines, columns, squeeze=False).ravel()
+        for axis, (name, drawn) in zip(axes, rows.items(), strict=False):
+            axis.set_title(name if drawn else f"{name}: none", fontsize=9)
+            for height, strip in enumerate(drawn):
+                _strip(axis, strip, 0.0, float(height), 1.0, num_colours, with_numbers=True)
+            axis.set(xlim=(-0.6, widest - 0.4), ylim=(tallest - 0.4, -0.6), aspect="equal")
+        for axis in axes:
+            axis.set_axis_off()
+        _owners(figure, num_colours)
+        figure.savefig(temporary)
+
+
+def teachers(rounds: Mapping[int, Mapping[int, Strip]], num_clients: int, path: Path | str) -> None:
+    """Draw from whose blocks each client's teacher was made: round by round, and the shares over all of them.
+
+    Args:
+      rounds: each client's teacher by round, for the clients that had one.
+      num_clients: N.
+      path: the picture to write (png, svg or pdf).
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shares = np.zeros((num_clients, num_clients))
+    for teachers in rounds.values():
+        for client, strip in teachers.items():
+            for owner, _, _ in strip:
+                shares[client, owner] += 1
+    shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1)
+    longest = max((len(strip) for each in rounds.values() for strip in each.values()), default=1)
+    width = max(3.0, 0.62 * len(rounds)) + 0.34 * num_clients + 2.4
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=(width, 0.34 * num_clients + 1.6), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        time, total = figure.subplots(1, 2, width_ratios=[max(3.0, 0.62 * len(rounds)), 0.34 * num_clients + 0.8])
+        for column, each in enumerate(rounds.values()):
+            for client, strip in each.items():
+                _strip(time, strip, column - 0.4, float(client), 0.8 / longest, num_clients, with_numbers=False)
+        time.set_xticks(range(len(rounds)), [str(number) for number in rounds], fontsize=8)
+        time.set(xlim=(-0.6, len(rounds) - 0.4), ylim=(num_clients - 0.4, -0.6), xlabel="round", ylabel="client taught")
+        time.set_yticks(range(num_clients))
+        time.grid(color="0.92")
+        time.set_axisbelow(True)
+        time.set_title("its teacher's blocks, coloured by the client that they are from", fontsize=9)
+        image = total.imshow(shares, cmap="cividis", vmin=0.0, aspect="auto")
+        total.set_xticks(range(num_clients))
+        total.set_yticks(range(num_clients))
+        total.set_xlabel("client that blocks are from")
+        total.set_title("share of blocks", fontsize=9)
+        figure.colorbar(image, ax=total)
+        _owners(figure, num_clients)
+        figure.savefig(temporary)
+
+
+def _strip(
+    axis: Any, strip: Strip, left: float, middle: float, width: float, num_colours: int, *, with_numbers: bool
+) -> None:
+    from matplotlib.patches import Ellipse, Rectangle
+
+    height = 0.8 if with_numbers else 0.7
+    for number, (owner, place, disc) in enumerate(strip):
+        x, colour = left + number * width, _colour(owner, num_colours)
+        if disc:
+            centre = (x if with_numbers else x + width / 2, middle)
+            axis.add_patch(
+                Ellipse(centre, 0.84 * width, 1.05 * height, facecolor=colour, edgecolor="0.2", linewidth=0.5)
+            )
+        else:
+            corner = (x - 0.42 * width if with_numbers else x + 0.08 * width, middle - height / 2)
+            axis.add_patch(Rectangle(corner, 0.84 * width, height, facecolor=colour, edgecolor="0.2", linewidth=0.5))
+        if with_numbers:
+            axis.text(x, middle, str(place), ha="center", va="center", fontsize=7)
+
+
+def _colour(owner: int, count: int) -> Any:
+    import matplotlib
+
+    return matplotlib.colormaps["tab20" if count <= 20 else "turbo"](owner if count <= 20 else owner / (count - 1))
+
+
+def _owners(figure: Any, count: int) -> None:
+    from matplotlib.patches import Patch
+
+    if count <= 20:
+        handles = [Patch(facecolor=_colour(owner, count), edgecolor="0.2", label=str(owner)) for owner in range(count)]
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=min(count, 12), fontsize=7, frameon=False, title="client"
+        )

@@ -5,7 +5,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from fedjax_mr.analysis import clients, curves, landscape, origins, results, similarity, spread, table, theorem1
+from fedjax_mr.analysis import (
+    clients,
+    curves,
+    landscape,
+    origins,
+    reassembly,
+    results,
+    similarity,
+    spread,
+    table,
+    theorem1,
+)
 from fedjax_mr.errors import UserError, unknown_name
 
 
@@ -24,6 +35,7 @@ COMMANDS: dict[str, Any] = {
     "curves": curves,
     "landscape": landscape,
     "origins": origins,
+    "reassembly": reassembly,
     "results": results,
     "similarity": similarity,
     "spread": spread,

@@ -15,6 +15,7 @@ from fedjax_mr.data import FederatedData
 from fedjax_mr.engine import build_model, build_rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
+from fedjax_mr.rounds import Rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +104,32 @@ def elsewhere(config: Config, data_dir: str) -> Config:
     return dataclasses.replace(config, data_dir=data_dir)
 
 
+class Prepared(NamedTuple):
+    """A run's data, network and compiled rounds on one device."""
+
+    config: Config
+    federated: FederatedData
+    model: Model
+    engine: Rounds
+
+
+def prepare(run: Run, *, data_dir: str | None = None) -> Prepared:
+    """Return what a run's checkpoints are read with; nothing is computed."""
+    config = run.config if data_dir is None else elsewhere(run.config, data_dir)
+    parallel.start(devices=1, cohort_size=1)
+    federated = data.prepare(config)
+    model = build_model(config, federated)
+    axis = parallel.client_axis(devices=1, lanes=1, cohort_size=config.cohort)
+    return Prepared(config, federated, model, build_rounds(config, federated, model, axis))
+
+
 def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) -> Trained:
     """Return the models of a checkpoint (None: the newest), on the host.
 
     Raises:
       UserError: there is no such checkpoint, it is damaged, or the data are no longer those of the run.
     """
-    config = run.config if data_dir is None else elsewhere(run.config, data_dir)
-    parallel.start(devices=1, cohort_size=1)
-    federated = data.prepare(config)
-    model = build_model(config, federated)
-    axis = parallel.client_axis(devices=1, lanes=1, cohort_size=config.cohort)
-    engine = build_rounds(config, federated, model, axis)
+    _, federated, model, engine = prepare(run, data_dir=data_dir)
     progress, meta = Checkpoints(run.path / "checkpoints").restore(engine.shapes(), round)
     if meta["data"] != federated.hash():
         raise UserError(f"{run.path} was made with other data: its partition hash is {meta['data']}")
