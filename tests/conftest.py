@@ -76,9 +76,10 @@ class Flatten(nn.Module):
         return x.reshape(x.shape[0], -1)
 
 
-QUICK = {  # settings with which a strategy's first round trains like the others, and its server does little
+QUICK = {  # settings with which a first round trains like the others, and Adam on the server hardly moves (see layouts)
     "fedmd": {"public_epochs": 1, "private_epochs": EPOCHS},
     "fccl": {"private_epochs": EPOCHS},
+    "fedkemf": {"server_lr": 1e-6},
     "pfedhr": {"groups": 2, "max_candidates": 2, "server_epochs": 1, "server_lr": 1e-4},
 }
 NETWORKS = {"thin": Thin, "linear": Linear, "perceptron": Perceptron}

@@ -43,7 +43,9 @@ def k_medoids(distances: np.ndarray, count: int) -> np.ndarray:
     return labels
 
 
-def averaged_k_means(entering: Sequence[Array], leaving: Sequence[Array], count: int, *, seed: int) -> np.ndarray:
+def averaged_k_means(
+    entering: Sequence[np.ndarray], leaving: Sequence[np.ndarray], count: int, *, seed: int
+) -> np.ndarray:
     """Return the group 0..K-1 of each of L blocks as the authors' code does: centres are means of averaged activations.
 
     Feature maps are averaged over their places, and all activations are filled up to the same width by constant
@@ -51,8 +53,8 @@ def averaged_k_means(entering: Sequence[Array], leaving: Sequence[Array], count:
     blocks keeps its centre (the authors': a centre of zeros).
 
     Args:
-      entering: the activations [P, ...] of the same samples that enter each block.
-      leaving: those that leave it.
+      entering: what enters each block for the same samples, each `averaged` [P, W].
+      leaving: what leaves it.
       count: K.
       seed: of the first centres.
     """
@@ -69,7 +71,12 @@ def averaged_k_means(entering: Sequence[Array], leaving: Sequence[Array], count:
     return labels
 
 
-def _filled(activations: Sequence[Array]) -> np.ndarray:
-    flat = [np.asarray(each).mean(axis=tuple(range(1, each.ndim - 1))) for each in activations]
-    width = max(each.shape[1] for each in flat)
-    return np.stack([np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=1.0) for each in flat])
+def averaged(activations: Array) -> np.ndarray:
+    """Return activations [P, ..., W] averaged over all axes between the first and the last: [P, W]."""
+    activations = np.asarray(activations)
+    return activations.mean(axis=tuple(range(1, activations.ndim - 1)))
+
+
+def _filled(activations: Sequence[np.ndarray]) -> np.ndarray:
+    width = max(each.shape[1] for each in activations)
+    return np.stack([np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=1.0) for each in activations])

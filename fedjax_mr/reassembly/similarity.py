@@ -30,14 +30,14 @@ def _products(grams: jax.Array) -> jax.Array:
     return jnp.matmul(grams, grams.T, precision=jax.lax.Precision.HIGHEST)
 
 
-def cka(activations: Sequence[Array]) -> np.ndarray:
-    """Return the CKA of all pairs [L, L] of L activations [P, ...] of the same samples; between 0 and 1.
+def compare(grams: Sequence[jax.Array]) -> np.ndarray:
+    """Return the CKA of all pairs [L, L] of L Gram matrices of `gram`, in a single product; between 0 and 1."""
+    return np.clip(np.asarray(_products(jnp.stack(grams)), np.float64), 0.0, 1.0)
 
-    The Gram matrices are computed one by one and compared in a single product, so activations may be wide.
-    """
-    return np.clip(
-        np.asarray(_products(jnp.stack([gram(jnp.asarray(each)) for each in activations])), np.float64), 0.0, 1.0
-    )
+
+def cka(activations: Sequence[Array]) -> np.ndarray:
+    """Return the CKA of all pairs [L, L] of L activations [P, ...] of the same samples; between 0 and 1."""
+    return compare([gram(jnp.asarray(each)) for each in activations])
 
 
 def distances(entering: np.ndarray, leaving: np.ndarray) -> np.ndarray:

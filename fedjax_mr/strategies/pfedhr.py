@@ -20,6 +20,7 @@ teacher's.
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -224,18 +225,22 @@ class Server:
 
         rows = rng.permutation(len(public.x))[: hyper.samples]
         seen = public._replace(x=public.x[rows], y=None)
-        passed = [programs.activations(chain_of(blocks), seen) for blocks in sources]
-        chosen = [[block for block in own if block.kind] for own in sources]  # without tensors there is no function
-        blocks = [block for own in chosen for block in own]
-        entering = [acts[block.index] for own, acts in zip(chosen, passed, strict=True) for block in own]
-        leaving = [acts[block.index + 1] for own, acts in zip(chosen, passed, strict=True) for block in own]
-        sides = similarity.cka(entering), similarity.cka(leaving)
+        grams, averages = [], []  # of the input and of what leaves each block, network by network
+        for own in sources:
+            passed = programs.activations(chain_of(own), seen)
+            grams.append([similarity.gram(each) for each in passed])
+            averages.append([groups.averaged(each) for each in passed] if hyper.grouping == "means" else [])
+        blocks = [block for own in sources for block in own if block.kind]  # without tensors there is no function
+        of = [number for number, own in enumerate(sources) for block in own if block.kind]
+        side = lambda table, step: [table[i][block.index + step] for i, block in zip(of, blocks, strict=True)]
+        entering, leaving = (similarity.compare(side(grams, step)) for step in (0, 1))
         clock("activations and CKA")
 
         if hyper.grouping == "medoids":
-            labels = groups.k_medoids(similarity.distances(*sides), hyper.groups)
+            labels = groups.k_medoids(similarity.distances(entering, leaving), hyper.groups)
         else:
-            labels = groups.averaged_k_means(entering, leaving, hyper.groups, seed=int(rng.integers(2**31)))
+            seed = int(rng.integers(2**31))
+            labels = groups.averaged_k_means(side(averages, 0), side(averages, 1), hyper.groups, seed=seed)
         clock("grouping")
 
         find = search.by_rules if hyper.search == "rules" else search.at_random
@@ -252,19 +257,19 @@ class Server:
             )
             for number, candidate in enumerate(candidates)
         ]
-        clock("search and stitching")
+        clock("search and stitching", stitched)
 
         tune = functools.partial(
             programs.train, samples=public, key=jax.random.fold_in(key, hyper.max_candidates), **self.tuning
         )
         tuned = [tune(chain, stitches_only=hyper.finetune == "stitches") for chain in stitched]
-        clock("fine-tuning of the candidates")
+        clock("fine-tuning of the candidates", tuned)
         copies = [tune(chain_of(own)) for own in networks] if tuned else []
-        clock("fine-tuning of the clients' copies")
+        clock("fine-tuning of the clients' copies", copies)
         theirs, ours = ([programs.logits(chain, public) for chain in each] for each in (copies, tuned))
         likeness = np.array([[cosines(a, b) for b in ours] for a in theirs]).reshape(len(networks), len(tuned))
         clock("matching")
-        return Reassembled(blocks, labels, (sides[0] + sides[1]) / 2, candidates, tuned, likeness, clock.seconds)
+        return Reassembled(blocks, labels, (entering + leaving) / 2, candidates, tuned, likeness, clock.seconds)
 
     def teach(self, state: State, key: jax.Array) -> State:
         """Return the state with the teachers of the round's clients; consumes ``key``."""
@@ -325,7 +330,9 @@ class _Clock:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def __call__(self, step: str) -> None:
+    def __call__(self, step: str, made: Sequence[Chain] = ()) -> None:
+        """Wait until some chains are made, and note the time."""
+        jax.block_until_ready([piece.variables for chain in made for piece in chain])
         now = time.perf_counter()
         self.seconds[step], self._last = now - self._last, now
 

@@ -162,7 +162,7 @@ def test_the_authors_k_means_puts_alike_activations_together():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 20, 5))
     maps = np.repeat(a[:, None, :], 4, axis=1).reshape(20, 2, 2, 5)  # the same after averaging
-    entering = [each.astype(np.float32) for each in (a, b[:, :3], maps, 2 * b[:, :3])]
+    entering = [groups.averaged(each.astype(np.float32)) for each in (a, b[:, :3], maps, 2 * b[:, :3])]
     labels = groups.averaged_k_means(entering, entering, 2, seed=3)
     assert labels[0] == labels[2] != labels[1] == labels[3]
 
