@@ -1,0 +1,103 @@
+"""Several networks behind the face of one: whatever is done to the zoo's variables, the network itself would do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import local, models
+from fedjax_mr.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def given(federation):
+    return federation("thin,linear,perceptron", sizes=(7, 5), cohort=2)
+
+
+@pytest.fixture(scope="module")
+def zoo(given):
+    return given.problem.model
+
+
+def data_of(given, client):
+    samples, index, offsets = given.federation
+    size = jnp.int32(np.diff(offsets)[client])
+    return local.ClientData(samples, jnp.asarray(index), jnp.int32(offsets[client]), size, jnp.int32(client))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_packing_is_undone(zoo, equal, number):
+    variables = zoo.models[number].init(jax.random.key(number))
+    packed = zoo.pack(variables, number)
+    equal(zoo.unpack(packed, number), variables)
+    equal(zoo.fill(zoo.cut(packed, number), number), packed)
+    equal(zoo.init(jax.random.key(number), number), packed)
+    described = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    assert described(packed) == described(zoo.shapes())
+
+
+def test_a_number_in_the_data_picks_the_network(zoo, given, close):
+    """One trace for all networks, for a batch of clients too; the same logits, features and heads."""
+    x = jnp.asarray(given.federation.samples.x[:4])
+    packed = jax.vmap(zoo.init)(jax.random.split(jax.random.key(0), 3), jnp.arange(3))
+    apply = jax.jit(jax.vmap(zoo.apply, in_axes=(0, None)))
+    logits = apply(packed, x)
+    one = jax.jit(zoo.apply)
+    for number, model in enumerate(zoo.models):
+        row = jax.tree.map(lambda leaf, number=number: leaf[number], packed)
+        own = zoo.unpack(row, number)
+        close(logits[number], model.apply(own, x))
+        close(one(row, x), model.apply(own, x))
+        close(zoo.head(row, zoo.features(row, x)), model.apply(own, x))
+    assert apply._cache_size() == one._cache_size() == 1
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_training_equals_that_of_the_network_itself(zoo, given, close, number):
+    """BatchNorm's statistics, dropout, momentum and uneven batches included; padding stays zero."""
+    model, setting, key = zoo.models[number], given.problem.local, jax.random.key(3)
+    start = model.init(jax.random.key(1))
+    trained, metrics = jax.jit(lambda v: local.train(zoo, setting, v, data_of(given, 0), key))(zoo.pack(start, number))
+    plain, own = local.train(model, setting, start, data_of(given, 0), key)
+    close(zoo.unpack(trained, number), plain)
+    close(metrics, own)
+    close(trained, zoo.pack(plain, number))
+    ours, theirs = (
+        local.score(network, variables, data_of(given, 1), batch_size=2)
+        for network, variables in ((zoo, trained), (model, plain))
+    )
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("devices, lanes", [(1, 6), (2, 1), (2, 2)])
+def test_clients_of_different_networks_train_alike_on_every_layout(engine, close, devices, lanes):
+    one, other = (
+        engine("local", "thin,perceptron", cohort=6),
+        engine("local", "thin,perceptron", cohort=6, devices=devices, lanes=lanes),
+    )
+    first, report = one.run(one.init(), 2)
+    second, other_report = other.run(other.init(), 2)
+    close(first, second, rtol=1e-3, atol=1e-4)
+    close(report, other_report, rtol=1e-3)
+    assert {program.traces for program in (*one.programs.values(), *other.programs.values())} == {1}
+
+
+def test_no_branch_of_another_network_runs_in_one_lane(engine):
+    """The compiled clients choose by a conditional, not by computing all networks."""
+    engine = engine("local", "thin,perceptron", cohort=6, devices=2, lanes=1)
+    engine.run(engine.init(), 1)
+    assert "conditional" in engine.programs["clients"].compiled.as_text()
+
+
+def test_networks_that_count_batches_are_refused():
+    m4 = models.build("pfedhr_m4", input_shape=(32, 32, 3), num_classes=10, authors_state=True)
+    with pytest.raises(UserError, match="noauthors_state"):
+        models.Zoo.of([m4, m4])
+
+
+def test_sizes(zoo):
+    assert zoo.num_parameters() == max(model.num_parameters() for model in zoo.models)
+    assert zoo.num_bytes().tolist() == [
+        sum(4 * leaf.size for leaf in jax.tree.leaves(model.shapes())) for model in zoo.models
+    ]
+    assert zoo.layers() == ()

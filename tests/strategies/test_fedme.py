@@ -1,0 +1,166 @@
+"""FedMe: the running example of two rounds and five clients, and what can go wrong in its parts."""
+
+import dataclasses
+
+import flax.linen as nn
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from fedjax_mr import trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Model, Zoo
+from fedjax_mr.strategies import Cohort, fedme
+
+
+class Number(nn.Module):
+    """A network that is one number, kept ``count`` times: five of them differ in their size alone."""
+
+    count: int
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        theta = self.param("theta", nn.initializers.zeros, (self.count,))
+        return jnp.broadcast_to(theta[:1], (x.shape[0], 3))
+
+
+ZOO = Zoo.of([Model(Number(count), (4, 4, 1), name=f"size{count}") for count in range(1, 6)])
+
+
+def stacked(values, architectures):
+    """Return models whose number of parameters follows from the architecture."""
+    each = [ZOO.pack({"params": {"theta": jnp.full(a + 1, v)}}, a) for v, a in zip(values, architectures, strict=True)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+@pytest.fixture(scope="module")
+def problem(federation):
+    """Five clients, all in every round, that start with the five networks."""
+    problem = federation(sizes=(2, 2, 2, 2, 2), cohort=5).problem
+    return dataclasses.replace(problem, model=ZOO, architectures=jnp.arange(5, dtype=jnp.int32))
+
+
+def test_the_running_example(problem):
+    """Every number of the table: two rounds in which clients train by adding their number (from 1) to a model."""
+    strategy = fedme.build(fedme.Hyper(upload_first=True), problem)
+    targets, steps = np.array([10, 25, 20, 60, 55.0]), np.arange(1, 6.0)
+    start = strategy.init(jax.random.key(0))
+    state = start._replace(models=stacked([10, 20, 30, 40, 50.0], range(5)))
+    cohort = Cohort(jnp.arange(5), jnp.full(5, 2))
+    expected = [
+        dict(
+            partners=[2, 1, 2, 5, 4], own=[11, 22, 33, 44, 55], received=[21, 12, 23, 54, 45],
+            means=[11.5, 22, 33, 44.5, 54.5], chosen=[1, 2, 2, 5, 5],
+            models=[11.5, 22, 22, 54.5, 54.5], up=15 + 29, down=14 + 15,
+        ),
+        dict(
+            partners=[3, 1, 2, 5, 4], own=[12.5, 24, 25, 58.5, 59.5], received=[23, 13.5, 25, 58.5, 59.5],
+            means=[13, 24.5, 24, 59, 59], chosen=[1, 2, 3, 4, 5],
+            models=[13, 24.5, 24, 59, 59], up=15 + 30, down=15 + 15,
+        ),
+    ]  # fmt: skip
+    before = strategy.total_traffic(state)
+    for number, want in enumerate(expected):
+        partners = np.array(want["partners"]) - 1
+        values, kinds = value(state.models), np.asarray(state.models["architecture"])
+        own, received = values + steps, values[partners] + steps
+        np.testing.assert_array_equal(own, want["own"])
+        np.testing.assert_array_equal(received, want["received"])
+        takes = np.abs(received - targets) < np.abs(own - targets)
+        np.testing.assert_array_equal(np.where(takes, partners, np.arange(5)) + 1, want["chosen"])
+        uploads = {
+            "model": stacked(own, kinds),
+            "received": stacked(received, kinds[partners]),
+            "partner": jnp.asarray(partners),
+            "takes": jnp.asarray(takes),
+        }
+        means = fedme.aggregate(uploads["model"], uploads["received"], uploads["partner"])
+        np.testing.assert_array_equal(value(means), want["means"])
+        state, metrics = strategy.server_update(state, uploads, cohort, jnp.int32(number), jax.random.key(1))
+        np.testing.assert_array_equal(value(state.models), want["models"])
+        np.testing.assert_array_equal(state.models["architecture"], [0, 1, 1, 4, 4])  # two networks are extinct
+        assert float(metrics["clients_that_switched"]) == (2, 0)[number]
+        after = strategy.total_traffic(state)
+        assert (after.up - before.up, after.down - before.down) == (4 * want["up"] + 25, 4 * want["down"] + 20)
+        before = after
+
+
+def value(models):
+    return np.asarray(models["params"]["vector"])[:, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clusters_do_not_collapse_on_equal_models(seed):
+    """The second round of the running example: clients 2 and 3 hold one model, 4 and 5 another."""
+    labels = fedme.cluster(np.array([[11.5], [22], [22], [54.5], [54.5]]), 2, seed=seed)
+    assert labels[0] == labels[1] == labels[2] != labels[3] == labels[4]
+    assert len(set(fedme.cluster(np.ones((5, 3)), 4, seed=seed))) == 1
+    assert len(set(fedme.cluster(np.array([[1.0], [1], [2], [3]]), 4, seed=seed))) == 3
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(clusters=st.lists(st.integers(0, 3), min_size=5, max_size=5), seed=st.integers(0, 2**31 - 1))
+def test_partners_come_from_the_cluster(clusters, seed):
+    clusters = np.array(clusters)
+    partners = np.asarray(fedme.draw_partners(jax.random.key(seed), jnp.asarray(clusters)))
+    for client, partner in enumerate(partners):
+        assert partner != client
+        if (clusters == clusters[client]).sum() > 1:
+            assert clusters[partner] == clusters[client]
+
+
+def test_a_client_alone_in_its_cluster_receives_any_other_model():
+    clusters = jnp.array([0, 1, 1, 2, 2])
+    drawn = {int(fedme.draw_partners(jax.random.key(seed), clusters)[0]) for seed in range(60)}
+    assert drawn == {1, 2, 3, 4}
+
+
+def test_a_permutation_shares_the_sum(close):
+    """Every model trained by its owner and by one other: the means add up to half of all that was uploaded."""
+    rng = np.random.default_rng(0)
+    models, received = ({"w": jnp.asarray(rng.normal(size=(5, 7)), jnp.float32)} for _ in range(2))
+    means = fedme.aggregate(models, received, jnp.array([1, 2, 3, 4, 0]))
+    close(means["w"].sum(0), (models["w"].sum(0) + received["w"].sum(0)) / 2)
+
+
+def test_two_clients_exchange_with_each_other():
+    assert fedme.draw_partners(jax.random.key(3), jnp.zeros(2, jnp.int32)).tolist() == [1, 0]
+
+
+def test_without_tuning_nobody_switches_and_networks_stay(engine):
+    engine = engine("fedme", "linear,perceptron", hyper=fedme.Hyper(tuning=False, clustering=False), cohort=6)
+    progress, report = engine.run(engine.init(), 2)
+    assert float(report.strategy["clients_that_switched"]) == 0
+    np.testing.assert_array_equal(progress.server.models["architecture"], [0, 1, 0, 1, 0, 1])
+
+
+def test_networks_spread_in_one_trace_with_clusters(engine):
+    """All of FedMe with two networks; the clients' networks change, and nothing is compiled anew."""
+    engine = engine("fedme", "linear,perceptron", hyper=fedme.Hyper(cluster_rounds=(1, 2)), cohort=6)
+    progress, _ = engine.run(engine.init(), 1)
+    before = np.asarray(progress.server.models["architecture"])
+    progress, report = engine.run(progress, 5)
+    assert {program.traces for program in engine.programs.values()} == {1}
+    assert set(progress.server.models["architecture"].tolist()) <= set(before.tolist())
+    assert np.isfinite(float(report.train_loss)) and np.isnan(float(report.similarity))
+    assert len(set(np.asarray(progress.server.clusters).tolist())) > 1
+
+
+def test_equal_networks_count_the_traffic_of_what_is_sent(engine):
+    engine = engine("fedme")
+    progress, _ = engine.run(engine.init(), 2)
+    once = engine.traffic()
+    total = engine.strategy.total_traffic(jax.device_get(progress.server))
+    # What is sent down first is the client's own model, which the round before returned.
+    assert (total.down, total.up) == (2 * once.down, 2 * once.up)
+    assert total.down == 2 * 3 * (2 * trees.num_bytes(engine.given.problem.model.shapes()) + 4)
+
+
+def test_what_cannot_be_exchanged_is_said(problem):
+    with pytest.raises(UserError, match="--cohort must be at least 2"):
+        fedme.build(fedme.Hyper(), dataclasses.replace(problem, cohort_size=1))
+    with pytest.raises(UserError, match="--public_share"):
+        fedme.build(fedme.Hyper(), dataclasses.replace(problem, public=None))
