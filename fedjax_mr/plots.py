@@ -223,7 +223,7 @@ def personal(
     from matplotlib.figure import Figure
 
     column = lambda name: np.array([row.get(name) if row.get(name) is not None else math.nan for row in rows], float)
-    networks = [name for name in (rows[-1] if rows else ()) if name.startswith("clients_")]
+    networks = [name for name in (rows[-1] if rows else ()) if name.startswith("network_")]
     panels = 2 + bool(networks)
     with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
         figure = Figure(figsize=(WIDTH, 3.6), layout="constrained", dpi=150)
@@ -233,7 +233,13 @@ def personal(
         if np.isfinite(mean).any():
             axes[0].plot(rounds, mean, color=COLOURS[0], label="mean of the clients")
             axes[0].fill_between(
-                rounds, mean - spread, mean + spread, color=COLOURS[0], alpha=0.15, linewidth=0, label="one deviation"
+                rounds,
+                np.maximum(mean - spread, 0),
+                np.minimum(mean + spread, 1),
+                color=COLOURS[0],
+                alpha=0.15,
+                linewidth=0,
+                label="one deviation",
             )
             others = {"personal_worst10": "worst 10 %", "validation_accuracy": "validation, mean"}
             for (name, label), stroke, colour in zip(others.items(), STROKES[1:], COLOURS[1:], strict=False):

@@ -399,6 +399,9 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "accuracy, best": number("{:.4f}", "accuracy_best"),
         "accuracy, mean of last 10": number("{:.4f}", "accuracy_mean_last_10"),
         "test loss": number("{:.4f} nats", "loss_last"),
+        "clients' own models": number("{:.4f}", "personal_accuracy"),
+        "worst tenth of them": number("{:.4f}", "personal_worst10"),
+        "after fine-tuning": number("{:.4f}", "finetuned_accuracy"),
         "rounds": number("{:,}", "rounds"),
         "rounds to the target": number("{:,}", "rounds_to_target"),
         "sent to clients": number("{:,.1f} MB", "bytes_down", 1e6),
@@ -406,6 +409,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "sent among clients": number("{:,.1f} MB", "bytes_peer", 1e6),
         "compilation": number("{:.1f} s", "compile_seconds"),
         "per round": number("{:.3f} s", "seconds_per_round"),
+        "of this the server": number("{:.3f} s", "server_seconds_per_round"),
         "speed": number("{:,.0f} images/s", "images_per_second"),
         "peak memory": number("{:,.0f} MB", "peak_memory_bytes", 1e6),
     }

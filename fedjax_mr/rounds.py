@@ -1,7 +1,9 @@
 """One round: select -> dispatch -> client_update on the client axis -> server_update, and many of them in a row."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -238,6 +240,8 @@ class Rounds:
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
         self._host_data: HostData | None = None
         self._sent: dict[int, Sent] = {}  # by round; at most the next one's
+        self._seconds = {"clients": 0.0, "server": 0.0}
+        self._rounds_timed = 0
         if data_on_host:
             samples, index, offsets = given.federation
             self._host_data = HostData(samples.x, samples.y, index, offsets, sharding=axis.sharded)
@@ -303,14 +307,36 @@ class Rounds:
             if self._host_data is not None and ids_ahead is not None:  # the devices are at work on this round
                 self._sent[number + 1] = self._host_data.send(np.asarray(ids_ahead))
             if self.strategy.between_rounds is not None:
+                started = time.perf_counter()
                 key = _round_key(self._home_given.key, HOST, number + 1)
                 whole = parallel.place(progress.server, self.axis.home)
                 server = self.strategy.between_rounds(whole, number + 1, key)
                 progress = progress._replace(server=parallel.place(server, self._at_rest.server))
+                self._seconds["server"] += time.perf_counter() - started
             reports.append(report)
             if self._stop_at_divergence and int(report.bad_client) >= 0:
                 break
         return progress, functools.reduce(join, reports)
+
+    def seconds_per_round(self) -> dict[str, float]:
+        """Return the seconds of a round on the clients' side and on the server's, without compilation.
+
+        They are known where the two are programs of their own (several CPU devices, samples not sent ahead); else {}.
+        """
+        if not self._rounds_timed:
+            return {}
+        return {f"{side}_seconds_per_round": total / self._rounds_timed for side, total in self._seconds.items()}
+
+    @contextlib.contextmanager
+    def _timed(self, side: str) -> Iterator[list[Any]]:
+        """Add what the body takes to a side's seconds; it lists its results, which are waited for."""
+        compiled = lambda: sum(program.compile_seconds for program in self.programs.values())
+        results: list[Any] = []
+        before, started = compiled(), time.perf_counter()
+        yield results
+        if self._host_data is None:  # else the next round's samples are sent meanwhile, and nobody waits
+            jax.block_until_ready(results)
+        self._seconds[side] += time.perf_counter() - started - (compiled() - before)
 
     def _arrived(self, progress: Progress, round: int) -> Sent | None:
         """Return the samples of a round's clients, sent ahead if that was possible; None if all are on the devices."""
@@ -408,16 +434,24 @@ class Rounds:
             progress = progress._replace(memory=None)
         first = lambda given, progress: begin(self.build, self.axis, given, progress)
         last = lambda given, *rest: finish(self.build, given, *rest)
-        plan, rows = self._call("begin", first, self._home_given, progress, out=self.axis.home)
+        with self._timed("server") as results:
+            plan, rows = self._call("begin", first, self._home_given, progress, out=self.axis.home)
+            results.append(rows)
         if self._memory_on_host:
             drawn = np.asarray(rows.client_id)
             rows = rows._replace(memory=jax.tree.map(lambda leaf: leaf[drawn], memory))
         shared = (self.given, jax.device_put(progress.round, self.axis.replicated))
         rows = jax.device_put(rows, self.axis.sharded, donate=True)._replace(sent=sent)
-        trained = self._call("clients", self.train_all(), shared, rows, donate=(1,))
-        trained = jax.device_put(trained, self.axis.home, donate=True)
+        with self._timed("clients") as results:
+            trained = self._call("clients", self.train_all(), shared, rows, donate=(1,))
+            results.append(trained)
         out = (self._at_rest._replace(memory=self.axis.home), self.axis.home)
-        progress, report = self._call("finish", last, self._home_given, progress, plan, trained, donate=(1,), out=out)
+        with self._timed("server") as results:
+            trained = jax.device_put(trained, self.axis.home, donate=True)
+            args = (self._home_given, progress, plan, trained)
+            progress, report = self._call("finish", last, *args, donate=(1,), out=out)
+            results.append(report)
+        self._rounds_timed += self._host_data is None
         if self._memory_on_host:
             ids = np.asarray(plan.cohort.ids)
             for leaf, rows in zip(jax.tree.leaves(memory), jax.tree.leaves(progress.memory), strict=True):

@@ -320,7 +320,7 @@ class Experiment:
         if not isinstance(self.model, Zoo):
             return {}
         counts = np.bincount(clients.architecture, minlength=len(self.model.models))
-        return {f"clients_{number}_{model.name}": counts[number] for number, model in enumerate(self.model.models)}
+        return {f"network_{number}_{model.name}": counts[number] for number, model in enumerate(self.model.models)}
 
     def _traffic_until(self, progress: rounds.Progress, done: int) -> rounds.Traffic:
         """Return the bytes of all rounds so far."""
@@ -344,6 +344,7 @@ class Experiment:
         summary = record.summarise(rows, config.target_accuracy) | {
             "compile_seconds": self.compile_seconds(),
             "seconds_per_round": self.train_seconds / done,
+            **self.engine.seconds_per_round(),
             "images_per_second": self.images / self.train_seconds,
             "seconds": self.seconds,
             "peak_memory_bytes": peak_memory_bytes(),
