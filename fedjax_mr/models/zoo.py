@@ -38,11 +38,11 @@ class Zoo(Model):
         """Return the zoo of some networks.
 
         Raises:
-          UserError: a network keeps numbers that are no floats, such as BatchNorm's counters.
+          UserError: a network keeps numbers that are no floats.
         """
         for model in models:
             if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.shapes())):
-                raise UserError(f"{model.name} counts batches; among several networks none may: --noauthors_state")
+                raise UserError(f"{model.name} keeps numbers that are no floats; among several networks none may")
         first = models[0]
         name = ",".join(model.name for model in models)
         return cls(first.module, first.input_shape, first.input_dtype, name, tuple(models))

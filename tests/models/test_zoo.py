@@ -1,5 +1,6 @@
 """Several networks behind the face of one: whatever is done to the zoo's variables, the network itself would do."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,10 +90,18 @@ def test_no_branch_of_another_network_runs_in_one_lane(engine):
     assert "conditional" in engine.programs["clients"].compiled.as_text()
 
 
-def test_networks_that_count_batches_are_refused():
-    m4 = models.build("pfedhr_m4", input_shape=(32, 32, 3), num_classes=10, authors_state=True)
-    with pytest.raises(UserError, match="noauthors_state"):
-        models.Zoo.of([m4, m4])
+class Counting(nn.Module):
+    """A network with a whole number among its variables."""
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        self.variable("batch_stats", "count", lambda: jnp.zeros((), jnp.int32))
+        return jnp.zeros((x.shape[0], 3))
+
+
+def test_whole_numbers_among_the_variables_are_refused():
+    with pytest.raises(UserError, match="counting keeps numbers that are no floats"):
+        models.Zoo.of([models.Model(Counting(), (4, 4, 1), name="counting")])
 
 
 def test_sizes(zoo):
