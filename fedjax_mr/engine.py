@@ -58,6 +58,7 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: p
         lr=config.lr if config.optimizer == "sgd" else None,
         momentum=config.momentum,
     )
+    validation = federated.validation
     problem = Problem(
         model=model,
         local=setting,
@@ -69,6 +70,7 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: p
         label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
         architectures=jnp.asarray(architectures(config, federated.num_clients), jnp.int32),
         public=public_samples(federated),
+        validation_sizes=None if validation is None else jnp.asarray(validation.sizes, jnp.int32),
     )
     dataset, split = federated.dataset, federated.train_and_validation()
     federation = rounds.Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)

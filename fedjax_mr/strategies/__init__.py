@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fedjax_mr.strategies import (
+    centralized,
     clusamp,
     fccl,
     fedasam,
@@ -57,6 +58,7 @@ STRATEGIES: dict[str, Row] = {
     "fedmr": Row(fedmr.build, fedmr.Hyper, "Hu et al., KDD 2024"),
     "indep": Row(indep.build, None, "Hu et al., KDD 2024 (FedMR without recombination)"),
     "local": Row(local_only.build, None, "Local-only, the baseline of Matsuda et al., SDM 2022", several=True),
+    "centralized": Row(centralized.build, None, "Centralized, the oracle of Matsuda et al., SDM 2022"),
     "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True),
     "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True),
     "fedmd": Row(fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True),

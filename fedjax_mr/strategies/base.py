@@ -47,6 +47,7 @@ class Problem:
       label_counts: training samples per client and class [N, C].
       architectures: which network of the zoo each client starts with [N] int32; zeros without a zoo.
       public: the samples that the server holds, y None if they have no labels; None if there are none.
+      validation_sizes: samples per client that it keeps for validation [N]; None: nobody keeps any.
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
@@ -59,6 +60,7 @@ class Problem:
     label_counts: jax.Array
     architectures: jax.Array
     public: Samples | None = None
+    validation_sizes: jax.Array | None = None
 
 
 class Init(Protocol):

@@ -1,0 +1,59 @@
+"""Centralized training is that of one client who owns all samples; the clients stay for the tests."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import Config, run
+from fedjax_mr.errors import UserError
+from fedjax_mr.local import ClientData, Samples
+from fedjax_mr.strategies import centralized
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_it_is_the_training_of_one_client_who_owns_all_samples(engine, close, cohort):
+    together = engine("centralized", cohort=cohort)
+    one = engine("fedavg", sizes=(38,), cohort=1)  # the same samples in the same order
+    progress, report = together.run(together.init(), 3)
+    expected, expected_report = one.run(one.init(), 3)
+    close(progress.server.model, expected.server.model)
+    assert (report.images, report.steps) == (expected_report.images, expected_report.steps)
+    assert together.strategy.total_traffic(progress.server)[:2] == (0, 0)
+
+
+def test_what_clients_keep_for_validation_is_not_trained_on():
+    index = np.array([10, 11, 12, 13, 14, 15, 16, 17], np.int32)  # 2 + 1, 3 + 0, 1 + 1
+    sizes, validation_sizes = jnp.array([2, 3, 1], jnp.int32), jnp.array([1, 0, 1], jnp.int32)
+    nothing = Samples(*(np.zeros(1, np.float32),) * 4)
+    data = ClientData(nothing, index, jnp.int32(3), jnp.int32(6), jnp.int32(1))
+    pooled = centralized.pool(data, sizes, validation_sizes)
+    assert pooled.index.tolist() == [10, 11, 13, 14, 15, 16, 12, 17]
+    assert (int(pooled.offset), int(pooled.size), int(pooled.validation_size)) == (0, 6, 2)
+
+
+def test_samples_on_the_host_are_an_error(engine):
+    with pytest.raises(UserError, match="--data_placement=device"):
+        apart = engine("centralized", "linear", data_on_host=True)
+        apart.run(apart.init(), 1)
+
+
+def test_clients_are_tested_and_fine_tuned_one_by_one(tmp_path):
+    config = Config(
+        strategy="centralized",
+        model="logistic",
+        clients=5,
+        cohort=1,
+        rounds=2,
+        validation_share=0.2,
+        eval_clients=True,
+        finetune_epochs=1,
+        run_dir=str(tmp_path / "run"),
+        progress=False,
+    )
+    result = run(config)
+    table = (tmp_path / "run" / "clients.csv").read_text().splitlines()
+    assert len(table) == 1 + 5
+    assert result.rows[-1]["images"] == 2 * config.local_epochs * sum(int(line.split(",")[4]) for line in table[1:])
+    assert result.rows[-1]["bytes_down"] == result.rows[-1]["bytes_up"] == 0
+    assert 0.5 < result.summary["personal_accuracy"] <= 1
+    assert result.summary["finetuned_accuracy"] != result.summary["personal_accuracy"]
