@@ -1,0 +1,106 @@
+"""HypCluster: choice, averages within clusters, both starts, and its special case."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.local import ClientData
+from fedjax_mr.strategies import hypcluster
+from fedjax_mr.strategies.base import Cohort
+from fedjax_mr.strategies.hypcluster import Hyper, State
+
+
+def one_round(by_hand, models, clients):
+    """Return the models after a round of these clients, by the equations; check what is reported of it."""
+    losses = [[float(by_hand.cross_entropy(model, client)) for model in models] for client in clients]
+    chosen, sizes = np.argmin(losses, axis=1), np.array(by_hand.sizes_of(clients))
+    trained = [by_hand.train(models[number], client) for client, number in zip(clients, chosen, strict=True)]
+    for number in range(len(models)):
+        members = np.flatnonzero(chosen == number)
+        assert float(by_hand.report.strategy[f"clients_of_cluster_{number}"]) == len(members)
+        if len(members):
+            models[number] = by_hand.mean([trained[row] for row in members], sizes[members])
+    return models
+
+
+def test_three_rounds_equal_the_equations(transcription):
+    by_hand = transcription("hypcluster", Hyper(clusters=3))
+    models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]
+    for clients in by_hand.rounds(3):
+        models = one_round(by_hand, models, clients)
+        for number, model in enumerate(models):  # those that nobody chose too
+            by_hand.check(trees.take(by_hand.progress.server.models, number), model)
+
+
+def test_one_cluster_is_fedavg(engine, close):
+    one, average = engine("hypcluster", hyper=Hyper(clusters=1)), engine("fedavg")
+    progress, expected = one.init(), average.init()
+    same = State(jax.tree.map(lambda leaf: np.asarray(leaf)[None], expected.server.model))
+    progress, _ = one.run(one.place(progress._replace(server=same)), 3)
+    expected, _ = average.run(expected, 3)
+    close(trees.take(progress.server.models, 0), expected.server.model)
+
+
+@pytest.fixture
+def problem(federation):
+    return federation("linear").problem
+
+
+def tagged(problem, numbers):
+    """Return stacked models full of these numbers."""
+    shapes = problem.model.shapes()
+    return jax.tree.map(lambda leaf: jnp.stack([jnp.full(leaf.shape, float(n)) for n in numbers]), shapes)
+
+
+def test_a_cluster_that_nobody_chose_stays_and_the_mean_is_weighted_by_samples(problem, equal):
+    strategy = hypcluster.build(Hyper(clusters=3), problem)
+    uploads = {"model": tagged(problem, [1, 4, 9]), "cluster": jnp.array([2, 2, 0], jnp.int32)}
+    cohort = Cohort(jnp.arange(3, dtype=jnp.int32), jnp.array([1, 2, 5], jnp.int32))
+    state, metrics = strategy.server_update(State(tagged(problem, [10, 20, 30])), uploads, cohort, 0, None)
+    equal(state.models, tagged(problem, [9, 20, 3]))
+    assert {name: float(value) for name, value in metrics.items()} == {
+        "clients_of_cluster_0": 1,
+        "clients_of_cluster_1": 0,
+        "clients_of_cluster_2": 2,
+    }
+
+
+def test_equal_losses_are_decided_for_the_lowest_number(engine, equal):
+    one = engine("hypcluster", "linear", hyper=Hyper(clusters=2))
+    progress = one.init()
+    same = trees.take(progress.server.models, jnp.array([1, 1]))
+    before = jax.tree.map(np.array, same)
+    progress, report = one.run(one.place(progress._replace(server=State(same))), 1)
+    assert float(report.strategy["clients_of_cluster_0"]) == 3 and float(report.strategy["clients_of_cluster_1"]) == 0
+    equal(trees.take(progress.server.models, 1), trees.take(before, 1))
+
+
+def test_farthest_first_opens_one_cluster_in_each_of_the_first_rounds(transcription):
+    """Each is the model, trained from the common start, of the client that the clusters so far serve worst."""
+    by_hand = transcription("hypcluster", Hyper(clusters=2, start="farthest"))
+    start = by_hand.read(trees.take(by_hand.progress.server.models, 0))
+    by_hand.check(trees.take(by_hand.progress.server.models, 1), start)
+    opened = []
+    for clients in by_hand.rounds(2):
+        losses = [min([float(by_hand.cross_entropy(model, i)) for model in opened], default=0.0) for i in clients]
+        opened.append(by_hand.train(start, clients[int(np.argmax(losses))]))
+        for number, model in enumerate([*opened, start][:2]):
+            by_hand.check(trees.take(by_hand.progress.server.models, number), model)
+    for clients in by_hand.rounds(1):  # from here on, each trains the one that fits
+        opened = one_round(by_hand, opened, clients)
+        for number, model in enumerate(opened):
+            by_hand.check(trees.take(by_hand.progress.server.models, number), model)
+
+
+def test_a_clients_own_model_is_the_one_that_fits_its_training_samples_best(transcription):
+    by_hand = transcription("hypcluster", Hyper(clusters=3))
+    models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]
+    problem, federation, key = by_hand.engine.given
+    for client in range(problem.num_clients):
+        best = np.argmin([float(by_hand.cross_entropy(model, client)) for model in models])
+        offset, size = jnp.asarray(federation.offsets)[client], problem.sizes[client]
+        data = ClientData(federation.samples, federation.index, offset, size, jnp.int32(client))
+        model = by_hand.engine.strategy.personal_model(by_hand.progress.server, None, data, key)
+        by_hand.check(model, models[best])
