@@ -11,10 +11,11 @@ import numpy as np
 from fedjax_mr import local, parallel, rounds
 from fedjax_mr.data import FederatedData
 from fedjax_mr.errors import UserError
-from fedjax_mr.evaluation import BATCH
 from fedjax_mr.local import Array, ClientData, Samples, Score
 from fedjax_mr.parallel import Program
 from fedjax_mr.rounds import Given, Progress, Rounds, State
+
+BATCH_OF_ONE = 64  # test samples per step of one client; most have few
 
 
 class Clients(NamedTuple):
@@ -48,13 +49,15 @@ def worst_tenth(values: np.ndarray) -> float:
 
 
 class _Row(NamedTuple):
+    """What travels to the device that tests one client; NumPy arrays before that."""
+
     memory: Any
-    client_id: jax.Array
-    offset: jax.Array
-    size: jax.Array
-    validation_size: jax.Array
-    test_offset: jax.Array
-    test_size: jax.Array
+    client_id: Any
+    offset: Any
+    size: Any
+    validation_size: Any
+    test_offset: Any
+    test_size: Any
 
 
 class _Shared(NamedTuple):
@@ -89,7 +92,7 @@ class PersonalEvaluation:
         self.programs: dict[str, Program] = {}
         self._split = split
         samples = engine.given.federation.samples if federated.own_test else test
-        self._test = parallel.place((samples, split.index), engine.axis.replicated)
+        self._test, self._test_index = parallel.place((samples, split.index), engine.axis.replicated)
 
     def test(self, progress: Progress) -> Clients:
         """Test every client's own model; that of all where the method has a single one."""
@@ -116,7 +119,7 @@ class PersonalEvaluation:
         )
         rows = parallel.place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
         server, round = parallel.place((progress.server, progress.round), axis.replicated)
-        shared = _Shared(self.engine.given, server, *self._test, round)
+        shared = _Shared(self.engine.given, server, self._test, self._test_index, round)
         name = f"personal_{epochs}"
         if name not in self.programs:
             self.programs[name] = Program(
@@ -156,5 +159,5 @@ class PersonalEvaluation:
         zero = jnp.zeros((), jnp.int32)
         test = ClientData(shared.test, shared.test_index, row.test_offset, row.test_size, row.client_id, zero)
         held = data._replace(offset=data.offset + data.size, size=data.validation_size)
-        scores = (local.score(model, variables, each, batch_size=min(BATCH, 64)) for each in (test, held))
-        return *scores, variables.get("architecture", zero)
+        tested = local.score(model, variables, test, batch_size=BATCH_OF_ONE)
+        return tested, local.score(model, variables, held, batch_size=BATCH_OF_ONE), variables.get("architecture", zero)

@@ -143,7 +143,7 @@ class Zoo(Model):
 
 def _switch(number: Any, branches: Sequence[Callable], *operands: Any) -> Any:
     if isinstance(number, int | np.integer):  # known while tracing
-        return branches[number](*operands)
+        return branches[int(number)](*operands)
     return jax.lax.switch(number, branches, *operands)
 
 

@@ -119,7 +119,7 @@ def cluster(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
     from sklearn.cluster import KMeans
 
     count = min(count, len(np.unique(outputs, axis=0)))
-    return KMeans(count, n_init=10, random_state=seed).fit_predict(outputs).astype(np.int32)
+    return KMeans(n_clusters=count, n_init="auto", random_state=seed).fit_predict(outputs).astype(np.int32)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
@@ -185,10 +185,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return state._replace(clusters=jnp.asarray(cluster(rows, count, seed=seed)))
 
     def total_traffic(state):
-        sent = Sent(*(int(np.asarray(counts, np.int64) @ sizes) for counts in state.sent))
+        own, received, returned = (int(np.asarray(counts, np.int64) @ sizes) for counts in state.sent)
         marks = int(state.rounds) * problem.cohort_size  # the partner's number, and whether its model was taken
-        uploads = sent.own + sent.received + (sent.own if hyper.upload_first else 0)
-        return Traffic(down=sent.received + sent.returned + 4 * marks, up=uploads + 5 * marks)
+        first = own if hyper.upload_first else 0
+        return Traffic(down=received + returned + 4 * marks, up=first + own + received + 5 * marks)
 
     return Strategy(
         init,
