@@ -24,6 +24,7 @@ from fedjax_mr.strategies import (
     local_only,
     moon,
     pfedhr,
+    pfedme,
     scaffold,
 )
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic
@@ -61,6 +62,7 @@ STRATEGIES: dict[str, Row] = {
     "local": Row(local_only.build, None, "Local-only, the baseline of Matsuda et al., SDM 2022", several=True),
     "centralized": Row(centralized.build, None, "Centralized, the oracle of Matsuda et al., SDM 2022"),
     "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020"),
+    "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020"),
     "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True),
     "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True),
     "fedmd": Row(fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True),

@@ -1,0 +1,170 @@
+"""pFedMe: every client's own model stays near the global one, and the global one follows them.
+
+Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, Algorithm 1. In a local round a
+client takes a mini-batch, moves its own model theta by K steps towards the least of f(theta) + lambda/2 |theta - w|^2,
+and its copy w of the global model towards theta. The R local rounds are the mini-batches of its local epochs; theta
+begins at w in every round. The optimizer of the other methods (``--optimizer``, ``--momentum``, ``--clip_norm``) has
+no part in it.
+
+Deviations. From the paper: clients are weighted by their numbers of samples, as in the authors' code. From that code:
+only the cohort trains, there is no L2 term of weight 0.001, and what is tested is theta; there, and in its ports,
+theta is overwritten with w before the test (``evaluate=w_local``). BatchNorm statistics, which the paper does not know,
+are theta's.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import logging
+
+from fedjax_mr import local, trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.fields import field
+from fedjax_mr.models.base import Variables
+from fedjax_mr.strategies.base import Problem, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """pFedMe's own settings."""
+
+    strength: float = field(
+        15.0, "lambda, how strongly theta is held at w", low=0, source="the pFedMe authors' code (they tune 15 to 30)"
+    )
+    inner_steps: int = field(
+        5, "K, steps of theta on a mini-batch", unit="steps", low=1, source="the pFedMe authors' code"
+    )
+    eta: float | None = field(
+        None,
+        "eta, the learning rate of w; none: --lr",
+        low=0,
+        open_low=True,
+        source="the FedMe authors' code; pFedMe's: 0.005",
+    )
+    personal_lr: float | None = field(
+        None,
+        "the learning rate of theta; none: --lr",
+        low=0,
+        open_low=True,
+        source="the FedMe authors' code; pFedMe's: 0.09 or 0.1",
+    )
+    beta: float = field(
+        1.0,
+        "beta, how far the server goes from the last global model to the clients' mean",
+        low=0,
+        open_low=True,
+        source="the pFedMe authors' code (they tune 1 to 2)",
+    )
+    evaluate: str = field(
+        "theta",
+        "a client's own model: theta, its copy of the global model after its training (w_local), or the global model",
+        choices=("theta", "w_local", "global"),
+        source="Dinh et al. 2020; their code: w_local",
+    )
+
+
+class State(NamedTuple):
+    """The global model w."""
+
+    model: Variables
+
+
+class Memory(NamedTuple):
+    """What a client keeps for the test."""
+
+    model: Variables  # theta or its own w, as its last training left it
+    trained: jax.Array  # whether there was one
+
+
+def unstable(strength: float, *, eta: float, personal_lr: float) -> str:
+    """Return what is wrong with steps so large that theta or w moves away from where it is drawn to; "" if nothing.
+
+    Args:
+      strength: lambda.
+      eta: the learning rate of w.
+      personal_lr: the learning rate of theta.
+    """
+    faults = []
+    if personal_lr * strength >= 2:
+        faults.append(f"personal_lr x lambda = {personal_lr * strength:g} is not below 2")
+    if eta * strength > 1:
+        faults.append(f"eta x lambda = {eta * strength:g} is over 1")
+    return " and ".join(faults)
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Return pFedMe.
+
+    Raises:
+      UserError: no learning rates are given and the clients' optimizer is none with a plain learning rate.
+    """
+    eta, personal_lr = (problem.local.lr if rate is None else rate for rate in (hyper.eta, hyper.personal_lr))
+    if eta is None or personal_lr is None:
+        raise UserError("pfedme needs a plain learning rate: --optimizer=sgd, or --pfedme_eta and --pfedme_personal_lr")
+    if fault := unstable(hyper.strength, eta=eta, personal_lr=personal_lr):
+        logging.log_first_n(logging.WARNING, "pfedme may oscillate: %s; make --lr or lambda smaller", 1, fault)
+
+    def init(key):
+        return State(problem.model.init(key))
+
+    def init_memory(key):
+        unused = Memory(trees.zeros_like(problem.model.init(key)), jnp.zeros((), bool))
+        return trees.broadcast(unused, problem.num_clients)
+
+    def dispatch(state, cohort, key):
+        return {"model": trees.broadcast(state.model, problem.cohort_size)}
+
+    def local_round(loss):
+        """Return the displacement of both models on a mini-batch, in the place of a gradient."""
+        gradient = jax.value_and_grad(loss, has_aux=True)
+
+        def displacement(params, state, batch, key):
+            w = params["w"]
+
+            def step(number, carry):
+                theta, state, _ = carry
+                (value, state), slope = gradient(theta, state, batch, jax.random.fold_in(key, number))
+                pull = trees.scale(trees.subtract(theta, w), hyper.strength)
+                return trees.subtract(theta, trees.scale(trees.add(slope, pull), personal_lr)), state, value
+
+            start = (params["theta"], state, jnp.zeros(()))
+            theta, state, value = jax.lax.fori_loop(0, hyper.inner_steps, step, start)
+            moves = {
+                "theta": trees.subtract(theta, params["theta"]),
+                "w": trees.scale(trees.subtract(w, theta), -eta * hyper.strength),
+            }
+            return (value, state), moves
+
+        return displacement
+
+    def client_update(payload, memory, data, round, key):
+        received = payload["model"]
+        both = received | {"params": {"theta": received["params"], "w": received["params"]}}
+        trained, metrics = local.train(
+            problem.model, problem.local, both, data, key, optimizer=optax.identity(), value_and_grad=local_round
+        )
+        theta, w = (trained | {"params": trained["params"][name]} for name in ("theta", "w"))
+        kept = Memory(w if hyper.evaluate == "w_local" else theta, jnp.ones((), bool))
+        return {"model": w}, memory if hyper.evaluate == "global" else kept, metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        step = trees.subtract(trees.mean(uploads["model"], weights=cohort.sizes), state.model)
+        return State(trees.add(state.model, trees.scale(step, hyper.beta))), {}
+
+    def personal_model(state, memory, data, key):
+        if hyper.evaluate == "global":
+            return state.model
+        return jax.tree.map(lambda own, shared: jnp.where(memory.trained, own, shared), memory.model, state.model)
+
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        global_model=lambda state: state.model,
+        init_memory=None if hyper.evaluate == "global" else init_memory,
+        personal_model=personal_model,
+    )

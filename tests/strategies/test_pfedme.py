@@ -1,0 +1,109 @@
+"""pFedMe against its equations, and its limits."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from absl import logging
+
+from fedjax_mr import trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import pfedme
+from fedjax_mr.strategies.pfedme import Hyper
+
+
+@pytest.mark.parametrize("evaluate", ["theta", "w_local"])
+def test_three_rounds_equal_the_equations(transcription, evaluate):
+    strength, steps, eta, lr, beta = 4.0, 3, 0.05, 0.1, 0.5
+    hyper = Hyper(strength=strength, inner_steps=steps, eta=eta, personal_lr=lr, beta=beta, evaluate=evaluate)
+    by_hand = transcription("pfedme", hyper)
+    model, kept = by_hand.read(by_hand.progress.server.model), {}
+
+    def train(start, client):
+        theta, w = start, start
+        for _ in range(by_hand.settings["epochs"]):  # one mini-batch each
+            for _ in range(steps):
+                slope = by_hand.gradient(lambda weights: by_hand.cross_entropy(weights, client), theta)
+                theta = [t - lr * (g + strength * (t - a)) for t, g, a in zip(theta, slope, w, strict=True)]
+            w = [a - eta * strength * (a - t) for a, t in zip(w, theta, strict=True)]
+        return theta, w
+
+    for clients in by_hand.rounds(3):
+        trained = {client: train(model, client) for client in clients}
+        kept |= {client: theta if evaluate == "theta" else w for client, (theta, w) in trained.items()}
+        mean = by_hand.mean([trained[client][1] for client in clients], by_hand.sizes_of(clients))
+        model = [(1 - beta) * old + beta * new for old, new in zip(model, mean, strict=True)]
+        by_hand.check(by_hand.progress.server.model, model)
+        for client in range(4):  # those that have not yet trained are tested with the global model
+            memory = trees.take(by_hand.progress.memory, client)
+            own = by_hand.engine.strategy.personal_model(by_hand.progress.server, memory, None, None)
+            by_hand.check(own, kept.get(client, model))
+
+
+def own_models(engine, **hyper):
+    """Return the clients' own models and the global one after a round of everybody, and where they started."""
+    one = engine("pfedme", "linear", hyper=Hyper(**hyper), cohort=6)
+    start = jax.tree.map(np.array, one.init().server.model)
+    progress, _ = one.run(one.init(), 1)
+    return progress.memory.model, progress.server.model, start
+
+
+def distance(models, other):
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max())
+        for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(other), strict=True)
+    )
+
+
+def test_a_strong_pull_leaves_theta_at_w(engine):
+    """|theta - w| = |gradient| / lambda, and w moves by eta times the gradient: here by very little."""
+    free, _, start = own_models(engine, strength=1.0, personal_lr=0.05, eta=1e-6)
+    held, _, _ = own_models(engine, strength=1000.0, personal_lr=1e-3, eta=1e-6)
+    assert distance(held, start) < 0.05 * distance(free, start)
+    assert distance(free, start) > 0.01
+
+
+def test_without_the_pull_and_with_one_inner_step_theta_is_trained_by_plain_sgd(engine, close):
+    theta, model, start = own_models(engine, strength=0.0, inner_steps=1, personal_lr=0.05)
+    plain = engine("local", "linear", cohort=6, momentum=0.0)
+    progress = plain.init()
+    same = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], 6, axis=0), start)
+    progress, _ = plain.run(plain.place(progress._replace(memory=same)), 1)
+    close(theta, progress.memory)
+    close(model, start)  # w is not drawn anywhere
+
+
+def test_what_is_tested_is_theta_and_not_w(engine):
+    """In the released code the former is overwritten with the latter."""
+    theta, _, _ = own_models(engine, evaluate="theta")
+    w, _, _ = own_models(engine, evaluate="w_local")
+    assert distance(theta, w) > 1e-3
+
+
+def test_the_global_model_can_be_tested(engine):
+    one = engine("pfedme", "linear", hyper=Hyper(evaluate="global"))
+    progress, _ = one.run(one.init(), 1)
+    assert progress.memory is None
+    assert one.strategy.personal_model(progress.server, None, None, None) is progress.server.model
+
+
+def test_steps_that_are_too_large_are_told(federation, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, "log_first_n", lambda level, text, count, *values: lines.append(text % values))
+    problem = federation("linear").problem
+    pfedme.build(Hyper(), problem)
+    pfedme.build(Hyper(strength=20.0), problem)  # eta x lambda = 1
+    assert lines == []
+    pfedme.build(Hyper(personal_lr=0.2), problem)
+    pfedme.build(Hyper(eta=0.1), problem)
+    assert "personal_lr x lambda = 3 is not below 2" in lines[0] and "eta" not in lines[0]
+    assert "eta x lambda = 1.5 is over 1" in lines[1] and "personal_lr" not in lines[1]
+
+
+def test_without_a_plain_learning_rate_both_must_be_given(federation):
+    problem = federation("linear").problem
+    problem = dataclasses.replace(problem, local=dataclasses.replace(problem.local, lr=None))
+    with pytest.raises(UserError, match="--pfedme_eta"):
+        pfedme.build(Hyper(eta=0.1), problem)
+    pfedme.build(Hyper(eta=0.01, personal_lr=0.01), problem)
