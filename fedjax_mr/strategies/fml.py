@@ -1,0 +1,88 @@
+"""Federated Mutual Learning: each client's own network and a copy of the global one learn from each other.
+
+Shen, Zhang, Jia, Zhang, Huang, Zhou, Kuang, Wu, Wu: Federated Mutual Learning, arXiv 2020. The personal networks may
+have any architecture and never leave their clients; only the copies of the global network (the "meme", network 0 of
+several) are sent and averaged.
+
+Deviations. ``variant=authors`` is FML as the authors of FedMe run it: all weights 1 (twice the objective), copies
+weighted by samples; their last round of mutual learning before the test is left out (``--finetune_epochs`` trains on).
+The released code of FML decays its learning rate every 10 rounds; here it stays.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from fedjax_mr import mutual, trees
+from fedjax_mr.fields import field
+from fedjax_mr.models import Zoo
+from fedjax_mr.models.base import Variables
+from fedjax_mr.mutual import Pair, Weights
+from fedjax_mr.strategies.base import Problem, Strategy, own_starts
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """FML's own settings."""
+
+    alpha: float = field(
+        0.5,
+        "alpha, the weight of the labels in the personal network's loss; 1 - alpha is that of the meme's outputs",
+        low=0,
+        high=1,
+        source="the FML authors' code",
+    )
+    beta: float = field(
+        0.5,
+        "beta, the weight of the labels in the meme's loss; 1 - beta is that of the personal network's outputs",
+        low=0,
+        high=1,
+        source="the FML authors' code",
+    )
+    variant: str = field(
+        "original",
+        "authors: as the FedMe authors run it, all weights 1 in place of alpha and beta, memes weighted by samples",
+        choices=("original", "authors"),
+        source="Shen et al. 2020",
+    )
+
+
+class State(NamedTuple):
+    """The global meme."""
+
+    model: Variables
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Return FML."""
+    network, authors = problem.model, hyper.variant == "authors"
+    meme_network = network.models[0] if isinstance(network, Zoo) else network
+    weights = Pair(Weights(hyper.alpha, 1 - hyper.alpha), Weights(hyper.beta, 1 - hyper.beta))
+    if authors:
+        weights = Pair(Weights(), Weights())
+
+    def init(key):
+        return State(meme_network.init(key))
+
+    def dispatch(state, cohort, key):
+        return {"model": trees.broadcast(state.model, problem.cohort_size)}
+
+    def client_update(payload, memory, data, round, key):
+        networks, both = Pair(network, meme_network), Pair(memory, payload["model"])
+        (personal, meme), metrics = mutual.train(networks, problem.local, both, data, key, weights=weights)
+        return {"model": meme}, personal, metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        return State(trees.mean(uploads["model"], weights=cohort.sizes if authors else None)), {}
+
+    def global_model(state):
+        return network.pack(state.model, 0) if isinstance(network, Zoo) else state.model
+
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        global_model=global_model,
+        init_memory=lambda key: own_starts(problem, key),
+        personal_model=lambda state, memory, data, key: memory,
+    )
