@@ -148,8 +148,9 @@ def test_a_client_of_one_sample_and_all_clients_at_once_train(engine, strategy):
     engine = engine(strategy, "linear", cohort=6)
     sizes = np.asarray(begun(engine, engine.init())[0].cohort.sizes)
     _, report = run(engine, [1])
-    assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch
-    assert int(report.steps) == 2 * sum(-(-sizes // 4))  # batches of 4; no step is spent on padding
+    if strategy != "mapper":  # it trains on parts of the samples, once for every lambda: counted in its own test
+        assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch
+        assert int(report.steps) == 2 * sum(-(-sizes // 4))  # batches of 4; no step is spent on padding
     assert np.isfinite(float(report.train_loss))
     if engine.strategy.select is None:
         assert sorted(sizes) == sorted((7, 12, 1, 5, 9, 4))
