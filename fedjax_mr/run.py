@@ -359,7 +359,7 @@ class Experiment:
             "versions": versions(),
         }
         variables = self.engine.deployed(progress)
-        if (holdout := self.federated.holdout) is not None:
+        if variables is not None and (holdout := self.federated.holdout) is not None:
             own = samples(holdout, holdout.dataset.x, holdout.dataset.y)
             result = Evaluation(self.model, own, self.engine.axis).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
