@@ -148,6 +148,7 @@ def test_the_latest_teachers_stay(engine):
         assert set(np.flatnonzero(np.asarray(progress.server.taught))) == seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
