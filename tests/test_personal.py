@@ -95,7 +95,8 @@ def digits_run(tmp_path_factory):
     flags = (
         "--strategy=local --model=logistic,mlp --architectures=cyclic --clients=4 --cohort=4 --rounds=2 --eval_every=1"
     )
-    flags += " --local_epochs=1 --validation_share=0.2 --client_test_share=0.2 --finetune_epochs=1 --holdout_clients=1 --noprogress --devices=1"
+    flags += " --local_epochs=1 --validation_share=0.2 --client_test_share=0.2 --finetune_epochs=1"
+    flags += " --holdout_clients=1 --noprogress --devices=1"
     config = configuration.parse([*flags.split(), f"--run_dir={folder}"])
     return run(config), config
 
