@@ -9,7 +9,8 @@ from fedjax_mr import checkpoint, local, rounds, trees
 from fedjax_mr.strategies import STRATEGIES
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
-LAYOUTS = [(2, 1), (1, 3), (2, 2)]  # devices x lanes; (1, 1) is what they are compared with
+# Devices x lanes; (1, 1) is what they are compared with. The slow one has lanes without devices, on a fused program.
+LAYOUTS = [(2, 1), (2, 2), pytest.param(1, 3, marks=pytest.mark.slow)]
 
 # By the module, so that all tests of one strategy follow each other and share its compiled programs.
 pytestmark = pytest.mark.parametrize("strategy", STRATEGIES, scope="module")
@@ -68,7 +69,7 @@ def assert_close_as_a_whole(a, b):
     assert size(a - b) <= 1e-4 * size(a) + 1e-5
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_memory_may_live_on_the_host(engine, equal, close, strategy, devices):
     kept = engine(strategy, devices=devices, memory_on_host=True)
     if kept.strategy.init_memory is None:
