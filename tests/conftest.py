@@ -21,6 +21,14 @@ parallel.start(devices=2, cohort_size=2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+
+def pytest_collection_modifyitems(items):
+    """Give tests that share compiled programs to one worker: those of a file, and in the contract of a strategy."""
+    for item in items:
+        strategy = item.callspec.params.get("strategy", "") if item.path.name == "test_contract.py" else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name}{strategy}"))
+
+
 SIZES = (7, 12, 1, 5, 9, 4)  # samples per client: uneven, one client with a single sample
 COHORT, CLASSES, BATCH, EPOCHS = 3, 3, 4, 2
 

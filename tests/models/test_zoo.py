@@ -70,7 +70,7 @@ def test_training_equals_that_of_the_network_itself(zoo, given, close, number):
     close(ours, theirs)
 
 
-@pytest.mark.parametrize("devices, lanes", [(1, 6), (2, 1), (2, 2)])
+@pytest.mark.parametrize("devices, lanes", [(2, 1), pytest.param(1, 6, marks=pytest.mark.slow)])
 def test_clients_of_different_networks_train_alike_on_every_layout(engine, close, devices, lanes):
     one, other = (
         engine("local", "thin,perceptron", cohort=6),
