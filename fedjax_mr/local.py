@@ -229,7 +229,7 @@ def _train_one_of(
 
         return run
 
-    return jax.lax.switch(variables["architecture"], [training(number) for number in zoo], variables)
+    return jax.lax.switch(variables["architecture"], [training(number) for number in zoo.numbers], variables)
 
 
 def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:
@@ -289,6 +289,12 @@ def score(model: Model, variables: Variables, data: ClientData, *, batch_size: i
 
     start = Score(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
     return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, step, start)
+
+
+def held_out_loss(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> jax.Array:
+    """Return the mean cross-entropy on a client's validation rows, on its training rows if it keeps none, in nats."""
+    total = score(model, variables, validation(data), batch_size=batch_size)
+    return total.loss / jnp.maximum(total.count, 1.0)
 
 
 def outputs(model: Model, variables: Variables, samples: Samples, rows: Array, *, batch_size: int = 256) -> jax.Array:

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from fedjax_mr import local
 from fedjax_mr.local import Batch, ClientData, LocalSetting, Loss, Metrics
-from fedjax_mr.models import Model, Variables
+from fedjax_mr.models import Variables
 
 
 class Weights(NamedTuple):
@@ -101,9 +100,3 @@ def train(
         optimizer=optimizer,
     )
     return Pair(*({"params": trained["params"][name], **trained[name]} for name in Pair._fields)), metrics
-
-
-def held_out_loss(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> jax.Array:
-    """Return the mean cross-entropy on a client's validation rows, on its training rows if it keeps none, in nats."""
-    score = local.score(model, variables, local.validation(data), batch_size=batch_size)
-    return score.loss / jnp.maximum(score.count, 1.0)

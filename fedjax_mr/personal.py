@@ -14,6 +14,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.local import Array, ClientData, Samples, Score
 from fedjax_mr.parallel import Program
 from fedjax_mr.rounds import Given, Progress, Rounds, State
+from fedjax_mr.strategies.base import kept_for_validation
 
 BATCH_OF_ONE = 64  # test samples per step of one client; most have few
 
@@ -88,7 +89,7 @@ class PersonalEvaluation:
         if engine.data_on_host:
             raise UserError("tests of each client's own model need the samples on the device: --data_placement=device")
         self.engine = engine
-        self.axis = dataclasses.replace(engine.axis, lanes=min(engine.axis.lanes, engine.given.problem.cohort_size))
+        self.axis = engine.axis
         self.programs: dict[str, Program] = {}
         self._split = split
         samples = engine.given.federation.samples if federated.own_test else test
@@ -113,7 +114,7 @@ class PersonalEvaluation:
             np.arange(count, dtype=np.int32),
             offsets[:-1],
             sizes,
-            np.diff(offsets) - sizes,
+            np.asarray(kept_for_validation(problem)),
             test_offsets[:-1],
             np.diff(test_offsets),
         )

@@ -24,6 +24,7 @@ from fedjax_mr.strategies.base import (
     Strategy,
     Traffic,
     count_traffic,
+    kept_for_validation,
     select_uniformly,
 )
 
@@ -128,7 +129,7 @@ def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> t
         occurrence=_occurrences(cohort.ids)[order],
         offset=jnp.asarray(given.federation.offsets)[ids],
         size=jnp.where(is_client, cohort.sizes[order], 0),
-        validation_size=validation_sizes(given)[ids],
+        validation_size=kept_for_validation(given.problem)[ids],
     )
     return chosen, rows
 
@@ -176,11 +177,6 @@ def finish(
         strategy=own,
     )
     return Progress(server, memory, progress.round + 1), report
-
-
-def validation_sizes(given: Given) -> jax.Array:
-    """Return how many rows each client keeps for validation [N]."""
-    return jnp.diff(jnp.asarray(given.federation.offsets)) - given.problem.sizes
 
 
 def _round_key(key: jax.Array, stream: int, round: jax.Array | int) -> jax.Array:

@@ -146,6 +146,9 @@ def _joined(givens: Sequence[Given]) -> Given:
         sizes=jnp.stack([given.problem.sizes for given in givens]),
         label_counts=jnp.stack([given.problem.label_counts for given in givens]),
         architectures=jnp.stack([given.problem.architectures for given in givens]),
+        validation_sizes=jax.tree.map(
+            lambda *each: jnp.stack(each), *(given.problem.validation_sizes for given in givens)
+        ),
     )
     federation = Federation(
         samples=first.federation.samples,
@@ -162,6 +165,7 @@ def _of(given: Given, seed: jax.Array) -> Given:
         sizes=given.problem.sizes[seed],
         label_counts=given.problem.label_counts[seed],
         architectures=given.problem.architectures[seed],
+        validation_sizes=jax.tree.map(lambda leaf: leaf[seed], given.problem.validation_sizes),
     )
     federation = given.federation._replace(offsets=jnp.asarray(given.federation.offsets)[seed])
     return Given(problem, federation, given.key[seed])
@@ -196,6 +200,8 @@ def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
     experiments = [prepare(config, data.prepare(config), distributed.ALONE) for config in configs]
     if experiments[0].engine.on_host:
         raise UserError("seeds in one program need the clients' samples and memories on the devices")
+    if first.strategy == "centralized":  # its one client is the whole index, in which the seeds are joined
+        raise UserError("centralized trains on all rows at once, so that its seeds cannot train in one program")
     if experiments[0].engine.given.problem.public is not None:
         raise UserError("each seed has a public set of its own, so that they cannot train in one program")
     engine = SeedRounds(experiments[0].engine.build, [each.engine.given for each in experiments], axis)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
         "checkpoint", "config", "data", "distributed", "engine", "evaluation", "models", "parallel", "personal",
         "plots", "record", "rounds",
     },
-    "personal": {"data", "local", "parallel", "rounds"},
+    "personal": {"data", "local", "parallel", "rounds", "strategies"},
     "mutual": {"local", "models"},
     "seeds": {"config", "data", "distributed", "parallel", "record", "rounds", "run"},
     "engine": {"config", "data", "local", "models", "parallel", "record", "rounds", "strategies", "trees"},

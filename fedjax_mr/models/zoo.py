@@ -49,12 +49,15 @@ class Zoo(Model):
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
         """Return fresh variables of a network; consumes ``key``."""
-        branches = [lambda key, number=number: self.pack(self.models[number].init(key), number) for number in self]
+        branches = [
+            lambda key, number=number: self.pack(self.models[number].init(key), number) for number in self.numbers
+        ]
         return _switch(architecture, branches, key)
 
-    def __iter__(self):
-        """Iterate over the architectures' numbers."""
-        return iter(range(len(self.models)))
+    @property
+    def numbers(self) -> range:
+        """The networks' numbers."""
+        return range(len(self.models))
 
     def pack(self, variables: Variables, architecture: int) -> Variables:
         """Return a network's own variables, as Flax has them, as those of the zoo."""
@@ -130,7 +133,7 @@ class Zoo(Model):
                 self.models[number], self.unpack(variables, number), *operands, number
             )
 
-        return _switch(variables["architecture"], [branch(number) for number in self], variables, *operands)
+        return _switch(variables["architecture"], [branch(number) for number in self.numbers], variables, *operands)
 
     def _sizes(self, architecture: int | None = None) -> dict[str, int]:
         """Return the numbers in each collection of a network, or of the largest one; empty collections are left out."""

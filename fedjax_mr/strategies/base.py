@@ -168,6 +168,12 @@ def plain_training(problem: Problem) -> ClientUpdate:
     return client_update
 
 
+def kept_for_validation(problem: Problem) -> jax.Array:
+    """Return how many samples each client keeps for validation [N]."""
+    none = jnp.zeros_like(problem.sizes)
+    return none if problem.validation_sizes is None else problem.validation_sizes
+
+
 def own_starts(problem: Problem, key: jax.Array) -> Variables:
     """Return each client's own network, freshly initialised, leaves [N, ...]; consumes ``key``."""
     return jax.vmap(problem.model.init)(jax.random.split(key, problem.num_clients), problem.architectures)

@@ -18,7 +18,7 @@ from fedjax_mr import local, trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.local import ClientData
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic
+from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, kept_for_validation
 
 
 class State(NamedTuple):
@@ -46,7 +46,7 @@ def pool(data: ClientData, sizes: jax.Array, validation_sizes: jax.Array) -> Cli
 def build(hyper: None, problem: Problem) -> Strategy:
     """Return centralized training."""
     row, sizes = jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes
-    validation_sizes = jnp.zeros_like(sizes) if problem.validation_sizes is None else problem.validation_sizes
+    validation_sizes = kept_for_validation(problem)
 
     def client_update(payload, memory, data, round, key):
         if problem.num_clients > 1 and data.index.shape[0] <= problem.local.max_size:  # the rows of one client alone

@@ -111,7 +111,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
             return run
 
-        return jax.lax.switch(variables["architecture"], [training(each) for each in network], variables, knowledge)
+        return jax.lax.switch(
+            variables["architecture"], [training(each) for each in network.numbers], variables, knowledge
+        )
 
     def init(key):
         return State(small.init(key))

@@ -151,7 +151,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         (own, received), metrics = mutual.train(
             Pair(model, model), problem.local, both, data, key, weights=Pair(weights, weights)
         )
-        loss = lambda variables: mutual.held_out_loss(model, variables, data, batch_size=problem.local.batch_size)
+        loss = lambda variables: local.held_out_loss(model, variables, data, batch_size=problem.local.batch_size)
         takes = loss(received) < loss(own) if hyper.tuning else jnp.zeros((), bool)
         return {"model": own, "received": received, "partner": payload["partner"], "takes": takes}, memory, metrics
 
