@@ -72,7 +72,7 @@ def with_header(network: Model, variables: Variables, header: Any) -> Variables:
         own = network.unpack(variables, number)
         return network.pack(with_header(model, own, header), number)
 
-    branches = [lambda number=number: replace(number) for number in network]
+    branches = [lambda number=number: replace(number) for number in network.numbers]
     return jax.lax.switch(variables["architecture"], branches)
 
 
