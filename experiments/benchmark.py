@@ -4,6 +4,7 @@
     python experiments/benchmark.py --quick --models=lenet5        # less than a minute
     python experiments/benchmark.py rounds                         # what a whole round is spent on
     python experiments/benchmark.py strategies                     # what a round of each strategy costs
+    python experiments/benchmark.py fedme                          # its clients' and its server's work, beside FedAvg's
     python experiments/benchmark.py growth                         # time and memory against K and N
     python experiments/benchmark.py race                           # the course of pfl-research's CIFAR10-IID
 
@@ -44,6 +45,7 @@ from fedjax_mr.evaluation import Evaluation
 from fedjax_mr.models import MODELS, layers
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.run import peak_memory_bytes
+from fedjax_mr.strategies import fedme
 
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
 HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vgg16")  # one local epoch on CPU
@@ -128,8 +130,12 @@ class Contestant:
         """Return the median of the images trained per second."""
         return statistics.median(self.speeds)
 
-    def seconds(self) -> dict[str, float]:
-        """Return the median seconds of one round (``round``) and of its programs; where it is one, of that alone."""
+    def seconds(self, *, anew: bool = False) -> dict[str, float]:
+        """Return the median seconds of one round (``round``) and of its programs; where it is one, of that alone.
+
+        Args:
+          anew: time first rounds only, each with the draws of another round.
+        """
         times: dict[str, list[float]] = {}
 
         def timed(name: str, call: Callable) -> Callable:
@@ -148,7 +154,9 @@ class Contestant:
         patches = [mock.patch.object(each, "compiled", timed(name, each.compiled)) for name, each in programs.items()]
         for patch in patches:
             patch.start()
-        for _ in range(5):
+        for number in range(5):
+            if anew:
+                self.progress = self.engine.place(self.engine.init()._replace(round=np.int32(number)))
             timed("round", one_round)()
         for patch in patches:
             patch.stop()
@@ -406,12 +414,12 @@ def compare_engines(name: str, options: Options) -> Rows:
 def compare_strategies(options: Options) -> Rows:
     """Return a row per strategy: its speed, and what a round costs in rounds of FedAvg.
 
-    LeNet-5, 10 of 20 clients with 500 images each, one local epoch.
+    LeNet-5, 10 of 20 clients with 500 images each, one local epoch, 1,000 public images for those that use some.
     """
-    dataset = synthetic((32, 32, 3), 10, 20 * SAMPLES)
+    dataset = synthetic((32, 32, 3), 10, 22 * SAMPLES)
     settings: dict[str, Any] = {
         "model": "lenet5", "partition": "iid", "clients": 20, "cohort": CLIENTS, "local_epochs": 1,
-        "batch_size": BATCH, "lr": 0.001,
+        "batch_size": BATCH, "lr": 0.001, "public_share": 1 / 11,
     }  # fmt: skip
     parallel.start(devices=None, cohort_size=CLIENTS)
     names = ["fedavg", *(name for name in options.strategies if name != "fedavg")]
@@ -429,6 +437,47 @@ def compare_strategies(options: Options) -> Rows:
                 "compile_seconds": each.compile_seconds,
             }
         )
+    return rows
+
+
+def compare_fedme(options: Options) -> Rows:
+    """Return the seconds per round of FedMe's clients, and of its server, beside one network per client.
+
+    20 clients of 500 images, all in every round, two local epochs, a fifth for validation, 1,000 public images, two
+    clusters. Either all have LeNet-5 (beside FedAvg), or each has one of four networks: FedAvg cannot mix these, so it
+    is Local-only whose clients do the same work. FedMe's clients change networks, so only first rounds are timed.
+    """
+    dataset = synthetic((32, 32, 3), 10, 22 * SAMPLES)
+    settings: dict[str, Any] = {
+        "partition": "iid", "clients": 20, "cohort": 20, "local_epochs": 2, "batch_size": BATCH, "lr": 0.001,
+        "validation_share": 0.2, "public_share": 1 / 11, "public_labels": False, "architectures": "cyclic",
+    }  # fmt: skip
+    parallel.start(devices=None, cohort_size=20)
+    exchanging = fedme.Hyper(cluster_rounds=(1,))
+    rows = []
+    for alone, model in (("fedavg", "lenet5"), ("local", "lenet5_small,lenet5,lenet5_large,lenet5_deep")):
+        if options.quick and rows:
+            break
+        configs = (
+            fmr.Config(strategy=alone, model=model, **settings),
+            fmr.Config(strategy="fedme", hyper=exchanging, model=model, **settings),
+        )
+        pair = [Contestant(config.strategy, config, dataset=dataset) for config in configs]
+        turns = [[each.seconds(anew=True) for each in pair] for _ in range(options.repeats)]
+        if "clients" not in turns[0][0]:
+            raise SystemExit("on a single device clients and server are one program: this needs two CPU cores")
+        for position, each in enumerate(pair):
+            clients = statistics.median(turn[position]["clients"] for turn in turns)
+            rows.append(
+                {
+                    "strategy": each.name,
+                    "networks": len(model.split(",")),
+                    "clients_seconds": clients,
+                    "ratio": statistics.median(turn[position]["clients"] / turn[0]["clients"] for turn in turns),
+                    "server_seconds": statistics.median(turn[position]["round"] for turn in turns) - clients,
+                    "compile_seconds": each.compile_seconds,
+                }
+            )
     return rows
 
 
@@ -550,6 +599,7 @@ SUBJECTS: dict[str, Callable[[Options], Rows]] = {
     "models": compare_models,
     "rounds": dissect_rounds,
     "strategies": compare_strategies,
+    "fedme": compare_fedme,
     "growth": grow,
     "race": run_race,
 }

@@ -115,7 +115,12 @@ class Config:
         group="Partition",
     )
     holdout_clients: int = field(
-        0, "clients beside the N that never train", group="Partition", unit="clients", low=0, source="our choice"
+        0,
+        "clients beside the N that never train; the deployed model, if the method has one, is also tested on them",
+        group="Partition",
+        unit="clients",
+        low=0,
+        source="our choice",
     )
     validation_share: float = field(
         0.0,
@@ -166,8 +171,9 @@ class Config:
     )
     architectures_from: tuple[str, ...] = field(
         (),
-        "run folder with clients.csv, one for each network in order: every client starts with the network that had the "
-        "best validation accuracy (else test accuracy) on its samples; replaces --architectures; repeat the flag",
+        "run folder with clients.csv, one for each network in order (repeat the flag), or one folder that holds runs "
+        "of --strategy=local with each network and the same clients, for all seeds: every client starts with the "
+        "network that had the best validation accuracy (else test accuracy) on its samples; replaces --architectures",
         group="Model",
         source="FedMe",
     )
@@ -647,10 +653,10 @@ def _check_models(config: Config) -> None:
             f"strategy {config.strategy} mixes the parameters of one network, but --model names {len(names)}; for "
             f"clients of different networks there are {able}"
         )
-    if config.architectures_from and len(config.architectures_from) != len(names):
+    if len(config.architectures_from) not in (0, 1, len(names)):
         raise UserError(
             f"--architectures_from names {len(config.architectures_from)} runs, but --model {len(names)} networks: "
-            "one run for each network, in the same order"
+            "one run for each network, in the same order, or one folder that holds them"
         )
 
 

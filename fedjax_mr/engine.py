@@ -68,7 +68,7 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: p
         layers=model.layers(),
         sizes=jnp.asarray(federated.sizes, jnp.int32),
         label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
-        architectures=jnp.asarray(architectures(config, federated.num_clients), jnp.int32),
+        architectures=jnp.asarray(architectures(config, federated.num_clients, division=federated.hash()), jnp.int32),
         public=public_samples(federated),
         validation_sizes=None if validation is None else jnp.asarray(validation.sizes, jnp.int32),
     )
@@ -86,15 +86,20 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: p
     )
 
 
-def architectures(config: Config, num_clients: int) -> np.ndarray:
+def architectures(config: Config, num_clients: int, *, division: str = "") -> np.ndarray:
     """Return which of the configuration's networks each client starts with [N].
+
+    Args:
+      config: the configuration.
+      num_clients: N.
+      division: the hash of the data's division, for ``architectures_from`` of one folder.
 
     Raises:
       UserError: a list of another length or with numbers that no network has; runs with other clients.
     """
     count = len(config.model.split(","))
     if config.architectures_from:
-        return record.best_of(config.architectures_from, num_clients)
+        return record.best_of(record.first_choices(config, division), num_clients)
     match config.architectures:
         case "blocks":
             return np.arange(num_clients) * count // num_clients

@@ -207,6 +207,34 @@ def histograms(values: Mapping[str, Sequence[float]], path: Path | str, *, x_lab
         figure.savefig(temporary)
 
 
+def bars(parts: Mapping[str, Mapping[str, float]], path: Path | str, *, x_label: str) -> None:
+    """Draw a panel of horizontal bars for each part of a whole, from 0, with their values.
+
+    Args:
+      parts: values by part and name; the names are the same in every part.
+      path: the picture to write (png, svg or pdf).
+      x_label: what the values are.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(next(iter(parts.values())))
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=(WIDTH, 1.2 + 0.3 * len(names)), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
+        for axis, colour, (part, values) in zip(axes, itertools.cycle(COLOURS), parts.items(), strict=False):
+            drawn = axis.barh(names, [values[name] for name in names], color=colour)
+            axis.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
+            axis.set_title(part, fontsize=10)
+            axis.set_xlabel(x_label)
+            axis.margins(x=0.18)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].invert_yaxis()  # the first name on top
+        figure.savefig(temporary)
+
+
 def personal(
     rows: Sequence[Mapping[str, Any]], last: Mapping[str, Sequence[float]], path: Path | str, *, bins: int = 20
 ) -> None:

@@ -179,14 +179,29 @@ def read_rows(folder: Path | str) -> list[Row]:
         raise UserError(f"{path} is damaged ({error})") from None
 
 
-def best_of(folders: Sequence[str], num_clients: int) -> np.ndarray:
+def read_summary(folder: Path | str) -> dict[str, Any]:
+    """Return what a finished run came to.
+
+    Raises:
+      UserError: the folder holds no readable ``summary.json``.
+    """
+    path = Path(folder) / "summary.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{folder} is no finished run ({path.name}: {error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+
+
+def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarray:
     """Return for each client the number of the run [N] whose model was best on the client's validation samples.
 
     Of a client without validation samples, its test samples decide; the first of equals wins.
 
     Args:
       folders: run folders with ``clients.csv``.
-      num_clients: N.
+      num_clients: N; None: as many as the first folder has.
 
     Raises:
       UserError: a folder holds no such file, or one of other clients.
@@ -202,9 +217,51 @@ def best_of(folders: Sequence[str], num_clients: int) -> np.ndarray:
             raise UserError(f"{folder} has no results per client ({path.name}: {error.strerror})") from None
         except (KeyError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error})") from None
+        num_clients = len(rows) if num_clients is None else num_clients
         if len(rows) != num_clients:
             raise UserError(f"{path} is about {len(rows)} clients, not {num_clients}")
     return np.argmax(np.array(columns), axis=0)
+
+
+def trained_alone(folders: Iterable[Path | str]) -> dict[str, dict[str, Path]]:
+    """Return the finished runs of Local-only with a single network by their division of the data and by network.
+
+    Of several with the same division and network, the one whose clients are best on average, judged as by `best_of`.
+    """
+    found: dict[str, dict[str, tuple[float, Path]]] = {}
+    for folder in map(Path, folders):
+        config = configuration.load(folder)
+        if config.strategy == "local" and "," not in config.model and state(folder) == "finished":
+            summary = read_summary(folder)
+            known = [summary.get(name) for name in ("validation_accuracy", "personal_accuracy")]
+            quality = next((value for value in known if value is not None), 0.0)
+            networks = found.setdefault(summary["partition_hash"], {})
+            networks[config.model] = max(networks.get(config.model, (-1.0, folder)), (quality, folder))
+    return {
+        division: {network: folder for network, (_, folder) in networks.items()} for division, networks in found.items()
+    }
+
+
+def first_choices(config: Config, division: str) -> Sequence[str]:
+    """Return the run folder of each network of ``architectures_from``.
+
+    Args:
+      config: names as many folders as networks, or one that holds the runs of all of them.
+      division: the hash of the data's division, by which the runs in that one folder are found.
+
+    Raises:
+      UserError: a network has no such run.
+    """
+    named, networks = config.architectures_from, config.model.split(",")
+    if len(named) == len(networks):
+        return named
+    runs = trained_alone(path.parent for path in sorted(Path(named[0]).rglob("config.json"))).get(division, {})
+    if missing := [network for network in networks if network not in runs]:
+        raise UserError(
+            f"--architectures_from: {named[0]} holds no finished run of --strategy=local --model={missing[0]} with the "
+            "same division of the data (seed, partition, shares)"
+        )
+    return [str(runs[network]) for network in networks]
 
 
 def state(folder: Path | str) -> str:

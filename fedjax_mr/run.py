@@ -94,7 +94,13 @@ def prepare(config: Config, federated: FederatedData, processes: distributed.Pro
     engine = build_rounds(config, federated, model, axis)
     folder = open_folder(config, processes)
     if config.progress and processes.writes:
-        print(*federated.notes, sep="\n", end="\n" if federated.notes else "", file=sys.stderr)
+        notes = [*federated.notes]
+        if federated.holdout is not None and engine.strategy.global_model is None:
+            notes.append(
+                f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "
+                "deploys no model that they could take"
+            )
+        print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
         print(headline(config, federated, axis), file=sys.stderr)
     return Experiment(config, federated, model, engine, folder, processes)
 

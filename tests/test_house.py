@@ -178,7 +178,9 @@ def test_the_commands_of_the_figures_are_valid(monkeypatch):
     sweeps += [
         ([], found) for found in re.findall(r"`python -m fedjax_mr.sweep (--.*?)`", text) if "SWEEP" not in found
     ]
-    assert len(sweeps) >= 12
+    fedme = [(["--flagfile=exp/fedme_digits.flags"], found) for found in re.findall(r"`FEDME (.*?)`", text)]
+    assert len(sweeps) >= 12 and len(fedme) >= 7
+    sweeps += fedme
     for before, found in sweeps:
         sweep.plan([*before, *shlex.split(found)])
     analyses = re.findall(r"`A (\w+) RUNS(?:/\S+)?(.*?)`", text)

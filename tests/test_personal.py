@@ -40,7 +40,7 @@ def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
         if not len(rows):
             assert np.isnan(tested.accuracy[client]) and tested.count[client] == 0
             continue
-        model = trees.take(progress.memory, client) if strategy == "local" else deployed
+        model = trees.take(progress.memory.model, client) if strategy == "local" else deployed
         own = local.ClientData(samples, jnp.asarray(index), offsets[client], problem.sizes[client], jnp.int32(client))
         _, tune_key = jax.random.split(jax.random.fold_in(key, client))
         setting = dataclasses.replace(problem.local, epochs=3)

@@ -152,6 +152,16 @@ def test_held_out_clients_are_tested_at_the_end():
     assert result.summary["holdout_loss"] > 0
 
 
+@pytest.mark.parametrize("strategy", ["hypcluster", "local"])
+def test_held_out_clients_without_a_deployed_model_are_named(strategy, capsys):
+    """The others are tested as if these were not there."""
+    config = fmr.Config(**SMALL | {"strategy": strategy, "rounds": 1, "progress": True}, holdout_clients=2, run_dir="a")
+    result = fmr.run(config)
+    shown = capsys.readouterr().err
+    assert f"the 2 clients that never train are not tested: {strategy} deploys no model" in shown
+    assert "holdout_accuracy" not in result.summary and 0 < result.summary["personal_accuracy"] < 1
+
+
 def test_ones_own_arrays():
     rng = np.random.default_rng(0)
     y = rng.integers(0, 3, 300).astype(np.int32)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import config as configuration
-from fedjax_mr import record, sweep
+from fedjax_mr import data, record, sweep
 from fedjax_mr.checkpoint import Checkpoints
 from fedjax_mr.sweep import Stopped
 
@@ -70,6 +70,16 @@ def test_the_product_of_strategies_settings_and_seeds():
     ]
     assert len({run.folder for run in runs}) == len(runs)
     assert re.fullmatch(r"runs/fedavg-alpha=0.1-local_epochs=1-seed=0-[0-9a-f]{8}", str(runs[0].folder))
+
+
+def test_five_trials_are_five_draws_of_the_clients():
+    """The partition and the public set follow the seed, and nothing else."""
+    flags = ["--strategies=local,fedme", "--seeds=0:5", "--public_share=0.1", "--grid=lr=0.1,0.2"]
+    _, runs = sweep.plan(flags)
+    hashes = {(run.config.strategy, run.config.lr, run.config.seed): data.prepare(run.config).hash() for run in runs}
+    for (_, _, seed), found in hashes.items():
+        assert found == hashes["local", 0.1, seed]
+    assert len(set(hashes.values())) == 5
 
 
 def test_settings_of_other_strategies_do_not_multiply():

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from fedjax_mr.analysis import (
+    best,
+    choices,
     clients,
     curves,
     landscape,
     origins,
     reassembly,
     results,
+    seconds,
     similarity,
     spread,
     table,
@@ -31,12 +34,15 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Any] = {
+    "best": best,
+    "choices": choices,
     "clients": clients,
     "curves": curves,
     "landscape": landscape,
     "origins": origins,
     "reassembly": reassembly,
     "results": results,
+    "seconds": seconds,
     "similarity": similarity,
     "spread": spread,
     "table": table,

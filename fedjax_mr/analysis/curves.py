@@ -1,7 +1,8 @@
 """Learning curves: mean over the seeds with a band of one standard deviation (FedMR Figures 9-12, FedCross 2-7).
 
 RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one curve, up to the
-last round that all of them have evaluated.
+last round that all of them have evaluated. With --best=lr, of each setting only the runs with the learning rate that
+has the best validation accuracy are drawn (see the command best).
 """
 
 import argparse
@@ -12,11 +13,15 @@ import numpy as np
 
 from fedjax_mr import config as configuration
 from fedjax_mr import plots
-from fedjax_mr.analysis import runs, table
+from fedjax_mr.analysis import best, runs, table
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError, unknown_name
 
-LABELS = {"accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)"}
+LABELS = {
+    "accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)",
+    "personal_accuracy": "accuracy on the client's own test samples, mean",
+    "validation_accuracy": "accuracy on the client's validation samples, mean",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     table.add_runs_argument(parser)
     parser.add_argument("--column", default="accuracy", help="column of metrics.csv (default: accuracy)")
     parser.add_argument("--panels", metavar="FLAGS", help="a panel for each value of a flag: alpha, or partition,alpha")
+    parser.add_argument("--best", metavar="FLAGS", help="draw only the values of these flags that do best: lr")
     parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: the first run's analysis/)")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Draw the curves and say what they end in."""
     chosen = table.find(arguments.runs)
+    if arguments.best:
+        choices = best.choose(chosen, over=arguments.best.split(","))
+        chosen = [run for choice in choices if choice.best for run in choice.best.finished().values()]
     panels = curves(chosen, column=arguments.column, panels=arguments.panels)
     path = runs.results(arguments.out, chosen) / f"{arguments.column}.png"
     column: str = arguments.column

@@ -43,6 +43,14 @@ class Run:
             raise UserError(f"{self.path} has no evaluation yet")
         return rows
 
+    def summary(self) -> dict[str, Any]:
+        """Return what the run came to.
+
+        Raises:
+          UserError: it is not finished, or the file is damaged.
+        """
+        return record.read_summary(self.path)
+
     def checkpoints(self) -> list[int]:
         """Return the rounds that have a checkpoint, ascending."""
         return Checkpoints(self.path / "checkpoints").rounds()

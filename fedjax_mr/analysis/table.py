@@ -77,6 +77,8 @@ class Line:
       runs: its runs, by seed.
       finished, diverged, unfinished: how many of them are; only finished ones enter the statistics.
       last, best, last_10: accuracy of the last evaluation, of the best, mean of the last ten.
+      personal, finetuned: mean over the clients of each one's last accuracy on its own test samples, and after
+        fine-tuning.
       rounds: rounds of the finished runs.
       reached: how many finished runs reached the target accuracy.
       rounds_to_target, bytes_to_target: if all finished runs reached it; bytes of both directions.
@@ -91,6 +93,8 @@ class Line:
     last: Statistic
     best: Statistic
     last_10: Statistic
+    personal: Statistic
+    finetuned: Statistic
     rounds: int
     reached: int
     rounds_to_target: Statistic
@@ -132,13 +136,17 @@ def facts(config: Config) -> dict[str, Any]:
     }
 
 
+def seeds(config: Config) -> list[int]:
+    """Return what decides about all random draws of a run: its seed, and that of its partition."""
+    return [config.seed, config.seed if config.partition_seed is None else config.partition_seed]
+
+
 def settings(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """Return the runs by setting, in their order; runs of one setting differ in nothing but seeds.
 
     A setting names the strategy, and what does not have the same value in all runs that know it. Of several runs of
     one setting and seed, one counts: the last of those that are furthest.
     """
-    seeds = lambda config: [config.seed, config.seed if config.partition_seed is None else config.partition_seed]
     once = {
         json.dumps([facts(run.config), *seeds(run.config)]): run.path
         for run in sorted(chosen, key=lambda run: record.STATES.index(record.state(run.path)))
@@ -212,7 +220,8 @@ def lines(
 def _line(setting: dict, chosen: Sequence[Run], target: float | None, tables: Sequence[Mapping[str, str]]) -> Line:
     chosen = sorted(chosen, key=lambda run: run.config.seed)
     states = [record.state(run.path) for run in chosen]
-    courses = [run.rows() for run, state in zip(chosen, states, strict=True) if state == "finished"]
+    ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]
+    courses = [run.rows() for run in ended]
     summaries = [record.summarise(rows, target) for rows in courses]
     reached = [_first_at(rows, target) for rows in courses]
     return Line(
@@ -224,6 +233,8 @@ def _line(setting: dict, chosen: Sequence[Run], target: float | None, tables: Se
         last=Statistic.of(each["accuracy_last"] for each in summaries),
         best=Statistic.of(each["accuracy_best"] for each in summaries),
         last_10=Statistic.of(each["accuracy_mean_last_10"] for each in summaries),
+        personal=Statistic.of(rows[-1].get("personal_accuracy") for rows in courses),
+        finetuned=Statistic.of(run.summary().get("finetuned_accuracy") for run in ended),
         rounds=max((each["rounds"] for each in summaries), default=0),
         reached=sum(row is not None for row in reached),
         rounds_to_target=Statistic.of(row["round"] if row else None for row in reached),
@@ -256,9 +267,11 @@ def cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[st
         "setting": lambda line: name(line.setting),
         "seeds": _seeds,
         "rounds": lambda line: str(line.rounds) if line.finished else "",
-        "last %": lambda line: _percent(line.last),
-        "best %": lambda line: _percent(line.best),
-        "last 10 %": lambda line: _percent(line.last_10),
+        "last %": lambda line: percent(line.last),
+        "best %": lambda line: percent(line.best),
+        "last 10 %": lambda line: percent(line.last_10),
+        "clients' own %": lambda line: percent(line.personal),
+        "fine-tuned %": lambda line: percent(line.finetuned),
     }
     if target is not None:
         columns |= {
@@ -280,11 +293,13 @@ def _seeds(line: Line) -> str:
     return ", ".join([str(line.finished), *(f"{count} {word}" for word, count in others.items() if count)])
 
 
-def _percent(value: Statistic) -> str:
-    return _plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
+def percent(value: Statistic) -> str:
+    """Return a fraction over the seeds in percent."""
+    return plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
 
 
-def _plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> str:
+def plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> str:
+    """Return a mean with its deviation, as far as they are known."""
     if mean is None:
         return ""
     return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
@@ -293,11 +308,11 @@ def _plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> 
 def _to_target(line: Line, value: Statistic, unit: float, digits: int) -> str:
     if line.finished and line.reached < line.finished:
         return f"{line.reached} of {line.finished} reach it"
-    return _plus_minus(*(None if part is None else part / unit for part in value), digits=digits)
+    return plus_minus(*(None if part is None else part / unit for part in value), digits=digits)
 
 
 def _paper(number: Published | None) -> str:
-    return _plus_minus(number.mean, number.deviation, digits=2) if number else ""
+    return plus_minus(number.mean, number.deviation, digits=2) if number else ""
 
 
 def _difference(line: Line) -> str:
@@ -355,13 +370,18 @@ def table(paths: Iterable[Path | str], *, format: str = "text", target: float | 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_runs_argument(parser)
-    parser.add_argument("--format", choices=FORMATS, default="text", help="how it is written (default: text)")
+    add_format_argument(parser)
     parser.add_argument("--target", type=float, metavar="FRACTION", help="accuracy whose rounds and bytes are listed")
 
 
 def add_runs_argument(parser: argparse.ArgumentParser) -> None:
     """Add the run folders of a command that joins the seeds of a setting."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder that holds some")
+
+
+def add_format_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of `FORMATS`."""
+    parser.add_argument("--format", choices=FORMATS, default="text", help="how it is written (default: text)")
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(arguments: list[str]) -> None:
-    config = dataclasses.replace(configuration.parse(arguments), cohort=1)  # nobody trains
+    # Nobody trains: the method must not refuse several networks, nor the cohort be larger than the federation.
+    config = dataclasses.replace(configuration.parse([*arguments, "--strategy=local"]), cohort=1)
     configuration.validate(config)
     federated = data.prepare(config)
     folder = Path(config.run_dir or ".")

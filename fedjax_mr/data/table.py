@@ -6,19 +6,24 @@ from fedjax_mr.data.federated import FederatedData, Split
 
 
 def table(federated: FederatedData) -> str:
-    """Return a few lines about the division of a data set, with min/median/mean/max over the clients."""
+    """Return a few lines about the division of a data set, with min, median, mean, max and std over the clients."""
     dataset = federated.dataset
-    rows = [("training samples", federated.sizes), ("classes", (federated.label_counts() > 0).sum(axis=1))]
-    rows += [(name, split.sizes) for name, split in _others(federated)]
+    others = {name: split.sizes for name, split in _others(federated)}
+    rows = {"training samples": federated.sizes, **others}
+    if others:
+        rows["samples together"] = np.sum(list(rows.values()), axis=0)
+    rows["classes"] = (federated.label_counts() > 0).sum(axis=1)
     lines = [
         f"{dataset.name}: {federated.num_clients} clients, {federated.sizes.sum()} training samples, "
         f"{len(dataset.test_y)} test samples, {dataset.num_classes} classes, "
         f"{dataset.x.dtype} {' x '.join(map(str, dataset.x.shape[1:]))}",
-        f"{'per client':<20}{'min':>8}{'median':>8}{'mean':>10}{'max':>8}{'std':>10}",
+        f"{'per client':<20}{'min':>8}{'median':>8}{'mean':>10}{'max':>8}{'std':>10}{'total':>10}",
     ]
-    for name, values in rows:
+    for name, values in rows.items():
+        total = "" if name == "classes" else values.sum()
         lines.append(
-            f"{name:<20}{values.min():>8}{np.median(values):>8g}{values.mean():>10.1f}{values.max():>8}{values.std():>10.1f}"
+            f"{name:<20}{values.min():>8}{np.median(values):>8g}{values.mean():>10.1f}{values.max():>8}"
+            f"{values.std():>10.1f}{total:>10}".rstrip()
         )
     if federated.public:
         kind = "unlabelled" if federated.public.y is None else "labelled"

@@ -11,7 +11,8 @@ client the average of the model that it took.
 Deviations. From the paper: the loss that decides is on the validation split, as in the notebooks (``validation_share``;
 without one, on the training samples, which is the paper's "local data"); the gradient clipping of the notebooks is the
 flag ``clip_norm``. From the notebooks: the clusters come from k-means++ over distinct rows, because theirs falls into
-one cluster as soon as two clients hold the same model, which exchange brings about; where only some clients take part
+one cluster as soon as two clients that hold the same model, which exchange brings about, are drawn as first centres
+(``kmeans=authors`` does that); where only some clients take part
 in a round (``cohort``), models are exchanged among these.
 """
 
@@ -56,6 +57,14 @@ class Hyper:
         "what is clustered: the models' outputs on the public set as logits (notebooks) or as probabilities",
         choices=("logits", "probabilities"),
         source="the authors' notebooks",
+    )
+    kmeans: str = field(
+        "distinct",
+        "how clusters are found: k-means++ over distinct outputs, which never leaves one empty (distinct), or as the "
+        "authors' code does, with random clients' outputs as first centres: if two of these are equal, which exchange "
+        "brings about, all clients end in one cluster (authors)",
+        choices=("distinct", "authors"),
+        source="Matsuda et al. 2022 say k-means; authors: their notebooks",
     )
     upload_first: bool = field(
         False,
@@ -122,6 +131,23 @@ def cluster(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
     return KMeans(n_clusters=count, n_init="auto", random_state=seed).fit_predict(outputs).astype(np.int32)
 
 
+def cluster_as_authors(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
+    """Return the cluster of each row of outputs [N, F] as the authors' code finds it, whose empty clusters take all.
+
+    An empty cluster's centre is not a number, and to that every row is nearest.
+    """
+    first = np.random.default_rng(seed).choice(len(outputs), count, replace=False)
+    centres, labels = outputs[first].astype(np.float64), np.full(len(outputs), -1)
+    for _ in range(300):
+        distances = np.stack([((outputs - centre) ** 2).sum(axis=1) for centre in centres])  # [count, N]
+        before, labels = labels, np.argmin(distances, axis=0)
+        if np.array_equal(before, labels):
+            break
+        members = [outputs[labels == number] for number in range(count)]
+        centres = np.stack([each.mean(axis=0) if len(each) else np.full(outputs.shape[1], np.nan) for each in members])
+    return labels.astype(np.int32)
+
+
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedMe.
 
@@ -182,7 +208,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             return state  # one cluster needs no outputs
         rows = np.asarray(outputs(state.models, problem.public)).reshape(problem.num_clients, -1)
         seed = int(jax.random.randint(key, (), 0, 2**31 - 1))
-        return state._replace(clusters=jnp.asarray(cluster(rows, count, seed=seed)))
+        find = cluster_as_authors if hyper.kmeans == "authors" else cluster
+        return state._replace(clusters=jnp.asarray(find(rows, count, seed=seed)))
 
     def total_traffic(state):
         own, received, returned = (int(np.asarray(counts, np.int64) @ sizes) for counts in state.sent)

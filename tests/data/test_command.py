@@ -28,14 +28,21 @@ def test_shows_a_partition(tmp_path, capsys):
     assert out.partition("drawn")[0] == repeated.partition("drawn")[0]
 
 
+def test_a_division_for_several_networks(tmp_path, capsys):
+    """The flag file of a method with several networks is enough; nobody trains."""
+    assert main(["--model=logistic,mlp", "--clients=4", "--cohort=9", f"--run_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.startswith("digits: 4 clients, ")
+
+
 def test_table_counts_samples_and_classes():
     x, y = np.zeros((100, 2), np.float32), np.repeat([0, 1], 50)
     client = np.repeat([0, 1, 2], [50, 30, 20])
     dataset = data.from_arrays(x, y, client=client, x_test=x, y_test=y, name="mine")
     lines = table(data.federate(dataset, partition="natural", num_clients=0)).splitlines()
     assert lines[0] == "mine: 3 clients, 100 training samples, 100 test samples, 2 classes, float32 2"
-    assert lines[2].split() == ["training", "samples", "20", "30", "33.3", "50", "12.5"]
-    assert lines[3].split() == ["classes", "1", "1", "1.0", "1", "0.0"]
+    assert lines[2].split() == ["training", "samples", "20", "30", "33.3", "50", "12.5", "100"]
+    assert lines[4].split() == ["samples", "together", "40", "60", "66.7", "100", "24.9", "200"]
+    assert lines[5].split() == ["classes", "1", "1", "1.0", "1", "0.0"]
 
 
 def test_table_repeats_what_was_repaired():

@@ -54,4 +54,4 @@ def test_without_its_terms_it_is_local_only(engine, close):
     alone, one = engine("local", "thin"), engine("fccl", hyper=Hyper(public_epochs=0, teachers=0.0, private_epochs=2))
     expected, _ = alone.run(alone.init(), 2)
     progress, _ = one.run(one.init(), 2)
-    close(progress.memory.model, expected.memory)
+    close(progress.memory.model, expected.memory.model)

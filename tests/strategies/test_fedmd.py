@@ -60,7 +60,7 @@ def test_without_public_epochs_it_is_local_only(engine, close):
     )
     expected, _ = alone.run(alone.init(), 2)
     progress, _ = one.run(one.init(), 2)
-    close(progress.memory.model, expected.memory)
+    close(progress.memory.model, expected.memory.model)
 
 
 def test_labels_are_needed(federation):

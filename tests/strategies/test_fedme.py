@@ -101,6 +101,23 @@ def test_clusters_do_not_collapse_on_equal_models(seed):
     assert len(set(fedme.cluster(np.array([[1.0], [1], [2], [3]]), 4, seed=seed))) == 3
 
 
+def test_the_authors_clusters_collapse_when_equal_models_are_the_first_centres():
+    """The second round of the running example: of ten pairs of first centres, (2, 3) and (4, 5) put all into one."""
+    outputs = np.array([[11.5], [22], [22], [54.5], [54.5]], np.float32)
+    seen = set()
+    for seed in range(60):
+        first = tuple(sorted(np.random.default_rng(seed).choice(5, 2, replace=False).tolist()))
+        labels = fedme.cluster_as_authors(outputs, 2, seed=seed)
+        if first in ((1, 2), (3, 4)):
+            assert len(set(labels)) == 1
+        else:
+            assert labels[0] == labels[1] == labels[2] != labels[3] == labels[4]
+        seen.add(first)
+    assert len(seen) == 10
+    apart = fedme.cluster_as_authors(np.array([[0.0], [1], [10], [11]]), 2, seed=0)
+    assert apart[0] == apart[1] != apart[2] == apart[3]
+
+
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(clusters=st.lists(st.integers(0, 3), min_size=5, max_size=5), seed=st.integers(0, 2**31 - 1))
 def test_partners_come_from_the_cluster(clusters, seed):

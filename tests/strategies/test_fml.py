@@ -50,7 +50,7 @@ def test_without_mutual_terms_it_is_local_and_fedavg_side_by_side(engine, close)
     alone = engine("local", "perceptron", **federation)
     average = engine("fedavg", "perceptron", hyper=fedavg.Hyper(weights="uniform"), **federation)
     progress, _ = both.run(both.init(), 3)
-    close(progress.memory, alone.run(alone.init(), 3)[0].memory)
+    close(progress.memory, alone.run(alone.init(), 3)[0].memory.model)
     close(progress.server.model, average.run(average.init(), 3)[0].server.model)
 
 

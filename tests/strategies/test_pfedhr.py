@@ -32,7 +32,7 @@ def test_without_weight_it_is_local_only(engine, close):
     expected, _ = alone.run(alone.init(), 2)
     progress, _ = reassembled.run(reassembled.init(), 2)
     assert np.asarray(progress.server.taught).any()
-    close(progress.memory.model, expected.memory)
+    close(progress.memory.model, expected.memory.model)
 
 
 def test_a_client_learns_labels_and_teacher(transcription):

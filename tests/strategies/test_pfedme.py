@@ -69,8 +69,8 @@ def test_without_the_pull_and_with_one_inner_step_theta_is_trained_by_plain_sgd(
     plain = engine("local", "linear", cohort=6, momentum=0.0)
     progress = plain.init()
     same = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], 6, axis=0), start)
-    progress, _ = plain.run(plain.place(progress._replace(memory=same)), 1)
-    close(theta, progress.memory)
+    progress, _ = plain.run(plain.place(progress._replace(memory=progress.memory._replace(model=same))), 1)
+    close(theta, progress.memory.model)
     close(model, start)  # w is not drawn anywhere
 
 

@@ -1,0 +1,59 @@
+"""Seconds per round that the clients and the server take, method by method (FedMe, Figure 4): table and picture.
+
+RUN may also be a folder of run folders, at any depth. Means over the seeds, without compilation and evaluation. The
+two sides are known where they are programs of their own: on several CPU devices, with the samples on the devices.
+Runs are only comparable if nothing else was at work on the machine.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from fedjax_mr import plots, record
+from fedjax_mr.analysis import runs, table
+from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.table import Statistic
+from fedjax_mr.errors import UserError
+
+SIDES = {"clients": "clients_seconds_per_round", "server": "server_seconds_per_round"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    table.add_runs_argument(parser)
+    table.add_format_argument(parser)
+    parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: the first run's analysis/)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Print the seconds and draw them."""
+    chosen = table.find(arguments.runs)
+    found = seconds(chosen)
+    rows = [["setting", "seeds", *(f"{part}, s per round" for part in next(iter(found.values()))[1])]]
+    for name, (count, parts) in found.items():
+        rows.append([name, str(count), *(table.plus_minus(*value, digits=4) for value in parts.values())])
+    print(table.FORMATS[arguments.format](rows))
+    path = runs.results(arguments.out, chosen) / "seconds.png"
+    sides = {side: {name: parts[side].mean for name, (_, parts) in found.items()} for side in SIDES}
+    if any(value is None for values in sides.values() for value in values.values()):
+        print("not drawn: some runs do not know the two sides (they ran on one device, or with samples on the host)")
+        return
+    plots.bars(sides, path, x_label="seconds per round")  # type: ignore[arg-type]
+    print(f"drawn in {path}")
+
+
+def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]]:
+    """Return the number of finished runs of each setting and their seconds per round: clients, server, all.
+
+    Raises:
+      UserError: no run is finished.
+    """
+    found = {}
+    for setting, members in table.settings(chosen):
+        summaries = [run.summary() for run in members if record.state(run.path) == "finished"]
+        if summaries:
+            columns = SIDES | {"all": "seconds_per_round"}
+            parts = {part: Statistic.of(each.get(column) for each in summaries) for part, column in columns.items()}
+            found[table.name(setting)] = len(summaries), parts
+    if not found:
+        raise UserError("none of the runs is finished")
+    return found
