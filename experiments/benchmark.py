@@ -42,7 +42,7 @@ from fedjax_mr import config as configuration
 from fedjax_mr import data, parallel
 from fedjax_mr.engine import build_model, build_rounds, samples
 from fedjax_mr.evaluation import Evaluation
-from fedjax_mr.models import MODELS, layers
+from fedjax_mr.models import MODELS, windows
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.run import peak_memory_bytes
 from fedjax_mr.strategies import fedme
@@ -87,7 +87,7 @@ def plain_max_pool(x, window, *, strides=None, padding=0):
 
 def plain_layers() -> Any:
     """Return a context in which networks are built of plain layers."""
-    return mock.patch.multiple(layers, conv=plain_conv, max_pool=plain_max_pool)
+    return mock.patch.multiple(windows, conv=plain_conv, max_pool=plain_max_pool)
 
 
 class Contestant:

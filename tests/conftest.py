@@ -14,7 +14,7 @@ import pytest
 
 from fedjax_mr import local, models, parallel, rounds
 from fedjax_mr.data import Split
-from fedjax_mr.models import layers
+from fedjax_mr.models import layers, windows
 from fedjax_mr.strategies import STRATEGIES, Problem
 
 parallel.start(devices=2, cohort_size=2)
@@ -40,7 +40,7 @@ class ThinBlock(nn.Module):
     def __call__(self, x, *, train=False, mask=None):
         x = layers.Conv(4, (3, 3), name="conv")(x)
         x = nn.relu(layers.BatchNorm(name="norm")(x, train=train, mask=mask))
-        x = layers.max_pool(x, (2, 2)).reshape(x.shape[0], -1)
+        x = windows.max_pool(x, (2, 2)).reshape(x.shape[0], -1)
         return nn.Dropout(0.1, deterministic=not train)(x)
 
 

@@ -175,7 +175,7 @@ class Around:
                 logits = model.apply({"params": params, **rest}, local.gather(part, jnp.arange(batch)))
                 return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, part.y) * mask)
 
-            # In reverse mode twice: the layers' own gradients (layers.conv) have no forward mode. And of one batch, as
+            # In reverse mode twice: our own gradients (windows.conv) have no forward mode. And of one batch, as
             # JAX 0.10 fails to differentiate a scan over them for the second time.
             return jax.grad(lambda params: _inner(jax.grad(total)(params), vector))(params)
 

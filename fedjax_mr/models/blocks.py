@@ -3,7 +3,7 @@
 import flax.linen as nn
 import jax
 
-from fedjax_mr.models import layers
+from fedjax_mr.models import layers, windows
 
 
 class ConvBlock(nn.Module):
@@ -24,7 +24,7 @@ class ConvBlock(nn.Module):
     features: int
     kernel_size: int = 3
     strides: int = 1
-    padding: layers.Padding = "SAME"
+    padding: windows.Padding = "SAME"
     initialisation: str = "torch"
     norm: str = ""
     counted: bool = False
@@ -42,7 +42,7 @@ class ConvBlock(nn.Module):
         if self.norm:
             x = layers.norm_layer(self.norm, counted=self.counted, name="norm")(x, train=train, mask=mask)
         if self.pool:
-            x = layers.max_pool(x, self.pool, strides=self.pool_strides)
+            x = windows.max_pool(x, self.pool, strides=self.pool_strides)
         if self.relu:
             x = nn.relu(x)
         if self.channel_dropout:

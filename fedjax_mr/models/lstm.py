@@ -68,19 +68,71 @@ class LSTM(nn.Module):
 
         # The inputs' share of all steps in one product: only the recurrence has to be a loop.
         inputs = x @ kernel + (bias + recurrent_bias).reshape(1, 1, -1)
+        return jnp.swapaxes(recurrence(jnp.swapaxes(inputs, 0, 1), recurrent_kernel), 0, 1)
 
-        def step(
-            carry: tuple[jax.Array, jax.Array], inputs: jax.Array
-        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            hidden, cell = carry
-            admit, forget, candidate, emit = jnp.split(inputs + hidden @ recurrent_kernel, 4, axis=-1)
-            cell = nn.sigmoid(forget) * cell + nn.sigmoid(admit) * jnp.tanh(candidate)
-            hidden = nn.sigmoid(emit) * jnp.tanh(cell)
-            return (hidden, cell), hidden
 
-        zeros = jnp.zeros_like(inputs[:, 0, : self.features])
-        _, outputs = lax.scan(step, (zeros, zeros), jnp.swapaxes(inputs, 0, 1))
-        return jnp.swapaxes(outputs, 0, 1)
+@jax.custom_vjp
+def recurrence(inputs: jax.Array, recurrent_kernel: jax.Array) -> jax.Array:
+    """Return an LSTM's outputs of every step [T, B, H], from zeros.
+
+    Its gradient takes the weights' share of all steps in one product after the loop, where that of the loop would add
+    up a matrix [H, 4H] in every step.
+
+    Args:
+      inputs: the inputs' share of the gates before their activation [T, B, 4H].
+      recurrent_kernel: [H, 4H].
+    """
+    return _forward(inputs, recurrent_kernel)[0]
+
+
+def _forward(inputs: jax.Array, recurrent_kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return the outputs, and what the gradient needs: outputs, cells [T, B, H], gates [T, B, 4H] and the kernel."""
+    # sigmoid(z) = (1 + tanh(z/2)) / 2: one function for all four gates, so that they stay one array.
+    candidate = jnp.arange(inputs.shape[-1]) // recurrent_kernel.shape[0] == 2
+    scale, shift = jnp.where(candidate, 1.0, 0.5).reshape(1, -1), jnp.where(candidate, 0.0, 0.5).reshape(1, -1)
+
+    def step(carry: tuple[jax.Array, jax.Array], inputs: jax.Array):
+        hidden, cell = carry
+        gates = scale * jnp.tanh(scale * (inputs + hidden @ recurrent_kernel)) + shift
+        admit, forget, candidate, emit = jnp.split(gates, 4, axis=-1)
+        cell = forget * cell + admit * candidate
+        hidden = emit * jnp.tanh(cell)
+        return (hidden, cell), (hidden, cell, gates)
+
+    zeros = jnp.zeros_like(inputs[0, :, : recurrent_kernel.shape[0]])
+    _, (outputs, cells, gates) = lax.scan(step, (zeros, zeros), inputs)
+    return outputs, (outputs, cells, gates, recurrent_kernel)
+
+
+def _backward(residuals: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    outputs, cells, gates, recurrent_kernel = residuals
+    before = lambda steps: jnp.concatenate([jnp.zeros_like(steps[:1]), steps[:-1]])
+
+    def step(carry: tuple[jax.Array, jax.Array], at: tuple[jax.Array, ...]):
+        to_hidden, to_cell = carry
+        gradient, gates, cell, cell_before = at
+        admit, forget, candidate, emit = jnp.split(gates, 4, axis=-1)
+        to_hidden = to_hidden + gradient
+        squashed = jnp.tanh(cell)
+        to_cell = to_cell + to_hidden * emit * (1.0 - squashed * squashed)
+        to_inputs = jnp.concatenate(
+            [
+                to_cell * candidate * admit * (1.0 - admit),
+                to_cell * cell_before * forget * (1.0 - forget),
+                to_cell * admit * (1.0 - candidate * candidate),
+                to_hidden * squashed * emit * (1.0 - emit),
+            ],
+            axis=-1,
+        )
+        return (to_inputs @ recurrent_kernel.T, to_cell * forget), to_inputs
+
+    zeros = jnp.zeros_like(outputs[0])
+    _, to_inputs = lax.scan(step, (zeros, zeros), (gradient, gates, cells, before(cells)), reverse=True)
+    rows = lambda steps: steps.reshape(-1, steps.shape[-1])
+    return to_inputs, rows(before(outputs)).T @ rows(to_inputs)
+
+
+recurrence.defvjp(_forward, _backward)
 
 
 class LastStep(nn.Module):

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_mr.models import layers
+from fedjax_mr.models import layers, windows
 from fedjax_mr.models.base import BlockNet
 from fedjax_mr.models.blocks import head
 
@@ -59,7 +59,7 @@ class Stem(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
         """Return the feature maps [B, H, W, features] of [B, H, W, I]."""
         y = _conv(self.features, 3, initialisation=self.initialisation, name="conv")(x)
-        return layers.max_pool(y, 3, strides=1, padding=1) if x.shape[-1] == 1 else y
+        return windows.max_pool(y, 3, strides=1, padding=1) if x.shape[-1] == 1 else y
 
 
 class Mean(nn.Module):

@@ -1,0 +1,297 @@
+"""Convolution and pooling of images that stay fast inside compiled loops.
+
+XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC, and rewrites other orders into that
+one only outside of loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so
+the gradients here are written in the fast order. Even that order is slow with few channels, which small networks have:
+on CPU neighbouring columns of the image are folded into the channels, and gradients become matrix products. Pooling
+avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fedjax_mr.errors import UserError
+
+Pair = tuple[int, int]
+Padding = str | int | Sequence[Pair]
+"""``"SAME"``, ``"VALID"``, one number for all four sides (as in PyTorch), or ((top, bottom), (left, right))."""
+
+
+# ---- Convolution
+
+
+def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: Padding = "SAME") -> jax.Array:
+    """Return the convolution [B, H', W', O] of images [B, H, W, I] with a kernel [h, w, I, O].
+
+    The value is that of ``lax.conv_general_dilated``; the gradients (of any order, in reverse mode) are ordinary
+    convolutions in the order NHWC, HWIO, NHWC, on CPU with columns folded into the channels, or products. Inside
+    ``shard_map`` a gradient asks for images and kernel that vary over the same mesh axes, which JAX checks. Second
+    derivatives through ``lax.scan`` fail in jax 0.10, which hands the backward pass the wrong arrays there.
+
+    Raises:
+      UserError: the images are smaller than the kernel.
+    """
+    strides = pair(strides)
+    pads = _explicit_padding(x.shape[1:3], kernel.shape[:2], strides, padding)
+    _require_room("convolution", x.shape[1:3], kernel.shape[:2], pads)
+    return _conv(x, kernel, strides, pads, (1, 1), (1, 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _conv(
+    x: jax.Array, kernel: jax.Array, strides: Pair, pads: tuple[Pair, Pair], x_dilation: Pair, kernel_dilation: Pair
+) -> jax.Array:
+    if kernel.shape[:2] == x.shape[1:3] and not any(map(any, pads)) and x_dilation == kernel_dilation == (1, 1):
+        # The weight gradient of a 1x1 convolution: one position, so one product, which saves ResNet-20 a sixth.
+        return jnp.einsum("bhwi,hwio->bo", x, kernel)[:, None, None]
+    if math.prod(kernel.shape[:2]) > math.prod(x.shape[1:3]):
+        return _product(x, kernel, strides, pads, x_dilation, kernel_dilation)
+    columns = _columns(*kernel.shape[2:])
+    if columns > 1 and kernel.shape[1] > 1 and _folds(strides, x_dilation, kernel_dilation):
+        return _folded(_pad(x, pads), kernel, columns)
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        strides,
+        pads,
+        lhs_dilation=x_dilation,
+        rhs_dilation=kernel_dilation,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def _product(
+    x: jax.Array, kernel: jax.Array, strides: Pair, pads: tuple[Pair, Pair], x_dilation: Pair, kernel_dilation: Pair
+) -> jax.Array:
+    """Return the convolution as one product of patches and kernel.
+
+    XLA exchanges images and kernel of a convolution whose kernel is the larger one, into an order that is slow again
+    (``SwapConvOperands`` in its algebraic simplifier). Images as small as that have few patches.
+    """
+    edges = tuple((*pad, dilation - 1) for pad, dilation in zip(pads, x_dilation, strict=True))
+    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
+    window = _dilated(kernel.shape[:2], kernel_dilation)
+    height, width = (
+        (size - wide) // step * step + 1 for size, wide, step in zip(x.shape[1:3], window, strides, strict=True)
+    )
+    tops, lefts = (range(0, wide, step) for wide, step in zip(window, kernel_dilation, strict=True))
+    x = jnp.stack([x[:, top : top + height : strides[0]] for top in tops])
+    x = jnp.stack([x[:, :, :, left : left + width : strides[1]] for left in lefts])
+    return jnp.einsum("whbyxi,hwio->byxo", x, kernel)
+
+
+def _conv_forward(x, kernel, strides, pads, x_dilation, kernel_dilation):
+    return _conv(x, kernel, strides, pads, x_dilation, kernel_dilation), (x, kernel)
+
+
+def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradient):
+    x, kernel = residuals
+    # Extents once dilated: a gradient value meets the input at multiples of the stride, so strides become dilations.
+    image = _dilated(x.shape[1:3], x_dilation)
+    window = _dilated(kernel.shape[:2], kernel_dilation)
+    output = _dilated(gradient.shape[1:3], strides)
+    low = [pad[0] for pad in pads]
+
+    folds = _folds(strides, x_dilation, kernel_dilation) and window[1] > 1
+    if folds and image[0] * image[1] >= 1.5 * output[0] * output[1] and not any(map(any, pads)):
+        # A convolution over the padded gradient would do that much more work.
+        x_gradient = _scattered(gradient, kernel)
+    else:
+        x_pads = tuple((w - 1 - p, i + p - o) for i, w, o, p in zip(image, window, output, low, strict=True))
+        flipped = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
+        x_gradient = _conv(gradient, flipped, x_dilation, x_pads, strides, kernel_dilation)
+
+    columns = max(2, _columns(*kernel.shape[2:]))
+    patches = math.prod(gradient.shape[:3]) * window[0] * (window[1] + columns - 1) * x.shape[3] // columns
+    if folds and patches <= MAX_PATCHES:
+        return x_gradient, _kernel_gradient(x, pads, gradient, window, columns)
+    # The batch takes the place of the input channels: images [I, H, W, B], kernel [H', W', B, O].
+    kernel_pads = tuple((p, o + w - 1 - i - p) for i, w, o, p in zip(image, window, output, low, strict=True))
+    x_turned, gradient_turned = jnp.transpose(x, (3, 1, 2, 0)), jnp.transpose(gradient, (1, 2, 0, 3))
+    kernel_gradient = _conv(x_turned, gradient_turned, kernel_dilation, kernel_pads, x_dilation, strides)
+    return x_gradient, jnp.transpose(jnp.asarray(kernel_gradient), (1, 2, 0, 3))
+
+
+_conv.defvjp(_conv_forward, _conv_backward)
+
+
+# A run of n neighbouring output columns depends on n + w - 1 input columns through a banded (Toeplitz) matrix. Seen
+# that way, n x O channels come out of n x I, which is enough for vectors and caches, at the price of the zeros in the
+# band. It wins on CPU only; other devices keep their libraries' convolutions.
+
+MAX_PATCHES = 2**25
+"""Numbers that a matrix of patches may hold: 128 MiB."""
+
+
+def _folds(*steps: Pair) -> bool:
+    """Return whether columns may be folded: on CPU, neither strides nor dilation."""
+    return jax.default_backend() == "cpu" and all(step == (1, 1) for step in steps)
+
+
+def _columns(channels: int, features: int) -> int:
+    """Return how many columns to fold (measured for 1 to 64 channels of 5x5 and 3x3 kernels): 1, 2 or 4."""
+    return next(
+        columns for columns in (1, 2, 4) if columns == 4 or (columns * features >= 24 and columns * channels > 3)
+    )
+
+
+def _pad(x: jax.Array, pads: tuple[Pair, Pair]) -> jax.Array:
+    """Return images with zeros around, or cropped where a padding is negative."""
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)))
+
+
+def _band(kernel: jax.Array, columns: int, width: int) -> jax.Array:
+    """Return the banded matrix [h, width, I, columns, O] that maps ``width`` input columns to ``columns`` outputs."""
+    spare = width - kernel.shape[1]
+    shifted = [jnp.pad(kernel, ((0, 0), (column, spare - column), (0, 0), (0, 0))) for column in range(columns)]
+    return jnp.stack(shifted, axis=3)
+
+
+def _folded(x: jax.Array, kernel: jax.Array, columns: int) -> jax.Array:
+    """Return the unpadded convolution with ``columns`` columns folded into the channels."""
+    batch, height, width, channels = x.shape
+    h, w, _, features = kernel.shape
+    runs = -(-(width - w + 1) // columns)
+    reach = -(-(columns + w - 1) // columns)  # runs of input columns that a run of outputs depends on
+    x = _pad(x, ((0, 0), (0, (runs + reach - 1) * columns - width)))
+    y = lax.conv_general_dilated(
+        x.reshape(batch, height, runs + reach - 1, columns * channels),
+        _band(kernel, columns, reach * columns).reshape(h, reach, columns * channels, columns * features),
+        (1, 1),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    return y.reshape(batch, height - h + 1, runs * columns, features)[:, :, : width - w + 1]
+
+
+def _kernel_gradient(
+    x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array, window: Sequence[int], columns: int
+) -> jax.Array:
+    """Return the kernel's gradient [h, w, I, O]: patches times gradient, the band summed."""
+    h, w = window
+    batch, rows, width, features = gradient.shape
+    channels = x.shape[3]
+    runs = -(-width // columns)
+    spare = runs * columns - width
+    reach = columns + w - 1
+    top_bottom, (left, right) = pads
+    x, gradient = _pad(x, (top_bottom, (left, right + spare))), _pad(gradient, ((0, 0), (0, spare)))
+    # With the batch innermost, patches are long runs of memory. Without the barrier x is computed anew for each patch.
+    lines = lax.optimization_barrier(jnp.transpose(x.reshape(batch, x.shape[1], -1), (2, 1, 0)))
+    starts = range(0, runs * columns * channels, columns * channels)
+    patches = [
+        jnp.stack([lines[start : start + reach * channels, row : row + rows] for start in starts], axis=1)
+        for row in range(h)
+    ]
+    turned = jnp.transpose(gradient.reshape(batch, rows, runs, columns * features), (2, 1, 0, 3))
+    product = jnp.stack(patches).reshape(h * reach * channels, -1) @ turned.reshape(-1, columns * features)
+    band = product.reshape(h, reach, channels, columns, features)
+    return functools.reduce(jnp.add, [band[:, column : column + w, :, column] for column in range(columns)])
+
+
+def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return the images' gradient [B, H, W, I] of an unpadded convolution: products, added up where they overlap."""
+    batch, rows, width, features = gradient.shape
+    h, w, channels, _ = kernel.shape
+    runs = -(-width // 5)  # runs of at most five columns
+    columns = -(-width // runs)
+    gradient = _pad(gradient, ((0, 0), (0, runs * columns - width)))
+    reach = columns + w - 1
+    band = _band(kernel, columns, reach).reshape(-1, columns * features)
+    parts = (gradient.reshape(-1, columns * features) @ band.T).reshape(batch, rows, runs, h, reach * channels)
+    total = jnp.zeros((batch, rows + h - 1, (runs * columns + w - 1) * channels), gradient.dtype)
+    for run, row in np.ndindex(runs, h):
+        # Slice, add and update in place: padding the parts and adding those would be three times slower.
+        corner = (0, row, run * columns * channels)
+        before = lax.dynamic_slice(total, corner, (batch, rows, reach * channels))
+        total = lax.dynamic_update_slice(total, before + parts[:, :, run, row], corner)
+    return total.reshape(batch, rows + h - 1, -1, channels)[:, :, : width + w - 1]
+
+
+def _dilated(extent: Sequence[int], dilation: Pair) -> tuple[int, ...]:
+    return tuple((size - 1) * step + 1 for size, step in zip(extent, dilation, strict=True))
+
+
+def pair(value: int | Sequence[int]) -> Pair:
+    """Return one number for rows and one for columns."""
+    first, second = (value, value) if isinstance(value, int) else value
+    return first, second
+
+
+def _explicit_padding(
+    extent: Sequence[int], window: Sequence[int], strides: Pair, padding: Padding
+) -> tuple[Pair, Pair]:
+    if isinstance(padding, int):
+        padding = ((padding, padding), (padding, padding))
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(extent, window, strides, padding)
+    rows, columns = padding
+    return pair(rows), pair(columns)
+
+
+def _require_room(what: str, extent: Sequence[int], window: Sequence[int], pads: tuple[Pair, Pair]) -> None:
+    if any(size + sum(pad) < wide for size, wide, pad in zip(extent, window, pads, strict=True)):
+        height, width = extent
+        raise UserError(f"a {window[0]}x{window[1]} {what} does not fit into feature maps of {height}x{width}")
+
+
+# ---- Pooling
+
+
+def max_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = None, padding: int = 0) -> jax.Array:
+    """Return the maxima [B, H', W', I] over windows of [B, H, W, I]; rows that fill no window are dropped.
+
+    Of equal maxima the first one, row by row, takes the gradient, as in PyTorch.
+
+    Args:
+      x: feature maps.
+      window: the window's extent.
+      strides: the step between windows; the window by default.
+      padding: rows and columns added on each side that never win.
+
+    Raises:
+      UserError: the maps are smaller than the window.
+    """
+    return functools.reduce(_first_maximum, _window_elements(x, window, strides, padding, -np.inf))
+
+
+def avg_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = None, padding: int = 0) -> jax.Array:
+    """Return the means [B, H', W', I] over windows of [B, H, W, I]; padding counts as zeros.
+
+    Arguments and errors are those of `max_pool`.
+    """
+    return functools.reduce(jnp.add, _window_elements(x, window, strides, padding, 0.0)) / math.prod(pair(window))
+
+
+def _first_maximum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the greater array elementwise, ``a`` where equal, NaN where either is.
+
+    The gradients of ``jnp.max`` and ``jnp.maximum`` search for the elements equal to the maximum. XLA may compute the
+    elements a second time with another rounding and find none: NaN or nothing. A selection finds exactly one.
+    """
+    return jnp.where((b > a) | jnp.isnan(b), b, a)
+
+
+def _window_elements(
+    x: jax.Array, window: int | Pair, strides: int | Pair | None, padding: int, fill: float
+) -> list[jax.Array]:
+    """Return the first elements of all windows, the second ones, and so on: slices of [B, H', W', I] each."""
+    window = pair(window)
+    strides = window if strides is None else pair(strides)
+    pads = ((padding, padding), (padding, padding))
+    _require_room("pooling window", x.shape[1:3], window, pads)
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)), constant_values=fill)
+    # From the first window's element to the last window's, exclusive.
+    height, width = (
+        (size - wide) // step * step + 1 for size, wide, step in zip(x.shape[1:3], window, strides, strict=True)
+    )
+    return [
+        x[:, row : row + height : strides[0], column : column + width : strides[1]]
+        for row, column in np.ndindex(*window)
+    ]

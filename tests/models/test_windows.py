@@ -1,0 +1,158 @@
+"""Convolution and pooling against JAX's own operations and PyTorch's conventions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+from numpy.testing import assert_allclose, assert_array_equal
+
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import windows
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def plain_conv(x, kernel, *, strides=1, padding="SAME"):
+    if isinstance(padding, int):
+        padding = ((padding, padding), (padding, padding))
+    return lax.conv_general_dilated(x, kernel, (strides, strides), padding, dimension_numbers=NHWC)
+
+
+def images(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def value_and_gradients(function, *arguments):
+    """Return the value, and the gradients of a sum in which every output counts differently."""
+
+    def loss(*arguments):
+        y = function(*arguments)
+        return jnp.sum(y * jnp.sin(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)), y
+
+    (_, value), gradients = jax.jit(jax.value_and_grad(loss, tuple(range(len(arguments))), has_aux=True))(*arguments)
+    return value, gradients
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+@pytest.mark.parametrize("padding", ["SAME", "VALID", 1, ((2, 0), (1, 3))])
+@pytest.mark.parametrize("strides", [1, 2])
+def test_convolution_and_its_gradients_are_the_plain_ones(strides, padding, kernel):
+    x, w = images(2, 6, 7, 3), images(kernel, kernel, 3, 4, seed=1)
+    options = {"strides": strides, "padding": padding}
+    own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
+    plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), own, plain)
+
+
+def test_second_derivatives_of_the_convolution():
+    x, w = images(2, 5, 5, 2), images(3, 3, 2, 3, seed=1)
+
+    def curvature(conv, x, w):
+        inner = jax.grad(lambda w: jnp.sum(jnp.tanh(conv(x, w, strides=2, padding=1))))
+        return jax.grad(lambda w: jnp.sum(inner(w) ** 2))(w)
+
+    assert_allclose(
+        jax.jit(curvature, static_argnums=0)(windows.conv, x, w), curvature(plain_conv, x, w), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_vmap_over_kernels_of_clients_inside_a_loop_equals_one_client_at_a_time():
+    x, w = images(3, 2, 6, 6, 2), images(3, 3, 3, 2, 2, seed=1)
+
+    def train(x, w):
+        def step(_, w):
+            return w - 0.1 * jax.grad(lambda w: jnp.mean(windows.conv(x, w, strides=2, padding=1) ** 2))(w)
+
+        return lax.fori_loop(0, 3, step, w)
+
+    assert_allclose(
+        jax.jit(jax.vmap(train))(x, w),
+        jax.jit(lambda x, w: lax.map(lambda each: train(*each), (x, w)))(x, w),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("size", [6, 2])  # a small image goes the way of a product
+def test_convolution_inside_shard_map(size):
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("clients",))
+    x, w = images(len(devices), 2, size, size, 2), images(len(devices), 3, 3, 2, 2, seed=1)
+
+    def gradients(x, w):
+        return jax.vmap(jax.grad(lambda w, x: jnp.sum(windows.conv(x, w) ** 2)))(w, x)
+
+    spec = PartitionSpec("clients")
+    sharded = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(spec, spec), out_specs=spec))(x, w)
+    assert_allclose(sharded, gradients(x, w), rtol=1e-5, atol=1e-5)
+
+    shared = jax.shard_map(
+        lambda x, w: windows.conv(x[0], w)[None], mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+    )
+    assert_allclose(jax.jit(shared)(x, w[0]), jnp.stack([windows.conv(each, w[0]) for each in x]), rtol=1e-5, atol=1e-5)
+
+
+def reduce_windows(x, window, strides, padding, start, operation):
+    pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    return lax.reduce_window(x, start, operation, (1, window, window, 1), (1, strides, strides, 1), pads)
+
+
+@pytest.mark.parametrize(("window", "strides", "padding"), [(2, 2, 0), (3, 3, 0), (2, 1, 0), (3, 2, 0), (3, 1, 1)])
+def test_pooling_is_reduce_window(window, strides, padding):
+    x = images(2, 6, 7, 3)  # without ties, so that the gradients agree too
+    own = value_and_gradients(lambda x: windows.max_pool(x, window, strides=strides, padding=padding), x)
+    plain = value_and_gradients(lambda x: reduce_windows(x, window, strides, padding, -jnp.inf, lax.max), x)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-6), own, plain)
+
+    own = value_and_gradients(lambda x: windows.avg_pool(x, window, strides=strides, padding=padding), x)
+    plain = value_and_gradients(lambda x: reduce_windows(x, window, strides, padding, 0.0, lax.add) / window**2, x)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-5, atol=1e-6), own, plain)
+
+
+def test_the_first_of_equal_maxima_takes_the_gradient():
+    images = jnp.array([[0.0, 1.0], [1.0, -1.0]]).reshape(1, 2, 2, 1)
+    gradient = jax.grad(lambda x: windows.max_pool(x, 2).sum())(images)
+    assert_array_equal(gradient.ravel(), [0.0, 1.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_pooling_shows_what_is_not_a_number(position):
+    assert jnp.isnan(windows.max_pool(jnp.ones(4).at[position].set(jnp.nan).reshape(1, 2, 2, 1), 2)).all()
+
+
+def test_no_window_gradient_scatters():
+    for strides in (1, 2):
+        text = (
+            jax.jit(jax.grad(lambda x, s=strides: windows.max_pool(x, 2, strides=s).sum()))
+            .lower(images(1, 4, 4, 1))
+            .as_text()
+        )
+        assert "scatter" not in text
+
+
+def test_too_small_images_are_refused():
+    with pytest.raises(UserError, match="5x5 convolution does not fit into feature maps of 4x9"):
+        windows.conv(images(1, 4, 9, 1), images(5, 5, 1, 1), padding="VALID")
+    with pytest.raises(UserError, match="2x2 pooling window does not fit into feature maps of 1x4"):
+        windows.max_pool(images(1, 1, 4, 1), 2)
+
+
+@pytest.mark.parametrize(("channels", "features"), [(1, 6), (3, 6), (6, 16), (16, 32)])
+@pytest.mark.parametrize(("extent", "window", "padding"), [(14, 5, "VALID"), (13, 5, 0), (9, 3, 1), (8, 4, "SAME")])
+def test_folded_columns_change_nothing(extent, window, padding, channels, features):
+    x, w = images(2, extent, extent, channels), images(window, window, channels, features, seed=1)
+    options = {"padding": padding}
+    own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
+    plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), own, plain)
+
+
+def test_a_matrix_of_patches_that_would_be_too_large_is_not_made(monkeypatch):
+    x, w = images(2, 9, 9, 3), images(3, 3, 3, 4, seed=1)
+    few = value_and_gradients(windows.conv, x, w)
+    monkeypatch.setattr(windows, "MAX_PATCHES", 0)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), few, value_and_gradients(windows.conv, x, w))
