@@ -443,16 +443,16 @@ def compare_strategies(options: Options) -> Rows:
 def compare_fedme(options: Options) -> Rows:
     """Return the seconds per round of FedMe's clients, and of its server, beside one network per client.
 
-    20 clients of 500 images, all in every round, two local epochs, a fifth for validation, 1,000 public images, two
-    clusters. Either all have LeNet-5 (beside FedAvg), or each has one of four networks: FedAvg cannot mix these, so it
+    Eight clients of 250 images, all in every round, two local epochs, a fifth for validation, 250 public images, two
+    clusters. Either all have LeNet-5 (beside FedAvg), or two each one of four networks: FedAvg cannot mix these, so it
     is Local-only whose clients do the same work. FedMe's clients change networks, so only first rounds are timed.
     """
-    dataset = synthetic((32, 32, 3), 10, 22 * SAMPLES)
+    dataset = synthetic((32, 32, 3), 10, 9 * 250)
     settings: dict[str, Any] = {
-        "partition": "iid", "clients": 20, "cohort": 20, "local_epochs": 2, "batch_size": BATCH, "lr": 0.001,
-        "validation_share": 0.2, "public_share": 1 / 11, "public_labels": False, "architectures": "cyclic",
+        "partition": "iid", "clients": 8, "cohort": 8, "local_epochs": 2, "batch_size": BATCH, "lr": 0.001,
+        "validation_share": 0.2, "public_share": 1 / 9, "public_labels": False, "architectures": "cyclic",
     }  # fmt: skip
-    parallel.start(devices=None, cohort_size=20)
+    parallel.start(devices=None, cohort_size=8)
     exchanging = fedme.Hyper(cluster_rounds=(1,))
     rows = []
     for alone, model in (("fedavg", "lenet5"), ("local", "lenet5_small,lenet5,lenet5_large,lenet5_deep")):
