@@ -230,6 +230,7 @@ def bars(parts: Mapping[str, Mapping[str, float]], path: Path | str, *, x_label:
             axis.set_title(part, fontsize=10)
             axis.set_xlabel(x_label)
             axis.margins(x=0.18)
+            axis.locator_params(axis="x", nbins=5)
             axis.spines[["top", "right"]].set_visible(False)
         axes[0].invert_yaxis()  # the first name on top
         figure.savefig(temporary)

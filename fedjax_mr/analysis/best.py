@@ -100,12 +100,12 @@ def _best(tried: Sequence[Tried]) -> Tried | None:
 def cells(choices: Sequence[Choice], *, over: Sequence[str]) -> list[list[str]]:
     """Return the table as texts, the head first; accuracies are in percent."""
     heads = {"validation %": VALIDATION, "test %": TEST, "fine-tuned %": FINETUNED}
-    rows = []
-    for setting, tried, best in choices:
+    names, rows = table.short_names([choice.setting for choice in choices]), []
+    for name, (_, tried, best) in zip(names, choices, strict=True):
         values = [_value(flag, tried, best) for flag in over]
         results = [table.percent(best.mean(column)) if best else "" for column in heads.values()]
         trials = str(best.count("finished")) if best else ""
-        rows.append([table.name(setting), *values, *results, trials, _count(tried)])
+        rows.append([name, *values, *results, trials, _count(tried)])
     rows = [["setting", *over, *heads, "seeds", "tried"], *rows]
     shown = [position for position, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
     return [[row[position] for position in shown] for row in rows]

@@ -1,8 +1,9 @@
 """Seconds per round that the clients and the server take, method by method (FedMe, Figure 4): table and picture.
 
-RUN may also be a folder of run folders, at any depth. Means over the seeds, without compilation and evaluation. The
-two sides are known where they are programs of their own: on several CPU devices, with the samples on the devices.
-Runs are only comparable if nothing else was at work on the machine.
+RUN may also be a folder of run folders, at any depth. Means over the seeds, without evaluation and without compilation
+but for what a method compiles between two rounds (FedMe's outputs, once). The two sides are known where they are
+programs of their own: on several CPU devices, with the samples on the devices. Runs are only comparable if nothing else
+was at work on the machine.
 """
 
 import argparse
@@ -47,13 +48,14 @@ def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]
     Raises:
       UserError: no run is finished.
     """
-    found = {}
-    for setting, members in table.settings(chosen):
+    found, settings = {}, table.settings(chosen)
+    names = table.short_names([setting for setting, _ in settings])
+    for name, (_, members) in zip(names, settings, strict=True):
         summaries = [run.summary() for run in members if record.state(run.path) == "finished"]
         if summaries:
             columns = SIDES | {"all": "seconds_per_round"}
             parts = {part: Statistic.of(each.get(column) for each in summaries) for part, column in columns.items()}
-            found[table.name(setting)] = len(summaries), parts
+            found[name] = len(summaries), parts
     if not found:
         raise UserError("none of the runs is finished")
     return found

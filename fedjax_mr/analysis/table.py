@@ -109,6 +109,16 @@ def name(setting: Mapping[str, Any]) -> str:
     return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
 
 
+def short_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings in words, without the flags that have one value in all settings of a strategy."""
+
+    def tells_apart(flag: str, strategy: str) -> bool:
+        values = [json.dumps(each.get(flag, "-")) for each in settings if each["strategy"] == strategy]
+        return flag == "strategy" or len(set(values)) > 1
+
+    return [name({flag: each[flag] for flag in each if tells_apart(flag, each["strategy"])}) for each in settings]
+
+
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
 

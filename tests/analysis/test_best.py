@@ -139,6 +139,15 @@ def test_the_table_has_the_clients_own_accuracies(grid):
     assert cells["fedavg lr=0.1"] == ["60.00 ± 14.14", "80.00 ± 14.14"] and cells["fedme lr=0.01"][1] == ""
 
 
+def test_names_leave_out_what_is_the_same_in_all_runs_of_a_strategy():
+    settings = [
+        {"strategy": "fedavg", "model": "mlp", "alpha": 0.1},
+        {"strategy": "fedavg", "model": "mlp", "alpha": 0.5},
+        {"strategy": "fedme", "model": "mlp,logistic", "alpha": 0.1, "architectures_from": ["runs"]},
+    ]
+    assert table.short_names(settings) == ["fedavg alpha=0.1", "fedavg alpha=0.5", "fedme"]
+
+
 # --- Seconds ---------------------------------------------------------------------------------------------------------
 
 
