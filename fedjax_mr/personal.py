@@ -40,7 +40,8 @@ class Clients(NamedTuple):
             f"{prefix}_worst10": worst_tenth(accuracy),
         }
         if not np.all(np.isnan(self.validation)):
-            columns["validation_accuracy"] = np.nanmean(self.validation)
+            before = "" if prefix == "personal" else f"{prefix}_"
+            columns[f"{before}validation_accuracy"] = np.nanmean(self.validation)
         return {name: float(value) for name, value in columns.items()}
 
 

@@ -232,8 +232,8 @@ def trained_alone(folders: Iterable[Path | str]) -> dict[str, dict[str, Path]]:
     for folder in map(Path, folders):
         config = configuration.load(folder)
         if config.strategy == "local" and "," not in config.model and state(folder) == "finished":
-            summary = read_summary(folder)
-            known = [summary.get(name) for name in ("validation_accuracy", "personal_accuracy")]
+            summary, last = read_summary(folder), read_rows(folder)[-1]
+            known = [last.get(name) for name in ("validation_accuracy", "personal_accuracy")]
             quality = next((value for value in known if value is not None), 0.0)
             networks = found.setdefault(summary["partition_hash"], {})
             networks[config.model] = max(networks.get(config.model, (-1.0, folder)), (quality, folder))

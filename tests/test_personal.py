@@ -110,6 +110,8 @@ def test_a_run_keeps_every_clients_result(digits_run):
     assert result.summary["personal_accuracy"] == pytest.approx(mean) == result.rows[-1]["accuracy"]
     tuned = np.mean([float(row["finetuned_accuracy"]) for row in rows])
     assert result.summary["finetuned_accuracy"] == pytest.approx(tuned)
+    assert result.summary["validation_accuracy"] == result.rows[-1]["validation_accuracy"]  # not the fine-tuned one's
+    assert 0 <= result.summary["finetuned_validation_accuracy"] <= 1
     assert result.rows[-1]["network_1_mlp"] == 2 and result.rows[-1]["bytes_up"] == 0
     assert (result.folder / "personal.png").stat().st_size > 10_000
 

@@ -36,10 +36,10 @@ class Tried(NamedTuple):
         return {str(table.seeds(run.config)): run for run in self.runs if record.state(run.path) == "finished"}
 
     def mean(self, column: str, seeds: Sequence[str] | None = None) -> Statistic:
-        """Return the statistic of a column of the summaries, over some seeds (None: all that are finished)."""
+        """Return the statistic of a last result, over some seeds (None: all that are finished)."""
         finished = self.finished()
         chosen = finished.values() if seeds is None else [finished[seed] for seed in seeds]
-        return Statistic.of(run.summary().get(column) for run in chosen)
+        return Statistic.of((run.summary() | run.rows()[-1]).get(column) for run in chosen)
 
 
 class Choice(NamedTuple):

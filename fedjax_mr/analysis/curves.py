@@ -19,8 +19,8 @@ from fedjax_mr.errors import UserError, unknown_name
 
 LABELS = {
     "accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)",
-    "personal_accuracy": "accuracy on the client's own test samples, mean",
-    "validation_accuracy": "accuracy on the client's validation samples, mean",
+    "personal_accuracy": "clients' own test accuracy, mean",
+    "validation_accuracy": "clients' validation accuracy, mean",
 }  # fmt: skip
 
 

@@ -115,7 +115,8 @@ def test_bad_input_is_one_line(keep, capsys):
     (folder / "summary.json").write_text("{")
     assert main(["best", "runs", "--over=lr"]) == 2
     assert "is damaged" in capsys.readouterr().err
-    (folder / "summary.json").write_text('{"validation_accuracy": 0.5}')
+    (folder / "summary.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"round": 10, "validation_accuracy": 0.5}\n')
     keep(Config(strategy="fedavg", lr=0.2, seed=1), validation_accuracy=0.5)
     assert main(["best", "runs", "--over=lr"]) == 2
     assert "no seed has all values of lr" in capsys.readouterr().err
