@@ -650,7 +650,7 @@ def _check_models(config: Config) -> None:
     if len(names) > 1 and not strategies[config.strategy].several:
         able = ", ".join(name for name, row in strategies.items() if row.several)
         raise UserError(
-            f"strategy {config.strategy} mixes the parameters of one network, but --model names {len(names)}; for "
+            f"strategy {config.strategy} needs the same network for all clients, but --model names {len(names)}; for "
             f"clients of different networks there are {able}"
         )
     if len(config.architectures_from) not in (0, 1, len(names)):
