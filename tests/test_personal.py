@@ -158,5 +158,5 @@ def test_wrong_architectures(value, message):
 
 
 def test_methods_of_one_network_refuse_several():
-    with pytest.raises(UserError, match=r"fedmr mixes the parameters of one network, but --model names 2; .* local"):
+    with pytest.raises(UserError, match=r"fedmr needs the same network for all clients, but --model names 2; .* local"):
         configuration.validate(configuration.Config(strategy="fedmr", model="logistic,mlp"))
