@@ -5,8 +5,9 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Small programs that run for milliseconds: three quarters of the time to compile them would go into optimising them.
-QUICKLY_COMPILED = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY_COMPILED}".strip()
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false".strip()
+)
 
 import flax.linen as nn
 import jax

@@ -59,21 +59,20 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
 
     params, state = variables["params"], {"batch_stats": variables["batch_stats"]}
     optimizer_state, total = setting.optimizer.init(params), 0.0
+    loss_and_gradient = jax.jit(jax.value_and_grad(ordinary, has_aux=True))
     for epoch in range(2):
         order = local.shuffle(jax.random.fold_in(key, 2 * epoch), data.size, 12)
         step_key = jax.random.fold_in(key, 2 * epoch + 1)
         for step in range(3):
             chosen = order[5 * step : 5 * step + 5][: 12 - 5 * step]
             rows = data.index[data.offset + chosen]
-            batch = local.Batch(data.samples.x[rows], data.samples.y[rows], jnp.ones(len(chosen)))
-
-            def loss(params, batch=batch, state=state, step_key=step_key, step=step):
-                # Dropout draws by shape, so a smaller batch needs the same room: pad with zeros, masked.
-                room = 5 - len(batch.mask)
-                pad = lambda leaf: jnp.pad(leaf, [(0, room)] + [(0, 0)] * (leaf.ndim - 1))
-                return ordinary(params, state, jax.tree.map(pad, batch), jax.random.fold_in(step_key, step))
-
-            (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+            # Dropout draws by shape, so a smaller batch needs the same room: pad with zeros, masked.
+            pad = lambda leaf: np.pad(leaf, [(0, 5 - len(leaf))] + [(0, 0)] * (np.ndim(leaf) - 1))
+            batch = local.Batch(
+                pad(data.samples.x[rows]), pad(data.samples.y[rows]), pad(np.ones(len(rows), np.float32))
+            )
+            batch_key = jax.random.fold_in(step_key, step)
+            (value, state), gradients = loss_and_gradient(params, state, batch, batch_key)
             updates, optimizer_state = setting.optimizer.update(gradients, optimizer_state, params)
             params, total = optax.apply_updates(params, updates), total + float(value) * len(chosen)
     close(trained, {"params": params, **state})

@@ -38,7 +38,7 @@ def test_the_gradient_of_each_logit_is_p_minus_onehot_plus_p_minus_q(given):
         params = {name: each["params"] for name, each in pair._asdict().items()}
         loss = mutual.mutual_loss(models, Pair(Weights(), Weights()))
         state = {"first": {}, "second": {}}
-        found = jax.grad(lambda params: loss(params, state, batch, jax.random.key(0))[0])(params)
+        found = jax.jit(jax.grad(lambda params: loss(params, state, batch, jax.random.key(0))[0]))(params)
 
         triples = zip(Pair._fields, models, pair, strict=True)
         p = {name: jax.nn.softmax(model.apply(variables, batch.x)) for name, model, variables in triples}
