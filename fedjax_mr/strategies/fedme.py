@@ -10,10 +10,9 @@ client the average of the model that it took.
 
 Deviations. From the paper: the loss that decides is on the validation split, as in the notebooks (``validation_share``;
 without one, on the training samples, which is the paper's "local data"); the gradient clipping of the notebooks is the
-flag ``clip_norm``. From the notebooks: the clusters come from k-means++ over distinct rows, because theirs falls into
-one cluster as soon as two clients that hold the same model, which exchange brings about, are drawn as first centres
-(``kmeans=authors`` does that); where only some clients take part
-in a round (``cohort``), models are exchanged among these.
+flag ``clip_norm``. From the notebooks: the clusters come from k-means++ over distinct rows, because theirs
+(``kmeans=authors``) falls into one cluster as soon as two clients with the same model, which exchange brings about, are
+drawn as first centres; where only some clients take part in a round (``cohort``), models are exchanged among these.
 """
 
 import dataclasses
