@@ -27,7 +27,6 @@ import torch_networks  # noqa: E402  (in experiments/; needs PyTorch)
 from torch_networks import conv_block, dense, sequential, vgg_stack  # noqa: E402
 
 CLASSES, BATCH, LR, MOMENTUM = 5, 4, 0.02, 0.5
-QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 # ---- The networks in PyTorch, without dropout (its random numbers differ)
@@ -216,6 +215,7 @@ CASES = [
             functools.partial(torch_networks.vgg16, CLASSES, width=4, hidden=16),
         ),
         id="vgg16",
+        marks=slow,
     ),
     *(
         pytest.param(
@@ -342,7 +342,7 @@ def test_network_trains_like_pytorch_s(case):
         x = rng.integers(0, CLASSES, shape, np.int32) if tokens else rng.standard_normal(shape)
         return x, rng.integers(0, CLASSES, BATCH)
 
-    @functools.partial(jax.jit, compiler_options=QUICK_TO_COMPILE)
+    @jax.jit
     def step(variables, memory, x, y):
         others = {name: value for name, value in variables.items() if name != "params"}
 
