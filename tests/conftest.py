@@ -4,7 +4,7 @@ import functools
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Small programs that run for milliseconds: three quarters of the time to compile them would go into optimising them.
+# Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false".strip()
 )

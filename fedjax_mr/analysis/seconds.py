@@ -34,11 +34,12 @@ def main(arguments: argparse.Namespace) -> None:
         rows.append([name, str(count), *(table.plus_minus(*value, digits=4) for value in parts.values())])
     print(table.FORMATS[arguments.format](rows))
     path = runs.results(arguments.out, chosen) / "seconds.png"
-    sides = {side: {name: parts[side].mean for name, (_, parts) in found.items()} for side in SIDES}
-    if any(value is None for values in sides.values() for value in values.values()):
+    means = {side: {name: parts[side].mean for name, (_, parts) in found.items()} for side in SIDES}
+    sides = {side: {name: mean for name, mean in each.items() if mean is not None} for side, each in means.items()}
+    if sides != means:
         print("not drawn: some runs do not know the two sides (they ran on one device, or with samples on the host)")
         return
-    plots.bars(sides, path, x_label="seconds per round")  # type: ignore[arg-type]
+    plots.bars(sides, path, x_label="seconds per round")
     print(f"drawn in {path}")
 
 
