@@ -11,12 +11,13 @@
 The contestants take turns, so that a drift of the machine hits all of them; medians are printed, and figures are to be
 read as ratios of one run. All data are synthetic.
 
-``models``: K = 10 clients of 500 samples, batch 50, SGD with momentum 0.5, five local epochs (one on CPU for the
-networks marked heavy). ``ours`` is what users run; ``plain`` the same network and data with what ``nn.Conv`` and
-``nn.max_pool`` compute, all clients side by side (``vmap``), two steps per client; ``torch_loop`` one client after the
-other through a DataLoader, as the papers' code trains; ``torch_best`` without a DataLoader, the faster of one process
-with all threads and a process per core with one thread each. ``share_of_limit``: six operations per multiply-add (two
-forward, four backward) over the rate of a large matrix product measured in the same run.
+``models``: K = 10 clients of 500 samples, batch 50, SGD with momentum 0.5, five local epochs; on CPU the networks
+marked heavy have one, and with ``--quick`` 100 samples per client. ``ours`` is what users run; ``plain`` the same
+network and data with what ``nn.Conv`` and ``nn.max_pool`` compute, all clients side by side (``vmap``), two steps per
+client; ``torch_loop`` one client after the other through a DataLoader, as the papers' code trains; ``torch_best``
+without a DataLoader, the faster of one process with all threads and a process per core with one thread each.
+``share_of_limit``: six operations per multiply-add (two forward, four backward) over the rate of a large matrix product
+measured in the same run.
 """
 
 import argparse
@@ -184,6 +185,7 @@ def torch_client(
     torch.set_num_threads(threads)
     twins = {**vars(networks), "resnet20": networks.ResNet20, "lstm1": networks.CharacterLSTM}
     tokens = dataset.x.ndim == 2
+    size = len(dataset.y) // CLIENTS
     x = torch.as_tensor(dataset.x)
     x = x.long() if tokens else x.permute(0, 3, 1, 2).contiguous()
     y = torch.as_tensor(dataset.y).long()
@@ -199,7 +201,7 @@ def torch_client(
                 yield normalise(x_batch.to(device)), y_batch.to(device)
         else:
             own_x, own_y = x[rows], y[rows]
-            for chosen in torch.randperm(SAMPLES, device=device).split(BATCH):
+            for chosen in torch.randperm(size, device=device).split(BATCH):
                 yield normalise(own_x[chosen]), own_y[chosen]
 
     def train(client: int) -> None:
@@ -207,7 +209,7 @@ def torch_client(
         network.train()
         optimizer = torch.optim.SGD(network.parameters(), lr=LR, momentum=MOMENTUM)
         for _ in range(epochs):
-            for x_batch, y_batch in batches(slice(client * SAMPLES, (client + 1) * SAMPLES)):
+            for x_batch, y_batch in batches(slice(client * size, (client + 1) * size)):
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(network(x_batch), y_batch).backward()
                 optimizer.step()
@@ -236,7 +238,7 @@ class TorchContestant:
     ) -> None:
         """Start the processes and wait until each has trained a client."""
         self.name = name
-        self.images = CLIENTS * SAMPLES * epochs
+        self.images = len(options["dataset"].y) * epochs
         self.arrangement = f"{processes} process(es) x {threads} thread(s)"
         self.speeds: list[float] = []
         context = multiprocessing.get_context("spawn")
@@ -365,13 +367,13 @@ def compare_engines(name: str, options: Options) -> Rows:
     entry = MODELS[name]
     tokens = entry.input_dtype == np.int32
     make = functools.partial(synthetic, entry.input_shape, entry.num_classes, tokens=tokens)
-    dataset = make(CLIENTS * SAMPLES)
+    dataset = make(CLIENTS * (2 * BATCH if heavy and options.quick else SAMPLES))
     settings: dict[str, Any] = {
         "strategy": "fedavg", "model": name, "partition": "iid", "clients": CLIENTS, "cohort": CLIENTS,
         "local_epochs": epochs, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM,
     }  # fmt: skip
     config = fmr.Config(**settings)
-    ours = Contestant("ours", config, dataset=dataset)
+    ours = Contestant("ours", config, dataset=dataset, warm_up=1)
     product = Product(ours.engine.axis.num_devices)
     opponents = torch_contestants(name, dataset, epochs)
     take_turns([product, ours, *opponents], options.repeats)
