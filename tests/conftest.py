@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from fedjax_mr import local, models, parallel, rounds
 from fedjax_mr.data import Split
@@ -26,11 +28,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_collection_modifyitems(items):
+class BySharedPrograms(LoadScopeScheduling):
     """Give tests that share compiled programs to one worker: those of a file, and in the contract of a strategy."""
-    for item in items:
-        strategy = item.callspec.params.get("strategy", "") if item.path.name == "test_contract.py" else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name}{strategy}"))
+
+    def _split_scope(self, nodeid):
+        path = nodeid.partition("::")[0]
+        strategy = re.search(r"\w+(?=\]$)", nodeid) if path.endswith("test_contract.py") else None
+        return f"{path} {strategy[0]}" if strategy else path
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return BySharedPrograms(config, log)
 
 
 SIZES = (7, 12, 1, 5, 9, 4)  # samples per client: uneven, one client with a single sample
@@ -88,7 +96,8 @@ class Flatten(nn.Module):
         return x.reshape(x.shape[0], -1)
 
 
-QUICK = {  # settings with which a first round trains like the others, and Adam on the server hardly moves (see layouts)
+QUICK = {  # settings with which a first round trains like the others, and the server does little (see layouts for Adam)
+    "fedgen": {"steps": 5, "batch_size": 16},
     "fedmd": {"public_epochs": 1, "private_epochs": EPOCHS},
     "fccl": {"private_epochs": EPOCHS},
     "fedkemf": {"server_lr": 1e-6},
@@ -134,17 +143,22 @@ def given(
     return rounds.Given(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(seed))
 
 
-# Not all at once: a compiled program takes hundreds of memory maps, and Linux allows a process 65,530 of them.
-@functools.lru_cache(maxsize=24)
 def make_engine(
     strategy, network="thin", *, devices=1, lanes=1, hyper=None, memory_on_host=False, data_on_host=False, **federation
 ):
-    """Return the compiled rounds of a strategy; shared by all tests that ask for the same."""
+    """Return the compiled rounds of a strategy; shared by all tests that ask for the same, however they say it."""
     row = STRATEGIES[strategy]
     hyper = row.hyper(**QUICK.get(strategy, {})) if hyper is None and row.hyper else hyper
-    federation = given(network, **federation)
+    build = row.build, hyper
+    return shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, tuple(federation.items()))
+
+
+# Not all at once: a compiled program takes hundreds of memory maps, and Linux allows a process 65,530 of them.
+@functools.lru_cache(maxsize=24)
+def shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, federation):
+    federation = given(network, **dict(federation))
     axis = parallel.client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
-    build = functools.partial(row.build, hyper)
+    build = functools.partial(*build)
     return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
 
 

@@ -71,13 +71,12 @@ def assert_close_as_a_whole(a, b):
 
 @pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_memory_may_live_on_the_host(engine, strategy, devices):
-    kept = engine(strategy, devices=devices, memory_on_host=True)
+    kept = engine(strategy, devices=devices, lanes=2, memory_on_host=True)
     if kept.strategy.init_memory is None:
         pytest.skip("its clients keep nothing")
     progress, _ = run(kept, [2, 1])
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(progress.memory))
-    reference = engine(strategy, devices=2)  # in steps, as with memory on the host
-    expected, _ = run(reference, [3])
+    expected, _ = run(engine(strategy), [3])
     jax.tree.map(assert_close_as_a_whole, progress, expected)
 
 
@@ -101,7 +100,7 @@ def test_a_checkpoint_continues_bit_for_bit(engine, equal, strategy, tmp_path):
 
 def test_the_loss_falls_on_a_convex_problem(engine, strategy):
     """What counts is the deployed model: a strategy's own loss may have more terms than the cross-entropy."""
-    engine = engine(strategy, "linear")
+    engine = engine(strategy, "linear", cohort=6)
     given = engine.given
     problem, (samples, index, offsets) = given.problem, given.federation
     count = len(samples.y)
@@ -139,7 +138,7 @@ def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy):
 
 
 def test_the_client_part_holds_no_collective(engine, strategy):
-    engine = engine(strategy, devices=2)
+    engine = engine(strategy, devices=2, lanes=2)
     run(engine, [1])
     text = engine.programs["clients"].compiled.as_text()
     assert [name for name in COLLECTIVES if name in text] == []
