@@ -295,6 +295,7 @@ def personal(
         for axis in axes:
             axis.spines[["top", "right"]].set_visible(False)
             axis.xaxis.get_major_locator().set_params(integer=axis is not axes[1])
+            axis.yaxis.get_major_locator().set_params(integer=axis is not axes[0])
         figure.savefig(temporary)
 
 
