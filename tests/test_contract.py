@@ -70,14 +70,17 @@ def assert_close_as_a_whole(a, b):
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_memory_may_live_on_the_host(engine, strategy, devices):
+def test_memory_may_live_on_the_host(engine, equal, strategy, devices):
     kept = engine(strategy, devices=devices, lanes=2, memory_on_host=True)
     if kept.strategy.init_memory is None:
         pytest.skip("its clients keep nothing")
     progress, _ = run(kept, [2, 1])
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(progress.memory))
-    expected, _ = run(engine(strategy), [3])
-    jax.tree.map(assert_close_as_a_whole, progress, expected)
+    expected, _ = run(engine(strategy, devices=2, lanes=2), [3])  # in steps, as with memory on the host
+    if devices == 2 and strategy != "fedkemf":  # whose server's Adam steps are rounded otherwise in the other program
+        equal(progress, expected)
+    else:
+        jax.tree.map(assert_close_as_a_whole, progress, expected)
 
 
 def test_the_key_decides(engine, equal, strategy):
