@@ -17,6 +17,7 @@ after the first rounds and after all. One point per process keeps the memory of 
 import argparse
 import dataclasses
 import json
+import os
 import re
 import resource
 import statistics
@@ -199,6 +200,7 @@ def main() -> None:
     counts = [int(each) for each in ("1" if options.clients else options.devices).split(",")]
     show = lambda row: print(json.dumps(row) if options.json else " | ".join(map(str, row.values())), flush=True)
     jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("NPROC", str(4 * max(counts)))  # whole rounds as one program sum across the devices
     parallel.start(devices=max(counts), cohort_size=options.cohort)
     for model in options.models.split(","):
         for strategy in options.strategies.split(","):

@@ -45,11 +45,13 @@ def start(*, devices: int | None, cohort_size: int, num_processes: int = 1) -> N
       cohort_size: K; more CPU devices than clients would idle.
       num_processes: how many processes share the devices, each with the same number of them.
     """
-    _use_compilation_cache()
     count = -(-devices // num_processes) if devices else min(usable_cores(), -(-cohort_size // num_processes))
     # A waiting CPU collective occupies a thread of the pool that its partner may need, and uneven devices may wait
-    # long; no program here sums across CPU devices, but users' own may.
-    os.environ.setdefault("NPROC", str(max(4 * count, usable_cores())))
+    # long. The devices of one process have none here (see `ClientAxis.fused`), so it keeps one thread per core: XLA
+    # splits operations into as many parts as the pool has threads, and four times as many cost a third of the speed.
+    if num_processes > 1 or count > usable_cores():
+        os.environ.setdefault("NPROC", str(max(4 * count, usable_cores())))
+    _use_compilation_cache()
     for flag in ("collective_call_terminate_timeout_seconds", "collective_call_warn_stuck_timeout_seconds"):
         if flag not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_{flag}=3600".strip()
@@ -70,13 +72,17 @@ def _use_compilation_cache() -> None:
 
 
 def _machine() -> str:
-    """Return a name for this kind of machine: compiled CPU programs may not run on another kind."""
+    """Return a name for this kind of machine: compiled CPU programs may not run on another kind.
+
+    They are also made for a number of threads.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     except OSError:
         kind = platform.processor()
-    return f"{platform.machine()}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}"
+    threads = os.environ.get("NPROC", usable_cores())
+    return f"{platform.machine()}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}-{threads}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,8 @@ import os
 import re
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Some programs here sum across the devices of one process, which needs spare threads (see `parallel.start`).
+os.environ.setdefault("NPROC", "8")
 # Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false".strip()

@@ -67,7 +67,8 @@ def keep(run: Run, folder: Path) -> Path:
     state = record.state(run.path)
     if state not in ("finished", "diverged"):
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
-    config = dataclasses.replace(run.config, data_dir=None, compare_to=(), run_dir=None)
+    dataset = Path(run.config.dataset).name  # of a file without its folder, which is this machine's
+    config = dataclasses.replace(run.config, dataset=dataset, data_dir=None, compare_to=(), run_dir=None)
     digest = configuration.digest(config)
     kept = folder / f"{config.strategy}-seed={config.seed}-{digest}"
     for before in (kept, *record.by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
@@ -75,9 +76,11 @@ def keep(run: Run, folder: Path) -> Path:
     kept.mkdir(parents=True)
     settings = json.dumps(configuration.to_json(config), indent=2)
     (kept / "config.json").write_text(settings + "\n", encoding="utf-8")
-    for name in ("metrics.jsonl", "summary.json"):
-        if (run.path / name).exists():
-            shutil.copyfile(run.path / name, kept / name)
+    if (run.path / "metrics.jsonl").exists():
+        shutil.copyfile(run.path / "metrics.jsonl", kept / "metrics.jsonl")
+    if (run.path / "summary.json").exists():
+        summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8")) | {"dataset": dataset}
+        (kept / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if state == "diverged":  # its message names folders of this machine
         (kept / "diverged.txt").write_text("diverged\n", encoding="utf-8")
     return kept

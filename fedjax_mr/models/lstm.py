@@ -66,9 +66,12 @@ class LSTM(nn.Module):
         bias = self.param("bias", bias_init, (wide,), jnp.float32)
         recurrent_bias = self.param("recurrent_bias", bias_init, (wide,), jnp.float32)
 
-        # The inputs' share of all steps in one product: only the recurrence has to be a loop.
-        inputs = x @ kernel + (bias + recurrent_bias).reshape(1, 1, -1)
-        return jnp.swapaxes(recurrence(jnp.swapaxes(inputs, 0, 1), recurrent_kernel), 0, 1)
+        # The inputs' share of all steps in one product: only the recurrence has to be a loop. Time comes first before
+        # it, where vectors are narrower than the gates, and as rows of a matrix, whose gradient is a plain product.
+        batch, steps, width = x.shape
+        rows = jnp.swapaxes(x, 0, 1).reshape(-1, width) @ kernel + (bias + recurrent_bias).reshape(1, -1)
+        inputs = rows.reshape(steps, batch, wide)
+        return jnp.swapaxes(recurrence(inputs, recurrent_kernel), 0, 1)
 
 
 @jax.custom_vjp

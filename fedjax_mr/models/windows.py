@@ -3,8 +3,9 @@
 XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC, and rewrites other orders into that
 one only outside of loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so
 the gradients here are written in the fast order. Even that order is slow with few channels, which small networks have:
-on CPU neighbouring columns of the image are folded into the channels, and gradients become matrix products. Pooling
-avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
+on CPU neighbouring columns of the image are folded into the channels, and the weight gradient takes the batch as its
+innermost axis. Pooling avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not
+deterministic on GPU.
 """
 
 import functools
@@ -40,6 +41,9 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
     strides = pair(strides)
     pads = _explicit_padding(x.shape[1:3], kernel.shape[:2], strides, padding)
     _require_room("convolution", x.shape[1:3], kernel.shape[:2], pads)
+    if kernel.shape[:2] == (1, 1) and not any(map(any, pads)):
+        # The strides leave out pixels; without strides the weight gradient is one product.
+        x, strides = x[:, :: strides[0], :: strides[1]], (1, 1)
     return _conv(x, kernel, strides, pads, (1, 1), (1, 1))
 
 
@@ -107,10 +111,8 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
         flipped = jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
         x_gradient = _conv(gradient, flipped, x_dilation, x_pads, strides, kernel_dilation)
 
-    columns = max(2, _columns(*kernel.shape[2:]))
-    patches = math.prod(gradient.shape[:3]) * window[0] * (window[1] + columns - 1) * x.shape[3] // columns
-    if folds and patches <= MAX_PATCHES:
-        return x_gradient, _kernel_gradient(x, pads, gradient, window, columns)
+    if folds:
+        return x_gradient, _kernel_gradient(x, pads, gradient, window)
     # The batch takes the place of the input channels: images [I, H, W, B], kernel [H', W', B, O].
     kernel_pads = tuple((p, o + w - 1 - i - p) for i, w, o, p in zip(image, window, output, low, strict=True))
     x_turned, gradient_turned = jnp.transpose(x, (3, 1, 2, 0)), jnp.transpose(gradient, (1, 2, 0, 3))
@@ -125,9 +127,6 @@ _conv.defvjp(_conv_forward, _conv_backward)
 # that way, n x O channels come out of n x I, which is enough for vectors and caches, at the price of the zeros in the
 # band. It wins on CPU only; other devices keep their libraries' convolutions.
 
-MAX_PATCHES = 2**25
-"""Numbers that a matrix of patches may hold: 128 MiB."""
-
 
 def _folds(*steps: Pair) -> bool:
     """Return whether columns may be folded: on CPU, neither strides nor dilation."""
@@ -136,6 +135,8 @@ def _folds(*steps: Pair) -> bool:
 
 def _columns(channels: int, features: int) -> int:
     """Return how many columns to fold (measured for 1 to 64 channels of 5x5 and 3x3 kernels): 1, 2 or 4."""
+    if channels >= 16:
+        return 1
     return next(
         columns for columns in (1, 2, 4) if columns == 4 or (columns * features >= 24 and columns * channels > 3)
     )
@@ -170,29 +171,37 @@ def _folded(x: jax.Array, kernel: jax.Array, columns: int) -> jax.Array:
     return y.reshape(batch, height - h + 1, runs * columns, features)[:, :, : width - w + 1]
 
 
-def _kernel_gradient(
-    x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array, window: Sequence[int], columns: int
-) -> jax.Array:
-    """Return the kernel's gradient [h, w, I, O]: patches times gradient, the band summed."""
+def _kernel_gradient(x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array, window: Sequence[int]) -> jax.Array:
+    """Return the kernel's gradient [h, w, I, O]: a convolution per run of output columns, the band summed.
+
+    With the batch innermost, what a row of the kernel meets in one column is a single run of memory, and the next row
+    begins one batch later: a convolution in one dimension with the batch as stride, whose patches XLA never stores.
+    """
     h, w = window
     batch, rows, width, features = gradient.shape
     channels = x.shape[3]
+    enough = 48 if channels <= 3 else 32  # features of a run; measured for 1 to 64 channels of 5x5 and 3x3 kernels
+    columns = next(columns for columns in (1, 2, 4, 8) if columns == 8 or columns * features >= enough)
     runs = -(-width // columns)
     spare = runs * columns - width
     reach = columns + w - 1
     top_bottom, (left, right) = pads
     x, gradient = _pad(x, (top_bottom, (left, right + spare))), _pad(gradient, ((0, 0), (0, spare)))
-    # With the batch innermost, patches are long runs of memory. Without the barrier x is computed anew for each patch.
-    lines = lax.optimization_barrier(jnp.transpose(x.reshape(batch, x.shape[1], -1), (2, 1, 0)))
-    starts = range(0, runs * columns * channels, columns * channels)
-    patches = [
-        jnp.stack([lines[start : start + reach * channels, row : row + rows] for start in starts], axis=1)
-        for row in range(h)
-    ]
+    lines = jnp.transpose(x.reshape(batch, x.shape[1], -1), (2, 1, 0)).reshape(-1, 1, x.shape[1] * batch, 1)
     turned = jnp.transpose(gradient.reshape(batch, rows, runs, columns * features), (2, 1, 0, 3))
-    product = jnp.stack(patches).reshape(h * reach * channels, -1) @ turned.reshape(-1, columns * features)
-    band = product.reshape(h, reach, channels, columns, features)
-    return functools.reduce(jnp.add, [band[:, column : column + w, :, column] for column in range(columns)])
+    turned = turned.reshape(runs, 1, rows * batch, 1, columns * features)
+
+    def product(run: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(lines, run * (columns * channels), reach * channels)
+        return lax.conv_general_dilated(
+            part, turned[run], (1, batch), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    # A loop, whose operands are computed once; each term of a written sum would compute x anew.
+    band = lax.fori_loop(1, runs, lambda run, total: total + product(run), product(0))
+    band = band.reshape(reach, channels, h, columns, features)
+    kernel = functools.reduce(jnp.add, [band[column : column + w, :, :, column] for column in range(columns)])
+    return jnp.transpose(kernel, (2, 0, 1, 3))
 
 
 def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -258,6 +267,11 @@ def max_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = N
     Raises:
       UserError: the maps are smaller than the window.
     """
+    window = pair(window)
+    _require_room("pooling window", x.shape[1:3], window, ((padding, padding), (padding, padding)))
+    if jax.default_backend() == "cpu" and not padding and (strides is None or pair(strides) == window):
+        rows, columns = (size // wide * wide for size, wide in zip(x.shape[1:3], window, strict=True))
+        return _tiled_max(x[:, :rows, :columns], window)
     return functools.reduce(_first_maximum, _window_elements(x, window, strides, padding, -np.inf))
 
 
@@ -267,6 +281,43 @@ def avg_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = N
     Arguments and errors are those of `max_pool`.
     """
     return functools.reduce(jnp.add, _window_elements(x, window, strides, padding, 0.0)) / math.prod(pair(window))
+
+
+# XLA computes anew, wherever it is used, what it takes to be cheap, such as these maxima, but stores what a loop
+# returns. Hence, on CPU, loops over the samples: the maxima, and which element won, are found once for all their uses.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _tiled_max(x: jax.Array, window: Pair) -> jax.Array:
+    """Return the maxima [B, H', W', I] over windows that cover [B, H, W, I] without overlap."""
+    return _tiled_max_forward(x, window)[0]
+
+
+def _tiled_max_forward(x: jax.Array, window: Pair) -> tuple[jax.Array, jax.Array]:
+    def first_maxima(sample: jax.Array) -> tuple[jax.Array, jax.Array]:
+        best, *others = _window_elements(sample[None], window, None, 0, -np.inf)
+        winner = jnp.zeros_like(best)  # a number of the images' type, which is faster than a small integer
+        for number, other in enumerate(others, start=1):
+            better = (other > best) | jnp.isnan(other)
+            best, winner = jnp.where(better, other, best), jnp.where(better, number, winner)
+        return best[0], winner[0]
+
+    return lax.map(first_maxima, x)
+
+
+def _tiled_max_backward(window: Pair, winner: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    order = jnp.arange(math.prod(window), dtype=winner.dtype).reshape(1, window[0], 1, window[1], 1)
+
+    def tiles(sample: tuple[jax.Array, jax.Array]) -> jax.Array:
+        winner, gradient = (jnp.expand_dims(each, (1, 3)) for each in sample)
+        return jnp.where(winner == order, gradient, 0.0)
+
+    batch, height, width, channels = gradient.shape
+    x = lax.map(tiles, (winner, gradient))  # [B, H', h, W', w, I]
+    return (x.reshape(batch, height * window[0], width * window[1], channels),)
+
+
+_tiled_max.defvjp(_tiled_max_forward, _tiled_max_backward)
 
 
 def _first_maximum(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """RESULTS.md says what the kept metrics say."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -31,6 +32,17 @@ def test_kept_runs_are_small_and_name_no_machine():
         if path.name == "config.json":
             values = json.loads(path.read_text())
             assert values["data_dir"] is None and values["run_dir"] is None and values["compare_to"] == []
+        if path.suffix == ".json":
+            assert "/" not in json.loads(path.read_text())["dataset"]
+
+
+def test_a_file_of_samples_is_kept_by_its_name(finished, tmp_path):
+    (run,) = runs.read([str(finished("fedmr"))])
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataset="/somewhere/mine.npz"))
+    kept = results.keep(run, tmp_path)
+    assert {json.loads((kept / f"{name}.json").read_text())["dataset"] for name in ("config", "summary")} == {
+        "mine.npz"
+    }
 
 
 def test_runs_are_kept_and_tabled(finished, document, capsys):
