@@ -120,12 +120,21 @@ def cosines(tree: Tree) -> jax.Array:
 
 
 def mean_pairwise_cosine(tree: Tree) -> jax.Array:
-    """Return the mean cosine over the K(K-1)/2 pairs of stacked models; 1 for a single model."""
-    table = cosines(tree)
-    count = table.shape[0]
+    """Return the mean of `cosines` over the K(K-1)/2 pairs of stacked models; 1 for a single model.
+
+    The sum of K unit vectors has the squared length K plus twice the sum of the pairs' cosines, so two passes over the
+    parameters do, where all inner products take K.
+    """
+    leaves = jax.tree.leaves(tree)
+    squares = functools.reduce(jnp.add, [jnp.sum(leaf * leaf, axis=tuple(range(1, leaf.ndim))) for leaf in leaves])
+    count = squares.shape[0]
     if count == 1:
-        return jnp.ones((), table.dtype)
-    return (jnp.sum(table) - jnp.trace(table)) / (count * (count - 1))
+        return jnp.ones((), squares.dtype)
+    nonzero = squares > 0
+    scales = jnp.where(nonzero, jax.lax.rsqrt(jnp.where(nonzero, squares, 1.0)), 0.0)
+    total = [jnp.tensordot(scales, leaf, axes=1, precision=jax.lax.Precision.HIGHEST) for leaf in leaves]
+    length = functools.reduce(jnp.add, [jnp.sum(leaf * leaf) for leaf in total])
+    return (length - jnp.sum(nonzero, dtype=length.dtype)) / (count * (count - 1))
 
 
 def all_finite(tree: Tree) -> jax.Array:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_mr import trees
 
@@ -22,6 +23,16 @@ def test_cosines_of_parallel_and_orthogonal_models():
 def test_a_zero_model_has_cosine_zero_and_no_nan():
     tree = {"a": jnp.asarray([[0.0, 0.0], [1.0, 0.0]])}
     np.testing.assert_array_equal(trees.cosines(tree), [[0, 0], [0, 1]])
+    assert trees.mean_pairwise_cosine(tree) == 0
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0], ids=["alike", "apart"])
+def test_the_mean_cosine_is_that_of_all_pairs(spread):
+    rng = np.random.default_rng(0)
+    shapes = {"a": (30, 4), "b": (7,)}
+    tree = {name: 1 + spread * rng.standard_normal((5, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    pairs = np.asarray(trees.cosines(tree))[np.triu_indices(5, 1)]
+    np.testing.assert_allclose(trees.mean_pairwise_cosine(tree), pairs.mean(), atol=1e-6)
 
 
 def test_bytes():
