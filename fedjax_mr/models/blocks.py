@@ -37,12 +37,19 @@ class ConvBlock(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
         """Return the feature maps [B, H', W', features] of [B, H, W, I]."""
         x = layers.Conv(
-            self.features, self.kernel_size, self.strides, self.padding, initialisation=self.initialisation, name="conv"
+            self.features,
+            self.kernel_size,
+            self.strides,
+            self.padding,
+            initialisation=self.initialisation,
+            pool=0 if self.norm else self.pool,
+            pool_strides=self.pool_strides,
+            name="conv",
         )(x)
         if self.norm:
             x = layers.norm_layer(self.norm, counted=self.counted, name="norm")(x, train=train, mask=mask)
-        if self.pool:
-            x = windows.max_pool(x, self.pool, strides=self.pool_strides)
+            if self.pool:
+                x = windows.max_pool(x, self.pool, strides=self.pool_strides)
         if self.relu:
             x = nn.relu(x)
         if self.channel_dropout:

@@ -55,6 +55,9 @@ class Conv(nn.Module):
       padding: see `windows.Padding`. PyTorch pads both sides alike, which with strides differs from ``"SAME"``.
       use_bias: whether there is a bias.
       initialisation: see `initializers`.
+      pool: the window of max-pooling, 0 for none. It comes before the bias: the two commute, even when rounded, and
+        this order has fewer values to add to.
+      pool_strides: the step of max-pooling; the window by default.
     """
 
     features: int
@@ -63,6 +66,8 @@ class Conv(nn.Module):
     padding: windows.Padding = "SAME"
     use_bias: bool = True
     initialisation: str = "torch"
+    pool: int = 0
+    pool_strides: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -72,6 +77,8 @@ class Conv(nn.Module):
         kernel_init, bias_init = initializers(self.initialisation, math.prod(window) * channels)
         kernel = self.param("kernel", kernel_init, (*window, channels, self.features), jnp.float32)
         x = windows.conv(x, kernel, strides=self.strides, padding=self.padding)
+        if self.pool:
+            x = windows.max_pool(x, self.pool, strides=self.pool_strides)
         if not self.use_bias:
             return x
         return x + self.param("bias", bias_init, (self.features,), jnp.float32).reshape(1, 1, 1, -1)

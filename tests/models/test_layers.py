@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import layers
+from fedjax_mr.models import layers, windows
 
 
 def images(*shape, seed=0):
@@ -131,6 +131,24 @@ def test_layers_have_flax_s_parameter_names():
     assert set(layers.Conv(2).init(jax.random.key(0), jnp.zeros((1, 4, 4, 1)))["params"]) == {"kernel", "bias"}
     assert set(layers.Conv(2, use_bias=False).init(jax.random.key(0), jnp.zeros((1, 4, 4, 1)))["params"]) == {"kernel"}
     assert set(layers.Dense(2).init(jax.random.key(0), jnp.zeros((1, 4)))["params"]) == {"kernel", "bias"}
+
+
+@pytest.mark.parametrize("strides", [None, 1])
+def test_pooling_before_the_bias_changes_nothing(strides):
+    x = images(2, 6, 6, 3)
+    conv = layers.Conv(4, 3)
+    variables = conv.init(jax.random.key(0), x)
+
+    def after(variables):
+        return windows.max_pool(conv.apply(variables, x), 2, strides=strides)
+
+    def before(variables):
+        return layers.Conv(4, 3, pool=2, pool_strides=strides).apply(variables, x)
+
+    assert_allclose(before(variables), after(variables), rtol=1e-6)
+    weights = images(*before(variables).shape, seed=1)
+    gradients = [jax.grad(lambda v, f=f: jnp.sum(weights * f(v)))(variables) for f in (before, after)]
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-5), *gradients)
 
 
 def test_dense_is_flax_s():
