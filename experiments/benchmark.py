@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import multiprocessing
 import statistics
 import time
@@ -51,6 +52,7 @@ from fedjax_mr.strategies import fedme
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
 HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vgg16")  # one local epoch on CPU
 ON_GPU_ONLY = ("vgg16",)
+QUICK_SECONDS = 8  # one turn of ResNet-20 takes ten on two cores
 COMPARED = ("lenet5", "cnn_mcmahan", "cnn_femnist", "resnet20", "lstm1", "vgg16")
 
 Rows = list[dict[str, Any]]
@@ -164,9 +166,12 @@ class Contestant:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
-def take_turns(contestants: Sequence[Any], repeats: int) -> None:
-    """Let all contestants run in turn, ``repeats`` times."""
-    for _ in range(repeats):
+def take_turns(contestants: Sequence[Any], repeats: int, *, seconds: float = math.inf) -> None:
+    """Let all contestants run in turn, ``repeats`` times; after ``seconds`` no other turn begins."""
+    started = time.perf_counter()
+    for turn in range(repeats):
+        if turn > 0 and time.perf_counter() - started > seconds:
+            return
         for contestant in contestants:
             contestant.race()
 
@@ -236,7 +241,7 @@ class TorchContestant:
     def __init__(
         self, name: str, arguments: tuple, *, processes: int, threads: int, epochs: int, loader: bool, **options: Any
     ) -> None:
-        """Start the processes and wait until each has trained a client."""
+        """Start the processes, each of which trains a client before the races."""
         self.name = name
         self.images = len(options["dataset"].y) * epochs
         self.arrangement = f"{processes} process(es) x {threads} thread(s)"
@@ -252,6 +257,9 @@ class TorchContestant:
             worker.start()
             self.pipes.append(ours)
             self.workers.append(worker)
+
+    def wait(self) -> None:
+        """Return when all processes are ready."""
         for pipe in self.pipes:
             pipe.recv()
 
@@ -292,6 +300,8 @@ def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[Torc
     ]
     if not gpu and cores > 1:
         contestants.append(start("torch_best", processes=cores, threads=1, loader=False))
+    for contestant in contestants:
+        contestant.wait()
     return contestants
 
 
@@ -340,6 +350,7 @@ class Options:
     models: tuple[str, ...]
     strategies: tuple[str, ...]
     repeats: int
+    seconds: float  # after which no other turn begins
     quick: bool
 
 
@@ -376,7 +387,7 @@ def compare_engines(name: str, options: Options) -> Rows:
     ours = Contestant("ours", config, dataset=dataset, warm_up=1)
     product = Product(ours.engine.axis.num_devices)
     opponents = torch_contestants(name, dataset, epochs)
-    take_turns([product, ours, *opponents], options.repeats)
+    take_turns([product, ours, *opponents], options.repeats, seconds=options.seconds)
     for opponent in opponents:
         opponent.stop()
     contestants: list[Any] = [ours]
@@ -633,7 +644,8 @@ def main() -> None:
     parser.add_argument("subject", choices=SUBJECTS, nargs="?", default="models")
     parser.add_argument("--models", default="", help=f"of {', '.join(COMPARED)} (default: all that the device is for)")
     parser.add_argument("--strategies", default=",".join(fmr.STRATEGIES), help="names, separated by commas")
-    parser.add_argument("--repeats", type=int, default=0, help="timings per contestant (default 5; 3 with --quick)")
+    help = f"timings per contestant (default 5; with --quick 3, or as many as begin within {QUICK_SECONDS} seconds)"
+    parser.add_argument("--repeats", type=int, default=0, help=help)
     parser.add_argument("--quick", action="store_true", help="one local epoch, fewer points, without plain layers")
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args()
@@ -648,7 +660,8 @@ def main() -> None:
         gpu = importlib.util.find_spec("jax_cuda12_plugin") is not None
         chosen = tuple(name for name in COMPARED if gpu or name not in ON_GPU_ONLY)
     repeats = arguments.repeats or (3 if arguments.quick else 5)
-    options = Options(chosen, tuple(arguments.strategies.split(",")), repeats, arguments.quick)
+    seconds = QUICK_SECONDS if arguments.quick and not arguments.repeats else math.inf
+    options = Options(chosen, tuple(arguments.strategies.split(",")), repeats, seconds, arguments.quick)
     rows = SUBJECTS[arguments.subject](options)
     if arguments.subject != "models":
         show(rows)

@@ -73,7 +73,7 @@ def _panel(run: Run, flags: str | None) -> str:
     for name in names:
         if name not in known:
             raise unknown_name("flag in --panels", name, known)
-    return ", ".join(f"{name} = {values[name]}" for name in names if name in values)
+    return "\n".join(f"{name} = {values[name]}" for name in names if name in values)
 
 
 def _mean(members: Sequence[Run], column: str) -> tuple[Sequence[float], ...]:

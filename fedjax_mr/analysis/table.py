@@ -125,16 +125,25 @@ def short_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 def find(paths: Iterable[Path | str]) -> list[Run]:
     """Return the runs of run folders and of folders that hold some, at any depth.
 
+    They come in the order of the paths, and those of one folder by strategy and by the values of their settings.
+
     Raises:
       UserError: a path holds no run folder.
     """
-    folders: dict[Path, None] = {}
+    ordered: dict[Path, None] = {}
     for path in map(Path, paths):
-        found = sorted(each.parent for each in path.rglob("config.json"))
-        if not found:
+        folders = sorted(each.parent for each in path.rglob("config.json"))
+        if not folders:
             raise UserError(f"{path} is no run folder and holds none (no config.json)")
-        folders |= dict.fromkeys(found)
-    return runs.read(list(map(str, folders)))
+        found = runs.read(list(map(str, folders)))
+        ordered |= dict.fromkeys(run.path for run in sorted(found, key=_order))
+    return runs.read(list(map(str, ordered)))
+
+
+def _order(run: Run) -> tuple[str, list[tuple[str, str, Any]]]:
+    values = facts(run.config)
+    # The types first: values of two types, such as a number and None, have no order.
+    return run.config.strategy, [(flag, type(value).__name__, value) for flag, value in values.items()]
 
 
 def facts(config: Config) -> dict[str, Any]:

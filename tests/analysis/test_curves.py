@@ -61,7 +61,7 @@ def test_a_division_is_a_panel(root):
         configuration.save(config, folder)
         (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
     panels = curves.curves(table.find([root]), column="accuracy", panels="partition,alpha")
-    dirichlet = [f"partition = dirichlet, alpha = {alpha}" for alpha in (0.1, 0.5)]
+    dirichlet = [f"partition = dirichlet\nalpha = {alpha}" for alpha in (0.1, 0.5)]
     assert sorted(panels) == [*dirichlet, "partition = iid"]
     assert panels["partition = iid"] == {"fedavg": ([5], [0.25])}  # one setting and seed twice counts once
 

@@ -197,6 +197,15 @@ def test_the_command(some_runs, capsys):
     assert "invalid choice: 'html'" in capsys.readouterr().err
 
 
+def test_runs_of_a_folder_come_in_the_order_of_their_settings():
+    cohorts = [keep(dataclasses.replace(CIFAR, strategy="fedmr", cohort=cohort), [0.5]) for cohort in (100, 5, 20)]
+    iid = keep(dataclasses.replace(CIFAR, strategy="fedavg", partition="iid"), [0.5])
+    skewed = keep(dataclasses.replace(CIFAR, strategy="fedavg"), [0.5])
+    in_order = [skewed, iid, cohorts[1], cohorts[2], cohorts[0]]
+    assert [run.path for run in table.find(["runs"])] == in_order
+    assert [run.path for run in table.find([iid, "runs"])] == [iid, skewed, *in_order[2:]]  # what is named comes first
+
+
 def test_a_folder_without_runs():
     Path("empty").mkdir()
     with pytest.raises(UserError, match="empty is no run folder and holds none"):
