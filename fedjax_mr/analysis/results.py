@@ -20,6 +20,7 @@ from fedjax_mr import config as configuration
 from fedjax_mr import files, record
 from fedjax_mr.analysis import table
 from fedjax_mr.analysis.runs import Run
+from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 
 DOCUMENT = Path("experiments/RESULTS.md")
@@ -67,8 +68,7 @@ def keep(run: Run, folder: Path) -> Path:
     state = record.state(run.path)
     if state not in ("finished", "diverged"):
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
-    dataset = Path(run.config.dataset).name  # of a file without its folder, which is this machine's
-    config = dataclasses.replace(run.config, dataset=dataset, data_dir=None, compare_to=(), run_dir=None)
+    config = _without_folders(run.config)
     digest = configuration.digest(config)
     kept = folder / f"{config.strategy}-seed={config.seed}-{digest}"
     for before in (kept, *record.by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
@@ -79,11 +79,27 @@ def keep(run: Run, folder: Path) -> Path:
     if (run.path / "metrics.jsonl").exists():
         shutil.copyfile(run.path / "metrics.jsonl", kept / "metrics.jsonl")
     if (run.path / "summary.json").exists():
-        summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8")) | {"dataset": dataset}
+        summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
+        summary["dataset"] = config.dataset
         (kept / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if state == "diverged":  # its message names folders of this machine
         (kept / "diverged.txt").write_text("diverged\n", encoding="utf-8")
     return kept
+
+
+def _without_folders(config: Config) -> Config:
+    """Return the settings with the names of files alone: their folders are this machine's."""
+    name = lambda path: None if path is None else Path(path).name
+    return dataclasses.replace(
+        config,
+        data_dir=None,
+        run_dir=None,
+        compare_to=(),
+        dataset=name(config.dataset),
+        public_from=name(config.public_from),
+        partition_file=name(config.partition_file),
+        architectures_from=tuple(map(name, config.architectures_from)),
+    )
 
 
 def fill(text: str, folder: Path) -> str:

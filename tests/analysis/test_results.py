@@ -32,17 +32,20 @@ def test_kept_runs_are_small_and_name_no_machine():
         if path.name == "config.json":
             values = json.loads(path.read_text())
             assert values["data_dir"] is None and values["run_dir"] is None and values["compare_to"] == []
+            assert "/" not in f"{values.get('public_from')}{values.get('partition_file')}"
         if path.suffix == ".json":
             assert "/" not in json.loads(path.read_text())["dataset"]
 
 
-def test_a_file_of_samples_is_kept_by_its_name(finished, tmp_path):
+def test_files_of_samples_and_divisions_are_kept_by_their_names(finished, tmp_path):
     (run,) = runs.read([str(finished("fedmr"))])
-    run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataset="/somewhere/mine.npz"))
+    files = {"dataset": "mine.npz", "public_from": "other.npz", "partition_file": "partition.npz"}
+    paths = {name: f"/somewhere/{file}" for name, file in files.items()}
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, **paths, architectures_from=("/else/local",)))
     kept = results.keep(run, tmp_path)
-    assert {json.loads((kept / f"{name}.json").read_text())["dataset"] for name in ("config", "summary")} == {
-        "mine.npz"
-    }
+    config, summary = (json.loads((kept / f"{name}.json").read_text()) for name in ("config", "summary"))
+    assert {name: config[name] for name in files} == files and config["architectures_from"] == ["local"]
+    assert summary["dataset"] == "mine.npz"
 
 
 def test_runs_are_kept_and_tabled(finished, document, capsys):
