@@ -160,6 +160,26 @@ def test_the_flag_files_cover_every_setting_of_the_papers_tables(monkeypatch):
         assert sum(len(numbers(*files, methods, paper=paper)) for files in authors) == printed
 
 
+def test_the_numbers_of_pfedhr_and_fedme_stand_beside_runs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tables = table.published()
+
+    def numbers(*flags):
+        _, runs = sweep.plan(flags)
+        found = [table.lookup(run.config, tables) for run in runs if run.config.strategy != "local"]
+        assert None not in found
+        return {(each.mean, each.source) for each in found}
+
+    for data in ("mnist", "svhn", "cifar10"):
+        job = f"--flagfile=exp/pfedhr_{data}.flags"
+        own = numbers(job, "--flagfile=exp/methods_pfedhr.flags")
+        with_header = numbers(job, "--strategies=fedgh", "--projection=64", "--grid=partition=iid,classes")
+        assert len(own) == 10 and len(with_header) == 2
+    for data in ("femnist", "cifar10", "shakespeare"):
+        parts = numbers(f"--flagfile=exp/fedme_{data}.flags", "--flagfile=exp/ablation_fedme.flags")
+        assert len(parts) == 8
+
+
 def test_the_two_protocols(monkeypatch):
     monkeypatch.chdir(ROOT)
     parse = lambda name: config.parse([f"--flagfile=exp/{name}.flags"])

@@ -28,16 +28,23 @@ SEEDS = ("seed", "partition_seed")
 # The papers' names. A "CNN" is LeNet-5 in the FedMR authors' code and McMahan's network in the papers' text.
 MODELS = {
     "lenet5": "CNN", "cnn_mcmahan": "CNN", "cnn_femnist": "CNN", "resnet20": "ResNet-20", "vgg16": "VGG-16",
-    "vgg_femnist": "VGG-16",
+    "vgg_femnist": "VGG-16", "pfedhr_m1,pfedhr_m2,pfedhr_m3,pfedhr_m4": "M1 to M4", "cnn1,cnn2,cnn3,cnn4": "1 to 4",
+    "vgg11_fedma,vgg13_fedma,vgg16_fedma,vgg19_fedma": "1 to 4", "lstm1,lstm2,lstm3,lstm4": "1 to 4",
 }  # fmt: skip
-DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "femnist": "FEMNIST"}
+DATASETS = {
+    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "femnist": "FEMNIST", "mnist": "MNIST", "svhn_cropped": "SVHN",
+    "shakespeare": "Shakespeare",
+}  # fmt: skip
 # Settings of one division only; the others ignore them.
 DIVISIONS = {
     "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
     "classes_per_client": ("classes",), "quantity_power": ("quantity",),
 }  # fmt: skip
-PAPERS = ("fedmr_kdd", "fedmr_v1", "fedcross")  # the first that has a number for a setting is shown
-CLIENTS, COHORT = 100, 10  # of these papers on CIFAR
+# The papers' clients and how many of them are drawn, but for natural clients. Of several papers that have a number for
+# a setting the first one's is shown.
+PAPERS = {
+    "fedmr_kdd": (100, 10), "fedmr_v1": (100, 10), "fedcross": (100, 10), "pfedhr": (12, 4), "fedme": (20, 20),
+}  # fmt: skip
 
 
 class Statistic(NamedTuple):
@@ -197,18 +204,17 @@ def published(path: Path | str | None = None) -> list[dict[str, str]]:
 def lookup(config: Config, tables: Iterable[Mapping[str, str]]) -> Published | None:
     """Return the papers' number for a configuration, or None.
 
-    Data set, model, division, strategy, its settings that the table names and, on CIFAR, the numbers of clients must
-    be the paper's. Rounds, momentum and labels need not: the papers leave them open or contradict their code.
+    Data set, model, division, strategy, its settings that the table names and, without natural clients, the numbers of
+    clients must be the paper's. Rounds, momentum and labels need not: the papers leave them open or contradict their
+    code.
     """
     own = configuration.decisive(config)
-    heterogeneity = f"dir_{config.alpha:.1f}" if config.partition == "dirichlet" else config.partition
-    wanted = (DATASETS.get(config.dataset), MODELS.get(config.model), heterogeneity, config.strategy)
-    if config.partition == "dirichlet" and round(config.alpha, 1) != config.alpha:
-        return None
-    if config.partition != "natural" and (config.clients, config.cohort) != (CLIENTS, COHORT):
-        return None
+    wanted = (DATASETS.get(config.dataset), MODELS.get(config.model), division(config), config.strategy)
+    sizes = (config.clients, config.cohort)
 
     def fits(row: Mapping[str, str]) -> bool:
+        if config.partition != "natural" and PAPERS.get(row["paper"]) != sizes:
+            return False
         pairs = (pair.split("=") for pair in row["setting"].split())
         same = all(str(own.get(f"{config.strategy}_{name}")) == value for name, value in pairs)
         return same and (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) == wanted
@@ -218,6 +224,16 @@ def lookup(config: Config, tables: Iterable[Mapping[str, str]]) -> Published | N
     if row is None:
         return None
     return Published(row["paper"], float(row["mean"]), float(row["std"]) if row["std"] else None, row["source"])
+
+
+def division(config: Config) -> str:
+    """Return what the papers' tables call the division of the samples."""
+    parts = {
+        "dirichlet": f"dir_{float(config.alpha)}",
+        "dirichlet_size": f"dir_{float(config.alpha)}_size_{float(config.alpha_size)}",
+        "classes": f"classes_{config.classes_per_client}",
+    }
+    return parts.get(config.partition, config.partition)
 
 
 # --- Computing -------------------------------------------------------------------------------------------------------

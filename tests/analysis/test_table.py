@@ -12,7 +12,7 @@ from fedjax_mr.analysis import table
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import fedcross, fedmr
+from fedjax_mr.strategies import fedcross, fedmr, pfedhr
 
 CIFAR = Config(dataset="cifar10", model="lenet5", clients=100, cohort=10, alpha=0.5, rounds=60, eval_every=5)
 
@@ -146,6 +146,18 @@ def test_settings_are_named_by_what_differs():
     ]
 
 
+REASSEMBLY = {
+    "strategy": "pfedhr",
+    "hyper": pfedhr.Hyper(public="unlabelled"),
+    "dataset": "mnist",
+    "model": "pfedhr_m1,pfedhr_m2,pfedhr_m3,pfedhr_m4",
+    "clients": 12,
+    "cohort": 4,
+    "partition": "classes",
+    "classes_per_client": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -157,6 +169,11 @@ def test_settings_are_named_by_what_differs():
         ({"strategy": "fedcross", "hyper": fedcross.Hyper(alpha=0.5)}, None),  # Table 2 has it for Dirichlet(1) alone
         ({"strategy": "fedcross", "hyper": fedcross.Hyper(alpha=0.5), "alpha": 1.0}, ("fedcross", 56.81)),
         ({"strategy": "indep"}, None),
+        (REASSEMBLY, ("pfedhr", 93.76)),
+        (REASSEMBLY | {"classes_per_client": 3}, None),
+        (REASSEMBLY | {"model": "pfedhr_m1"}, None),
+        (REASSEMBLY | {"clients": 100, "cohort": 10}, None),
+        (REASSEMBLY | {"dataset": "mnist_reduced.npz"}, None),
         ({"clients": 20}, None),
         ({"cohort": 5}, None),
         ({"alpha": 0.3}, None),
