@@ -458,7 +458,7 @@ def teachers(rounds: Mapping[int, Mapping[int, Strip]], num_clients: int, path: 
         time.set_yticks(range(num_clients))
         time.grid(color="0.92")
         time.set_axisbelow(True)
-        time.set_title("its teacher's blocks, coloured by the client that they are from", fontsize=9)
+        time.set_title("its teacher's blocks, coloured by their owner", fontsize=9)
         image = total.imshow(shares, cmap="cividis", vmin=0.0, aspect="auto")
         total.set_xticks(range(num_clients))
         total.set_yticks(range(num_clients))
@@ -500,6 +500,7 @@ def _owners(figure: Any, count: int) -> None:
 
     if count <= 20:
         handles = [Patch(facecolor=_colour(owner, count), edgecolor="0.2", label=str(owner)) for owner in range(count)]
+        columns = max(1, min(count, 12, int(figure.get_figwidth() / 0.6)))  # inches that an entry takes
         figure.legend(
-            handles=handles, loc="outside lower center", ncols=min(count, 12), fontsize=7, frameon=False, title="client"
+            handles=handles, loc="outside lower center", ncols=columns, fontsize=7, frameon=False, title="client"
         )
