@@ -11,8 +11,6 @@ from fedjax_mr.local import Samples, Score
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.parallel import CLIENTS, ClientAxis, Program
 
-BATCH = 256  # test samples per step; larger batches are no faster on two CPU cores
-
 
 class Result(NamedTuple):
     """A model's test result; numbers, or one per model [K]."""
@@ -31,7 +29,7 @@ class Evaluation:
         """Place the test samples [M, ...] on the devices, a share on each."""
         self.axis = axis
         count = len(samples.y)
-        batch = min(BATCH, -(-count // axis.num_devices))
+        batch = min(local.evaluation_batch(), -(-count // axis.num_devices))
         padding = -count % (batch * axis.num_devices)
         mask = np.concatenate([np.ones(count, np.float32), np.zeros(padding, np.float32)])
         filled = samples._replace(x=_pad(samples.x, padding), y=_pad(samples.y, padding))

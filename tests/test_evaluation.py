@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import evaluation, parallel, trees
+from fedjax_mr import evaluation, local, parallel, trees
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("count", [1, 7, 38])
 def test_evaluation_equals_a_plain_pass(federation, monkeypatch, devices, count):
-    monkeypatch.setattr(evaluation, "BATCH", 8)  # several batches per device, the last one padded
+    monkeypatch.setattr(local, "evaluation_batch", lambda: 8)  # several batches per device, the last one padded
     given = federation()
     model = given.problem.model
     samples = given.federation.samples

@@ -17,8 +17,6 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.personal import worst_tenth
 
-BATCH = 256
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -64,7 +62,8 @@ def per_client(run: runs.Run, trained: runs.Trained) -> np.ndarray:
         return jnp.argmax(logits, axis=-1) == test.y[rows]
 
     tested = np.unique(own.split.index)
-    padded = np.pad(tested, (0, -len(tested) % BATCH), mode="edge").reshape(-1, BATCH)
+    batch = local.evaluation_batch()
+    padded = np.pad(tested, (0, -len(tested) % batch), mode="edge").reshape(-1, batch)
     hits = np.zeros(len(own.y))
     hits[padded.reshape(-1)] = np.concatenate([right(trained.deployed, test, rows) for rows in padded])
     return np.array([hits[rows].mean() for rows in own.split.parts() if len(rows)])

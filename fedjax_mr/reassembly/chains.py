@@ -22,8 +22,6 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.local import Samples
 from fedjax_mr.models.base import BlockNet, Model, Variables
 
-EVALUATED = 512  # samples that pass through a chain at a time when it is only applied
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -147,7 +145,7 @@ class Programs:
     def logits(self, chain: Chain, samples: Samples, rows: np.ndarray | None = None) -> np.ndarray:
         """Return the logits [P, C] of samples ``rows`` (all by default), in evaluation mode."""
         rows = np.arange(len(samples.x), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
-        size = min(EVALUATED, len(rows))
+        size = min(local.evaluation_batch(), len(rows))
         found = []
         for start in range(0, len(rows), size):
             chosen = np.resize(
