@@ -41,12 +41,14 @@ import numpy as np
 
 import fedjax_mr as fmr
 from fedjax_mr import config as configuration
-from fedjax_mr import data, parallel
-from fedjax_mr.engine import build_model, build_rounds, samples
-from fedjax_mr.evaluation import Evaluation
+from fedjax_mr import data
+from fedjax_mr.engine.clients import assign, client_axis
+from fedjax_mr.engine.devices import set_up_jax, usable_cores
+from fedjax_mr.engine.evaluation import Evaluation
+from fedjax_mr.experiment.build import build_model, build_rounds, samples
+from fedjax_mr.experiment.run import peak_memory_bytes
 from fedjax_mr.models import MODELS, windows
 from fedjax_mr.models.__main__ import multiply_adds
-from fedjax_mr.run import peak_memory_bytes
 from fedjax_mr.strategies import fedme
 
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
@@ -112,7 +114,7 @@ class Contestant:
         self.rounds = rounds
         self.speeds: list[float] = []
         layout = {"devices": None, "lanes": None} | layout
-        axis = parallel.client_axis(cohort_size=config.cohort, **layout)
+        axis = client_axis(cohort_size=config.cohort, **layout)
         self.config = config
         self.federated = data.prepare(config, dataset=dataset)
         self.model = build_model(config, self.federated)
@@ -290,7 +292,7 @@ def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[Torc
     import torch
 
     gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
-    cores = parallel.usable_cores()
+    cores = usable_cores()
     start = functools.partial(
         TorchContestant, arguments=(name, "cuda" if gpu else "cpu"), epochs=epochs, dataset=dataset
     )
@@ -372,7 +374,7 @@ def compare_models(options: Options) -> Rows:
 
 def compare_engines(name: str, options: Options) -> Rows:
     """Return the rows of one network."""
-    parallel.start(devices=None, cohort_size=CLIENTS)
+    set_up_jax(devices=None, cohort_size=CLIENTS)
     heavy = jax.default_backend() == "cpu" and name in HEAVY
     epochs = 1 if heavy or options.quick else 5
     entry = MODELS[name]
@@ -434,7 +436,7 @@ def compare_strategies(options: Options) -> Rows:
         "model": "lenet5", "partition": "iid", "clients": 20, "cohort": CLIENTS, "local_epochs": 1,
         "batch_size": BATCH, "lr": 0.001, "public_share": 1 / 11,
     }  # fmt: skip
-    parallel.start(devices=None, cohort_size=CLIENTS)
+    set_up_jax(devices=None, cohort_size=CLIENTS)
     names = ["fedavg", *(name for name in options.strategies if name != "fedavg")]
     contestants = [Contestant(name, fmr.Config(strategy=name, **settings), dataset=dataset, rounds=2) for name in names]
     take_turns(contestants, options.repeats)
@@ -465,7 +467,7 @@ def compare_fedme(options: Options) -> Rows:
         "partition": "iid", "clients": 8, "cohort": 8, "local_epochs": 2, "batch_size": BATCH, "lr": 0.001,
         "validation_share": 0.2, "public_share": 1 / 9, "public_labels": False, "architectures": "cyclic",
     }  # fmt: skip
-    parallel.start(devices=None, cohort_size=8)
+    set_up_jax(devices=None, cohort_size=8)
     exchanging = fedme.Hyper(cluster_rounds=(1,))
     rows = []
     for alone, model in (("fedavg", "lenet5"), ("local", "lenet5_small,lenet5,lenet5_large,lenet5_deep")):
@@ -498,7 +500,7 @@ def dissect_rounds(options: Options) -> Rows:
     """Return what a round is spent on: LeNet-5, 100 clients of 500 images on average, K = 10, Dirichlet."""
     dataset = synthetic((32, 32, 3), 10, 100 * SAMPLES)
     test = synthetic((32, 32, 3), 10, 10_000)
-    parallel.start(devices=None, cohort_size=CLIENTS)
+    set_up_jax(devices=None, cohort_size=CLIENTS)
     rows = []
     for alpha in (0.1, 0.5):
         for strategy in ("fedavg", "fedmr"):
@@ -538,12 +540,12 @@ def padding_waste(contestant: Contestant, rounds: int = 50) -> dict[str, float]:
     axis, batch = contestant.engine.axis, contestant.config.batch_size
     steps = -(-contestant.federated.sizes // batch)
     rng = np.random.default_rng(0)
-    assign = jax.jit(functools.partial(parallel.assign, axis))
+    lay_out = jax.jit(functools.partial(assign, axis))
     needed = in_lanes = with_waiting = 0
     for _ in range(rounds):
         cohort = rng.choice(len(steps), contestant.config.cohort, replace=False)
         work = np.append(steps[cohort], 0)
-        slots = np.asarray(assign(jnp.asarray(contestant.federated.sizes[cohort], jnp.int32)))
+        slots = np.asarray(lay_out(jnp.asarray(contestant.federated.sizes[cohort], jnp.int32)))
         groups = work[slots].reshape(axis.num_devices, -1, axis.lanes).max(axis=2)
         needed += work.sum()
         in_lanes += groups.sum() * axis.lanes
@@ -562,7 +564,7 @@ def grow(options: Options) -> Rows:
 
 def measure_growth(cohort: int, clients: int) -> dict[str, Any]:
     """Return one row of `grow`."""
-    parallel.start(devices=None, cohort_size=cohort)
+    set_up_jax(devices=None, cohort_size=cohort)
     dataset = synthetic((28, 28, 1), 62, 20 * clients)
     config = fmr.Config(
         strategy="fedmr", model="cnn_femnist", partition="iid", clients=clients, cohort=cohort, local_epochs=1,
@@ -584,7 +586,7 @@ def measure_growth(cohort: int, clients: int) -> dict[str, Any]:
 def run_race(options: Options) -> Rows:
     """Return the seconds of the course of pfl-research (``exp/pfl_race.flags``) on synthetic images."""
     config = configuration.parse(["--strategy=fedavg", "--flagfile=exp/pfl_race.flags"])
-    parallel.start(devices=None, cohort_size=config.cohort)
+    set_up_jax(devices=None, cohort_size=config.cohort)
     dataset = synthetic((32, 32, 3), 10, 50_000)
     gpu = jax.default_backend() == "gpu"
     contestant = Contestant("fedavg", config, dataset=dataset)
@@ -665,7 +667,7 @@ def main() -> None:
     rows = SUBJECTS[arguments.subject](options)
     if arguments.subject != "models":
         show(rows)
-    print(f"jax {jax.__version__}, {parallel.usable_cores()} CPU cores, {jax.default_backend()}")
+    print(f"jax {jax.__version__}, {usable_cores()} CPU cores, {jax.default_backend()}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=2)

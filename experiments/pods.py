@@ -31,8 +31,12 @@ import jax
 import numpy as np
 
 import fedjax_mr as fmr
-from fedjax_mr import data, parallel, rounds, trees
-from fedjax_mr.engine import build_model, build_rounds
+from fedjax_mr import data, trees
+from fedjax_mr.engine import rounds
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.devices import set_up_jax, usable_cores
+from fedjax_mr.engine.program import Program
+from fedjax_mr.experiment.build import build_model, build_rounds
 
 KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
@@ -85,13 +89,13 @@ class Compiled(Exception):
 def compiled_rounds(engine: rounds.Rounds) -> str:
     """Return the HLO text of the program that runs whole rounds."""
 
-    def stop(self: parallel.Program, *args: Any) -> None:
+    def stop(self: Program, *args: Any) -> None:
         function = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
         raise Compiled(function.lower(*args).compile().as_text())
 
     shapes, resting = engine.shapes(), engine.axis.at_rest(engine.shapes(), rows=engine.stacks)
     progress = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=place), shapes, resting)
-    with mock.patch.object(parallel.Program, "__call__", stop):
+    with mock.patch.object(Program, "__call__", stop):
         try:
             engine.run(progress, 1)
         except Compiled as program:
@@ -119,7 +123,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
         strategy=strategy, model=model, cohort=cohort, clients=2 * cohort, partition="iid", local_epochs=1
     )
     federated = data.prepare(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
-    axis = parallel.client_axis(devices=devices, lanes=1, cohort_size=cohort)
+    axis = client_axis(devices=devices, lanes=1, cohort_size=cohort)
     network = build_model(config, federated)
     engine = build_rounds(config, federated, network, dataclasses.replace(axis, fused=True))  # as on accelerators
     found = [each for each in collectives(compiled_rounds(engine), devices=devices) if each.per_round]
@@ -144,7 +148,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
 
 def seconds_per_round(engine: rounds.Rounds) -> float | None:
     """Return the median of three rounds after the first, or None where cores do not back the devices."""
-    if engine.axis.num_devices > parallel.usable_cores():
+    if engine.axis.num_devices > usable_cores():
         return None
     progress, _ = engine.run(engine.init(), 1)
     seconds = []
@@ -164,7 +168,7 @@ def grow(strategy: str, model: str, *, clients: int, cohort: int, placement: str
     pool = synthetic(SHAPES[model], samples=25_000)
     index = np.random.default_rng(0).integers(0, len(pool.y), 20 * clients).astype(np.int32)
     federated = data.FederatedData(pool, data.Split(index, np.arange(0, len(index) + 1, 20, dtype=np.int32)))
-    axis = parallel.client_axis(devices=1, lanes=1, cohort_size=cohort)
+    axis = client_axis(devices=1, lanes=1, cohort_size=cohort)
     engine = build_rounds(config, federated, build_model(config, federated), axis)
     progress, _ = engine.run(engine.init(), 2)
     before, seconds, count = resident_bytes(), [], 100 if model == "logistic" else 5
@@ -201,7 +205,7 @@ def main() -> None:
     show = lambda row: print(json.dumps(row) if options.json else " | ".join(map(str, row.values())), flush=True)
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("NPROC", str(4 * max(counts)))  # whole rounds as one program sum across the devices
-    parallel.start(devices=max(counts), cohort_size=options.cohort)
+    set_up_jax(devices=max(counts), cohort_size=options.cohort)
     for model in options.models.split(","):
         for strategy in options.strategies.split(","):
             if options.clients:

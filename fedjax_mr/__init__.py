@@ -5,14 +5,15 @@ a function ``build(hyper, problem) -> Strategy`` and one row in ``STRATEGIES``; 
 rows in ``MODELS`` and ``SOURCES``.
 """
 
-from fedjax_mr import local, models, strategies, trees
+from fedjax_mr import models, strategies, trees
 from fedjax_mr.config import Config
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
-from fedjax_mr.data.arrays import from_arrays
+from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.engine import local
 from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment.run import Interrupted, Result, run
+from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.models import MODELS, BlockNet, Model, Variables
-from fedjax_mr.run import Interrupted, Result, run
-from fedjax_mr.seeds import run_seeds
 from fedjax_mr.strategies import STRATEGIES, Cohort, Problem, Row, Strategy
 
 __version__ = "0.1.0"

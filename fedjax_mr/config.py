@@ -16,9 +16,9 @@ from typing import Any
 
 from absl import flags
 
-from fedjax_mr import fields, files
+from fedjax_mr import files, settings
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.fields import field
+from fedjax_mr.settings import field
 
 COMMAND = "python -m fedjax_mr.main"
 GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Evaluation and records", "Engine")
@@ -458,14 +458,14 @@ class _Setting(typing.NamedTuple):
     optional: bool
     repeated: bool
     default: Any
-    info: fields.Info
+    info: settings.Info
 
 
 def _settings(owner: Any, prefix: str = "") -> Iterator[_Setting]:
     """Yield the settings of a dataclass, in order; fields without `Info` are no settings."""
     hints = typing.get_type_hints(owner if isinstance(owner, type) else type(owner))
     for each in dataclasses.fields(owner):
-        info = fields.info(each)
+        info = settings.info(each)
         if info is None:
             continue
         options = [hint for hint in _options(hints[each.name]) if hint is not types.NoneType]
@@ -544,7 +544,7 @@ def parse_command(arguments: Sequence[str], own: type[Own]) -> tuple[Config, Own
 
     Args:
       arguments: the flags, without the program's name.
-      own: the command's dataclass of settings, declared by `fields.field`.
+      own: the command's dataclass of settings, declared by `settings.field`.
 
     Raises:
       UserError: as `parse`.
@@ -713,7 +713,7 @@ def _check_number(setting: _Setting, value: float) -> None:
         )
 
 
-def _range(info: fields.Info) -> str:
+def _range(info: settings.Info) -> str:
     """Return the allowed range in words, or "" if there is none."""
     low = None if info.low is None else f"{'>' if info.open_low else '>='} {info.low:g}"
     high = None if info.high is None else f"<= {info.high:g}" if info.high != LARGEST_SEED else "< 2^31"
@@ -738,9 +738,9 @@ def help_text(width: int | None = None) -> str:
     )
     usage = f"usage: {COMMAND} [--help] [--flag=value ...] [--flagfile=FILE ...]"
     lines = [*textwrap.wrap(usage, width, subsequent_indent="  "), "", *textwrap.wrap(intro, width)]
-    for title, settings in groups.items():
+    for title, group in groups.items():
         lines += ["", title]
-        for setting in settings:
+        for setting in group:
             lines += _help_of(setting, width)
     return "\n".join(lines)
 

@@ -4,9 +4,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr import config, distributed, record
+from fedjax_mr import config
 from fedjax_mr.errors import UserError
-from fedjax_mr.run import Interrupted, run
+from fedjax_mr.experiment.processes import leave
+from fedjax_mr.experiment.report import summary_table
+from fedjax_mr.experiment.run import Interrupted, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("fedjax-mr: interrupted", file=sys.stderr)
         return 130
     if result.writes:
-        print(record.summary_table(result.summary))
+        print(summary_table(result.summary))
         print(f"run folder: {result.folder}")
     return 0
 
@@ -43,7 +45,7 @@ def console() -> None:
     except BrokenPipeError:  # the reader, such as head, has seen enough; let the final flush go nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    distributed.leave(code)
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_mr import config as configuration
-from fedjax_mr import record
 from fedjax_mr.analysis import table
 from fedjax_mr.config import Config
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
-from fedjax_mr.fields import field
-from fedjax_mr.run import Interrupted
-from fedjax_mr.seeds import run_seeds
+from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
+from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.experiment.seeds import run_seeds
+from fedjax_mr.settings import field
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
@@ -95,7 +95,7 @@ class Run:
         """Return the rounds up to the last evaluation."""
         if not (self.folder / "metrics.jsonl").exists():
             return 0
-        rows = record.read_rows(self.folder)
+        rows = read_rows(self.folder)
         return rows[-1]["round"] if rows else 0
 
 
@@ -128,9 +128,9 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
         runs.setdefault(digest, Run(one, choice, folder))
-    begun = record.by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
+    begun = runs_by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
     for digest, run in runs.items():
-        folders = sorted(begun.get(digest, []), key=lambda folder: record.STATES.index(record.state(folder)))
+        folders = sorted(begun.get(digest, []), key=lambda folder: STATES.index(run_state(folder)))
         runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
     return sweep, list(runs.values())
 
@@ -186,7 +186,7 @@ def describe(runs: Sequence[Run], costs: Mapping[str, "Cost"]) -> str:
     width = max(len(run.folder.name) for run in runs)
     lines, total = [], 0.0
     for run in runs:
-        state = record.state(run.folder)
+        state = run_state(run.folder)
         line = f"  {run.folder.name.ljust(width)}  {state:<8}"
         if state in ("new", "started"):
             rounds = run.config.rounds - run.done()
@@ -243,7 +243,7 @@ def calibrate(run: Run) -> Cost:
 
 def estimate(runs: Sequence[Run]) -> dict[str, Cost]:
     """Return the costs of all kinds of runs that have rounds to go, from one calibration of each."""
-    to_do = {run.kind: run for run in reversed(runs) if record.state(run.folder) in ("new", "started")}
+    to_do = {run.kind: run for run in reversed(runs) if run_state(run.folder) in ("new", "started")}
     bar = tqdm(to_do.items(), desc="calibrating", leave=False, disable=not sys.stderr.isatty())
     return {kind: calibrate(run) for kind, run in bar}
 
@@ -269,7 +269,7 @@ def train(runs: Sequence[Run], look: Callable[[], None]) -> int:
     else:
         command.append("--seeds=" + ",".join(str(run.config.seed) for run in runs))
         command += [f"--together={run.folder}" for run in runs]
-    if record.state(first.folder) != "new":
+    if run_state(first.folder) != "new":
         command.append("--resume")
     elif any((run.folder / "config.json").exists() for run in runs):
         command.append("--overwrite")
@@ -349,13 +349,13 @@ def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
         for batch in batches(runs) if batch_seeds else [[run] for run in runs]:
             todo = []
             for run in batch:
-                if record.state(run.folder) == "diverged":
+                if run_state(run.folder) == "diverged":
                     codes.append(3)
                     bar.say(f"{run.folder}: diverged before; remove its folder to try again")
-                elif record.is_taken(run.folder):
+                elif is_taken(run.folder):
                     codes.append(2)
                     bar.say(f"{run.folder}: another process is at work in it")
-                elif record.state(run.folder) != "finished":
+                elif run_state(run.folder) != "finished":
                     todo.append(run)
             if todo:
                 code = train(todo, functools.partial(bar.show, todo))
@@ -374,14 +374,14 @@ def batches(runs: Sequence[Run]) -> list[list[Run]]:
     together: dict[str, list[Run]] = {}
     for run in runs:
         alike = dataclasses.replace(run.config, seed=0, partition_seed=None)
-        key = f"{configuration.digest(alike)} {record.state(run.folder)} {record.saved_round(run.folder)}"
+        key = f"{configuration.digest(alike)} {run_state(run.folder)} {saved_round(run.folder)}"
         together.setdefault(key, []).append(run)
     return list(together.values())
 
 
 def _code(run: Run, code: int) -> int:
     """Return the exit code of one run of a process that ended with ``code``."""
-    return {"finished": 0, "diverged": 3}.get(record.state(run.folder), code or ABORTED)
+    return {"finished": 0, "diverged": 3}.get(run_state(run.folder), code or ABORTED)
 
 
 def _why(run: Run, first: Run) -> str:
@@ -413,7 +413,7 @@ class Bar:
         """Show the bar where the runs are."""
         self._ended = 0
         self._runs = len(runs)
-        over = {run.folder: record.state(run.folder) in ("finished", "diverged") for run in runs}
+        over = {run.folder: run_state(run.folder) in ("finished", "diverged") for run in runs}
         self._done = {run.folder: run.config.rounds if over[run.folder] else run.done() for run in runs}
         self._bar = tqdm(
             total=sum(run.config.rounds for run in runs),
@@ -431,7 +431,7 @@ class Bar:
         for run in runs:
             self._move(run, run.done())
         first = runs[0].folder
-        row = record.read_rows(first)[-1:] if (first / "metrics.jsonl").exists() else []
+        row = read_rows(first)[-1:] if (first / "metrics.jsonl").exists() else []
         accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
         others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
         self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())

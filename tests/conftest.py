@@ -5,7 +5,7 @@ import os
 import re
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Some programs here sum across the devices of one process, which needs spare threads (see `parallel.start`).
+# Some programs here sum across the devices of one process, which needs spare threads (see `set_up_jax`).
 os.environ.setdefault("NPROC", "8")
 # Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
 os.environ["XLA_FLAGS"] = (
@@ -20,12 +20,15 @@ import optax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from fedjax_mr import local, models, parallel, rounds
+from fedjax_mr import models
 from fedjax_mr.data import Split
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.models import layers, windows
 from fedjax_mr.strategies import STRATEGIES, Problem
 
-parallel.start(devices=2, cohort_size=2)
+set_up_jax(devices=2, cohort_size=2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -159,7 +162,7 @@ def make_engine(
 @functools.lru_cache(maxsize=24)
 def shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, federation):
     federation = given(network, **dict(federation))
-    axis = parallel.client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
+    axis = client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
     build = functools.partial(*build)
     return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
 

@@ -11,7 +11,7 @@ from absl import flags
 from hypothesis import strategies as st
 
 from fedjax_mr import config as configuration
-from fedjax_mr import fields
+from fedjax_mr import settings
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr
@@ -108,9 +108,9 @@ def test_each_strategy_reads_its_own_flags_and_ignores_the_others():
 def test_a_new_strategy_brings_its_flags(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Hyper:
-        mu: float | None = fields.field(None, "mu of the paper", low=0, open_low=True)
-        powers: tuple[int, ...] = fields.field((1, 2), "powers of the paper", low=0)
-        fast: bool = fields.field(True, "whether to hurry")
+        mu: float | None = settings.field(None, "mu of the paper", low=0, open_low=True)
+        powers: tuple[int, ...] = settings.field((1, 2), "powers of the paper", low=0)
+        fast: bool = settings.field(True, "whether to hurry")
         private: int = 3
 
     monkeypatch.setitem(STRATEGIES, "mine", Row(fedavg.build, Hyper, "Nobody, 2030"))
@@ -232,7 +232,7 @@ def values_of(owner):
     hints = typing.get_type_hints(owner)
     result = {}
     for each in dataclasses.fields(owner):
-        info = fields.info(each)
+        info = settings.info(each)
         if info is None:
             continue
         text = st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=12)
@@ -351,7 +351,7 @@ def test_help_tells_everything():
     owners = [("", Config)] + [(f"{name}_", row.hyper) for name, row in STRATEGIES.items() if row.hyper]
     for prefix, owner in owners:
         for each in dataclasses.fields(owner):
-            info = fields.info(each)
+            info = settings.info(each)
             if info is not None:
                 entry = " ".join(entries[prefix + each.name].split())
                 assert info.help in entry, each.name
@@ -365,5 +365,5 @@ def test_help_tells_everything():
 
 
 def test_every_flag_belongs_to_a_group():
-    groups = {fields.info(each).group for each in dataclasses.fields(Config) if fields.info(each)}
+    groups = {settings.info(each).group for each in dataclasses.fields(Config) if settings.info(each)}
     assert groups == set(configuration.GROUPS)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import checkpoint, local, rounds, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
@@ -93,7 +95,7 @@ def test_the_key_decides(engine, equal, strategy):
 def test_a_checkpoint_continues_bit_for_bit(engine, equal, strategy, tmp_path):
     engine = engine(strategy)
     progress, _ = run(engine, [2])
-    checkpoints = checkpoint.Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.save(2, progress, {})
     straight, _ = engine.run(progress, 2)
     restored, _ = checkpoints.restore(engine.shapes())

@@ -21,62 +21,52 @@ from fedjax_mr.strategies import STRATEGIES, Row
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
-FREE = {"errors", "fields", "files"}  # leaves of the tree: everybody may use them, they use nobody
+FREE = {"errors", "files", "settings", "trees"}  # leaves of the tree: everybody may use them, they use nobody above
 
+# Downwards only; a room may use its own files. The longest name that fits a module counts.
 MAY_IMPORT = {
-    "": {"config", "data", "local", "models", "run", "seeds", "strategies", "trees"},
-    "main": {"config", "distributed", "record", "run"},
-    "sweep": {"analysis", "config", "record", "run", "seeds"},
-    "run": {
-        "checkpoint", "config", "data", "distributed", "engine", "evaluation", "models", "parallel", "personal",
-        "plots", "record", "rounds",
-    },
-    "personal": {"data", "local", "parallel", "rounds", "strategies"},
-    "mutual": {"local", "models"},
-    "seeds": {"config", "data", "distributed", "parallel", "record", "rounds", "run"},
-    "engine": {"config", "data", "local", "models", "parallel", "record", "rounds", "strategies", "trees"},
+    "__init__": {"config", "data", "engine.local", "experiment", "models", "strategies"},
+    "main": {"config", "experiment"},
+    "sweep": {"analysis", "config", "experiment"},
+    "experiment": {"config", "data", "engine", "models", "plots", "strategies"},
+    "experiment.attended": set(),
+    "experiment.processes": set(),
+    "experiment.checkpoint": {"experiment.processes"},
+    "engine": {"data.federated", "models", "strategies.base"},
+    "engine.local": {"models"},
+    "engine.mutual": {"engine.local", "models"},
     "config": {"data", "models", "strategies"},  # for the names and settings that flags are made of
-    "record": {"checkpoint", "config"},
-    "rounds": {"local", "models", "parallel", "placement", "strategies", "trees"},
-    "evaluation": {"local", "models", "parallel"},
-    "strategies": {"exchange", "local", "models", "mutual", "reassembly", "trees"},
-    "reassembly": {"local", "models"},  # the server's part of pFedHR, pure of any strategy
-    "local": {"models", "trees"},
-    "models": {"config"},
-    "data": {"config", "models", "plots"},
-    # Beside the drawing: a run folder's settings (config), and what rebuilds the template of its checkpoints (engine,
-    # parallel), so that every strategy's state can be read without a second description of it; theorem1 trains its own
-    # convex problems with the registered strategies (rounds, strategies).
-    "analysis": {
-        "checkpoint", "config", "data", "engine", "local", "models", "parallel", "personal", "plots", "record",
-        "reassembly", "rounds", "strategies", "trees",
-    },
+    "strategies": {"engine.local", "engine.mutual", "models", "secure"},
+    "strategies.base": {"engine.local", "models"},
+    "models": set(),
+    "data": set(),
     "secure": {"models"},
     "plots": set(),
-    "checkpoint": {"distributed"},
-    "distributed": set(),
-    "attended": set(),
-    "parallel": set(),
-    "placement": set(),
-    "trees": set(),
-    "exchange": set(),
-}  # fmt: skip
+    # Beside the drawing: what rebuilds the template of a run's checkpoints (experiment.build, engine), so that every
+    # strategy's state can be read without a second description of it; theorem1 trains its own convex problems with the
+    # registered strategies.
+    "analysis": {"config", "data", "engine", "experiment", "models", "plots", "strategies"},
+}
+COMMANDS_OF_ROOMS = {"config", "plots"}  # what a room's own command (its __main__) may use besides
 ONLY_IN = {
     "matplotlib": {"plots"},
-    "orbax": {"checkpoint"},
-    "tensorflow_datasets": {"data/tfds"},
+    "orbax": {"experiment.checkpoint"},
+    "tensorflow_datasets": {"data.sources.tfds"},
     "absl.flags": {"config"},
-    "cryptography": {"secure"},
+    "cryptography": {"secure.messages"},
 }
 
 
 def modules():
+    """Yield the dotted name (without the package) and the syntax tree of every module."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).with_suffix("").as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
+        yield ".".join(parts), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imported(tree):
-    """Return the dotted names that a module imports."""
+    """Return the dotted names that a module imports; of ``from a import b`` both a and a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -86,26 +76,89 @@ def imported(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+NAMES = {name for name, _ in modules()}
+
+
+def within(name, rooms):
+    """Return whether a dotted name is one of some rooms or lies in one."""
+    return any(f"{name}.".startswith(f"{room}.") for room in rooms)
+
+
+def used(tree):
+    """Return the modules of the package that a module imports, without the folders that merely hold them."""
+    found = {dotted.removeprefix("fedjax_mr.") for dotted in imported(tree) if dotted.startswith("fedjax_mr.")} & NAMES
+    names = {
+        (node.module.removeprefix("fedjax_mr."), alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("fedjax_mr.")
+        for alias in node.names
+    }
+    only_folders = {module for module, _ in names} - {
+        module for module, name in names if f"{module}.{name}" not in NAMES
+    }
+    return found - only_folders
+
+
 def test_who_imports_whom():
-    rooms = {path.stem for path in PACKAGE.iterdir()} - {"__init__", "__pycache__"}
     for name, tree in modules():
-        room = name.split("/")[0].removesuffix("__init__").removesuffix("/")
-        found = {dotted.split(".")[1] for dotted in imported(tree) if dotted.startswith("fedjax_mr.")} & rooms
-        assert found - FREE - {room} <= MAY_IMPORT.get(room, set()), f"{name} may not import {found}"
+        rule = max((room for room in MAY_IMPORT if within(name, {room})), key=len, default=None)
+        assert rule or name in FREE, f"{name} has no rule"
+        own = {rule} if rule == name.split(".")[0] else set()
+        allowed = FREE | own | MAY_IMPORT.get(rule, set()) | (COMMANDS_OF_ROOMS if name.endswith("__main__") else set())
+        wrong = {each for each in used(tree) if not within(each, allowed) and each != name}
+        assert not wrong, f"{name} may not import {wrong}"
 
 
-def test_strategies_never_import_each_other():
+def test_no_import_goes_round_in_a_circle():
+    uses = {name: used(tree) for name, tree in modules()}
+    done, under_way = set(), []
+
+    def visit(name):
+        assert name not in under_way, f"circle: {' -> '.join([*under_way, name])}"
+        if name not in done:
+            under_way.append(name)
+            for other in sorted(uses.get(name, ())):
+                visit(other)
+            done.add(under_way.pop())
+
+    for name in sorted(uses):
+        visit(name)
+
+
+def test_imports_stand_at_the_top():
+    """A late import is for a heavy library that not every run needs, never for a circle in the package."""
     for name, tree in modules():
-        if name.startswith("strategies/") and not name.endswith(("__init__", "base")):
-            others = {dotted.split(".")[2] for dotted in imported(tree) if dotted.startswith("fedjax_mr.strategies.")}
-            assert others <= {"base"}, name
+        top = {id(node) for node in tree.body}
+        late = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top
+        ]
+        ours = [dotted for dotted in imported(ast.Module(late, [])) if dotted.startswith("fedjax_mr")]
+        assert ours == [], name
+
+
+def test_no_private_module_of_jax():
+    for name, tree in modules():
+        assert not [dotted for dotted in imported(tree) if dotted.startswith("jax._src")], name
+
+
+def test_no_long_file():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {str(path): count for path, count in lengths.items() if count > 500} == {}
+    assert lengths[PACKAGE / "config.py"] < 450
+
+
+def test_which_networks_there_are_is_the_models_concern():
+    """No ``isinstance(..., Zoo)`` outside models/: a network is a zoo of one."""
+    for path in PACKAGE.rglob("*.py"):
+        if PACKAGE / "models" not in path.parents:
+            assert not re.search(r"isinstance\(.*Zoo", path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_one_door_for_each_heavy_library(library):
     uses = lambda tree: any(f"{dotted}.".startswith(f"{library}.") for dotted in imported(tree))
     users = {name for name, tree in modules() if uses(tree)}
-    assert users <= ONLY_IN[library] | {f"{name}/__main__" for name in ("data", "models", "analysis")}
+    assert users <= ONLY_IN[library] | {f"{name}.__main__" for name in ("data", "models", "analysis")}
 
 
 def test_shared_flag_files_never_choose_the_strategy():

@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_mr import main
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.run import Interrupted
+from fedjax_mr.experiment.run import Interrupted
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr import parallel
+from fedjax_mr.engine.clients import ClientAxis, client_axis
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "pods.py"
 
@@ -46,7 +46,7 @@ def test_the_bound_on_real_networks(model):
     check(rows)
 
 
-class Axis(parallel.ClientAxis):
+class Axis(ClientAxis):
     """A layout of D devices that need not exist."""
 
     count: int
@@ -76,7 +76,7 @@ def test_how_a_leaf_is_divided(shape, devices, cut):
 
 
 def test_division_over_parameters_changes_no_number():
-    axis = parallel.client_axis(devices=1, lanes=1, cohort_size=4)
+    axis = client_axis(devices=1, lanes=1, cohort_size=4)
     tree = {"kernel": np.ones((4, 3, 2), np.float32)}
     assert axis.by_parameters(tree, rows=(4,)) is tree  # one device: nothing to do
     assert jax.tree.leaves(axis.at_rest(tree, rows=(4,))) == [axis.home]

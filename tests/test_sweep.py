@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, record, sweep
-from fedjax_mr.checkpoint import Checkpoints
+from fedjax_mr import data, sweep
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.folder import COLUMNS, is_taken, read_rows, run_state, saved_round
 from fedjax_mr.sweep import Stopped
 
 TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", "--noprogress")
@@ -41,7 +42,7 @@ def trained(monkeypatch):
                 configuration.save(run.config, run.folder)
                 sweep._log_of(run).write_text("fedjax-mr: what went wrong\n")
                 if code == 0:
-                    row = dict.fromkeys(record.COLUMNS, 1.0) | {"round": run.config.rounds, "accuracy": 0.5}
+                    row = dict.fromkeys(COLUMNS, 1.0) | {"round": run.config.rounds, "accuracy": 0.5}
                     (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
                     (run.folder / "summary.json").write_text("{}")
                 if code == 3:
@@ -210,9 +211,7 @@ def test_a_run_of_another_process_is_left_to_it(trained, capsys):
     asked = trained()
     _, (run,) = sweep.plan(TINY)
     run.folder.mkdir(parents=True)
-    hold = (
-        "import sys; from fedjax_mr import record; record._lock(record.Path(sys.argv[1])); print(flush=True); input()"
-    )
+    hold = "import sys; from fedjax_mr import record; _lock(record.Path(sys.argv[1])); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(run.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
@@ -280,13 +279,13 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
     _, (run,) = sweep.plan([*TINY, "--rounds=100000", "--checkpoint_every=2"])
 
     def stop():
-        if record.state(run.folder) == "started" and run.done() >= 2:
+        if run_state(run.folder) == "started" and run.done() >= 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Stopped) as stopped:
         sweep.train([run], stop)
     assert stopped.value.exit_code == 128 + signal.SIGTERM
-    assert record.state(run.folder) == "started"
+    assert run_state(run.folder) == "started"
     assert "go on with" in sweep._last_words(run)
     latest = Checkpoints(run.folder / "checkpoints").latest()
     assert latest is not None and latest >= 2
@@ -303,17 +302,17 @@ def test_a_run_ends_with_its_sweep_and_is_saved(number):
         while not run.done():
             assert process.poll() is None
             time.sleep(0.05)
-        assert record.is_taken(run.folder)
+        assert is_taken(run.folder)
         process.send_signal(number)
         process.wait(60)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     deadline = time.monotonic() + 60
-    while record.is_taken(run.folder):
+    while is_taken(run.folder):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert record.state(run.folder) == "started"
+    assert run_state(run.folder) == "started"
     assert "go on with" in sweep._last_words(run)
-    assert (record.saved_round(run.folder) or 0) >= run.done() >= 50
+    assert (saved_round(run.folder) or 0) >= run.done() >= 50
 
 
 def test_a_second_signal_ends_a_run_at_once(monkeypatch):
@@ -349,7 +348,7 @@ def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
 def test_seeds_in_one_real_process(capsys):
     _, runs = sweep.plan([*TINY, "--seeds=0:2", "--devices=1"])
     assert sweep.train(runs, lambda: None) == 0
-    assert [record.state(run.folder) for run in runs] == ["finished"] * 2
+    assert [run_state(run.folder) for run in runs] == ["finished"] * 2
     assert sweep.main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
     assert "names 1 folders for 2 --seeds" in capsys.readouterr().err
 
@@ -359,18 +358,18 @@ def test_killed_in_the_middle_and_resumed(capsys):
     """The product as real processes; sweep and run die at once in the third run; the same command finishes it all."""
     with subprocess.Popen([sys.executable, "-m", "fedjax_mr.sweep", *PRODUCT], stdout=subprocess.DEVNULL) as process:
         _, runs = sweep.plan(PRODUCT)
-        while record.state(runs[2].folder) == "new":
+        while run_state(runs[2].folder) == "new":
             assert process.poll() is None
             time.sleep(0.05)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         for victim in (*map(int, children), process.pid):
             os.kill(victim, signal.SIGKILL)
-    before = [record.state(run.folder) for run in runs]
+    before = [run_state(run.folder) for run in runs]
     assert before[:2] == ["finished", "finished"] and "new" in before
     stamps = [(run.folder / "summary.json").stat().st_mtime_ns for run in runs[:2]]
 
     assert sweep.main(PRODUCT) == 0
-    assert [record.state(run.folder) for run in runs] == ["finished"] * 8
+    assert [run_state(run.folder) for run in runs] == ["finished"] * 8
     assert [(run.folder / "summary.json").stat().st_mtime_ns for run in runs[:2]] == stamps
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in table[1:]] == [
@@ -379,6 +378,6 @@ def test_killed_in_the_middle_and_resumed(capsys):
     alone = Path("alone")
     flags = configuration.to_flags(runs[2].config)
     subprocess.run([sys.executable, "-m", "fedjax_mr.main", *flags, f"--run_dir={alone}"], check=True)
-    columns = [name for name in record.COLUMNS if name != "seconds"]
-    numbers = lambda folder: [[row[name] for name in columns] for row in record.read_rows(folder)]
+    columns = [name for name in COLUMNS if name != "seconds"]
+    numbers = lambda folder: [[row[name] for name in columns] for row in read_rows(folder)]
     assert numbers(runs[2].folder) == numbers(alone)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
-from fedjax_mr import record
 from fedjax_mr.analysis import table
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.analysis.table import Statistic
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment.folder import run_state
 
 VALIDATION, TEST, FINETUNED = "validation_accuracy", "personal_accuracy", "finetuned_accuracy"
 
@@ -28,12 +28,12 @@ class Tried(NamedTuple):
     runs: list[Run]
 
     def count(self, state: str) -> int:
-        """Return how many of the runs are in a state of `record.STATES`."""
-        return sum(record.state(run.path) == state for run in self.runs)
+        """Return how many of the runs are in a state of `STATES`."""
+        return sum(run_state(run.path) == state for run in self.runs)
 
     def finished(self) -> dict[str, Run]:
         """Return the finished runs by what they drew at random."""
-        return {str(table.seeds(run.config)): run for run in self.runs if record.state(run.path) == "finished"}
+        return {str(table.seeds(run.config)): run for run in self.runs if run_state(run.path) == "finished"}
 
     def mean(self, column: str, seeds: Sequence[str] | None = None) -> Statistic:
         """Return the statistic of a last result, over some seeds (None: all that are finished)."""

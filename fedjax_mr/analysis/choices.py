@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedjax_mr import data, record
+from fedjax_mr import data
 from fedjax_mr.analysis import table
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.analysis.table import Statistic
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.architectures import best_of, trained_alone
 
 DIVISION = ("strategy", "clients", *inspect.signature(data.federate).parameters)  # the flags that tell rows apart
 
@@ -39,7 +40,7 @@ def cells(chosen: Sequence[Run]) -> list[list[str]]:
     Raises:
       UserError: no run counts, or a network lacks a run with the data that another one was trained on.
     """
-    alone = record.trained_alone([run.path for run in chosen])
+    alone = trained_alone([run.path for run in chosen])
     counted = {folder for folders in alone.values() for folder in folders.values()}
     if not counted:
         raise UserError("none of the runs is a finished one of --strategy=local with a single network")
@@ -69,7 +70,7 @@ def _row(divisions: dict[str, dict[str, Run]], networks: Sequence[str]) -> list[
         one = next(iter(runs.values()))
         if missing := [network for network in known if network not in runs]:
             raise UserError(f"no finished run trains {missing[0]} on the same data as {one.path}")
-        best = record.best_of([str(runs[network].path) for network in known])
+        best = best_of([str(runs[network].path) for network in known])
         counts.append(np.bincount(best, minlength=len(known)))
     means = {
         network: table.plus_minus(*Statistic.of(column.tolist()), digits=1)

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import local, plots
+from fedjax_mr import plots
 from fedjax_mr.analysis import runs, text
-from fedjax_mr.engine import samples
+from fedjax_mr.engine import local
+from fedjax_mr.engine.personal import worst_tenth
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Variables
-from fedjax_mr.personal import worst_tenth
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,10 +22,11 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from fedjax_mr import files, local, plots, trees
+from fedjax_mr import files, plots, trees
 from fedjax_mr.analysis import runs, text
-from fedjax_mr.engine import samples
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Model, Variables
 
 BATCH = 500  # samples per step of the loss

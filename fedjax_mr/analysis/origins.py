@@ -18,10 +18,11 @@ import jax
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, rounds
+from fedjax_mr import data
 from fedjax_mr.analysis import runs, text
-from fedjax_mr.engine import build_model
+from fedjax_mr.engine import rounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import build_model
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.base import unit_permutations
 

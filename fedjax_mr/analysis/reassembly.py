@@ -17,10 +17,10 @@ import numpy as np
 from fedjax_mr import config as configuration
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs, text
-from fedjax_mr.checkpoint import Checkpoints
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import pfedhr
-from fedjax_mr.strategies.pfedhr import Diary
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.strategies.pfedhr import strategy as pfedhr
+from fedjax_mr.strategies.pfedhr.strategy import Diary
 
 Strip = list[tuple[int, int, bool]]
 """Blocks in order: whose, at which place, and whether it is a dense one."""

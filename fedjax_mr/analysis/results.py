@@ -17,11 +17,12 @@ import shutil
 from pathlib import Path
 
 from fedjax_mr import config as configuration
-from fedjax_mr import files, record
+from fedjax_mr import files
 from fedjax_mr.analysis import table
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import run_state, runs_by_settings
 
 DOCUMENT = Path("experiments/RESULTS.md")
 TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -65,13 +66,13 @@ def keep(run: Run, folder: Path) -> Path:
     Raises:
       UserError: the run has not ended.
     """
-    state = record.state(run.path)
+    state = run_state(run.path)
     if state not in ("finished", "diverged"):
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
     config = _without_folders(run.config)
     digest = configuration.digest(config)
     kept = folder / f"{config.strategy}-seed={config.seed}-{digest}"
-    for before in (kept, *record.by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
+    for before in (kept, *runs_by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
         shutil.rmtree(before, ignore_errors=True)
     kept.mkdir(parents=True)
     settings = json.dumps(configuration.to_json(config), indent=2)

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, parallel, record
-from fedjax_mr.checkpoint import Checkpoints
+from fedjax_mr import data
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData
-from fedjax_mr.engine import build_model, build_rounds
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.rounds import Rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +35,13 @@ class Run:
     name: str
     config: Config
 
-    def rows(self) -> list[record.Row]:
+    def rows(self) -> list[MetricsRow]:
         """Return the evaluations, ascending; numbers that were not finite are None.
 
         Raises:
           UserError: there is none.
         """
-        rows = record.read_rows(self.path)
+        rows = read_rows(self.path)
         if not rows:
             raise UserError(f"{self.path} has no evaluation yet")
         return rows
@@ -49,7 +52,7 @@ class Run:
         Raises:
           UserError: it is not finished, or the file is damaged.
         """
-        return record.read_summary(self.path)
+        return read_summary(self.path)
 
     def checkpoints(self) -> list[int]:
         """Return the rounds that have a checkpoint, ascending."""
@@ -124,10 +127,10 @@ class Prepared(NamedTuple):
 def prepare(run: Run, *, data_dir: str | None = None) -> Prepared:
     """Return what a run's checkpoints are read with; nothing is computed."""
     config = run.config if data_dir is None else elsewhere(run.config, data_dir)
-    parallel.start(devices=1, cohort_size=1)
+    set_up_jax(devices=1, cohort_size=1)
     federated = data.prepare(config)
     model = build_model(config, federated)
-    axis = parallel.client_axis(devices=1, lanes=1, cohort_size=config.cohort)
+    axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
     return Prepared(config, federated, model, build_rounds(config, federated, model, axis))
 
 

@@ -9,11 +9,12 @@ was at work on the machine.
 import argparse
 from collections.abc import Sequence
 
-from fedjax_mr import plots, record
+from fedjax_mr import plots
 from fedjax_mr.analysis import runs, table
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.analysis.table import Statistic
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import run_state
 
 SIDES = {"clients": "clients_seconds_per_round", "server": "server_seconds_per_round"}
 
@@ -52,7 +53,7 @@ def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]
     found, settings = {}, table.settings(chosen)
     names = table.short_names([setting for setting, _ in settings])
     for name, (_, members) in zip(names, settings, strict=True):
-        summaries = [run.summary() for run in members if record.state(run.path) == "finished"]
+        summaries = [run.summary() for run in members if run_state(run.path) == "finished"]
         if summaries:
             columns = SIDES | {"all": "seconds_per_round"}
             parts = {part: Statistic.of(each.get(column) for each in summaries) for part, column in columns.items()}

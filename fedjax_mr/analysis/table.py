@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
-from fedjax_mr import record
 from fedjax_mr.analysis import runs, text
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import STATES, MetricsRow, run_state
+from fedjax_mr.experiment.report import summarise
 
 PAPER_TABLES = Path(__file__).parents[2] / "experiments" / "paper_tables.csv"
 SEEDS = ("seed", "partition_seed")
@@ -175,7 +176,7 @@ def settings(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """
     once = {
         json.dumps([facts(run.config), *seeds(run.config)]): run.path
-        for run in sorted(chosen, key=lambda run: record.STATES.index(record.state(run.path)))
+        for run in sorted(chosen, key=lambda run: STATES.index(run_state(run.path)))
     }
     chosen = [run for run in chosen if run.path in once.values()]
     decisive = [facts(run.config) for run in chosen]
@@ -254,10 +255,10 @@ def lines(
 
 def _line(setting: dict, chosen: Sequence[Run], target: float | None, tables: Sequence[Mapping[str, str]]) -> Line:
     chosen = sorted(chosen, key=lambda run: run.config.seed)
-    states = [record.state(run.path) for run in chosen]
+    states = [run_state(run.path) for run in chosen]
     ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]
     courses = [run.rows() for run in ended]
-    summaries = [record.summarise(rows, target) for rows in courses]
+    summaries = [summarise(rows, target) for rows in courses]
     reached = [_first_at(rows, target) for rows in courses]
     return Line(
         setting=setting,
@@ -278,14 +279,14 @@ def _line(setting: dict, chosen: Sequence[Run], target: float | None, tables: Se
     )
 
 
-def _first_at(rows: Iterable[record.Row], target: float | None) -> record.Row | None:
+def _first_at(rows: Iterable[MetricsRow], target: float | None) -> MetricsRow | None:
     """Return the first evaluation that reaches an accuracy, or None."""
     if target is None:
         return None
     return next((row for row in rows if (row["accuracy"] or 0.0) >= target), None)
 
 
-def _bytes(row: record.Row) -> int:
+def _bytes(row: MetricsRow) -> int:
     """Return the bytes sent up to an evaluation, in all directions."""
     return row["bytes_down"] + row["bytes_up"] + row.get("bytes_peer", 0)
 

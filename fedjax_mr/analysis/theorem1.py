@@ -36,9 +36,12 @@ import optax
 import scipy.optimize
 import scipy.special
 
-from fedjax_mr import local, parallel, plots, rounds
+from fedjax_mr import plots
 from fedjax_mr.analysis import runs, text
 from fedjax_mr.data import Split
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
@@ -234,7 +237,7 @@ def engine(name: str, problem: Convex, known: Constants, *, seed: int) -> rounds
     x = np.concatenate([problem.x, problem.y[..., None]], axis=-1).reshape(clients * samples, -1).astype(np.float32)
     pool = local.Samples(x, np.zeros(len(x), np.int32), np.ones(1, np.float32), np.zeros(1, np.float32))
     split = Split.of(np.split(np.arange(len(x)), clients))
-    axis = parallel.client_axis(devices=1, lanes=clients, cohort_size=clients)
+    axis = client_axis(devices=1, lanes=clients, cohort_size=clients)
     federation = rounds.Federation(pool, split.index, split.offsets)
     return rounds.Rounds(build, rounds.Given(given, federation, jax.random.key(seed)), axis)
 
@@ -299,7 +302,7 @@ def main(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < least:
             raise UserError(f"--{name}={getattr(arguments, name)} is too small: at least {least}")
     path = runs.results(arguments.out, ()) / "theorem1.png"
-    parallel.start(devices=1, cohort_size=1)
+    set_up_jax(devices=1, cohort_size=1)
     looks = np.unique(np.geomspace(1, arguments.rounds, 60).round().astype(int)).tolist()
     panels: dict[str, plots.Series] = {}
     for title, make in PROBLEMS.items():

@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fedjax_mr.data import arrays, digits, divide, leaf, tfds
-from fedjax_mr.data.arrays import from_arrays
+from fedjax_mr.data import divide
 from fedjax_mr.data.divide import federate
 from fedjax_mr.data.federated import Dataset, FederatedData, Request, Split
+from fedjax_mr.data.sources import arrays, digits, leaf, tfds
+from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.errors import UserError, unknown_name
 
 __all__ = ["SOURCES", "Dataset", "FederatedData", "Split", "federate", "from_arrays", "load", "prepare"]

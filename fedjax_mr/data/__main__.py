@@ -7,8 +7,9 @@ from pathlib import Path
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data, plots
-from fedjax_mr.data import plan, tfds
+from fedjax_mr.data import plan
 from fedjax_mr.data.federated import Request
+from fedjax_mr.data.sources import tfds
 from fedjax_mr.data.table import table
 from fedjax_mr.errors import UserError, unknown_name
 

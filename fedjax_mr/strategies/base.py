@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import local, trees
-from fedjax_mr.local import ClientData, LocalSetting, Metrics, Samples
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.engine.local import ClientData, LocalSetting, Metrics, Samples
 from fedjax_mr.models import Layer, Model, Variables, Zoo
 
 State = Any

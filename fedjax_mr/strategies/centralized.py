@@ -14,9 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_mr import local, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
-from fedjax_mr.local import ClientData
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, kept_for_validation
 

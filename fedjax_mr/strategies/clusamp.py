@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.fields import field
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, plain_training
 
 

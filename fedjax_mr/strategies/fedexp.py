@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.fields import field
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, plain_training
 
 

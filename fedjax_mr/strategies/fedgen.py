@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr import local, trees
-from fedjax_mr.fields import field
+from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.models import layers
 from fedjax_mr.models.base import Model, Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, count_traffic
 
 SMALLEST_GAMMA = 1e-4  # a gamma that decays stops here (FedGen's code)

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr import local, mutual, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local, mutual
+from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
-from fedjax_mr.fields import field
 from fedjax_mr.models import Variables, Zoo
-from fedjax_mr.mutual import Pair, Weights
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
 
 AUTHORS_TEMPERATURE = 20.0

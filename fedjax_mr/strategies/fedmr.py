@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.exchange import exchange
-from fedjax_mr.fields import field
 from fedjax_mr.models.base import Layer, Variables
+from fedjax_mr.secure.exchange import exchange
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import (
     Problem,
     Strategy,

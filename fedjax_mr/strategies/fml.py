@@ -12,11 +12,12 @@ The released code of FML decays its learning rate every 10 rounds; here it stays
 import dataclasses
 from typing import NamedTuple
 
-from fedjax_mr import mutual, trees
-from fedjax_mr.fields import field
+from fedjax_mr import trees
+from fedjax_mr.engine import mutual
+from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.models import Zoo
 from fedjax_mr.models.base import Variables
-from fedjax_mr.mutual import Pair, Weights
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_mr import local
-from fedjax_mr.fields import field
+from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
 
 HIGHEST = jnp.finfo(jnp.float32).max  # where the lowest loss starts

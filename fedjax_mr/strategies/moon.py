@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr import local, trees
-from fedjax_mr.fields import field
+from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy
 
 SMALLEST_NORM = 1e-8  # a representation of zeros has cosine 0 with all others (PyTorch's constant)

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 
-from fedjax_mr import local, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
-from fedjax_mr.fields import field
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy
 
 

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr import local, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
-from fedjax_mr.fields import field
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy
 
 AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code

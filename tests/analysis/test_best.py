@@ -6,11 +6,11 @@ import json
 import pytest
 
 from fedjax_mr import config as configuration
-from fedjax_mr import engine
 from fedjax_mr.analysis import best, curves, seconds, table
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import architectures
 from fedjax_mr.strategies import fedme
 
 
@@ -218,10 +218,10 @@ def test_fedme_starts_from_these_choices_whatever_the_seed(divisions):
         strategy="fedme", model="mlp,cnn_digits,logistic", architectures_from=("runs",), clients=3, cohort=3
     )
     configuration.validate(config)
-    assert engine.architectures(config, 3, division="data0").tolist() == [2, 1, 1]
-    assert engine.architectures(config, 3, division="data1").tolist() == [2, 0, 0]
+    assert architectures(config, 3, division="data0").tolist() == [2, 1, 1]
+    assert architectures(config, 3, division="data1").tolist() == [2, 0, 0]
     with pytest.raises(UserError, match="runs holds no finished run of --strategy=local --model=mlp with the same"):
-        engine.architectures(config, 3, division="data2")
+        architectures(config, 3, division="data2")
 
 
 def test_no_choice_without_all_networks(divisions, alone, capsys):

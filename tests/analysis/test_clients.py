@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_mr.analysis import clients, runs
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.engine import samples
+from fedjax_mr.experiment.build import samples
 
 
 def test_accuracy_of_each_client(finished):

@@ -6,9 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_mr import local, record
 from fedjax_mr.analysis import landscape
 from fedjax_mr.analysis.__main__ import main
+from fedjax_mr.engine import local
+from fedjax_mr.experiment.folder import read_rows
 
 
 def around(federation, *, count=10, batch=4):
@@ -90,7 +91,7 @@ def test_the_command(finished, tmp_path, capsys, dimensions):
     assert list(kept["names"]) == ["fedmr", "fedavg"] and kept["losses"].shape == (2, *[3] * dimensions)
     np.testing.assert_array_equal(kept["steps"], [-1, 0, 1])
     for surface, folder, line in zip(kept["losses"], folders, out.splitlines()[1:], strict=False):
-        tested = record.read_rows(folder)[-1]["loss"]  # the landscape's centre is the model that the run tested
+        tested = read_rows(folder)[-1]["loss"]  # the landscape's centre is the model that the run tested
         np.testing.assert_allclose(surface[(1,) * dimensions], tested, rtol=1e-4)
         assert line.split()[:3] == [folder.name, "4", f"{tested:.4f}"]
         assert surface.max() > surface[(1,) * dimensions]

@@ -7,7 +7,7 @@ import fedjax_mr as fmr
 from fedjax_mr import plots
 from fedjax_mr.analysis import reassembly
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.strategies.pfedhr import Diary
+from fedjax_mr.strategies.pfedhr.strategy import Diary
 
 
 def diary():

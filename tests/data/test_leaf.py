@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import data
-from fedjax_mr.data import leaf
+from fedjax_mr.data.sources import leaf
 from fedjax_mr.errors import UserError
 
 USERS = {"f3": (5, 2), "f1": (4, 1), "f2": (7, 3)}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import data
-from fedjax_mr.data import tfds
 from fedjax_mr.data.federated import Request
+from fedjax_mr.data.sources import tfds
 from fedjax_mr.errors import UserError
 
 without_tensorflow = pytest.mark.skipif(

@@ -10,8 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_mr import local, models, parallel, rounds
+from fedjax_mr import models
 from fedjax_mr.data import Split
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.strategies import STRATEGIES, Problem
 
 CONVOLUTIONAL = [
@@ -97,7 +99,7 @@ def rounds_of_fedmr(model, *, lanes):
     samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
     given = rounds.Given(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(0))
     row = STRATEGIES["fedmr"]
-    axis = parallel.client_axis(devices=1, lanes=lanes, cohort_size=2)
+    axis = client_axis(devices=1, lanes=lanes, cohort_size=2)
     return rounds.Rounds(functools.partial(row.build, row.hyper()), given, axis)
 
 

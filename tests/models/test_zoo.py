@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import local, models
+from fedjax_mr import models
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 
 

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr import rounds, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import rounds
 
 FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, momentum=0.5)  # full batches
 

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import Config, run
+from fedjax_mr import Config
+from fedjax_mr.engine.local import ClientData, Samples
 from fedjax_mr.errors import UserError
-from fedjax_mr.local import ClientData, Samples
+from fedjax_mr.experiment import run
 from fedjax_mr.strategies import centralized
 
 

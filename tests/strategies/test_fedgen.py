@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import local, models, rounds, trees
+from fedjax_mr import models, trees
+from fedjax_mr.engine import local, rounds
 from fedjax_mr.strategies import fedgen
 from fedjax_mr.strategies.fedgen import Hyper
 

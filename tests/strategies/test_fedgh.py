@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import local, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedgh
 from fedjax_mr.strategies.fedgh import Hyper

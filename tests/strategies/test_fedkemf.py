@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr import local
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedkemf
 from fedjax_mr.strategies.fedkemf import Hyper

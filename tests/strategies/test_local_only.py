@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import local, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.strategies.local_only import Hyper
 
 ROUNDS, PATIENCE = 6, 1

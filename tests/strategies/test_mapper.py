@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import local, trees
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
-from fedjax_mr.local import ClientData
 from fedjax_mr.strategies import fedavg, mapper
 from fedjax_mr.strategies.mapper import Hyper
 

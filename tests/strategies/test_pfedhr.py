@@ -9,8 +9,8 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import pfedhr
 from fedjax_mr.strategies.pfedhr import Hyper
+from fedjax_mr.strategies.pfedhr import strategy as pfedhr
 
 QUICK = dict(groups=2, max_candidates=2, server_epochs=1)
 ZOO = "thin,linear,perceptron"

@@ -1,0 +1,1 @@
+"""How clients train, whatever the strategy; nothing here knows a configuration, a folder or a file."""

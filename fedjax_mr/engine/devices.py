@@ -1,0 +1,69 @@
+"""The devices of this machine: JAX set up before it starts."""
+
+import contextlib
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+
+CACHE_BYTES = 2 * 1024**3
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_up_jax(*, devices: int | None, cohort_size: int, num_processes: int = 1) -> None:
+    """Set up JAX before it starts: CPU cores as devices, room for their threads, the compilation cache.
+
+    What the user has set (in the environment or through ``jax.config``) is left alone, and so is everything once JAX
+    has started.
+
+    Args:
+      devices: the number of devices asked for, or None.
+      cohort_size: K; more CPU devices than clients would idle.
+      num_processes: how many processes share the devices, each with the same number of them.
+    """
+    count = -(-devices // num_processes) if devices else min(usable_cores(), -(-cohort_size // num_processes))
+    # A waiting CPU collective occupies a thread of the pool that its partner may need, and uneven devices may wait
+    # long. The devices of one process have none here (see `ClientAxis.fused`), so it keeps one thread per core: XLA
+    # splits operations into as many parts as the pool has threads, and four times as many cost a third of the speed.
+    if num_processes > 1 or count > usable_cores():
+        os.environ.setdefault("NPROC", str(max(4 * count, usable_cores())))
+    _use_compilation_cache()
+    for flag in ("collective_call_terminate_timeout_seconds", "collective_call_warn_stuck_timeout_seconds"):
+        if flag not in os.environ.get("XLA_FLAGS", ""):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_{flag}=3600".strip()
+    forced = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
+    chosen = forced or jax.config.values["jax_num_cpu_devices"] > 0
+    if not chosen:
+        with contextlib.suppress(RuntimeError):  # once JAX has started, take the devices that there are
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def _use_compilation_cache() -> None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(root / "fedjax_mr" / "xla" / _machine()))
+    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _machine() -> str:
+    """Return a name for this kind of machine: compiled CPU programs may not run on another kind.
+
+    They are also made for a number of threads.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        kind = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    except OSError:
+        kind = platform.processor()
+    threads = os.environ.get("NPROC", usable_cores())
+    return f"{platform.machine()}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}-{threads}"

@@ -1,0 +1,80 @@
+"""The test of a model on the whole test set, spread over the devices."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from fedjax_mr.engine import local
+from fedjax_mr.engine.clients import CLIENTS, ClientAxis
+from fedjax_mr.engine.local import Samples, Score
+from fedjax_mr.engine.placement import place
+from fedjax_mr.engine.program import Program
+from fedjax_mr.models.base import Model, Variables
+
+
+class Result(NamedTuple):
+    """A model's test result; numbers, or one per model [K]."""
+
+    accuracy: np.ndarray  # fraction of the test samples
+    loss: np.ndarray  # mean cross-entropy in nats
+
+
+class Evaluation:
+    """The compiled test of one network on one test set.
+
+    Each device tests its share and returns its counts, which the host adds: no program sums across devices.
+    """
+
+    def __init__(self, model: Model, samples: Samples, axis: ClientAxis) -> None:
+        """Place the test samples [M, ...] on the devices, a share on each."""
+        self.axis = axis
+        count = len(samples.y)
+        batch = min(local.evaluation_batch(), -(-count // axis.num_devices))
+        padding = -count % (batch * axis.num_devices)
+        mask = np.concatenate([np.ones(count, np.float32), np.zeros(padding, np.float32)])
+        filled = samples._replace(x=_pad(samples.x, padding), y=_pad(samples.y, padding))
+        self._spec = Samples._make([PartitionSpec(CLIENTS)] * 2 + [PartitionSpec()] * 2)
+        self._samples = Samples(
+            *place(filled[:2], axis.sharded),
+            *place(filled[2:], axis.replicated),
+        )
+        self._mask = place(mask, axis.sharded)
+
+        def score(variables: Variables, samples: Samples, mask: jax.Array) -> Score:
+            return local.evaluate(model, variables, samples, mask, batch_size=batch)
+
+        def score_all(models: Variables, samples: Samples, mask: jax.Array) -> Score:
+            return jax.lax.map(lambda variables: score(variables, samples, mask), models)
+
+        self.programs = {"test": Program(self._on_devices(score)), "test_all": Program(self._on_devices(score_all))}
+
+    def one(self, variables: Variables) -> Result:
+        """Test one model."""
+        return self._run("test", variables)
+
+    def each(self, models: Variables) -> Result:
+        """Test K stacked models, leaves [K, ...]: results [K]."""
+        return self._run("test_all", models)
+
+    def _run(self, name: str, variables: Variables) -> Result:
+        variables = place(variables, self.axis.replicated)
+        per_device = self.programs[name](variables, self._samples, self._mask)  # leaves [D, ...]
+        if not self._mask.is_fully_addressable:
+            per_device = jax.device_put(per_device, self.axis.replicated)
+        correct, loss, count = (np.asarray(leaf, np.float64).sum(axis=0) for leaf in per_device)
+        return Result(correct / count, loss / count)
+
+    def _on_devices(self, function: Any) -> Any:
+        def counts(variables: Variables, samples: Samples, mask: jax.Array) -> Score:
+            return jax.tree.map(lambda leaf: leaf[None], function(variables, samples, mask))
+
+        specs = (PartitionSpec(), self._spec, PartitionSpec(CLIENTS))
+        return jax.shard_map(
+            counts, mesh=self.axis.mesh, in_specs=specs, out_specs=PartitionSpec(CLIENTS), check_vma=False
+        )
+
+
+def _pad(array: Any, count: int) -> np.ndarray:
+    return np.concatenate([array, np.broadcast_to(array[:1], (count, *array.shape[1:]))])

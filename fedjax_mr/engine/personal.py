@@ -1,0 +1,165 @@
+"""Every client's own model on the client's own test samples, as it is and trained once more (fine-tuned)."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr.data.federated import FederatedData
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.clients import map_clients
+from fedjax_mr.engine.local import Array, ClientData, Samples, Score
+from fedjax_mr.engine.placement import place
+from fedjax_mr.engine.program import Program
+from fedjax_mr.engine.rounds import Given, Progress, Rounds, State
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies.base import kept_for_validation
+
+BATCH_OF_ONE = 64  # test samples per step of one client; most have few
+
+
+class Clients(NamedTuple):
+    """What each client's model does, [N] each; NaN for a client without such samples."""
+
+    accuracy: np.ndarray  # fraction of its test samples
+    loss: np.ndarray  # mean cross-entropy on them in nats
+    count: np.ndarray  # its test samples
+    validation: np.ndarray  # fraction of the samples that it keeps for validation
+    architecture: np.ndarray  # the number of its network; 0 where all have the same
+
+    def columns(self, prefix: str = "personal") -> dict[str, float]:
+        """Return the numbers of a row of metrics; clients without test samples do not count."""
+        tested = self.count > 0
+        accuracy, shares = self.accuracy[tested], self.count[tested] / self.count.sum()
+        columns = {
+            f"{prefix}_accuracy": accuracy.mean(),  # every client counts the same (the papers')
+            f"{prefix}_loss": self.loss[tested].mean(),
+            f"{prefix}_weighted": float(accuracy @ shares),  # every sample counts the same
+            f"{prefix}_std": accuracy.std(),
+            f"{prefix}_worst10": worst_tenth(accuracy),
+        }
+        if not np.all(np.isnan(self.validation)):
+            before = "" if prefix == "personal" else f"{prefix}_"
+            columns[f"{before}validation_accuracy"] = np.nanmean(self.validation)
+        return {name: float(value) for name, value in columns.items()}
+
+
+def worst_tenth(values: np.ndarray) -> float:
+    """Return the mean of the lowest tenth of some values, of one at least."""
+    return float(np.sort(values)[: math.ceil(len(values) / 10)].mean())
+
+
+class _Row(NamedTuple):
+    """What travels to the device that tests one client; NumPy arrays before that."""
+
+    memory: Any
+    client_id: Any
+    offset: Any
+    size: Any
+    validation_size: Any
+    test_offset: Any
+    test_size: Any
+
+
+class _Shared(NamedTuple):
+    given: Given
+    server: State
+    test: Samples
+    test_index: Array
+    round: jax.Array
+
+
+class PersonalEvaluation:
+    """The compiled test of all N clients, over the client axis."""
+
+    def __init__(self, engine: Rounds, federated: FederatedData, test: Samples) -> None:
+        """Place the clients' test samples on the devices.
+
+        Args:
+          engine: the rounds whose clients are tested.
+          federated: who owns which test samples.
+          test: the samples that ``federated.client_test`` divides.
+
+        Raises:
+          UserError: no client has test samples, or the clients' samples are kept on the host.
+        """
+        split = federated.client_test.split
+        if not len(split.index):
+            raise UserError(f"the clients of {federated.dataset.name} have no test samples: give --client_test_share")
+        if engine.data_on_host:
+            raise UserError("tests of each client's own model need the samples on the device: --data_placement=device")
+        self.engine = engine
+        self.axis = engine.axis
+        self.programs: dict[str, Program] = {}
+        self._split = split
+        samples = engine.given.federation.samples if federated.own_test else test
+        self._test, self._test_index = place((samples, split.index), engine.axis.replicated)
+
+    def test(self, progress: Progress) -> Clients:
+        """Test every client's own model; that of all where the method has a single one."""
+        return self._run(progress, 0)
+
+    def finetuned(self, progress: Progress, epochs: int) -> Clients:
+        """Test copies that every client has first trained on its training samples for some more epochs."""
+        return self._run(progress, epochs)
+
+    def _run(self, progress: Progress, epochs: int) -> Clients:
+        axis, problem = self.axis, self.engine.given.problem
+        count = problem.num_clients
+        order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client fills up
+        offsets = np.asarray(self.engine.given.federation.offsets)
+        sizes, test_offsets = np.asarray(problem.sizes), self._split.offsets
+        row = _Row(
+            progress.memory,
+            np.arange(count, dtype=np.int32),
+            offsets[:-1],
+            sizes,
+            np.asarray(kept_for_validation(problem)),
+            test_offsets[:-1],
+            np.diff(test_offsets),
+        )
+        rows = place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
+        server, round = place((progress.server, progress.round), axis.replicated)
+        shared = _Shared(self.engine.given, server, self._test, self._test_index, round)
+        name = f"personal_{epochs}"
+        if name not in self.programs:
+            self.programs[name] = Program(map_clients(axis, lambda shared, row: self._one(shared, row, epochs)))
+        out = self.programs[name](shared, rows)
+        if not out[2].is_fully_addressable:
+            out = jax.device_put(out, axis.replicated)
+        test, validation, architecture = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], out)
+        with np.errstate(invalid="ignore"):
+            return Clients(
+                test.correct / test.count,
+                test.loss / test.count,
+                test.count,
+                validation.correct / validation.count,
+                architecture,
+            )
+
+    def _one(self, shared: _Shared, row: _Row, epochs: int) -> tuple[Score, Score, jax.Array]:
+        given = shared.given
+        problem, federation = given.problem, given.federation
+        strategy, model = self.engine.build(problem), problem.model
+        key = jax.random.fold_in(jax.random.fold_in(given.key, rounds.PERSONAL), shared.round)
+        own_key, key = jax.random.split(jax.random.fold_in(key, row.client_id))
+        data = ClientData(
+            federation.samples, federation.index, row.offset, row.size, row.client_id, row.validation_size
+        )
+        if strategy.personal_model is not None:
+            variables = strategy.personal_model(shared.server, row.memory, data, own_key)
+        elif strategy.global_model is not None:
+            variables = strategy.global_model(shared.server)
+        else:
+            raise UserError("the strategy has neither a global nor personal models to test")
+        if epochs:
+            setting = dataclasses.replace(problem.local, epochs=epochs)
+            variables, _ = local.train(model, setting, variables, data, key)
+        zero = jnp.zeros((), jnp.int32)
+        test = ClientData(shared.test, shared.test_index, row.test_offset, row.test_size, row.client_id, zero)
+        held = data._replace(offset=data.offset + data.size, size=data.validation_size)
+        tested = local.score(model, variables, test, batch_size=BATCH_OF_ONE)
+        return tested, local.score(model, variables, held, batch_size=BATCH_OF_ONE), variables.get("architecture", zero)

@@ -1,0 +1,144 @@
+"""From a configuration to its network and its compiled rounds."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr import config as configuration
+from fedjax_mr import models, trees
+from fedjax_mr.config import Config
+from fedjax_mr.data import FederatedData
+from fedjax_mr.data.augment import crop_flip
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.clients import ClientAxis
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.architectures import architectures
+from fedjax_mr.models import Model, Zoo
+from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+
+
+def build_model(config: Config, federated: FederatedData) -> Model:
+    """Return the network for the samples of a federation; a `Zoo` if the configuration names several."""
+    networks = [_build_one(name, config, federated) for name in config.model.split(",")]
+    return networks[0] if len(networks) == 1 else Zoo.of(networks)
+
+
+def _build_one(name: str, config: Config, federated: FederatedData) -> Model:
+    x = federated.dataset.x
+    tokens = np.issubdtype(x.dtype, np.signedinteger)
+    return models.build(
+        name,
+        input_shape=x.shape[1:],
+        num_classes=federated.dataset.num_classes,
+        input_dtype=np.int32 if tokens else np.float32,
+        init=config.init,
+        norm=config.norm,
+        authors_state=config.authors_state,
+        projection=config.projection,
+    )
+
+
+def build_rounds(config: Config, federated: FederatedData, model: Model, axis: ClientAxis) -> rounds.Rounds:
+    """Return the compiled programs of a configuration's strategy on a layout."""
+    setting = local.LocalSetting(
+        optimizer=local.make_optimizer(
+            config.optimizer,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            clip_norm=config.clip_norm,
+        ),
+        epochs=config.local_epochs,
+        batch_size=config.batch_size,
+        max_size=int(federated.sizes.max()),
+        augment=augmentation(config, federated),
+        lr=config.lr if config.optimizer == "sgd" else None,
+        momentum=config.momentum,
+    )
+    validation = federated.validation
+    problem = Problem(
+        model=model,
+        local=setting,
+        num_clients=federated.num_clients,
+        cohort_size=config.cohort,
+        num_classes=federated.dataset.num_classes,
+        layers=model.layers(),
+        sizes=jnp.asarray(federated.sizes, jnp.int32),
+        label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
+        architectures=jnp.asarray(architectures(config, federated.num_clients, division=federated.hash()), jnp.int32),
+        public=public_samples(federated),
+        validation_sizes=None if validation is None else jnp.asarray(validation.sizes, jnp.int32),
+    )
+    dataset, split = federated.dataset, federated.train_and_validation()
+    federation = rounds.Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
+    hyper, build = configuration.hyper(config), STRATEGIES[config.strategy].build
+    bound = functools.partial(build, hyper)
+    return rounds.Rounds(
+        bound,
+        rounds.Given(problem, federation, jax.random.key(config.seed)),
+        axis,
+        stop_at_divergence=not config.allow_nonfinite,
+        memory_on_host=memory_on_host(config, bound(problem), axis),
+        data_on_host=data_on_host(config, federated, axis),
+    )
+
+
+def public_samples(federated: FederatedData) -> local.Samples | None:
+    """Return the server's public set, y None where it has no labels; None if there is none."""
+    public = federated.public
+    if public is None:
+        return None
+    labels = np.zeros(len(public.x), np.int32) if public.y is None else public.y
+    known = samples(federated, public.x, labels)
+    return known._replace(y=None) if public.y is None else known
+
+
+def data_on_host(config: Config, federated: FederatedData, axis: ClientAxis) -> bool:
+    """Return whether the clients' samples are kept on the host: asked for, or more than a third of a device."""
+    if config.data_placement != "auto":
+        return config.data_placement == "host"
+    return too_large(federated.dataset.x.nbytes, axis)
+
+
+def too_large(needed: int, axis: ClientAxis) -> bool:
+    """Return whether so many bytes are over a third of a device's memory; the processor's own has no limit here."""
+    statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
+    return 3 * needed > statistics.get("bytes_limit", math.inf)
+
+
+def memory_on_host(config: Config, strategy: Strategy, axis: ClientAxis) -> bool:
+    """Return whether what the clients remember is kept on the host: asked for, or more than a third of a device."""
+    if strategy.init_memory is None or config.memory == "device":
+        return False
+    if jax.process_count() > 1:  # there the devices share it, parameter by parameter
+        if config.memory == "host":
+            raise UserError("--memory=host is for one process; several divide the clients' memory among their devices")
+        return False
+    needed = trees.num_bytes(jax.eval_shape(strategy.init_memory, jax.random.key(0)))
+    return config.memory == "host" or too_large(needed, axis)
+
+
+def augmentation(config: Config, federated: FederatedData) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    """Return the change of the training images that a configuration asks for, or None.
+
+    Raises:
+      UserError: the samples are no images.
+    """
+    if config.augment == "none":
+        return None
+    if federated.dataset.x.ndim != 4:
+        raise UserError(f"--augment={config.augment} is for images, and {config.dataset} has none; leave it out")
+    return functools.partial(crop_flip, pad=config.augment_pad)
+
+
+def samples(federated: FederatedData, x: np.ndarray, y: np.ndarray) -> local.Samples:
+    """Return samples with the data set's normalisation, (pixel - mean) / std, as one factor and one summand."""
+    mean, std = np.array(federated.dataset.mean), np.array(federated.dataset.std)
+    unit = 255.0 if x.dtype == np.uint8 else 1.0
+    return local.Samples(
+        x, np.asarray(y, np.int32), (1 / (unit * std)).astype(np.float32), (-mean / std).astype(np.float32)
+    )

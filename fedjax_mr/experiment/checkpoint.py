@@ -1,0 +1,235 @@
+"""Checkpoints: everything that the next round needs, written by orbax, whole or not at all, and checked when read.
+
+A checkpoint is the folder ``ROUND`` with orbax's files and a manifest of their checksums. It is written under another
+name and renamed when it is whole, so that a process may die at any moment. The checksums are our own because neither
+orbax nor TensorStore notices every flipped byte.
+"""
+
+import functools
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.processes import ALONE, Processes
+
+MANIFEST = "manifest.json"
+_PARTIAL, _DISCARDED = ".partial-", ".discarded-"
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Attributes:
+      folder: holds one folder per checkpoint, named by its round; made at the first `save`.
+      keep: how many of the newest checkpoints stay.
+      processes: those that save and restore together; all of them see the same folder.
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int = 2, processes: Processes = ALONE):
+        self.folder = Path(folder).absolute()
+        self.keep = keep
+        self.processes = processes
+
+    def rounds(self) -> list[int]:
+        """Return the rounds that have a whole checkpoint, ascending; damage inside is found by `restore`."""
+        folders = (path.parent for path in self.folder.glob(f"*/{MANIFEST}"))
+        return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
+
+    def latest(self) -> int | None:
+        """Return the newest round that has a checkpoint, or None."""
+        return max(self.rounds(), default=None)
+
+    def save(self, round: int, tree: Any, meta: dict[str, Any]) -> None:
+        """Write a checkpoint; when this returns it is on the disk, and the oldest ones beyond ``keep`` are gone.
+
+        A checkpoint of the same round is replaced; those of later rounds belong to a course that was given up and go.
+
+        Args:
+          round: the number of rounds trained.
+          tree: a pytree of arrays (dicts, NamedTuples, tuples, None).
+          meta: a small dictionary that JSON can hold.
+
+        Raises:
+          UserError: the disk is full or the folder cannot be written.
+        """
+        leaves = _named(tree)
+        partial = self.folder / f"{_PARTIAL}{round}"
+        filled = {name: self._saveable(leaf) for name, leaf in leaves.items() if leaf.size}  # orbax refuses empty ones
+
+        def prepare() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            partial.mkdir()
+
+        def write() -> None:
+            if filled:
+                _orbax().save(partial / "arrays", filled)
+
+        def complete() -> None:
+            content = {
+                "round": round,
+                "meta": meta,
+                "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
+                "files": {str(path.relative_to(partial)): _checksum(path) for path in _files(partial)},
+            }
+            manifest = {"content": content, "checksum": _seal(content)}
+            (partial / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+            self._set_aside(round)
+            partial.rename(self.folder / str(round))
+            kept = [each for each in self.rounds() if each <= round][-self.keep :]
+            for each in set(self.rounds()) - set(kept):
+                self._set_aside(each)
+            self._sweep()
+
+        self.processes.on_first(lambda: self._told(prepare))
+        self.processes.together(lambda: self._told(write))
+        self.processes.on_first(lambda: self._told(complete))
+
+    def _saveable(self, leaf: Any) -> Any:
+        """Return a leaf for orbax: one process writes it whole, of several each writes its own part."""
+        return _host(leaf) if self.processes.count == 1 or not isinstance(leaf, jax.Array) else leaf
+
+    def _told(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except OSError as error:
+            raise UserError(f"cannot write a checkpoint into {self.folder} ({error.strerror or error})") from error
+
+    def _set_aside(self, round: int) -> None:
+        """Rename a checkpoint before it is removed, so that no half of it is ever taken for a whole one."""
+        folder = self.folder / str(round)
+        if folder.exists():
+            folder.rename(self.folder / f"{_DISCARDED}{round}")
+
+    def _sweep(self) -> None:
+        for leftover in (*self.folder.glob(f"{_PARTIAL}*"), *self.folder.glob(f"{_DISCARDED}*")):
+            shutil.rmtree(leftover)
+
+    def restore(self, template: Any, round: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return the tree and the meta dictionary of a checkpoint, bit for bit as saved.
+
+        Args:
+          template: a tree of arrays with the structure, shapes and dtypes that are expected; a
+            ``jax.ShapeDtypeStruct`` will do for all but typed keys.
+          round: which checkpoint; None takes the newest.
+
+        Returns:
+          A tree like the template with NumPy leaves (typed keys as such), and the dictionary that was saved with it.
+
+        Raises:
+          UserError: there is no such checkpoint, it is damaged, or it does not fit the template.
+        """
+        rounds = self.rounds()
+        if not rounds or (round is not None and round not in rounds):
+            wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
+            raise UserError(f"{self.folder} holds {wanted} (rounds there: {', '.join(map(str, rounds)) or 'none'})")
+        round = rounds[-1] if round is None else round
+        folder = self.folder / str(round)
+        try:
+            content = _verified(folder)
+            expected = _named(template)
+            _compare(folder, {name: _describe(leaf) for name, leaf in expected.items()}, content["leaves"])
+            blank = {name: np.empty(_data_shape(leaf), _data_dtype(leaf)) for name, leaf in expected.items()}
+            filled = {name: leaf for name, leaf in blank.items() if leaf.size}
+            saved = {**blank, **(_orbax().restore(folder / "arrays", filled) if filled else {})}
+        except _DamageError as damage:
+            remedy = "delete that folder to resume from the previous checkpoint"
+            if round == rounds[0]:
+                remedy = "there is no earlier one, so start anew"
+            raise UserError(f"checkpoint {folder} is damaged ({damage}): {remedy}") from None
+        leaves = [_typed(saved[name], leaf) for name, leaf in expected.items()]
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), content["meta"]
+
+
+class _DamageError(Exception):
+    """A checkpoint is not what was written."""
+
+
+@functools.cache
+def _orbax() -> Any:
+    """Return orbax's synchronous checkpointer; the import takes half a second, so it waits until it is needed."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint.Checkpointer(orbax.checkpoint.StandardCheckpointHandler())
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Return the leaves by path, such as ``state/models/params/conv1/kernel``, in the order of ``jax.tree.leaves``."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/") or "tree": leaf for path, leaf in paths}
+    if len(named) < len(paths):
+        raise ValueError("two leaves of the tree have the same path")
+    return {name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for name, leaf in named.items()}
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _host(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _data_shape(leaf: Any) -> tuple[int, ...]:
+    return jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape
+
+
+def _data_dtype(leaf: Any) -> np.dtype:
+    return np.dtype(np.uint32) if _is_key(leaf) else leaf.dtype
+
+
+def _typed(data: np.ndarray, like: Any) -> Any:
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(like)) if _is_key(like) else data
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _compare(folder: Path, expected: dict[str, str], saved: dict[str, str]) -> None:
+    for name in (*expected, *saved):
+        here, there = expected.get(name, "missing"), saved.get(name, "missing")
+        if here != there:
+            raise UserError(f"checkpoint {folder} does not fit this run: {name} is {there} there and {here} here")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _seal(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """Return the content of the manifest after checking it and every file that it names."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        content = manifest["content"]
+        if manifest["checksum"] != _seal(content):
+            raise _DamageError(f"{MANIFEST} was changed")
+        for name, checksum in content["files"].items():
+            if _checksum(folder / name) != checksum:
+                raise _DamageError(f"{name} was changed")
+        return content
+    except FileNotFoundError as error:
+        raise _DamageError(f"{os.path.relpath(error.filename, folder)} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _DamageError(f"{MANIFEST} cannot be read: {' '.join(str(error).split())}") from None

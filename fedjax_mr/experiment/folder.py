@@ -1,0 +1,345 @@
+"""What a run leaves behind: its folder, metrics (jsonl and csv), summary, progress bar, TensorBoard events."""
+
+import contextlib
+import csv
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from fedjax_mr import config as configuration
+from fedjax_mr import files
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import Checkpoints
+
+MetricsRow = dict[str, Any]
+
+RUNS = "runs"  # where runs without --run_dir are kept
+STATES = ("new", "started", "diverged", "finished")  # of a run folder, the furthest last; new has no checkpoint yet
+COLUMNS = (
+    "round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds",
+)  # fmt: skip
+"""The columns of every run, in order: fractions in 0..1, nats, bytes, seconds; a strategy's own columns follow."""
+
+CONTENTS = (
+    "analysis", "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
+    "clients.csv", "personal.png", "curves.png", "partition.npz", "partition.png", "run.flags", "config.json",
+)  # fmt: skip
+"""All that a run folder may hold, and all that overwriting one removes."""
+
+
+class RunFolder:
+    """The folder of one run, and its evaluations so far.
+
+    Attributes:
+      path: the folder.
+      resumed: whether the run goes on from a checkpoint.
+      writes: whether this process writes into it; of several processes only one does.
+    """
+
+    def __init__(self, path: Path, *, resumed: bool, writes: bool = True):
+        """Take the folder for this process; `open` decides which one.
+
+        Raises:
+          UserError: the folder cannot be written, or another process is at work in it.
+        """
+        self.path = path
+        self.resumed = resumed
+        self.writes = writes
+        if writes:
+            weakref.finalize(self, os.close, _lock(path))
+            (path / "diverged.txt").unlink(missing_ok=True)
+        self._rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
+        self._columns: list[str] | None = None  # of the csv file, once this process has written it
+
+    @classmethod
+    def open(cls, config: Config) -> "RunFolder":
+        """Return the folder of a run: a new one, an emptied one (``overwrite``), or the one to go on in (``resume``).
+
+        Raises:
+          UserError: the folder holds something already, has no checkpoint to resume from, was made with another
+            configuration, or cannot be written; or a run to compare with is not there.
+        """
+        for other in config.compare_to:
+            read_rows(other)
+        if config.resume and config.overwrite:
+            raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
+        if config.resume:
+            return cls(_resumable(config), resumed=True)
+        try:
+            path = _numbered(config) if config.run_dir is None else _empty(config)
+            folder = cls(path, resumed=False)
+            if config.overwrite:
+                folder._clear()
+            configuration.save(config, path)
+        except OSError as error:
+            raise UserError(f"cannot write into {config.run_dir or RUNS} ({error.strerror})") from None
+        return folder
+
+    def _clear(self) -> None:
+        for path in (self.path / name for name in CONTENTS):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        self._rows = []
+
+    def rows(self) -> list[MetricsRow]:
+        """Return the evaluations so far; numbers that are not finite are None."""
+        return list(self._rows)
+
+    def last_row(self) -> MetricsRow | None:
+        """Return the newest evaluation, or None."""
+        return self._rows[-1] if self._rows else None
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one evaluation to both files; it has reached the operating system when this returns.
+
+        Raises:
+          UserError: the files cannot be written.
+        """
+        numbers: MetricsRow = plain(row)
+        self._rows.append(numbers)
+        if not self.writes:
+            return
+        if self._columns is None or not set(numbers) <= set(self._columns):
+            self._rewrite()
+            return
+        try:
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(_line(numbers))
+            with (self.path / "metrics.csv").open("a", encoding="utf-8", newline="") as file:
+                _csv(file, self._columns).writerow(numbers)
+        except OSError as error:
+            raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
+
+    def cut(self, round: int) -> None:
+        """Forget the evaluations after a round: those that are newer than the checkpoint to go on from."""
+        self._rows = [row for row in self._rows if row["round"] <= round]
+        if self.writes:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        self._columns = list(dict.fromkeys((*COLUMNS, *(name for row in self._rows for name in row))))
+        with files.whole(self.path / "metrics.jsonl") as path:
+            path.write_text("".join(map(_line, self._rows)), encoding="utf-8")
+        with files.whole(self.path / "metrics.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
+            writer = _csv(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``."""
+        with files.whole(self.path / "summary.json") as path:
+            path.write_text(json.dumps(plain(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
+        """Write ``clients.csv``, one row per client; numbers that are not finite are left out."""
+        with files.whole(self.path / "clients.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
+            writer = _csv(file, table)
+            writer.writeheader()
+            for values in zip(*table.values(), strict=True):
+                writer.writerow(plain(dict(zip(table, values, strict=True))))
+
+    def note_divergence(self, message: str) -> None:
+        """Write ``diverged.txt``, which says why the run ended early; going on with the run removes it."""
+        if not self.writes:
+            return
+        with files.whole(self.path / "diverged.txt") as path:
+            path.write_text(message + "\n", encoding="utf-8")
+
+
+def read_rows(folder: Path | str) -> list[MetricsRow]:
+    """Return the evaluations that a run folder holds; a last line that was cut short by a kill is left out.
+
+    Raises:
+      UserError: the folder holds no readable ``metrics.jsonl``.
+    """
+    path = Path(folder) / "metrics.jsonl"
+    try:
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+    except OSError as error:
+        raise UserError(f"{folder} is not a run folder with metrics ({path.name}: {error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+
+
+def read_summary(folder: Path | str) -> dict[str, Any]:
+    """Return what a finished run came to.
+
+    Raises:
+      UserError: the folder holds no readable ``summary.json``.
+    """
+    path = Path(folder) / "summary.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{folder} is no finished run ({path.name}: {error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+
+
+def run_state(folder: Path | str) -> str:
+    """Return how far the run of a folder is, one of `STATES`."""
+    folder = Path(folder)
+    for word, name in (("finished", "summary.json"), ("diverged", "diverged.txt")):
+        if (folder / name).exists():
+            return word
+    return "started" if _has_checkpoint(folder) else "new"
+
+
+def saved_round(folder: Path | str) -> int | None:
+    """Return the round of a run folder's newest checkpoint, or None."""
+    return max(Checkpoints(Path(folder) / "checkpoints").rounds(), default=None)
+
+
+def is_taken(folder: Path | str) -> bool:
+    """Return whether another process is at work in a folder."""
+    if not Path(folder).is_dir():
+        return False
+    try:
+        os.close(_lock(Path(folder)))
+    except UserError:
+        return True
+    return False
+
+
+# --- Which folder ----------------------------------------------------------------------------------------------------
+
+
+def runs_by_settings(parent: Path | str, pattern: str = "*") -> dict[str, list[Path]]:
+    """Return the run folders in a folder by the digest of their settings, oldest first.
+
+    The settings are those in ``config.json``, completed by the defaults of options that are younger than it. The digest
+    in a folder's name is of the options that there were when it was named.
+
+    Args:
+      parent: the folder that holds them; it need not be there.
+      pattern: of the names to look at.
+    """
+    found: dict[str, list[tuple[int, int, Path]]] = {}
+    for file in Path(parent).glob(f"{pattern}/config.json"):
+        folder = file.parent
+        with contextlib.suppress(UserError, OSError):  # unreadable, or of a version with other options
+            digest = configuration.digest(configuration.load(folder))
+            found.setdefault(digest, []).append((file.stat().st_mtime_ns, _number(folder.name), folder))
+    return {digest: [folder for _, _, folder in sorted(folders)] for digest, folders in found.items()}
+
+
+def _stem(config: Config) -> str:
+    dataset = re.sub(r"\W+", "_", Path(config.dataset).stem)
+    return f"{config.strategy}-{dataset}-{config.model.replace(',', '+')}-"
+
+
+def _number(name: str) -> int:
+    """Return the number at the end of a folder's name, or 0."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _numbered(config: Config) -> Path:
+    """Make the folder with the next free number; another process may be about to take the same."""
+    stem = f"{_stem(config)}{configuration.digest(config)}-"
+    number = max((_number(path.name) for path in Path(RUNS).glob(f"{stem}*")), default=0) + 1
+    while True:
+        path = Path(RUNS) / f"{stem}{number}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            return path
+        except FileExistsError:
+            if path.parent.is_dir():
+                number += 1
+            else:
+                raise
+
+
+def _visible(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
+
+
+def _empty(config: Config) -> Path:
+    """Return ``run_dir``, made if need be; what it holds must be nothing, or a run that may be overwritten."""
+    path = Path(config.run_dir or "")
+    path.mkdir(parents=True, exist_ok=True)
+    found = _visible(path)
+    if not found:
+        return path
+    if not config.overwrite:
+        raise UserError(f"{path} is not empty: --resume goes on with the run in it, --overwrite replaces it")
+    if not {"config.json", "run.flags"} <= set(found):
+        raise UserError(f"{path} does not look like a run folder (no config.json, run.flags), so it is not overwritten")
+    return path
+
+
+def _resumable(config: Config) -> Path:
+    if config.run_dir is not None:
+        path = Path(config.run_dir)
+        if not path.is_dir():
+            raise UserError(f"cannot resume: there is no folder {path}; leave out --resume to start")
+    else:
+        runs = runs_by_settings(RUNS, f"{_stem(config)}*").get(configuration.digest(config), [])
+        if not runs:
+            raise UserError(f"cannot resume: no run of this configuration in {RUNS}/; name its folder by --run_dir")
+        path = next(filter(_has_checkpoint, reversed(runs)), runs[-1])  # one that ended too early has nothing to lose
+    if not _has_checkpoint(path):
+        remedy = "start it anew with --overwrite" if (path / "config.json").exists() else "is it a run folder?"
+        raise UserError(f"cannot resume: {path} has no checkpoint; {remedy}")
+    different = configuration.differences(config, configuration.load(path))
+    if different:
+        raise UserError(f"cannot resume {path}, which was made with other settings: {'; '.join(different)}")
+    return path
+
+
+def _has_checkpoint(path: Path) -> bool:
+    return bool(Checkpoints(path / "checkpoints").rounds())
+
+
+def _lock(path: Path) -> int:
+    """Keep other processes out of a run folder while the returned file descriptor is open."""
+    try:
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"cannot write into {path} ({error.strerror})") from None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(descriptor)
+            raise UserError(f"another process is at work in {path}") from None
+        # Some network file systems have no locks; the run is worth more than the lock.
+    return descriptor
+
+
+# --- Rows ------------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """Return a value that JSON can hold: numbers of Python, and None where one is not finite."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if hasattr(value, "item"):  # a NumPy or JAX number
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _line(row: MetricsRow) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _csv(file: TextIO, columns: Iterable[str]) -> csv.DictWriter:
+    return csv.DictWriter(file, list(columns), lineterminator="\n")
+
+
+# --- While it runs ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+"""Several processes: joining them, what they agree on, which of them writes, and what is said when one is lost.
+
+JAX connects the processes (``jax.distributed``) and runs every program on all devices of all of them; here is only what
+a program of JAX cannot say. Processes exchange short texts through JAX's coordination service, which works before any
+device is touched and needs no compiled program.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import jax
+from jax._src import distributed as coordination  # no public name leads to the service's store of texts
+
+from fedjax_mr.errors import UserError
+
+HEARTBEAT_SECONDS = 20  # a process that is silent for so long is lost; the others then stop
+JOIN_SECONDS = 300  # how long the processes of one run wait for each other at the start
+ROLL_CALL_SECONDS = 5  # after an error: how long the others have to answer before they are named as lost
+EXCHANGE_SECONDS = 24 * 3600  # no limit in practice: a lost process is noticed by its missing heartbeats
+
+_WORDS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE", "CANCELLED", "oordination", "onnection", "heartbeat")
+
+T = TypeVar("T")
+
+
+class LostError(UserError):
+    """Another process of the run died or is out of reach."""
+
+    exit_code = 4
+
+
+class Processes:
+    """The processes of this run; all methods are called by all of them, in the same order.
+
+    Attributes:
+      index: this process's number.
+      count: how many there are.
+    """
+
+    def __init__(self, index: int, count: int) -> None:
+        """Describe the place of this process; `join_processes` makes the connection."""
+        self.index = index
+        self.count = count
+        self._exchanges = itertools.count()
+        self._said_before: str | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes metrics, pictures and the terminal."""
+        return self.index == 0
+
+    def exchange(self, text: str) -> list[str]:
+        """Return every process's text, in the order of their numbers.
+
+        Raises:
+          LostError: a process is out of reach.
+        """
+        if self.count == 1:
+            return [text]
+        number = next(self._exchanges)
+        names = [f"fedjax_mr/{number}/{process}" for process in range(self.count)]
+        with self.lost_by_name():
+            client = _client()
+            client.key_value_set(names[self.index], text)
+            texts = [client.blocking_key_value_get(name, EXCHANGE_SECONDS * 1000) for name in names]
+            if self._said_before:  # who answered now has read all of the exchange before
+                client.key_value_delete(self._said_before)
+        self._said_before = names[self.index]
+        return texts
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns here, once it has succeeded everywhere.
+
+        Raises:
+          UserError: it failed in some process; all of them raise.
+        """
+        result: Any = None
+        failure = ""
+        try:
+            result = function()
+        except UserError as error:
+            if self.count == 1:
+                raise
+            failure = str(error)
+        failures = self.exchange(failure)
+        if failure:
+            raise UserError(failure)
+        for process, other in enumerate(failures):
+            if other:
+                raise UserError(f"process {process} failed: {other}")
+        return result
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Return in all processes what ``function``, called by process 0 alone, returns: a value that JSON can hold.
+
+        Raises:
+          UserError: it failed.
+        """
+        result = self.together(lambda: function() if self.writes else None)
+        return result if self.count == 1 else json.loads(self.exchange(json.dumps(result))[0])
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Refuse to go on unless all processes know the same facts; they are compared as JSON.
+
+        Raises:
+          UserError: names the first process that differs from process 0, and the facts.
+        """
+        mine = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items()}
+        everyone = [json.loads(text) for text in self.exchange(json.dumps([socket.gethostname(), mine]))]
+        first = everyone[0][1]
+        for process, (host, theirs) in enumerate(everyone):
+            different = [
+                f"{name}: {theirs.get(name, '-')} (process 0: {first.get(name, '-')})"
+                for name in dict.fromkeys((*first, *theirs))
+                if theirs.get(name) != first.get(name)
+            ]
+            if different:
+                raise UserError(f"process {process} on {host} was started differently: {'; '.join(different)}")
+
+    @contextlib.contextmanager
+    def lost_by_name(self) -> Iterator[None]:
+        """Turn the errors that JAX raises when another process is gone into one line that names it.
+
+        Raises:
+          LostError: in place of JAX's error, if there are several processes and one of them does not answer.
+        """
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either, with the same words
+            if self.count == 1 or not any(word in str(error) for word in _WORDS_OF_LOSS):
+                raise
+            lost = self._roll_call()
+            if not lost:
+                raise
+            named = " and ".join(f"process {process}" for process in lost)
+            reason = " ".join(str(error).split())[:160]
+            raise LostError(f"lost {named} of {self.count}: go on with --resume ({reason})") from None
+
+    def _roll_call(self) -> list[int]:
+        """Return the processes that do not answer any more; process 0 keeps the list, so without it it is process 0."""
+        client = _client()
+        lost = []
+        try:
+            client.key_value_set(f"fedjax_mr/here/{self.index}", "here", allow_overwrite=True)
+        except jax.errors.JaxRuntimeError:
+            return [0]
+        for process in range(self.count):
+            seconds = ROLL_CALL_SECONDS if not lost else 1
+            try:
+                client.blocking_key_value_get(f"fedjax_mr/here/{process}", seconds * 1000)
+            except jax.errors.JaxRuntimeError:
+                lost.append(process)
+        return [0] if 0 in lost else lost
+
+
+ALONE = Processes(0, 1)
+
+
+@functools.cache
+def _membership() -> Processes:
+    """Return the place of this process; a Python process joins at most once, so there is one."""
+    state = coordination.global_state
+    return ALONE if state.client is None else Processes(state.process_id, state.num_processes)
+
+
+def _client() -> Any:
+    return coordination.global_state.client
+
+
+def join_processes(*, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Processes:
+    """Connect with the other processes of the run, before JAX touches a device.
+
+    Without arguments JAX looks whether it runs under SLURM, Open MPI, Kubernetes or on a Cloud TPU; if not, this
+    process is alone.
+
+    Args:
+      coordinator: host:port of process 0.
+      num_processes: how many there are; 1 keeps JAX from looking.
+      process_id: this one's number.
+
+    Raises:
+      UserError: the arguments do not fit together, or the others did not come in time.
+    """
+    given = (coordinator, num_processes, process_id)
+    if jax.distributed.is_initialized():
+        return _membership()
+    if num_processes == 1:
+        return ALONE
+    if any(each is not None for each in given) and None in given:
+        raise UserError("--coordinator, --num_processes and --process_id belong together: give all three or none")
+    if process_id is not None and num_processes is not None and process_id >= num_processes:
+        raise UserError(f"--process_id={process_id} is not below --num_processes={num_processes}")
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+        raise UserError(f"--coordinator={coordinator} is not of the form host:port")
+    jax.config.update("jax_enable_preemption_service", False)  # the run handles SIGTERM itself
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=num_processes,
+            process_id=process_id,
+            cluster_detection_method=None if coordinator is None else "deactivate",
+            initialization_timeout=JOIN_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except ValueError:
+        if coordinator is not None:
+            raise
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"cannot join the other processes ({' '.join(str(error).split())[:200]})") from None
+    except RuntimeError:  # JAX has started already, as in a notebook
+        if coordinator is not None:
+            raise UserError("--coordinator comes too late: JAX has already started in this process") from None
+    return _membership() if jax.distributed.is_initialized() else ALONE
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with ``code``, without waiting for processes that may be gone.
+
+    After an error that all processes share they part in order; otherwise this one goes after a short while, in which
+    the others can ask process 0 who is lost.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and jax.distributed.is_initialized():
+        try:
+            _client().wait_at_barrier("fedjax_mr/leave", ROLL_CALL_SECONDS * 1000)
+        except jax.errors.JaxRuntimeError:
+            os._exit(code)
+    sys.exit(code)

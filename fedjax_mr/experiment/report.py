@@ -1,0 +1,134 @@
+"""What a person sees of a run: the progress bar, the table at its end, TensorBoard events."""
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fedjax_mr.experiment.folder import COLUMNS, MetricsRow, plain
+
+
+def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[str, Any]:
+    """Return what the evaluations come to; None where there is nothing to say.
+
+    Args:
+      rows: the evaluations, ascending.
+      target: the accuracy whose first round is reported.
+    """
+    rows = [plain(row) for row in rows]
+    accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+    last: Mapping[str, Any] = rows[-1] if rows else dict.fromkeys(COLUMNS)
+    reached = [row["round"] for row in rows if target is not None and (row["accuracy"] or 0.0) >= target]
+    ten = [row["accuracy"] for row in rows[-10:] if row["accuracy"] is not None]
+    return {
+        "accuracy_last": last["accuracy"],
+        "accuracy_best": max(accuracies, default=None),
+        "accuracy_mean_last_10": statistics.fmean(ten) if ten else None,
+        "loss_last": last["loss"],
+        "rounds": last["round"] or 0,
+        "rounds_to_target": reached[0] if reached else None,
+        "bytes_down": last["bytes_down"] or 0,
+        "bytes_up": last["bytes_up"] or 0,
+        **({"bytes_peer": last["bytes_peer"]} if "bytes_peer" in last else {}),
+    }
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+    """Return the short table that ends a run; lines whose value is missing are left out."""
+
+    def number(format: str, name: str, unit: float = 1) -> str | None:
+        return (
+            None if summary.get(name) is None else format.format(summary[name] / unit if unit != 1 else summary[name])
+        )
+
+    lines = {
+        "accuracy, last": number("{:.4f}", "accuracy_last"),
+        "accuracy, best": number("{:.4f}", "accuracy_best"),
+        "accuracy, mean of last 10": number("{:.4f}", "accuracy_mean_last_10"),
+        "test loss": number("{:.4f} nats", "loss_last"),
+        "clients' own models": number("{:.4f}", "personal_accuracy"),
+        "worst tenth of them": number("{:.4f}", "personal_worst10"),
+        "after fine-tuning": number("{:.4f}", "finetuned_accuracy"),
+        "rounds": number("{:,}", "rounds"),
+        "rounds to the target": number("{:,}", "rounds_to_target"),
+        "sent to clients": number("{:,.1f} MB", "bytes_down", 1e6),
+        "sent to the server": number("{:,.1f} MB", "bytes_up", 1e6),
+        "sent among clients": number("{:,.1f} MB", "bytes_peer", 1e6),
+        "compilation": number("{:.1f} s", "compile_seconds"),
+        "per round": number("{:.3f} s", "seconds_per_round"),
+        "of this the server": number("{:.3f} s", "server_seconds_per_round"),
+        "speed": number("{:,.0f} images/s", "images_per_second"),
+        "peak memory": number("{:,.0f} MB", "peak_memory_bytes", 1e6),
+    }
+    shown = {name: text for name, text in lines.items() if text is not None}
+    width = max(map(len, shown), default=0)
+    return "\n".join(f"  {name.ljust(width)}  {text}" for name, text in shown.items())
+
+
+class ProgressBar:
+    """A bar on standard error: round, accuracy, images per second, time left."""
+
+    def __init__(self, total: int, done: int = 0, *, quiet: bool = False):
+        """Show the bar at ``done`` of ``total`` rounds; ``quiet`` shows none."""
+        self._started = quiet
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            disable=quiet,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            smoothing=0,
+            mininterval=0.2 if sys.stderr.isatty() else 5.0,  # a log file needs fewer lines
+            bar_format="round {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix}, {remaining} left",
+            postfix="compiling",
+        )
+
+    def update(self, done: int, *, images_per_second: float, row: MetricsRow | None = None) -> None:
+        """Move the bar to ``done`` rounds; ``row`` is the newest evaluation."""
+        accuracy = row["accuracy"] if row else None
+        parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
+        self._bar.set_postfix_str(", ".join([*parts, f"{images_per_second:,.0f} images/s"]), refresh=False)
+        self._bar.update(done - self._bar.n)
+        if not self._started:  # the first call compiles, which the time left must not extrapolate
+            self._started, self._bar.initial = True, done
+            self._bar.start_t = self._bar.last_print_t = time.time()
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line."""
+        self._bar.close()
+
+
+class TensorBoard:
+    """Event files in ``tensorboard`` of a run folder; without the extra it says so once and does nothing."""
+
+    def __init__(self, folder: Path | str):
+        """Open an event file."""
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            print(
+                "fedjax-mr: --tensorboard writes nothing because tensorboardX is missing: "
+                "pip install 'fedjax-mr[tensorboard]'",
+                file=sys.stderr,
+            )
+            self._writer = None
+            return
+        self._writer = SummaryWriter(str(Path(folder) / "tensorboard"))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write the numbers of an evaluation."""
+        if self._writer is None:
+            return
+        for name, value in plain(row).items():
+            if name != "round" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, row["round"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,7 +1,0 @@
-"""Networks taken apart into blocks and put together anew (pFedHR).
-
-Wang et al.: Towards Personalized Federated Learning via Heterogeneous Model Reassembly, NeurIPS 2023, section 3.2. In
-the order of the algorithm: `chains` (a network as a chain of pieces, and its training), `similarity` (which blocks do
-alike), `groups`, `search` (which blocks may follow each other), `stitches` (what joins them), `contrastive` (training
-without labels). Host code: every candidate is another network, so only its pieces are compiled, each once.
-"""

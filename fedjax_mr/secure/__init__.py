@@ -1,0 +1,1 @@
+"""Layers exchanged among clients: what the exchange hides, simulated, and the encrypted messages."""

@@ -1,0 +1,275 @@
+"""A network as a chain of pieces: taken apart, applied, and trained piece by piece.
+
+Candidates differ from round to round, so a program for each of them would be compiled all the time. Here a program
+belongs to a piece (a block of a client's network, or a stitch): forward, backward with the optimiser's step, and both
+are shared by all chains that hold an equal piece. How many were compiled is bounded by the number of different pieces.
+Nothing is changed in place: a trained chain is a new one, and what it was made of stays as it was.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedjax_mr.engine import local
+from fedjax_mr.engine.local import Samples
+from fedjax_mr.errors import UserError
+from fedjax_mr.models.base import BlockNet, Model, Variables
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A module with its variables.
+
+    Attributes:
+      module: called as ``module(x, train=..., mask=...)``; equal modules share their compiled programs.
+      variables: its Flax collections.
+      inherited: whether it comes from a client (a stitch does not).
+    """
+
+    module: nn.Module
+    variables: Variables
+    inherited: bool = True
+
+
+Chain = tuple[Piece, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of some client's network.
+
+    Attributes:
+      owner: whose network it is from.
+      index: its place there, 0 for the first block.
+      kind: its operation, ``conv`` (it holds a convolution), ``fc`` (dense layers only) or "" (no tensors).
+      takes: the shape of one sample that enters it.
+      returns: the shape of one sample that leaves it.
+      piece: the block itself.
+    """
+
+    owner: int
+    index: int
+    kind: str
+    takes: tuple[int, ...]
+    returns: tuple[int, ...]
+    piece: Piece
+
+
+def take_apart(model: Model, variables: Variables, *, owner: int = 0) -> tuple[Block, ...]:
+    """Return the blocks of a network in forward order; the variables are shared, not copied.
+
+    Raises:
+      UserError: the network is not made of blocks, or does not take images or vectors.
+    """
+    if not isinstance(model.module, BlockNet) or jnp.issubdtype(model.input_dtype, jnp.integer):
+        raise UserError(f"{model.name} cannot be taken apart: only networks of blocks over images or vectors can")
+    bound = model.module.bind(variables)
+    shape, blocks = model.input_shape, []
+    for index, name in enumerate(bound.block_names):
+        module, own = getattr(bound, name).unbind()
+        piece = Piece(module.clone(name=None, parent=None), dict(own))
+        returns = output_shape(piece, shape)
+        blocks.append(Block(owner, index, _kind(piece), tuple(shape), returns, piece))
+        shape = returns
+    return tuple(blocks)
+
+
+def _kind(piece: Piece) -> str:
+    axes = [leaf.ndim for leaf in jax.tree.leaves(piece.variables.get("params", {}))]
+    return "" if not axes else "conv" if max(axes) == 4 else "fc"
+
+
+def output_shape(piece: Piece, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of one sample that leaves a piece, without computing it."""
+    x = jax.ShapeDtypeStruct((1, *shape), np.float32)
+    apply = lambda variables, x: piece.module.apply(variables, x, train=False, mask=None)
+    return tuple(jax.eval_shape(apply, piece.variables, x).shape[1:])
+
+
+def num_parameters(chain: Chain) -> int:
+    """Return the number of trainable numbers of a chain."""
+    return sum(leaf.size for piece in chain for leaf in jax.tree.leaves(piece.variables.get("params", {})))
+
+
+Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(logits [b, C], labels [b], mask [b]) -> mean loss in nats, 1 in the mask for true samples."""
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy of the true samples."""
+    return local.masked_mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), mask)
+
+
+Views = Callable[[jax.Array, jax.Array], jax.Array]
+"""(key, raw samples [B, ...]) -> raw samples, a random view of each."""
+
+
+class Programs:
+    """The compiled programs of pieces, kept over the rounds of a run.
+
+    Attributes:
+      traces: how many programs were compiled so far.
+    """
+
+    def __init__(self, *, lr: float = 1e-3) -> None:
+        """Keep nothing yet; a program is compiled when a piece is first met."""
+        self.traces = 0
+        self._adam = optax.adam(lr)
+        self._apply = self._compiled(_apply, "module")
+        self._forward = self._compiled(_forward, "module")
+        self._pull = self._compiled(lambda pullback, gradient: pullback(gradient))
+        self._step = self._compiled(self._pull_and_step, "goes_on")
+        self._batch = self._compiled(_batch, "views")
+        self._loss = self._compiled(_loss_and_slope, "loss")
+        self._init = self._compiled(_init, "module", "shape")
+
+    def init(self, module: nn.Module, shape: Sequence[int], key: jax.Array) -> Piece:
+        """Return a new piece for samples of ``shape``; consumes ``key``."""
+        return Piece(module, self._init(module, tuple(shape), key), inherited=False)
+
+    def activations(self, chain: Chain, samples: Samples) -> list[jax.Array]:
+        """Return what enters the first piece of a chain and what leaves every one, for all samples: [P, ...] each."""
+        x, _, _ = self._batch(samples, np.arange(len(samples.x), dtype=np.int32), None, None)
+        found = [x]
+        for piece in chain:
+            found.append(self._apply(piece.module, piece.variables, found[-1]))
+        return found
+
+    def logits(self, chain: Chain, samples: Samples, rows: np.ndarray | None = None) -> np.ndarray:
+        """Return the logits [P, C] of samples ``rows`` (all by default), in evaluation mode."""
+        rows = np.arange(len(samples.x), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
+        size = min(local.evaluation_batch(), len(rows))
+        found = []
+        for start in range(0, len(rows), size):
+            chosen = np.resize(
+                rows[start : start + size], size
+            )  # the last batch is filled up, so one program serves all
+            x, _, _ = self._batch(samples, chosen, None, None)
+            for piece in chain:
+                x = self._apply(piece.module, piece.variables, x)
+            found.append(np.asarray(x))
+        return np.concatenate(found)[: len(rows)]
+
+    def train(
+        self,
+        chain: Chain,
+        samples: Samples,
+        key: jax.Array,
+        *,
+        epochs: int,
+        batch_size: int,
+        loss: Loss = cross_entropy,
+        views: Views | None = None,
+        stitches_only: bool = False,
+    ) -> Chain:
+        """Return the chain after epochs of Adam over shuffled samples; consumes ``key``.
+
+        Args:
+          chain: what is trained.
+          samples: all of them, with labels unless the loss needs none.
+          key: of the order, of dropout and of the views.
+          epochs: passes over the samples.
+          batch_size: samples per step; the last step of an epoch may hold fewer.
+          loss: of a batch.
+          views: if given, a batch is two random views of each of its samples, one after the other [2B, ...].
+          stitches_only: whether inherited pieces stay as they are (their BatchNorm statistics, too).
+        """
+        count = len(samples.x)
+        batch_size = min(batch_size, count)
+        modules = [piece.module for piece in chain]
+        trained = [not (stitches_only and piece.inherited) and "params" in piece.variables for piece in chain]
+        params = [piece.variables.get("params", {}) for piece in chain]
+        states = [{name: each for name, each in piece.variables.items() if name != "params"} for piece in chain]
+        moments = [self._adam.init(own) if learns else None for own, learns in zip(params, trained, strict=True)]
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        dropout_key, views_key = jax.random.split(key)
+        starts = [start for _ in range(epochs) for start in range(0, count, batch_size)]
+        order = np.concatenate([rng.permutation(count) for _ in range(epochs)] or [np.zeros(0)]).astype(np.int32)
+        for number, start in enumerate(starts):
+            skipped = number // (-(-count // batch_size)) * count  # the epochs before
+            rows = order[skipped + start : skipped + min(start + batch_size, count)]
+            mask = (np.arange(batch_size) < len(rows)).astype(np.float32)
+            x, labels, mask = self._batch(
+                samples, np.resize(rows, batch_size), (views_key, np.int32(number)), views, mask
+            )
+            pullbacks = []
+            for place, module in enumerate(modules):
+                learns = trained[place]
+                dropout = (dropout_key, np.int32(number), np.int32(place)) if learns else None
+                x, state, pullback = self._forward(module, params[place], states[place], x, mask, dropout)
+                states[place] = state if learns else states[place]
+                pullbacks.append(pullback)
+            slope = self._loss(loss, x, labels, mask)
+            first = trained.index(True)
+            for place in reversed(range(first, len(chain))):
+                if trained[place]:
+                    done = self._step(pullbacks[place], slope, params[place], moments[place], place > first)
+                    slope, params[place], moments[place] = done
+                else:
+                    _, slope = self._pull(pullbacks[place], slope)
+        return tuple(
+            dataclasses.replace(piece, variables={"params": own, **state} if own else piece.variables)
+            for piece, own, state in zip(chain, params, states, strict=True)
+        )
+
+    def _pull_and_step(self, pullback: Any, slope: jax.Array, params: Any, moments: Any, goes_on: bool) -> tuple:
+        """Return the slope before the piece (None unless the backward pass goes on), new parameters and moments."""
+        gradient, before = pullback(slope)
+        with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
+            updates, moments = self._adam.update(gradient, moments, params)
+        return before if goes_on else None, optax.apply_updates(params, updates), moments
+
+    def _compiled(self, function: Callable, *static: str) -> Callable:
+        @functools.wraps(function)
+        def traced(*args: Any) -> Any:
+            self.traces += 1
+            return function(*args)
+
+        return jax.jit(traced, static_argnames=static)
+
+
+def _init(module: nn.Module, shape: tuple[int, ...], key: jax.Array) -> Variables:
+    return dict(module.init(key, jnp.zeros((1, *shape)), train=False, mask=None))
+
+
+def _apply(module: nn.Module, variables: Variables, x: jax.Array) -> Any:
+    return module.apply(variables, x, train=False, mask=None)
+
+
+def _forward(
+    module: nn.Module, params: Any, state: Variables, x: jax.Array, mask: jax.Array, dropout: Any
+) -> tuple[jax.Array, Variables, Callable]:
+    """Return the output, the new state and the pullback to (params, x); evaluation mode without dropout keys."""
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        if dropout is None:
+            return module.apply({"params": params, **state}, x, train=False, mask=None), state
+        key = functools.reduce(jax.random.fold_in, dropout)
+        return module.apply(
+            {"params": params, **state}, x, train=True, mask=mask, mutable=list(state), rngs={"dropout": key}
+        )
+
+    y, pullback, state = jax.vjp(apply, params, x, has_aux=True)
+    return y, state, pullback
+
+
+def _batch(
+    samples: Samples, rows: jax.Array, key: Any, views: Views | None, mask: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    labels = rows if samples.y is None else jnp.asarray(samples.y)[rows]
+    if views is None:
+        return local.gather(samples, rows), labels, mask
+    one, other = jax.random.split(functools.reduce(jax.random.fold_in, key))
+    x = [local.gather(samples, rows, change=functools.partial(views, each)) for each in (one, other)]
+    return jnp.concatenate(x), jnp.tile(labels, 2), None if mask is None else jnp.tile(mask, 2)
+
+
+def _loss_and_slope(loss: Loss, logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+    return jax.grad(loss)(logits, labels, mask)

@@ -1,0 +1,45 @@
+"""Which blocks do alike: linear centred kernel alignment (CKA) of the activations that enter and leave them.
+
+CKA: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019. With P samples as rows,
+CKA(A, B) = <H A A' H, H B B' H> / (|H A A' H| |H B B' H|), H = I - 11'/P. The distance is pFedHR's equation 3.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr.engine.local import Array
+
+SMALLEST = 1e-6  # the sum of two CKAs, so that constant activations are far from all others but not infinitely far
+
+
+@jax.jit
+def gram(activations: jax.Array) -> jax.Array:
+    """Return the centred Gram matrix of activations [P, ...] as a vector [P * P] of norm 1; 0 if they are constant."""
+    rows = activations.reshape(activations.shape[0], -1)
+    rows = rows - jnp.mean(rows, axis=0, keepdims=True)
+    rows = rows / jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)  # squares of squares stay in range
+    product = jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST).reshape(-1)
+    return product / jnp.maximum(jnp.linalg.norm(product), jnp.finfo(rows.dtype).tiny)
+
+
+@jax.jit
+def _products(grams: jax.Array) -> jax.Array:
+    return jnp.matmul(grams, grams.T, precision=jax.lax.Precision.HIGHEST)
+
+
+def compare(grams: Sequence[jax.Array]) -> np.ndarray:
+    """Return the CKA of all pairs [L, L] of L Gram matrices of `gram`, in a single product; between 0 and 1."""
+    return np.clip(np.asarray(_products(jnp.stack(grams)), np.float64), 0.0, 1.0)
+
+
+def cka(activations: Sequence[Array]) -> np.ndarray:
+    """Return the CKA of all pairs [L, L] of L activations [P, ...] of the same samples; between 0 and 1."""
+    return compare([gram(jnp.asarray(each)) for each in activations])
+
+
+def distances(entering: np.ndarray, leaving: np.ndarray) -> np.ndarray:
+    """Return pFedHR's distances [L, L] of blocks, 1 / (CKA of what enters + CKA of what leaves)."""
+    return 1.0 / np.maximum(entering + leaving, SMALLEST)

@@ -1,0 +1,435 @@
+"""pFedHR: the server takes the clients' networks apart and reassembles them; each client learns from one result.
+
+Wang, Yang, Cui, Che, Lyu, Xu, Ma: Towards Personalized Federated Learning via Heterogeneous Model Reassembly, NeurIPS
+2023. After each round the server groups the blocks of the uploaded networks by function, searches candidates that use
+every group, stitches and fine-tunes them on public data, and matches every client with the candidate whose logits are
+most like those of (a fine-tuned copy of) its own network. If the client is drawn in the next round, it learns its own
+labels and the matched candidate's outputs: cross-entropy + lambda KL(teacher || student).
+
+What the paper leaves open: distances between blocks of different widths are grouped around medoids, which need no mean;
+the search is that of `reassembly.search`, the stitches those of `reassembly.stitches`; lambda is that of the code.
+Deviations from the released code, apart from those: activations of dense blocks are their own (the code's are those of
+the last convolution); a client that pauses keeps its network (the code's starts anew); candidates share no tensors; the
+distillation is a KL (the code's takes raw logits for probabilities: ``distillation=raw``).
+
+A simulation's short cut: the server applies a client's teacher to the client's own samples, which the upload holds for
+this purpose, and the logits travel in place of the teacher. Traffic counts the networks: up the client's, down the
+teacher's.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Model, Variables, Zoo
+from fedjax_mr.settings import field
+from fedjax_mr.strategies.base import Problem, Strategy, Traffic, model_bytes, own_starts
+from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
+from fedjax_mr.strategies.pfedhr.chains import Block, Chain, Programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """pFedHR's own settings."""
+
+    public: str = field(
+        "labelled",
+        "fine-tuning on the public data: by their labels, or by SimCLR's contrastive loss without",
+        choices=("labelled", "unlabelled"),
+        source="Wang et al. 2023 have both",
+    )
+    distillation_weight: float = field(
+        0.1, "lambda, the weight of the teacher", low=0, source="the authors' code; not in the paper; pFedClub: 0.2"
+    )
+    distillation: str = field(
+        "kl",
+        "kl: KL(teacher || student); raw: the authors' cross-entropy with the teacher's logits as if probabilities",
+        choices=("kl", "raw"),
+        source="Wang et al. 2023",
+    )
+    teachers: str = field(
+        "previous",
+        "who has a teacher: clients of the previous round, or all that ever took part (their latest)",
+        choices=("previous", "latest"),
+        source="Wang et al. 2023",
+    )
+    groups: int = field(4, "K, the number of groups of blocks", low=1, source="Wang et al. 2023; the authors' code: 2")
+    grouping: str = field(
+        "medoids",
+        "around medoids of the distances, or by the authors' k-means of averaged activations",
+        choices=("medoids", "means"),
+        source="ours; the paper does not say what the centre of blocks of different widths is",
+    )
+    samples: int = field(
+        512, "public samples that blocks are compared on", unit="samples", low=2, source="ours; the authors' code: all"
+    )
+    search: str = field(
+        "rules",
+        "candidates by the paper's rules, or the authors' four random ones",
+        choices=("rules", "random"),
+        source="Wang et al. 2023, Algorithm 1",
+    )
+    max_candidates: int = field(
+        8, "candidates kept of those found, a random choice", low=1, source="ours; the authors' code has 4"
+    )
+    stitch: str = field(
+        "channel",
+        "what joins blocks: mixtures of channels and averages of places, or dense layers between everything",
+        choices=("channel", "flat"),
+        source="ours; the authors' code: flat",
+    )
+    stitch_limit: int = field(
+        20_000_000, "the largest number of parameters in the stitches of a candidate", low=1, source="ours"
+    )
+    finetune: str = field(
+        "all",
+        "what of a candidate is fine-tuned",
+        choices=("all", "stitches"),
+        source="Wang et al. 2023; stitches: pFedClub (Wang et al., NeurIPS 2024)",
+    )
+    server_epochs: int = field(3, "epochs of fine-tuning", unit="epochs", low=0, source="Wang et al. 2023")
+    server_lr: float = field(
+        1e-3, "Adam's learning rate on the server", low=0, open_low=True, source="the authors' code"
+    )
+    server_batch: int = field(64, "batch of fine-tuning", unit="samples", low=2, source="ours; the authors' code: 8")
+    temperature: float = field(
+        0.5, "tau of the contrastive loss", low=0, open_low=True, source="the authors' code; pFedClub: 0.07"
+    )
+    average: bool = field(
+        False,
+        "average the round's networks of equal architecture before they are taken apart",
+        source="Wang et al. 2023, for 100 clients; not in the authors' code",
+    )
+
+
+class Diary(NamedTuple):
+    """What the last reassembly did, for pictures; -1 fills up. L = K x the most blocks of a network."""
+
+    clients: jax.Array  # [K] whose networks they were
+    owners: jax.Array  # [L] the client of each block
+    places: jax.Array  # [L] its place in the client's network
+    kinds: jax.Array  # [L] 0: convolution, 1: dense
+    groups: jax.Array  # [L]
+    alike: jax.Array  # [L, L] mean CKA of what enters and what leaves
+    candidates: jax.Array  # [max_candidates, most blocks] which blocks, in order
+    teachers: jax.Array  # [K] which candidate was matched with each client; -1: there was none
+
+
+class State(NamedTuple):
+    """What the server knows after a round."""
+
+    rows: jax.Array  # [N] at which row of the round a client stood; -1: it took no part
+    models: Variables  # what the round's clients uploaded [K, ...]
+    samples: jax.Array  # their own samples, for the simulation [K, largest client, ...]
+    teaching: jax.Array  # each client's teacher's logits for its own samples [N, largest client, C]
+    taught: jax.Array  # whether it has a teacher [N]
+    teacher_size: jax.Array  # numbers in the teacher [N]
+    rounds: jax.Array  # how often the client took part [N]
+    received: jax.Array  # numbers in all teachers that it received [N]
+    diary: Diary
+
+
+class Memory(NamedTuple):
+    """What a client keeps."""
+
+    model: Variables
+
+
+def taken_apart(network: Model, variables: Variables, *, owner: int) -> tuple[Block, ...]:
+    """Return the blocks of one client's network, of a zoo or not."""
+    if isinstance(network, Zoo):
+        number = int(variables["architecture"])
+        network, variables = network.models[number], network.unpack(variables, number)
+    return chains.take_apart(network, jax.device_put(variables), owner=owner)
+
+
+def averaged(models: Variables, architectures: np.ndarray) -> list[tuple[int, Variables]]:
+    """Return the mean network of each architecture, with the first row of the K stacked models that is of it."""
+
+    def mean(leaf: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return leaf[rows].mean(axis=0) if np.issubdtype(leaf.dtype, np.floating) else leaf[rows[0]]
+
+    rows_of = [np.flatnonzero(architectures == number) for number in sorted(set(architectures.tolist()))]
+    return [(int(rows[0]), jax.tree.map(functools.partial(mean, rows=rows), models)) for rows in rows_of]
+
+
+class Reassembled(NamedTuple):
+    """The result of one reassembly."""
+
+    blocks: list[Block]
+    groups: np.ndarray  # [L]
+    alike: np.ndarray  # [L, L]
+    candidates: list[search.Candidate]
+    chains: list[Chain]  # the candidates, fine-tuned
+    likeness: np.ndarray  # mean cosine of the logits of K clients and M candidates [K, M]
+    seconds: dict[str, float]  # by step
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the mean cosine of the rows of two tables of logits [P, C]."""
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return float(np.mean(np.sum(a * b, axis=1) / np.maximum(lengths, 1e-12)))
+
+
+class Server:
+    """The host's part: reassembly with programs that are kept over the rounds."""
+
+    def __init__(self, hyper: Hyper, problem: Problem) -> None:
+        """Compile nothing yet.
+
+        Raises:
+          UserError: there is no public set, or it has no labels and is to have.
+        """
+        if problem.public is None:
+            raise UserError("pfedhr fine-tunes on public data: give --public_share")
+        if hyper.public == "labelled" and problem.public.y is None:
+            raise UserError("the public data have no labels: give --pfedhr_public=unlabelled")
+        self.hyper, self.problem, self.public = hyper, problem, problem.public
+        self.programs = Programs(lr=hyper.server_lr)
+
+    @functools.cached_property
+    def tuning(self) -> dict[str, Any]:
+        """The options of fine-tuning; the same objects in every round, because programs are kept by them."""
+        hyper = self.hyper
+        fixed = {"epochs": hyper.server_epochs, "batch_size": hyper.server_batch}
+        if hyper.public == "labelled":
+            return {**fixed, "loss": chains.cross_entropy}
+        contrast = lambda logits, labels, mask: contrastive.nt_xent(logits, mask, temperature=hyper.temperature)
+        return {
+            **fixed,
+            "loss": contrast,
+            "views": functools.partial(contrastive.view, **_range(self.public.x)),
+        }
+
+    def reassemble(self, networks: list[tuple[Block, ...]], sources: list[tuple[Block, ...]], key: Any) -> Reassembled:
+        """Group, search, stitch, fine-tune and match; consumes ``key``.
+
+        Args:
+          networks: the K clients' networks as blocks.
+          sources: those that blocks are taken from (the clients', or means of them).
+          key: of the choice among candidates, of new stitches and of fine-tuning.
+        """
+        hyper, programs, public = self.hyper, self.programs, jax.device_put(self.public)
+        shape, clock = self.problem.model.input_shape, _Clock()
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        chain_of = lambda blocks: tuple(block.piece for block in blocks)
+
+        rows = rng.permutation(len(public.x))[: hyper.samples]
+        seen = public._replace(x=public.x[rows], y=None)
+        grams, averages = [], []  # of the input and of what leaves each block, network by network
+        for own in sources:
+            passed = programs.activations(chain_of(own), seen)
+            grams.append([similarity.gram(each) for each in passed])
+            averages.append([groups.averaged(each) for each in passed] if hyper.grouping == "means" else [])
+        blocks = [block for own in sources for block in own if block.kind]  # without tensors there is no function
+        of = [number for number, own in enumerate(sources) for block in own if block.kind]
+        side = lambda table, step: [table[i][block.index + step] for i, block in zip(of, blocks, strict=True)]
+        entering, leaving = (similarity.compare(side(grams, step)) for step in (0, 1))
+        clock("activations and CKA")
+
+        if hyper.grouping == "medoids":
+            labels = groups.k_medoids(similarity.distances(entering, leaving), hyper.groups)
+        else:
+            seed = int(rng.integers(2**31))
+            labels = groups.averaged_k_means(side(averages, 0), side(averages, 1), hyper.groups, seed=seed)
+        clock("grouping")
+
+        find = search.by_rules if hyper.search == "rules" else search.at_random
+        candidates = find(blocks, labels, most=hyper.max_candidates, rng=rng)
+        stitched = [
+            stitches.stitch(
+                [blocks[i] for i in candidate],
+                input_shape=shape,
+                num_classes=self.problem.num_classes,
+                kind=hyper.stitch,
+                limit=hyper.stitch_limit,
+                programs=programs,
+                key=jax.random.fold_in(key, number),
+            )
+            for number, candidate in enumerate(candidates)
+        ]
+        clock("search and stitching", stitched)
+
+        tune = functools.partial(
+            programs.train, samples=public, key=jax.random.fold_in(key, hyper.max_candidates), **self.tuning
+        )
+        tuned = [tune(chain, stitches_only=hyper.finetune == "stitches") for chain in stitched]
+        clock("fine-tuning of the candidates", tuned)
+        copies = [tune(chain_of(own)) for own in networks] if tuned else []
+        clock("fine-tuning of the clients' copies", copies)
+        theirs, ours = ([programs.logits(chain, public) for chain in each] for each in (copies, tuned))
+        likeness = np.array([[cosines(a, b) for b in ours] for a in theirs]).reshape(len(networks), len(tuned))
+        clock("matching")
+        return Reassembled(blocks, labels, (entering + leaving) / 2, candidates, tuned, likeness, clock.seconds)
+
+    def teach(self, state: State, key: jax.Array) -> State:
+        """Return the state with the teachers of the round's clients; consumes ``key``."""
+        hyper, problem = self.hyper, self.problem
+        rows, models = np.asarray(state.rows), jax.tree.map(np.asarray, state.models)
+        clients = np.argsort(rows, kind="stable")[(rows < 0).sum() :]  # in the round's order
+        take = lambda row: jax.tree.map(lambda leaf: leaf[row], models)
+        networks = [taken_apart(problem.model, take(row), owner=row) for row in range(len(clients))]
+        sources = networks
+        if hyper.average:
+            architectures = np.asarray(models.get("architecture", np.zeros(len(clients), np.int32)))
+            means = averaged(models, architectures)
+            sources = [taken_apart(problem.model, mean, owner=row) for row, mean in means]
+        made = self.reassemble(networks, sources, key)
+
+        teaching, taught, sizes = (np.array(each) for each in (state.teaching, state.taught, state.teacher_size))
+        if hyper.teachers == "previous":
+            taught[:] = False
+        teachers = np.full(len(clients), -1, np.int32)
+        samples = jax.device_put(self.public)
+        for row, client in enumerate(clients if made.chains else []):
+            teachers[row] = made.likeness[row].argmax()
+            teacher = made.chains[teachers[row]]
+            own = samples._replace(x=state.samples[row], y=None)
+            teaching[client] = self.programs.logits(teacher, own)
+            taught[client], sizes[client] = True, sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
+        return state._replace(
+            teaching=jnp.asarray(teaching),
+            taught=jnp.asarray(taught),
+            teacher_size=jnp.asarray(sizes),
+            diary=self._diary(clients, made, teachers, state.diary),
+        )
+
+    def _diary(self, clients: np.ndarray, made: Reassembled, teachers: np.ndarray, like: Diary) -> Diary:
+        candidates = np.full(like.candidates.shape, -1, np.int32)
+        for row, candidate in enumerate(made.candidates):
+            candidates[row, : len(candidate)] = candidate
+        alike = np.full(like.alike.shape, -1, np.float32)
+        count = len(made.blocks)
+        alike[:count, :count] = made.alike
+        filled = lambda values: np.pad(np.array(values, np.int32), (0, len(alike) - count), constant_values=-1)
+        return Diary(
+            clients=jnp.asarray(clients, jnp.int32),
+            owners=jnp.asarray(filled([clients[block.owner] for block in made.blocks])),
+            places=jnp.asarray(filled([block.index for block in made.blocks])),
+            kinds=jnp.asarray(filled([int(block.kind == "fc") for block in made.blocks])),
+            groups=jnp.asarray(filled(made.groups)),
+            alike=jnp.asarray(alike),
+            candidates=jnp.asarray(candidates),
+            teachers=jnp.asarray(teachers),
+        )
+
+
+class _Clock:
+    """Seconds since the last call, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def __call__(self, step: str, made: Sequence[Chain] = ()) -> None:
+        """Wait until some chains are made, and note the time."""
+        jax.block_until_ready([piece.variables for chain in made for piece in chain])
+        now = time.perf_counter()
+        self.seconds[step], self._last = now - self._last, now
+
+
+def _range(x: Any) -> dict[str, float]:
+    """Return the smallest and the largest raw value that a pixel may have."""
+    if x.dtype == np.uint8:
+        return {"low": 0.0, "high": 255.0}
+    return {"low": float(np.min(x)), "high": float(np.max(x))}
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Return pFedHR."""
+    network, server = problem.model, Server(hyper, problem)
+    largest, count = problem.local.max_size, problem.cohort_size
+
+    def init(key):
+        models = network.models if isinstance(network, Zoo) else (network,)
+        longest = max(len(chains.take_apart(model, model.shapes())) for model in models)
+        total, widest = count * longest, max(longest, hyper.groups, *search.LENGTHS)
+        nothing = lambda *shape: jnp.full(shape, -1, jnp.int32)
+        diary = Diary(
+            clients=nothing(count),
+            owners=nothing(total),
+            places=nothing(total),
+            kinds=nothing(total),
+            groups=nothing(total),
+            alike=-jnp.ones((total, total)),
+            candidates=nothing(hyper.max_candidates, widest),
+            teachers=nothing(count),
+        )
+        zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), tree)
+        return State(
+            rows=jnp.full(problem.num_clients, -1, jnp.int32),
+            models=zeros(jax.eval_shape(network.init, key)),
+            samples=jnp.zeros((count, largest, *server.public.x.shape[1:]), server.public.x.dtype),
+            teaching=jnp.zeros((problem.num_clients, largest, problem.num_classes)),
+            taught=jnp.zeros(problem.num_clients, bool),
+            teacher_size=jnp.zeros(problem.num_clients, jnp.uint32),
+            rounds=jnp.zeros(problem.num_clients, jnp.uint32),
+            received=jnp.zeros(problem.num_clients, jnp.uint32),
+            diary=diary,
+        )
+
+    def init_memory(key):
+        return Memory(own_starts(problem, key))
+
+    def dispatch(state, cohort, key):
+        return {"teaching": state.teaching[cohort.ids], "taught": state.taught[cohort.ids]}
+
+    def client_update(payload, memory, data, round, key):
+        weight = jnp.where(payload["taught"], hyper.distillation_weight, 0.0)
+
+        def loss(params, state, batch, key):
+            logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
+            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            teacher = payload["teaching"][batch.position]
+            student = jax.nn.log_softmax(logits)
+            if hyper.distillation == "kl":
+                learned = optax.losses.kl_divergence_with_log_targets(student, jax.nn.log_softmax(teacher))
+            else:
+                learned = -jnp.sum(teacher * student, axis=-1)
+            return local.masked_mean(supervised + weight * learned, batch.mask), state
+
+        model, metrics = local.train(network, problem.local, memory.model, data, key, loss=loss)
+        rows = data.index[data.offset + jnp.minimum(jnp.arange(largest, dtype=jnp.int32), data.size - 1)]
+        samples = jnp.asarray(data.samples.x)[rows]
+        return {"model": model, "samples": samples}, Memory(model), metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        ids, taught = cohort.ids, state.taught[cohort.ids]
+        new = state._replace(
+            rows=jnp.full_like(state.rows, -1).at[ids].set(jnp.arange(count, dtype=jnp.int32)),
+            models=uploads["model"],
+            samples=uploads["samples"],
+            rounds=state.rounds.at[ids].add(jnp.uint32(1)),
+            received=state.received.at[ids].add(jnp.where(taught, state.teacher_size[ids], jnp.uint32(0))),
+        )
+        found = jnp.sum(jnp.any(state.diary.candidates >= 0, axis=1).astype(jnp.float32))
+        return new, {"taught": jnp.sum(taught.astype(jnp.float32)), "candidates": found}
+
+    def between_rounds(state, round, key):
+        return server.teach(state, key)
+
+    def total_traffic(state):
+        own = model_bytes(problem)[np.asarray(problem.architectures)]
+        rounds, received = (np.asarray(each, np.int64) for each in (state.rounds, state.received))
+        return Traffic(down=4 * int(received.sum()), up=int(rounds @ own))
+
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        init_memory=init_memory,
+        between_rounds=between_rounds,
+        total_traffic=total_traffic,
+        personal_model=lambda state, memory, data, key: memory.model,
+    )

@@ -1,0 +1,36 @@
+"""The test of a model on devices that each hold a share of the test set."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.engine import evaluation, local
+from fedjax_mr.engine.clients import client_axis
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("count", [1, 7, 38])
+def test_evaluation_equals_a_plain_pass(federation, monkeypatch, devices, count):
+    monkeypatch.setattr(local, "evaluation_batch", lambda: 8)  # several batches per device, the last one padded
+    given = federation()
+    model = given.problem.model
+    samples = given.federation.samples
+    samples = samples._replace(x=samples.x[:count], y=samples.y[:count])
+    axis = client_axis(devices=devices, lanes=None, cohort_size=2)
+    test = evaluation.Evaluation(model, samples, axis)
+    models = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
+
+    def plain(row):
+        logits = np.asarray(model.apply(trees.take(models, row), jnp.asarray(samples.x)), np.float64)
+        logits -= logits.max(1, keepdims=True)
+        losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(count), samples.y]
+        return (logits.argmax(1) == samples.y).mean(), losses.mean()
+
+    accuracy, loss = test.one(trees.take(models, 1))
+    np.testing.assert_allclose((accuracy, loss), plain(1), rtol=1e-5)
+    each = test.each(models)
+    np.testing.assert_allclose(np.stack(each, 1), [plain(row) for row in range(3)], rtol=1e-5)
+    test.one(trees.take(models, 0))
+    assert test.programs["test"].traces == 1

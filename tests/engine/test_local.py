@@ -1,0 +1,150 @@
+"""One client's training and the evaluation of a model, against plain loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_mr.engine import local
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 8])
+def test_shuffle_permutes_the_first_numbers_whatever_the_room(size):
+    drawn = np.asarray(local.shuffle(jax.random.key(1), jnp.asarray(size, jnp.int32), 8))
+    assert sorted(drawn[:size]) == list(range(size))
+    longer = np.asarray(local.shuffle(jax.random.key(1), jnp.asarray(size, jnp.int32), 20))
+    np.testing.assert_array_equal(drawn[:size], longer[:size])  # the longest client of a federation changes nobody
+
+
+def test_shuffle_is_uniform():
+    keys = jax.random.split(jax.random.key(0), 6000)
+    shuffled = jax.vmap(lambda key: local.shuffle(key, jnp.asarray(3, jnp.int32), 5))(keys)
+    counts = np.unique(np.asarray(shuffled)[:, :3] @ np.array([9, 3, 1]), return_counts=True)[1]
+    assert len(counts) == 6
+    assert counts.min() > 850  # 1,000 expected, standard deviation 29
+
+
+def one_client(federation, client):
+    data = federation.federation
+    sizes = federation.problem.sizes
+    offset, size = jnp.asarray(data.offsets[client], jnp.int32), sizes[client]
+    samples = jax.tree.map(jnp.asarray, data.samples)
+    return local.ClientData(samples, jnp.asarray(data.index), offset, size, jnp.asarray(client, jnp.int32))
+
+
+def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_samples(federation, close):
+    """Replay the batches of `train` in a Python loop without padding: the same weights, BatchNorm statistics too."""
+    federation = federation(lr=0.1, momentum=0.9)
+    problem, client, key = federation.problem, 1, jax.random.key(5)  # 12 samples
+    setting = local.LocalSetting(problem.local.optimizer, epochs=2, batch_size=5, max_size=12)
+    variables = problem.model.init(jax.random.key(0))
+    data = one_client(federation, client)
+
+    seen = []
+    ordinary = local.cross_entropy(problem.model)
+
+    def spying(params, state, batch, key):
+        jax.debug.callback(lambda y, mask: seen.append((np.asarray(y), np.asarray(mask))), batch.y, batch.mask)
+        return ordinary(params, state, batch, key)
+
+    trained, metrics = local.train(problem.model, setting, variables, data, key, loss=spying)
+    jax.effects_barrier()
+    assert [int(mask.sum()) for _, mask in seen] == [5, 5, 2] * 2
+    own = np.asarray(data.samples.y)[np.asarray(data.index)[int(data.offset) : int(data.offset) + 12]]
+    for epoch in (seen[:3], seen[3:]):
+        labels = np.concatenate([y[mask > 0] for y, mask in epoch])
+        np.testing.assert_array_equal(np.bincount(labels, minlength=3), np.bincount(own, minlength=3))
+    assert (int(metrics.images), int(metrics.steps), int(metrics.bad_step)) == (24, 6, -1)
+
+    params, state = variables["params"], {"batch_stats": variables["batch_stats"]}
+    optimizer_state, total = setting.optimizer.init(params), 0.0
+    loss_and_gradient = jax.jit(jax.value_and_grad(ordinary, has_aux=True))
+    for epoch in range(2):
+        order = local.shuffle(jax.random.fold_in(key, 2 * epoch), data.size, 12)
+        step_key = jax.random.fold_in(key, 2 * epoch + 1)
+        for step in range(3):
+            chosen = order[5 * step : 5 * step + 5][: 12 - 5 * step]
+            rows = data.index[data.offset + chosen]
+            # Dropout draws by shape, so a smaller batch needs the same room: pad with zeros, masked.
+            pad = lambda leaf: np.pad(leaf, [(0, 5 - len(leaf))] + [(0, 0)] * (np.ndim(leaf) - 1))
+            batch = local.Batch(
+                pad(data.samples.x[rows]), pad(data.samples.y[rows]), pad(np.ones(len(rows), np.float32))
+            )
+            batch_key = jax.random.fold_in(step_key, step)
+            (value, state), gradients = loss_and_gradient(params, state, batch, batch_key)
+            updates, optimizer_state = setting.optimizer.update(gradients, optimizer_state, params)
+            params, total = optax.apply_updates(params, updates), total + float(value) * len(chosen)
+    close(trained, {"params": params, **state})
+    np.testing.assert_allclose(float(metrics.loss), total, rtol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_named_by_its_first_step(federation):
+    federation = federation("linear", lr=0.1, momentum=0.0)
+    problem = federation.problem
+    data = one_client(federation, 1)
+    variables = problem.model.init(jax.random.key(0))
+
+    def breaking(params, state, batch, key):
+        loss = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        return jnp.where(loss > 0, loss, 0.0) * jnp.nan, state
+
+    _, metrics = local.train(problem.model, problem.local, variables, data, jax.random.key(0), loss=breaking)
+    assert int(metrics.bad_step) == 0
+
+    def overflowing(params, state, batch, key):  # the loss is finite, its gradient is not
+        loss = sum(jnp.sum(jnp.sqrt(jnp.abs(leaf * 0))) for leaf in jax.tree.leaves(params))
+        return loss, state
+
+    one_step = local.LocalSetting(problem.local.optimizer, epochs=1, batch_size=12, max_size=12)
+    trained, metrics = local.train(problem.model, one_step, variables, data, jax.random.key(0), loss=overflowing)
+    assert not np.isfinite(jax.tree.leaves(trained)[0]).all()
+    assert (int(metrics.steps), int(metrics.bad_step)) == (1, 1)
+
+
+def test_bytes_become_normalised_pixels_and_tokens_stay():
+    samples = local.Samples(
+        jnp.asarray([[[[0, 255]]], [[[51, 0]]]], jnp.uint8), jnp.zeros(2, jnp.int32),
+        jnp.asarray([1 / (255 * 0.5), 1 / (255 * 0.25)], jnp.float32), jnp.asarray([-1.0, -2.0]),
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        local.gather(samples, jnp.asarray([1, 0])), [[[[-0.6, -2.0]]], [[[-1.0, 2.0]]]], atol=1e-6
+    )
+    tokens = samples._replace(x=jnp.asarray([[3, 4], [5, 6]], jnp.int32))
+    np.testing.assert_array_equal(local.gather(tokens, jnp.asarray([1])), [[5, 6]])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(name="sgd", lr=0.1),
+        dict(name="sgd", lr=0.1, momentum=0.9),
+        dict(name="sgd", lr=0.1, momentum=0.5, weight_decay=0.01),
+        dict(name="sgd", lr=0.1, momentum=0.5, weight_decay=0.01, clip_norm=0.5),
+        dict(name="adam", lr=0.01, weight_decay=0.01),
+        dict(name="adamw", lr=0.01, weight_decay=0.1),
+    ],
+)
+@jax.numpy_dtype_promotion("standard")  # optax's Adam divides by 1 - decay**count, a float to an integer power
+def test_optimizers_are_pytorchs(settings):
+    torch = pytest.importorskip("torch", reason="parity needs the extra 'parity'")
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=4).astype(np.float32)
+    gradients = rng.normal(size=(5, 4)).astype(np.float32)
+
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    given = {name: settings[name] for name in ("lr", "momentum", "weight_decay") if name in settings}
+    optimizer = kinds[settings["name"]]([theirs], **given)
+    for gradient in gradients:
+        theirs.grad = torch.tensor(gradient)
+        if "clip_norm" in settings:
+            torch.nn.utils.clip_grad_norm_([theirs], settings["clip_norm"])
+        optimizer.step()
+
+    ours, transformation = jnp.asarray(start), local.make_optimizer(**settings)
+    state = transformation.init(ours)
+    for gradient in gradients:
+        updates, state = transformation.update(jnp.asarray(gradient), state, ours)
+        ours = optax.apply_updates(ours, updates)
+    np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=2e-5, atol=1e-6)

@@ -1,0 +1,48 @@
+"""The clients' samples on the host: the same bits, and sent ahead of their round."""
+
+import numpy as np
+import pytest
+
+from fedjax_mr.engine import placement
+
+LAYOUTS = [("fedmr", 1, 1), ("fedmr", 1, 3), ("scaffold", 2, 1), ("clusamp", 2, 1)]
+
+
+@pytest.mark.parametrize(("strategy", "devices", "lanes"), LAYOUTS)
+def test_host_and_device_give_the_same_bits(engine, equal, strategy, devices, lanes):
+    results = []
+    for on_host in (False, True):
+        rounds = engine(strategy, "linear", devices=devices, lanes=lanes, data_on_host=on_host)
+        progress, report = rounds.run(rounds.init(), 2)
+        results.append((rounds.run(progress, 1)[0], report, rounds.traffic()))
+    equal(*results)
+
+
+def test_the_next_cohort_is_sent_while_this_one_trains(engine, monkeypatch):
+    rounds, order = engine("fedmr", "linear", devices=1, lanes=1, data_on_host=True), []
+
+    def noting(word, function):
+        def call(*arguments):
+            order.append(word)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(type(rounds), "_fused", noting("train", type(rounds)._fused))
+    monkeypatch.setattr(placement.HostData, "send", noting("send", placement.HostData.send))
+    progress, _ = rounds.run(rounds.init(), 2)
+    rounds.run(progress, 1)
+    assert order == ["send", "train", "send", "train", "send", "train", "send"]
+
+
+def test_what_is_sent(federation):
+    given = federation("linear")
+    samples, index, offsets = given.federation
+    device = placement.jax.sharding.SingleDeviceSharding(placement.jax.devices()[0])
+    data = placement.HostData(samples.x, samples.y, index, offsets, sharding=device)
+    sent = data.send(np.array([2, 5, 2]))
+    assert sent.x.shape == (3, 12, 4, 4, 1) and sent.x.shape == data.shapes(3).x.shape
+    for row, client in enumerate((2, 5, 2)):
+        own = index[offsets[client] : offsets[client + 1]]
+        np.testing.assert_array_equal(sent.x[row, : len(own)], samples.x[own])
+        np.testing.assert_array_equal(sent.y[row, : len(own)], samples.y[own])

@@ -1,0 +1,327 @@
+"""Checkpoints come back bit for bit, survive a kill at any moment, and are never believed when damaged."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
+
+
+class State(NamedTuple):
+    models: dict
+    memory: object = None
+
+
+def state(round=0):
+    """Return a small state whose every number depends on the round."""
+    return State({"params": {"dense": {"kernel": jnp.full((2, 3), round, jnp.float32), "bias": jnp.full(3, round)}}})
+
+
+def error_of(call, *arguments):
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bits_dtypes_and_structure_come_back(tmp_path):
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 256, (4, 12), np.uint8)  # among them NaNs with payloads, infinities and subnormals
+    tree = {
+        "float32": jnp.asarray(bits.view(np.float32)),
+        "bfloat16": bits.view(ml_dtypes.bfloat16),
+        "float16": bits.view(np.float16),
+        "float64": rng.normal(size=3),
+        "integers": [bits, bits.view(np.int32), bits.view(np.uint32), np.array(2**40)],
+        "flags": np.array([True, False]),
+        "scalar": jnp.float32(-0.0),
+        "python": 7,
+        "empty": np.zeros((0, 3), np.float32),
+        "nothing": (None, {}, ()),
+        "named": State({"a b/c.d [0] ü": np.arange(3)}),
+        "key": jax.random.key(5),
+    }
+    meta = {"round": 3, "seconds": 0.1, "name": "é", "list": [1, None, True]}
+    checkpoints = Checkpoints(tmp_path / "deep" / "checkpoints")
+    checkpoints.save(3, tree, meta)
+    restored, restored_meta = Checkpoints(tmp_path / "deep" / "checkpoints").restore(tree)
+    assert restored_meta == meta
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    key, original_key = restored.pop("key"), tree.pop("key")
+    assert key.dtype == original_key.dtype and (jax.random.key_data(key) == jax.random.key_data(original_key)).all()
+    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
+        theirs = np.asarray(theirs)
+        assert isinstance(ours, np.ndarray)
+        assert (ours.dtype, ours.shape, ours.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+
+
+def test_sharded_arrays_are_saved_whole(tmp_path):
+    mesh = jax.make_mesh((2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.device_put(jnp.arange(8.0).reshape(4, 2), jax.NamedSharding(mesh, jax.P("clients")))
+    Checkpoints(tmp_path).save(0, {"rows": rows}, {})
+    restored, _ = Checkpoints(tmp_path).restore({"rows": jax.ShapeDtypeStruct((4, 2), jnp.float32)})
+    np.testing.assert_array_equal(restored["rows"], np.arange(8.0).reshape(4, 2))
+
+
+def test_a_tree_without_numbers(tmp_path):
+    Checkpoints(tmp_path).save(0, {"nothing": None}, {"a": 1})
+    assert Checkpoints(tmp_path).restore({"nothing": None}) == ({"nothing": None}, {"a": 1})
+
+
+def test_the_newest_two_stay(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "none yet")
+    assert checkpoints.rounds() == [] and checkpoints.latest() is None
+    for round in (0, 5, 10):
+        checkpoints.save(round, state(round), {"round": round})
+    assert checkpoints.rounds() == [5, 10] and checkpoints.latest() == 10
+    for round in (5, 10):
+        tree, meta = checkpoints.restore(state(), round)
+        assert meta == {"round": round} and (tree.models["params"]["dense"]["kernel"] == round).all()
+    assert checkpoints.restore(state())[1] == {"round": 10}
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["10", "5"]
+
+
+def test_saving_again_replaces_and_later_rounds_go(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for round in (1, 2, 3):
+        checkpoints.save(round, state(round), {})
+    checkpoints.save(2, state(20), {"again": True})
+    assert checkpoints.rounds() == [1, 2]
+    tree, meta = checkpoints.restore(state())
+    assert meta == {"again": True} and (tree.models["params"]["dense"]["bias"] == 20).all()
+
+
+def test_nothing_is_printed(tmp_path, capfd):
+    Checkpoints(tmp_path).save(0, state(), {})
+    Checkpoints(tmp_path).restore(state())
+    assert capfd.readouterr() == ("", "")
+
+
+# --- Half-written ----------------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys
+import numpy as np
+from fedjax_mr.experiment.checkpoint import Checkpoints
+
+checkpoints = Checkpoints(sys.argv[1])
+for round in range(1, 1_000_000):
+    checkpoints.save(round, {str(i): np.full(20_000, round) for i in range(4)}, {"round": round})
+"""
+
+
+def kill_a_writer(folder, *, after, delay):
+    """Let another process write checkpoints as fast as it can and kill it ``delay`` seconds after round ``after``."""
+    checkpoints, deadline = Checkpoints(folder), time.monotonic() + 120
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    try:
+        while (checkpoints.latest() or 0) < after:
+            assert writer.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(delay)
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+
+
+def check_after_a_kill(folder, *, after):
+    checkpoints = Checkpoints(folder)
+    template = {str(i): np.zeros(20_000, int) for i in range(4)}
+    assert checkpoints.latest() >= after
+    for round in checkpoints.rounds():
+        tree, meta = checkpoints.restore(template, round)
+        assert meta == {"round": round}
+        assert all((leaf == round).all() for leaf in tree.values())
+    newest = checkpoints.latest()
+    checkpoints.save(newest + 1, template, {})
+    assert checkpoints.latest() == newest + 1
+    assert all(path.name.isdecimal() for path in checkpoints.folder.iterdir())  # nothing half-written is left over
+
+
+def test_kill_while_writing(tmp_path):
+    kill_a_writer(tmp_path, after=3, delay=random.uniform(0, 0.05))
+    check_after_a_kill(tmp_path, after=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(12))
+def test_kill_while_writing_many_times(tmp_path, trial):
+    kill_a_writer(tmp_path, after=2, delay=0.005 * trial)
+    check_after_a_kill(tmp_path, after=2)
+
+
+class Death(BaseException):
+    """Stands for a process that stops at once."""
+
+
+# Every step that changes the disk in the course of a save that also replaces and discards.
+STEPS = [(Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (shutil, "rmtree")]
+
+
+@pytest.mark.parametrize(("owner", "name"), STEPS)
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("saved", [2, 3])  # a checkpoint again, and a new one
+def test_death_at_every_step(tmp_path, monkeypatch, owner, name, before, call, saved):
+    checkpoints, calls = Checkpoints(tmp_path), 0
+    for round in (1, 2):
+        checkpoints.save(round, state(round), {})
+    original = getattr(owner, name)
+
+    def die(*arguments, **options):
+        nonlocal calls
+        if Path(arguments[0]).is_relative_to(tmp_path):  # not orbax's own use of the function elsewhere
+            calls += 1
+        if calls == call and before:
+            raise Death
+        result = original(*arguments, **options)
+        if calls == call:
+            raise Death
+        return result
+
+    monkeypatch.setattr(owner, name, die)
+    with contextlib.suppress(Death):
+        checkpoints.save(saved, state(saved), {})
+    monkeypatch.undo()
+    assert calls >= call or call > 1  # every kind of step was met at least once
+    rounds = checkpoints.rounds()
+    assert rounds and rounds[-1] >= saved - 1
+    for round in rounds:
+        tree, _ = checkpoints.restore(state(), round)
+        assert (tree.models["params"]["dense"]["kernel"] == round).all()
+    checkpoints.save(4, state(4), {})
+    assert checkpoints.latest() == 4 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_partial_folders_are_no_checkpoints(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, state(5), {})
+    for name in ("6", ".partial-7", "8.orbax-checkpoint-tmp", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text("half")
+    shutil.copytree(
+        tmp_path / "5" / "arrays", tmp_path / "9" / "arrays"
+    )  # what orbax calls whole, without our manifest
+    shutil.copytree(tmp_path / "5", tmp_path / ".discarded-10")
+    assert checkpoints.rounds() == [5]
+    assert checkpoints.restore(state())[0].models["params"]["dense"]["bias"].max() == 5
+
+
+def test_an_interrupted_replacement_of_a_planted_folder(tmp_path):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "junk").write_text("half")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, state(3), {})
+    assert checkpoints.rounds() == [3] and not (tmp_path / "3" / "junk").exists()
+
+
+# --- Damaged ---------------------------------------------------------------------------------------------------------
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    for round in (1, 2):
+        Checkpoints(folder).save(round, state(round), {"round": round})
+    return folder
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, Path.unlink])
+def test_damage_to_any_file_is_found(two_checkpoints, tmp_path, damage):
+    files = [path.relative_to(two_checkpoints) for path in (two_checkpoints / "2").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for name in files:
+        folder = tmp_path / "copy"
+        shutil.copytree(two_checkpoints, folder)
+        damage(folder / name)
+        if name.name == MANIFEST and damage is Path.unlink:
+            assert Checkpoints(folder).rounds() == [1]  # without a manifest it never was a checkpoint
+        else:
+            message = error_of(Checkpoints(folder).restore, state())
+            assert f"{folder / '2'} is damaged" in message
+            assert str(name.relative_to("2")) in message
+            assert "delete that folder to resume from the previous checkpoint" in message
+            shutil.rmtree(folder / "2")
+        assert Checkpoints(folder).restore(state())[1] == {"round": 1}
+        shutil.rmtree(folder)
+
+
+def test_every_byte_of_the_manifest_counts(two_checkpoints, tmp_path):
+    folder = shutil.copytree(two_checkpoints / "2", tmp_path / "2")
+    manifest = folder / MANIFEST
+    data, rng = manifest.read_bytes(), random.Random(0)
+    for position in rng.sample(range(len(data)), 150):
+        changed = bytearray(data)
+        changed[position] ^= 1 << rng.randrange(8)
+        manifest.write_bytes(changed)
+        error_of(Checkpoints(tmp_path).restore, state())
+
+
+def test_damage_without_an_earlier_checkpoint(two_checkpoints, tmp_path):
+    folder = shutil.copytree(two_checkpoints / "2", tmp_path / "2")
+    flip(folder / MANIFEST)
+    assert "there is no earlier one" in error_of(Checkpoints(tmp_path).restore, state())
+
+
+# --- Not what was expected -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ({"a": np.zeros((2, 4), np.float32)}, ["a is float32[2,3] there and float32[2,4] here"]),
+        ({"a": np.zeros((2, 3), np.float16)}, ["float32[2,3] there", "float16[2,3] here"]),
+        ({"b": np.zeros((2, 3), np.float32)}, ["b is missing there"]),
+        ({}, ["a is float32[2,3] there and missing here"]),
+        ({"a": {"a": np.zeros((2, 3), np.float32)}}, ["a/a is missing there"]),
+    ],
+)
+def test_another_shape_or_structure(tmp_path, template, parts):
+    Checkpoints(tmp_path).save(4, {"a": np.zeros((2, 3), np.float32)}, {})
+    message = error_of(Checkpoints(tmp_path).restore, template)
+    for part in ("does not fit", str(tmp_path / "4"), *parts):
+        assert part in message
+
+
+def test_no_such_checkpoint(tmp_path):
+    assert "no checkpoint" in error_of(Checkpoints(tmp_path / "nowhere").restore, state())
+    Checkpoints(tmp_path).save(4, state(), {})
+    assert "no checkpoint of round 5 (rounds there: 4)" in error_of(Checkpoints(tmp_path).restore, state(), 5)
+
+
+def test_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot write a checkpoint" in error_of(Checkpoints(tmp_path / "file" / "checkpoints").save, 0, state(), {})
+
+
+def test_two_leaves_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="same path"):
+        Checkpoints(tmp_path).save(0, {"a/b": np.ones(1), "a": {"b": np.ones(1)}}, {})

@@ -1,0 +1,440 @@
+"""The run folder is chosen, kept and cut as promised; metrics, summary, progress and event files say what happened."""
+
+import csv
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedjax_mr import config as configuration
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, runs_by_settings
+from fedjax_mr.experiment.report import ProgressBar, TensorBoard, summarise, summary_table
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def error_of(call, *arguments):
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def row(round, **changes):
+    values = {
+        "round": round,
+        "accuracy": round / 100,
+        "loss": 1 / round,
+        "train_loss": 0.1,
+        "similarity": 0.9,
+        "bytes_down": 10 * round,
+        "bytes_up": 20 * round,
+        "images": 7 * round,
+        "seconds": 0.5 * round,
+    }
+    return values | changes
+
+
+def a_run(config, *, rounds=(5, 10), checkpoint=10):
+    """Make a run folder with evaluations and a checkpoint."""
+    folder = RunFolder.open(config)
+    for round in rounds:
+        folder.append(row(round))
+    Checkpoints(folder.path / "checkpoints").save(checkpoint, {"w": np.ones(2)}, {})
+    return folder.path
+
+
+def csv_rows(folder):
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- Which folder ----------------------------------------------------------------------------------------------------
+
+
+def test_new_folders_are_named_from_the_configuration():
+    digest = configuration.digest(Config())
+    paths = [RunFolder.open(Config()).path for _ in range(3)]
+    assert [str(path) for path in paths] == [f"runs/fedmr-digits-cnn_digits-{digest}-{i}" for i in (1, 2, 3)]
+    assert configuration.load(paths[0]) == configuration.parse([])
+    assert (paths[0] / "run.flags").exists()
+    other = RunFolder.open(Config(seed=1)).path
+    assert other.name.endswith("-1") and digest not in other.name
+    own = RunFolder.open(Config(dataset="deep/my own-data.npz")).path
+    assert own.parent == Path("runs") and "-my_own_data-" in own.name
+
+
+def test_concurrent_runs_get_different_folders():
+    start, paths = threading.Barrier(8), []
+
+    def work():
+        start.wait()
+        paths.append(RunFolder.open(Config()).path)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(paths)) == 8
+
+
+def test_run_dir_may_be_new_or_empty():
+    assert RunFolder.open(Config(run_dir="a/b")).path == Path("a/b")
+    Path("c").mkdir()
+    assert not RunFolder.open(Config(run_dir="c")).resumed
+
+
+def test_a_folder_with_something_in_it_is_refused():
+    path = a_run(Config(run_dir="a"))
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    message = error_of(RunFolder.open, Config(run_dir="a"))
+    assert "a is not empty" in message and "--resume" in message and "--overwrite" in message
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_overwrite_removes_the_run_and_nothing_else():
+    path = a_run(Config(run_dir="a"))
+    for name in ("notes.txt", "summary.json", "curves.png"):
+        (path / name).write_text("x")
+    folder = RunFolder.open(Config(run_dir="a", overwrite=True, lr=0.3))
+    assert folder.rows() == [] and not folder.resumed
+    visible = sorted(each.name for each in path.iterdir() if each.name != ".lock")
+    assert visible == ["config.json", "notes.txt", "run.flags"]
+    assert configuration.load(path).lr == 0.3
+    folder.append(row(5))
+    assert [each["round"] for each in read_rows(path)] == [5]
+
+
+def test_overwrite_needs_a_run_folder():
+    Path("precious").mkdir()
+    Path("precious/checkpoints").mkdir()
+    Path("precious/metrics.csv").write_text("mine")
+    assert "does not look like a run folder" in error_of(RunFolder.open, Config(run_dir="precious", overwrite=True))
+    assert Path("precious/metrics.csv").read_text() == "mine"
+    assert RunFolder.open(Config(run_dir="new", overwrite=True)).path == Path("new")
+
+
+def test_overwrite_follows_no_link_out_of_the_folder():
+    path = a_run(Config(run_dir="a"))
+    Path("kept").mkdir()
+    Path("kept/file").write_text("mine")
+    (path / "tensorboard").symlink_to(Path("kept").absolute())
+    RunFolder.open(Config(run_dir="a", overwrite=True))
+    assert Path("kept/file").read_text() == "mine" and not (path / "tensorboard").exists()
+
+
+def test_resume_takes_the_given_folder_or_the_newest_of_the_same_configuration():
+    a_run(Config(run_dir="a"))
+    folder = RunFolder.open(Config(run_dir="a", resume=True))
+    assert folder.resumed and [each["round"] for each in folder.rows()] == [5, 10]
+    paths = [a_run(Config()) for _ in range(11)]  # 11 comes after 2
+    a_run(Config(seed=1))
+    assert RunFolder.open(Config(resume=True)).path == paths[-1]
+    assert RunFolder.open(Config(resume=True, lanes=2, progress=False, checkpoint_every=3)).path == paths[-1]
+    RunFolder.open(Config())  # one that was stopped before its first checkpoint
+    assert RunFolder.open(Config(resume=True)).path == paths[-1]
+
+
+def test_a_run_of_a_version_with_fewer_options_is_known_by_its_settings():
+    """As the run folder was named before an option with a default was added; the folder's name does not matter."""
+    path = a_run(Config())
+    values = json.loads((path / "config.json").read_text())
+    del values["fedmr_unit"], values["public_max"]
+    old = path.rename("runs/fedmr-digits-cnn_digits-01234567-3")
+    (old / "config.json").write_text(json.dumps(values))
+    Path("runs/fedmr-digits-cnn_digits-89abcdef-1").mkdir()
+    Path("runs/fedmr-digits-cnn_digits-89abcdef-1/config.json").write_text('{"strategy": "fedmr", "of_later": 1}')
+    assert RunFolder.open(Config(resume=True)).path == old
+    assert runs_by_settings("runs") == {configuration.digest(Config()): [old]}
+    assert runs_by_settings("nowhere") == {}
+    assert "no run of this configuration" in error_of(RunFolder.open, Config(public_max=5, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"lr": 0.77}, f"lr: 0.77 (saved {Config().lr})"),
+        ({"rounds": 7}, f"rounds: 7 (saved {Config().rounds})"),
+        ({"strategy": "fedavg"}, "strategy: fedavg (saved fedmr)"),
+        ({"lr": 0.77, "seed": 3}, f"lr: 0.77 (saved {Config().lr}); seed: 3 (saved 0)"),
+    ],
+)
+def test_resuming_a_changed_configuration_is_refused(changes, part):
+    a_run(Config(run_dir="a"))
+    assert part in error_of(RunFolder.open, Config(run_dir="a", resume=True, **changes))
+
+
+def test_resume_without_a_checkpoint_is_refused():
+    assert "no folder nowhere" in error_of(RunFolder.open, Config(run_dir="nowhere", resume=True))
+    assert "no run of this configuration" in error_of(RunFolder.open, Config(resume=True))
+    Path("empty").mkdir()
+    assert "empty has no checkpoint; is it" in error_of(RunFolder.open, Config(run_dir="empty", resume=True))
+    RunFolder.open(Config(run_dir="early"))
+    (Path("early") / "checkpoints" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert "no checkpoint; start it anew with" in error_of(RunFolder.open, Config(run_dir="early", resume=True))
+    assert RunFolder.open(Config(run_dir="early", overwrite=True)).path == Path("early")
+
+
+def test_resume_of_something_else_is_refused():
+    Checkpoints("other/checkpoints").save(0, {"w": np.ones(1)}, {})
+    assert "no config.json" in error_of(RunFolder.open, Config(run_dir="other", resume=True))
+    message = error_of(RunFolder.open, Config(run_dir="other", resume=True, overwrite=True))
+    assert "--resume" in message and "--overwrite" in message
+
+
+@pytest.mark.parametrize("run_dir", ["file", "file/run", "/proc/run"])
+def test_unwritable_folders(run_dir):
+    Path("file").write_text("")
+    assert run_dir in error_of(RunFolder.open, Config(run_dir=run_dir))
+
+
+def test_unwritable_root():
+    Path("runs").write_text("a file in the way")
+    assert "cannot write into runs" in error_of(RunFolder.open, Config())
+
+
+def test_a_run_to_compare_with_must_be_there():
+    assert "elsewhere is not a run folder" in error_of(RunFolder.open, Config(compare_to=("elsewhere",)))
+    assert not Path("runs").exists()
+    a_run(Config(run_dir="a"))
+    RunFolder.open(Config(compare_to=("a",)))
+
+
+def test_a_folder_in_use_is_refused():
+    a_run(Config(run_dir="a"))
+    hold = "import fcntl, sys; file = open('a/.lock', 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline()
+        for mode in ({"resume": True}, {"overwrite": True}):
+            assert "another process is at work in a" in error_of(RunFolder.open, Config(run_dir="a", **mode))
+        other.communicate()
+    assert RunFolder.open(Config(run_dir="a", resume=True)).last_row() == row(10)
+
+
+# --- Metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_both_files_hold_every_row():
+    folder = RunFolder.open(Config(run_dir="a"))
+    assert folder.last_row() is None
+    rows = [row(5), row(10, accuracy=np.float32(0.5), loss=np.float64(0.1), images=np.int64(3))]
+    for each in rows:
+        folder.append(each)
+        assert read_rows("a")[-1]["round"] == each["round"]  # on the disk at once
+    assert read_rows("a") == folder.rows() == rows
+    assert folder.last_row() == rows[-1]
+    with Path("a/metrics.csv").open() as file:
+        assert file.readline() == ",".join(COLUMNS) + "\n"
+    assert [{name: float(text) for name, text in each.items()} for each in csv_rows("a")] == rows
+    assert " ".join(COLUMNS) == "round accuracy loss train_loss similarity bytes_down bytes_up images seconds"
+
+
+def test_more_columns_follow_the_fixed_ones():
+    folder = RunFolder.open(Config(run_dir="a"))
+    folder.append({"extra": 1.5} | row(5))
+    folder.append(row(10))
+    folder.append(row(15, late=3))
+    assert list(csv_rows("a")[0]) == [*COLUMNS, "extra", "late"]
+    assert [(each["extra"], each["late"]) for each in csv_rows("a")] == [("1.5", ""), ("", ""), ("", "3")]
+    assert [each["round"] for each in read_rows("a")] == [5, 10, 15]
+
+
+def test_numbers_that_are_not_finite_stay_valid_json():
+    folder = RunFolder.open(Config(run_dir="a"))
+    folder.append(row(5, loss=float("nan"), accuracy=np.float32("inf")))
+    text = Path("a/metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
+    assert folder.last_row()["accuracy"] is None and read_rows("a") == folder.rows()
+    assert csv_rows("a")[0]["loss"] == ""
+    folder.write_summary({"loss_last": float("nan"), "versions": {"x": np.float32(1)}, "list": (np.inf, 2)})
+    summary = json.loads(Path("a/summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary == {"loss_last": None, "versions": {"x": 1.0}, "list": [None, 2]}
+
+
+def test_rows_newer_than_the_checkpoint_are_cut():
+    a_run(Config(run_dir="a"), rounds=(5, 10, 15, 20), checkpoint=10)
+    folder = RunFolder.open(Config(run_dir="a", resume=True))
+    folder.cut(10)
+    folder.append(row(15, accuracy=0.77))
+    assert [each["round"] for each in read_rows("a")] == [5, 10, 15]
+    assert [each["accuracy"] for each in csv_rows("a")] == ["0.05", "0.1", "0.77"]
+    folder.cut(0)
+    assert read_rows("a") == csv_rows("a") == []
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_a_half_written_last_line_is_left_out(cut_first):
+    path = a_run(Config(run_dir="a"), rounds=(5, 10, 15), checkpoint=10)
+    text = (path / "metrics.jsonl").read_text()
+    for length in range(len(text) - len(text.splitlines()[-1]) - 1, len(text)):
+        (path / "metrics.jsonl").write_text(text[:length])
+        (path / "metrics.csv").write_text("round,acc")
+        folder = RunFolder.open(Config(run_dir="a", resume=True))
+        assert [each["round"] for each in folder.rows()] == [5, 10]
+        if cut_first:
+            folder.cut(10)
+        folder.append(row(15))
+        assert (path / "metrics.jsonl").read_text() == text
+        assert [each["round"] for each in csv_rows("a")] == ["5", "10", "15"]
+
+
+def test_a_full_disk_is_one_line():
+    folder = RunFolder.open(Config(run_dir="a"))
+    folder.append(row(5))
+    for name, write in (
+        ("metrics.jsonl", lambda: folder.append(row(10))),
+        ("summary.json", lambda: folder.write_summary({})),
+    ):
+        (Path("a") / name).unlink(missing_ok=True)
+        (Path("a") / name).mkdir()  # as unwritable for root as for others
+        assert "cannot write" in error_of(write)
+
+
+def test_a_damaged_file_is_named():
+    path = a_run(Config(run_dir="a"))
+    (path / "metrics.jsonl").write_text('{"round": 5}\n{"rou\n{"round": 15}\n')
+    assert "metrics.jsonl is damaged" in error_of(read_rows, "a")
+
+
+def test_files_are_replaced_whole(monkeypatch):
+    folder = RunFolder.open(Config(run_dir="a"))
+    folder.write_summary({"rounds": 1})
+    monkeypatch.setattr(json, "dumps", lambda *arguments, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        folder.write_summary({"rounds": 2})
+    assert json.loads(Path("a/summary.json").read_text()) == {"rounds": 1}
+    assert sorted(each.name for each in Path("a").iterdir()) == [".lock", "config.json", "run.flags", "summary.json"]
+
+
+# --- Summary ---------------------------------------------------------------------------------------------------------
+
+
+def test_summary():
+    rows = [row(round, accuracy=accuracy) for round, accuracy in enumerate([0.1, 0.6, 0.5, 0.9, 0.7] * 4, start=1)]
+    assert summarise(rows, 0.6) == {
+        "accuracy_last": 0.7,
+        "accuracy_best": 0.9,
+        "accuracy_mean_last_10": pytest.approx(0.56),
+        "loss_last": 1 / 20,
+        "rounds": 20,
+        "rounds_to_target": 2,
+        "bytes_down": 200,
+        "bytes_up": 400,
+    }
+    assert summarise(rows)["rounds_to_target"] is None
+    assert summarise(rows, 0.95)["rounds_to_target"] is None
+    assert summarise(rows[:3])["accuracy_mean_last_10"] == pytest.approx(0.4)
+
+
+def test_summary_of_nothing_and_of_a_diverged_run():
+    nothing = summarise([], 0.5)
+    assert nothing["rounds"] == nothing["bytes_down"] == 0 and nothing["accuracy_best"] is None
+    diverged = summarise([row(1), row(2, accuracy=math.nan, loss=math.nan)], 0.01)
+    assert diverged["accuracy_last"] is None and diverged["loss_last"] is None
+    assert diverged["accuracy_best"] == diverged["accuracy_mean_last_10"] == 0.01 and diverged["rounds_to_target"] == 1
+
+
+def test_summary_table():
+    text = summary_table(
+        summarise([row(150, accuracy=0.97123, bytes_down=2_500_000)], 0.9)
+        | {"compile_seconds": 4.26, "seconds_per_round": 0.1234, "images_per_second": 8123.4, "peak_memory_bytes": 5e8}
+    )
+    lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+    assert dict(lines)["accuracy, last"] == "0.9712"
+    assert dict(lines)["rounds"] == dict(lines)["rounds to the target"] == "150"
+    assert dict(lines)["sent to clients"] == "2.5 MB"
+    assert dict(lines)["speed"] == "8,123 images/s"
+    assert len({line.index(value) for line, (_, value) in zip(text.splitlines(), lines, strict=True)}) == 1
+    assert "target" not in summary_table(summarise([row(1)]))
+    assert "among" not in text
+    assert "sent among clients         1.5 MB" in summary_table(summarise([row(1) | {"bytes_peer": 1.5e6}]))
+    assert summary_table({}) == ""
+
+
+# --- While it runs ---------------------------------------------------------------------------------------------------
+
+
+def test_progress_shows_round_accuracy_speed_and_time_left(capsys):
+    bar = ProgressBar(20, 5)
+    bar.update(10, images_per_second=8123.4)
+    bar.update(20, images_per_second=8000, row=row(20, accuracy=0.5))
+    bar.close()
+    out, shown = capsys.readouterr()
+    assert out == ""
+    last = shown.replace("\r", "\n").strip().splitlines()[-1]
+    for part in ("round 20/20", "accuracy 0.5000", "8,000 images/s", "00:00 left"):
+        assert part in last
+    assert "round 5/20" in shown
+
+
+def test_time_left_ignores_the_compilation(capsys, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    bar = ProgressBar(101)
+    now += 600  # compilation and the first round
+    bar.update(1, images_per_second=1)
+    now += 10
+    bar.update(11, images_per_second=1)  # one second per round: 90 are left
+    bar.close()
+    assert "01:30 left" in capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+
+
+def test_progress_of_a_diverged_model_and_quiet(capsys):
+    bar = ProgressBar(20)
+    bar.update(20, images_per_second=1, row={"round": 20, "accuracy": None})
+    bar.close()
+    assert "accuracy" not in capsys.readouterr().err
+    bar = ProgressBar(20, quiet=True)
+    bar.update(20, images_per_second=1, row=row(20))
+    bar.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_tensorboard_event_files():
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    board = TensorBoard("a")
+    board.write(row(5, loss=math.nan, extra=2))
+    board.write(row(10))
+    board.close()
+    (path,) = Path("a/tensorboard").iterdir()
+    data, found = path.read_bytes(), {}  # records of: length (8 bytes), checksum (4), event, checksum (4)
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + length])
+        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        data = data[16 + length :]
+    assert found["accuracy", 5] == pytest.approx(0.05) and found["extra", 5] == 2.0
+    assert ("loss", 5) not in found and found["loss", 10] == pytest.approx(0.1)
+    assert not any(tag == "round" for tag, _ in found)
+
+
+def test_tensorboard_without_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    board = TensorBoard("a")
+    board.write(row(5))
+    board.close()
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "fedjax-mr[tensorboard]" in shown
+    assert not Path("a").exists()
+
+
+def test_every_field_that_names_a_folder_is_left_out_of_the_digest():
+    same = dataclasses.replace(Config(), run_dir="x", resume=True, compare_to=("y",), data_dir="z")
+    assert configuration.digest(same) == configuration.digest(Config())

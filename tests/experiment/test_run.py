@@ -1,0 +1,322 @@
+"""Whole runs: records, resuming after any death, the command, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr import main as command
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.folder import run_state
+from fedjax_mr.experiment.run import Experiment, Interrupted
+
+SMALL = dict(model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, progress=False)
+FLAGS = [f"--{name}={value}" for name, value in SMALL.items() if name != "progress"]
+FLAGS.append("--noprogress")
+SUMMARY = [
+    "accuracy_last",
+    "accuracy_best",
+    "accuracy_mean_last_10",
+    "loss_last",
+    "rounds",
+    "rounds_to_target",
+    "bytes_down",
+    "bytes_up",
+    "compile_seconds",
+    "seconds_per_round",
+    "images_per_second",
+    "peak_memory_bytes",
+    "strategy",
+    "seed",
+]
+COLUMNS = ["round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def numbers(folder):
+    """Return the metric rows without their times."""
+    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """An uninterrupted run, which others are compared with."""
+    return fmr.run(fmr.Config(**SMALL, run_dir=str(tmp_path_factory.mktemp("straight"))))
+
+
+def test_the_run_folder_holds_everything(straight):
+    names = {path.name for path in straight.folder.iterdir() if not path.name.startswith(".")}
+    assert names == {
+        "checkpoints", "config.json", "run.flags", "metrics.jsonl", "metrics.csv", "summary.json", "curves.png",
+        "partition.npz", "partition.png",
+    }  # fmt: skip
+    summary = json.loads((straight.folder / "summary.json").read_text())
+    assert set(SUMMARY) <= set(summary)
+    header, *lines = (straight.folder / "metrics.csv").read_text().splitlines()
+    assert header.split(",")[: len(COLUMNS)] == COLUMNS
+    assert [line.split(",")[0] for line in lines] == ["2", "4", "6"]
+    last = straight.rows[-1]
+    assert last["bytes_down"] == last["bytes_up"] == 6 * 3 * straight.model.num_parameters() * 4
+    assert 0 < last["accuracy"] <= 1
+    assert last["images"] > 0
+    assert (straight.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_gives_the_same_numbers_as_python(straight, tmp_path, capsys):
+    assert command.main([*FLAGS, "--run_dir=a"]) == 0
+    assert numbers("a") == numbers(straight.folder)
+    output = capsys.readouterr().out
+    assert "accuracy, last" in output
+    assert output.rstrip().endswith("run folder: a")
+    assert command.main(["--flagfile=a/run.flags", "--run_dir=b"]) == 0  # the kept flags run again
+    assert numbers("b") == numbers("a")
+
+
+def test_an_exception_in_any_call_loses_only_the_rounds_since_the_checkpoint(straight, monkeypatch, equal):
+    """Stop in the middle (as a crash would), resume: the same rows and the same weights, bit for bit."""
+    config = fmr.Config(**SMALL, run_dir="a")
+    calls = []
+    ordinary = Experiment._evaluate
+
+    def crash(self, progress, report, done):
+        if done == 4 and not calls:
+            calls.append(done)
+            raise RuntimeError("power failure")
+        return ordinary(self, progress, report, done)
+
+    monkeypatch.setattr(Experiment, "_evaluate", crash)
+    with pytest.raises(RuntimeError, match="power failure"):
+        fmr.run(config)
+    resumed = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))
+    assert numbers("a") == numbers(straight.folder)
+    equal(resumed.variables, straight.variables)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
+    ordinary = Experiment._train
+
+    def interrupt(self, progress, count):
+        if int(progress.round) == 3 and not self.folder.resumed:
+            os.kill(os.getpid(), signal.SIGINT)
+        return ordinary(self, progress, 1)
+
+    monkeypatch.setattr(Experiment, "_train", interrupt)
+    monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
+    with pytest.raises(Interrupted, match=r"stopped after round 4 of 6, saved; .*--run_dir=a --resume") as stop:
+        fmr.run(fmr.Config(**SMALL, run_dir="a"))
+    assert stop.value.exit_code == 130
+    resumed = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))
+    assert numbers("a") == numbers(straight.folder)
+    equal(resumed.variables, straight.variables)
+    again = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))  # finished: nothing is left to do
+    assert again.summary["rounds"] == 6
+    assert numbers("a") == numbers(straight.folder)
+
+
+def test_resume_takes_the_newest_run_of_the_same_configuration():
+    first, second = (fmr.run(fmr.Config(**SMALL)).folder for _ in range(2))
+    other = fmr.run(fmr.Config(**SMALL | dict(seed=1))).folder
+    assert len({first, second, other}) == 3
+    assert fmr.run(fmr.Config(**SMALL, resume=True)).folder == second
+
+
+def test_the_partition_never_depends_on_the_strategy(straight):
+    for strategy in ("fedavg", "indep"):
+        result = fmr.run(fmr.Config(**SMALL, strategy=strategy, run_dir=strategy))
+        assert result.summary["partition_hash"] == straight.summary["partition_hash"]
+    assert "individual_mean" in result.rows[-1]
+
+
+def test_results_do_not_depend_on_the_layout(straight, close):
+    for devices, lanes in ((1, 1), (1, 3), (2, 2)):
+        config = fmr.Config(**SMALL, devices=devices, lanes=lanes, run_dir=f"{devices}{lanes}")
+        close(fmr.run(config).variables, straight.variables)
+
+
+def test_held_out_clients_are_tested_at_the_end():
+    result = fmr.run(fmr.Config(**SMALL, holdout_clients=2, run_dir="a"))
+    assert 0 < result.summary["holdout_accuracy"] < 1
+    assert result.summary["holdout_loss"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["hypcluster", "local"])
+def test_held_out_clients_without_a_deployed_model_are_named(strategy, capsys):
+    """The others are tested as if these were not there."""
+    config = fmr.Config(**SMALL | {"strategy": strategy, "rounds": 1, "progress": True}, holdout_clients=2, run_dir="a")
+    result = fmr.run(config)
+    shown = capsys.readouterr().err
+    assert f"the 2 clients that never train are not tested: {strategy} deploys no model" in shown
+    assert "holdout_accuracy" not in result.summary and 0 < result.summary["personal_accuracy"] < 1
+
+
+def test_ones_own_arrays():
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 300).astype(np.int32)
+    x = (rng.normal(size=(300, 4, 4, 1)) + y[:, None, None, None]).astype(np.float32)
+    own = fmr.Dataset("mine", x[:240], y[:240], x[240:], y[240:], num_classes=3)
+    result = fmr.run(fmr.Config(**SMALL, run_dir="a"), dataset=own)
+    assert result.summary["accuracy_best"] > 0.5
+
+
+def test_stopping_and_targets():
+    result = fmr.run(fmr.Config(**SMALL, target_accuracy=0.2, stop_at_accuracy=0.2, run_dir="a"))
+    assert result.summary["rounds"] == result.summary["rounds_to_target"] < 6
+    again = fmr.run(fmr.Config(**SMALL, target_accuracy=0.2, stop_at_accuracy=0.2, run_dir="a", resume=True))
+    assert again.summary["rounds"] == result.summary["rounds"]
+
+
+def test_divergence_stops_at_the_round_and_keeps_the_checkpoint(capsys):
+    flags = ["--model=mlp", *FLAGS[1:], "--lr=1e12", "--optimizer=sgd", "--momentum=0.9"]
+    assert command.main([*flags, "--run_dir=a"]) == 3
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "diverged: client" in line
+    assert "local step" in line
+    latest = Checkpoints("a/checkpoints").latest()
+    assert latest is not None
+    assert f"checkpoint of round {latest}" in line
+    assert (run_state("a"), Path("a/diverged.txt").read_text()) == ("diverged", line.removeprefix("fedjax-mr: "))
+    assert command.main([*flags, "--run_dir=b", "--allow_nonfinite"]) == 0
+    assert json.loads(Path("b/summary.json").read_text())["loss_last"] is None
+
+
+BAD = {
+    "unknown strategy": (["--strategy=fedrm"], "unknown strategy 'fedrm'; did you mean 'fedmr'?"),
+    "unknown model": (["--model=cnn_digit"], "did you mean 'cnn_digits'?"),
+    "unknown data set": (["--dataset=digit"], "did you mean 'digits'?"),
+    "out of range": (["--lr=-1"], "--lr=-1.0 is out of range (allowed: > 0)"),
+    "K > N": (["--cohort=30"], "--cohort=30 is more than --clients=20"),
+    "empty clients": (["--clients=1438", "--cohort=2"], "1438 clients are more than the 1437 training samples"),
+    "resume nothing": (["--resume", "--run_dir=absent"], "cannot resume: there is no folder absent"),
+    "unknown flag": (["--stratgy=fedmr"], "unknown flag --stratgy; did you mean --strategy?"),
+    "missing flag file": (["--flagfile=exp/none.flags"], "cannot read the flag file"),
+    "unwritable": (["--run_dir=file/run"], "cannot write into file/run"),
+    "not a run": (["--compare_to=nowhere"], "nowhere is not a run folder"),
+    "devices": (["--devices=0"], "--devices=0 is out of range"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(case, capsys):
+    Path("file").write_text("in the way")
+    flags, expected = BAD[case]
+    assert command.main([*flags, "--noprogress"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert expected in output.err
+    assert sorted(path.name for path in Path().iterdir()) in (["file"], ["file", "runs"])
+
+
+def test_bad_resumes_are_one_line(straight, capsys):
+    config = [*FLAGS, "--run_dir=a"]
+    assert command.main(config) == 0
+    for flags, expected in (
+        (config, "a is not empty: --resume goes on with the run in it, --overwrite replaces it"),
+        ([*config, "--resume", "--lr=0.1", "--rounds=9"], "settings: lr: 0.1 (saved 0.05); rounds: 9 (saved 6)"),
+    ):
+        capsys.readouterr()
+        assert command.main(flags) == 2
+        assert expected in capsys.readouterr().err
+    for path in Path("a/checkpoints/6").rglob("*"):
+        if path.is_file() and path.stat().st_size > 100 and path.name != "manifest.json":
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+    assert command.main([*config, "--resume"]) == 2
+    line = capsys.readouterr().err
+    assert "checkpoints/6 is damaged" in line
+    assert line.count("\n") == 1
+    assert command.main([*config, "--overwrite"]) == 0
+
+
+# --- the real command -------------------------------------------------------------------------------------------------
+
+
+def start(*flags):
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "fedjax_mr.main", *FLAGS, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def wait_for(path, count, process):
+    deadline = time.monotonic() + 120
+    while not (path.exists() and len(path.read_text().splitlines()) >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+LONG = ("--rounds=100", "--eval_every=2")
+
+
+def test_kill_9_and_resume_end_with_the_same_bits(equal):
+    process = start(*LONG, "--run_dir=killed")
+    wait_for(Path("killed/metrics.jsonl"), 5, process)
+    process.kill()
+    process.communicate()
+    assert 5 <= len(numbers("killed")) < 50
+    for flags in (["--run_dir=killed", "--resume"], ["--run_dir=whole"]):
+        process = start(*LONG, *flags)
+        output = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    assert numbers("killed") == numbers("whole")
+    finished = SMALL | dict(rounds=100, resume=True)
+    killed, whole = (fmr.run(fmr.Config(**finished, run_dir=folder)) for folder in ("killed", "whole"))
+    equal(killed.state, whole.state)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_the_command_with_their_code(number, code):
+    process = start(*LONG, "--run_dir=stopped")
+    wait_for(Path("stopped/metrics.jsonl"), 2, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert errors.splitlines()[-1].startswith("fedjax-mr: stopped after round ")
+    assert errors.splitlines()[-1].endswith("--run_dir=stopped --resume")
+    assert "Traceback" not in errors
+
+
+def test_the_real_command_refuses_in_one_line():
+    process = start("--strategy=fedrm")
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output) == (2, "")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_thousands_of_short_rounds_on_two_devices_under_load_never_hang(engine):
+    """Collectives between CPU devices of one process can deadlock when cores are busy; the engine has none."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        for strategy in ("fedavg", "fedmr"):
+            trained = engine(strategy, devices=2)
+            progress = trained.init()
+            for _ in range(30):
+                progress, report = trained.run(progress, 100)
+            assert int(progress.round) == 3000
+            assert np.isfinite(float(report.train_loss))
+            assert jax.tree.leaves(progress.server)[0].shape
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()

@@ -1,0 +1,326 @@
+"""Secure recombination with real messages: the same models as the simulation, and what the protocol refuses."""
+
+import builtins
+import dataclasses
+import doctest
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.secure import messages as secure
+from fedjax_mr.secure.exchange import Exchange, draw
+from fedjax_mr.strategies.base import independent_starts
+
+pytest.importorskip("cryptography", reason="the messages are encrypted: pip install 'fedjax_mr[secure]'")
+
+SIZES = {"conv": 12, "dense": 5}
+few = hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+
+
+def layers_of(client):
+    """Return layers of which every byte tells the owner."""
+    return {name: bytes([client]) * size for name, size in SIZES.items()}
+
+
+@dataclasses.dataclass
+class Scripted:
+    """The choices of one client in given exchanges [U, K] of a simulation; its id is its row there."""
+
+    client: int
+    names: tuple
+    steps: list
+    begun: int = 0
+
+    def receivers(self, names, others):
+        self.step, self.begun = self.steps[self.begun], self.begun + 1
+        holders = self.step.holders[:, self.client]
+        return {name: int(holders[unit]) for unit, name in enumerate(self.names) if holders[unit] != self.client}
+
+    def order(self, name, count):
+        unit = self.names.index(name)
+        met = np.flatnonzero(self.step.holders[unit] == self.client).tolist()
+        senders = [client for client in met if client != self.client]
+        own = [self.client] if self.client in met else []
+        places = own + senders  # the buffer: first what was kept, then what came, in the order of the clients
+        return [places.index(self.step.permutations[unit, client]) for client in senders + own]
+
+
+def started(clients=(0, 1, 2), share=0.5, round=4):
+    server = secure.Server(SIZES, clients)
+    announcement = server.announce(round=round)
+    choices = secure.RandomChoices(share)
+    return server, {client: secure.Party(client, layers_of(client), announcement, choices) for client in clients}
+
+
+def everything_to(receiver):
+    """Return choices that send all layers to one client and give back in the order of arrival."""
+
+    class Choices:
+        def receivers(self, names, others):
+            return dict.fromkeys(names, receiver) if receiver in others else {}
+
+        def order(self, name, count):
+            return sorted(range(count), key=lambda place: place == 0)  # the holder's own, if kept, is the first
+
+    return Choices()
+
+
+@functools.cache
+def program(count):
+    return jax.jit(lambda key: draw(key, num_units=2, count=count, share=0.6))
+
+
+@few
+@hypothesis.given(st.sampled_from([1, 2, 5]), st.integers(1, 3), st.integers(0, 2**31 - 1))
+def test_the_same_choices_give_the_same_models_as_the_simulation(count, repetitions, seed):
+    keys = jax.random.split(jax.random.key(seed), repetitions)
+    steps = [Exchange(*map(np.asarray, program(count)(key))) for key in keys]
+    names, owners = tuple(SIZES), np.broadcast_to(np.arange(count), (2, count))
+    for step in steps:
+        owners = np.take_along_axis(owners, step.permutations, axis=1)
+
+    server = secure.Server(SIZES, range(count))
+    announcement = server.announce(round=0)
+    parties = {
+        client: secure.Party(client, layers_of(client), announcement, Scripted(client, names, steps))
+        for client in range(count)
+    }
+    secure.exchange_layers(parties, repetitions=repetitions)
+    for party in parties.values():
+        server.receive(party.upload())
+    opened = server.open()
+    for unit, name in enumerate(names):
+        assert [opened[client][name] for client in range(count)] == [bytes([o]) * SIZES[name] for o in owners[unit]]
+
+
+@few
+@hypothesis.given(st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3))
+def test_each_layers_copies_arrive_once(count, share, repetitions):
+    server, parties = started(tuple(range(10, 10 + count)), share)
+    secure.exchange_layers(parties, repetitions=repetitions)
+    for client in reversed(parties):
+        server.receive(parties[client].upload())
+    opened = server.open()
+    assert list(opened) == list(parties)
+    for name, size in SIZES.items():
+        assert sorted(model[name] for model in opened.values()) == [bytes([client]) * size for client in parties]
+    if share == 0 or count == 1 or repetitions == 0:
+        assert opened == {client: layers_of(client) for client in parties}
+
+
+def test_models_survive_the_way_through_bytes(federation):
+    problem = federation("perceptron").problem
+    stacked = jax.device_get(jax.jit(lambda key: independent_starts(problem, key))(jax.random.key(0)))
+    models = [trees.take(stacked, row) for row in range(problem.cohort_size)]
+    packed = [secure.pack(model, problem.layers) for model in models]
+    sizes = {name: len(layer) for name, layer in packed[0].items()}
+    assert sum(sizes.values()) == trees.num_bytes(models[0])
+    server = secure.Server(sizes, range(3))
+    announcement = server.announce(round=1)
+    parties = {client: secure.Party(client, packed[client], announcement) for client in range(3)}
+    secure.exchange_layers(parties, repetitions=3)
+    for party in parties.values():
+        server.receive(party.upload())
+    back = [secure.unpack(each, problem.layers, problem.model.shapes()) for each in server.open().values()]
+    rows = lambda trees: sorted(tuple(np.asarray(leaf).tobytes() for leaf in leaves) for leaves in trees)
+    for layer in problem.layers:
+        pick = lambda tree, layer=layer: [jax.tree.leaves(tree)[leaf] for leaf in layer.leaves]
+        assert rows(map(pick, models)) == rows(map(pick, back))
+    described = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    assert described(back[0]) == described(problem.model.shapes())
+
+
+def test_a_sealed_layer_shows_neither_content_nor_owner():
+    server, parties = started()
+    sealed = {client: parties[client].upload().layers for client in parties}
+    for client, layers in sealed.items():
+        for layer in layers:
+            assert [field.name for field in dataclasses.fields(layer)] == ["round", "name", "sealed"]
+            assert len(layer.sealed) == SIZES[layer.name] + secure.OVERHEAD
+            assert layers_of(client)[layer.name] not in layer.sealed
+    # Equal layers of equal owners are sealed differently, with another ephemeral key each.
+    again = secure.Party(0, layers_of(0), server.announce(round=4)).upload().layers
+    everything = [layer.sealed for layers in [*sealed.values(), again] for layer in layers]
+    assert len({each[:32] for each in everything}) == len(everything) == 8
+
+
+# --- What the server refuses ----------------------------------------------------------------------------------------
+
+
+def uploads_of(parties):
+    return [party.upload() for party in parties.values()]
+
+
+def changed(upload, layer):
+    """Return an upload with its first layer replaced."""
+    return dataclasses.replace(upload, layers=(layer, *upload.layers[1:]))
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 40, -1])
+def test_the_server_notices_a_changed_layer(place):
+    server, parties = started()
+    first, *others = uploads_of(parties)
+    sealed = bytearray(first.layers[0].sealed)
+    sealed[place] ^= 1
+    for upload in (changed(first, dataclasses.replace(first.layers[0], sealed=bytes(sealed))), *others):
+        server.receive(upload)
+    with pytest.raises(secure.TamperedLayer, match="'conv' uploaded by client 0"):
+        server.open()
+
+
+def test_the_server_notices_a_layer_of_another_round_or_place():
+    server, parties = started(round=4)
+    old = uploads_of(parties)
+    announcement = server.announce(round=5)
+    parties = {client: secure.Party(client, layers_of(client), announcement) for client in parties}
+    new = uploads_of(parties)
+    with pytest.raises(secure.WrongRound, match="round 4 came in round 5"):
+        server.receive(old[0])
+    with pytest.raises(secure.WrongRound):
+        server.receive(dataclasses.replace(old[0], round=5))  # the layers say it too
+    relabelled = dataclasses.replace(old[0].layers[0], round=5)
+    for upload in (changed(new[0], relabelled), *new[1:]):
+        server.receive(upload)
+    with pytest.raises(secure.TamperedLayer):
+        server.open()
+
+
+def test_the_round_and_the_name_are_authenticated_under_one_key():
+    """Not only the new key refuses: with the key kept, another round, name or length does too."""
+    server = secure.Server({"a": 4, "b": 4}, (0,))
+    announcement = server.announce(round=1)
+    upload = secure.Party(0, {"a": b"aaaa", "b": b"bbbb"}, announcement).upload()
+    a, b = upload.layers
+    swapped = (dataclasses.replace(b, name="a"), dataclasses.replace(a, name="b"))
+    server.receive(dataclasses.replace(upload, layers=swapped))
+    with pytest.raises(secure.TamperedLayer):
+        server.open()
+    server._announcement = dataclasses.replace(announcement, round=2)
+    server._uploads = {0: upload}
+    with pytest.raises(secure.TamperedLayer):
+        server.open()
+    server._announcement = announcement
+    assert server.open() == {0: {"a": b"aaaa", "b": b"bbbb"}}
+
+
+def test_the_server_refuses_repeated_foreign_and_incomplete_uploads():
+    server, parties = started()
+    first, second, third = uploads_of(parties)
+    server.receive(first)
+    with pytest.raises(secure.ReplayedMessage, match="client 0 has uploaded before"):
+        server.receive(first)
+    with pytest.raises(secure.UnexpectedMessage, match="client 9"):
+        server.receive(dataclasses.replace(second, sender=9))
+    with pytest.raises(secure.MissingLayer, match="client 1"):
+        server.receive(dataclasses.replace(second, layers=second.layers[:1]))
+    with pytest.raises(secure.TamperedLayer, match="59 sealed bytes"):
+        cut = dataclasses.replace(second.layers[0], sealed=second.layers[0].sealed[:-1])
+        server.receive(changed(second, cut))
+    with pytest.raises(secure.MissingLayer, match=r"clients \[1, 2\]"):
+        server.open()
+    server.receive(changed(second, first.layers[0]))
+    server.receive(third)
+    with pytest.raises(secure.ReplayedMessage, match="clients 0 and 1 uploaded the same sealed 'conv'"):
+        server.open()
+
+
+def test_a_round_is_opened_once():
+    server, parties = started()
+    for upload in uploads_of(parties):
+        server.receive(upload)
+    server.open()
+    with pytest.raises(secure.WrongRound, match="announce"):
+        server.open()
+
+
+# --- What a client refuses ------------------------------------------------------------------------------------------
+
+
+def test_a_client_refuses_what_is_not_for_it_now():
+    _, parties = started()
+    for party in parties.values():
+        party.choices = everything_to(2)
+    sent = {client: party.send() for client, party in parties.items()}
+    message, holder = sent[0][0], parties[2]
+    change = dataclasses.replace
+    refused = [
+        (change(message, round=3), secure.WrongRound),
+        (change(message, layer=change(message.layer, round=3)), secure.WrongRound),
+        (change(message, repetition=1), secure.UnexpectedMessage),
+        (change(message, repetition=-1), secure.ReplayedMessage),
+        (change(message, receiver=1), secure.UnexpectedMessage),
+        (change(message, sender=7), secure.UnexpectedMessage),
+        (change(message, sender=2), secure.UnexpectedMessage),
+        (change(message, layer=change(message.layer, name="pool")), secure.UnexpectedMessage),
+        (change(message, layer=change(message.layer, sealed=b"")), secure.TamperedLayer),
+        (secure.Returned(**dataclasses.asdict(message) | {"layer": message.layer}), secure.UnexpectedMessage),
+    ]
+    for wrong, error in refused:
+        with pytest.raises(error) as caught:
+            holder.receive(wrong)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(secure.MissingLayer, match="client 0 is in the middle"):
+        parties[0].upload()
+    holder.receive(message)
+    with pytest.raises(secure.ReplayedMessage, match="client 0 has sent its 'conv' before"):
+        holder.receive(message)
+    with pytest.raises(secure.ReplayedMessage, match="in the buffer"):
+        holder.receive(change(sent[1][0], layer=message.layer))
+    for late in (*sent[0][1:], *sent[1]):
+        holder.receive(late)
+
+    returned = {message.receiver: message for message in holder.give_back() if message.layer.name == "conv"}
+    with pytest.raises(secure.UnexpectedMessage, match="once"):
+        holder.give_back()
+    with pytest.raises(secure.UnexpectedMessage, match="owes"):
+        parties[0].take_back(returned[0])  # before its own stage 3
+    for client in (0, 1):
+        assert parties[client].give_back() == []
+    with pytest.raises(secure.UnexpectedMessage, match="too late"):
+        parties[0].receive(change(message, sender=1, receiver=0))
+    with pytest.raises(secure.UnexpectedMessage, match="owes"):
+        parties[0].take_back(change(returned[0], sender=1))
+    parties[0].take_back(returned[0])
+    with pytest.raises(secure.ReplayedMessage, match="returned 'conv' before"):
+        parties[0].take_back(returned[0])
+
+
+def test_a_client_refuses_a_second_exchange_before_the_first_is_over():
+    _, parties = started(share=1.0)
+    parties[0].send()
+    with pytest.raises(secure.MissingLayer):
+        parties[0].send()
+
+
+def test_what_one_passes_in_is_checked():
+    server, _ = started()
+    announcement = server.announce(round=0)
+    with pytest.raises(UserError, match="client 5 is none of"):
+        secure.Party(5, layers_of(5), announcement)
+    with pytest.raises(UserError, match="the server announced"):
+        secure.Party(0, {"conv": b""}, announcement)
+
+
+def test_without_cryptography_one_line_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *rest):
+        if name.startswith("cryptography"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UserError, match=r"pip install 'fedjax_mr\[secure\]'") as caught:
+        secure.Server(SIZES, (0, 1)).announce(round=0)
+    assert caught.value.exit_code == 2
+
+
+def test_the_example_of_the_docstring_runs():
+    assert doctest.testmod(secure).failed == 0
+    assert doctest.testmod(secure).attempted > 5
