@@ -1,13 +1,24 @@
-"""Algebra on pytrees whose leaves are stacked over K models: leading axis K."""
+"""Algebra on models as pytrees, many of them stacked: leaves [K, ...].
+
+Two kinds of trees. A `State` is all of a model (``{"params": ..., "batch_stats": ...}``, Flax's variables): states are
+copied, gathered, exchanged and averaged, with weights that are not negative and sum to one, so that a running variance
+stays a variance. `Params` are the trainable collection alone, or a change of it: they may also be added, subtracted and
+scaled, which extrapolates. These functions refuse a whole state: a variance could become negative, and the network's
+outputs would not be numbers.
+"""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 Tree = Any
+State = Any
+"""All of a model: every Flax collection."""
+Params = Any
+"""The trainable collection of a model, a change of it, or any tree of numbers that may take every value."""
 Units = Sequence[Sequence[int]]
 """A division of a tree's leaves: each unit lists positions in ``jax.tree.leaves``."""
 
@@ -22,7 +33,7 @@ def take(tree: Tree, rows: jax.Array) -> Tree:
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
-def mean(tree: Tree, *, weights: jax.Array | None = None) -> Tree:
+def mean(tree: State | Params, *, weights: jax.Array | None = None) -> State | Params:
     """Return the mean over the leading axis, weighted by ``weights`` [K] (None: uniform)."""
     if weights is None:
         return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
@@ -30,24 +41,62 @@ def mean(tree: Tree, *, weights: jax.Array | None = None) -> Tree:
     return jax.tree.map(lambda leaf: jnp.tensordot(shares, leaf, axes=1), tree)
 
 
-def mix(tree: Tree, weights: jax.Array) -> Tree:
-    """Return weighted sums of the K stacked models: new[i] = sum over j of weights[i, j] * old[j], weights [R, K]."""
+def mix(tree: State | Params, weights: jax.Array) -> State | Params:
+    """Return weighted means of the K stacked models: new[i] = sum over j of weights[i, j] * old[j].
+
+    Args:
+      tree: leaves [K, ...].
+      weights: [R, K]; the rows are not negative and sum to one.
+    """
     return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1, precision=jax.lax.Precision.HIGHEST), tree)
 
 
-def add(a: Tree, b: Tree) -> Tree:
-    """Return a + b."""
+def interpolate(a: State | Params, b: State | Params, share: jax.Array | float) -> State | Params:
+    """Return share * a + (1 - share) * b, with ``share`` in 0..1."""
+    return jax.tree.map(lambda a, b: share * a + (1 - share) * b, a, b)
+
+
+def where(condition: jax.Array, a: Tree, b: Tree) -> Tree:
+    """Return a where a scalar condition holds, else b."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+
+
+def add(a: Params, b: Params) -> Params:
+    """Return a + b.
+
+    Raises:
+      TypeError: an operand is the whole state of a model.
+    """
+    _refuse_states(a, b)
     return jax.tree.map(jnp.add, a, b)
 
 
-def subtract(a: Tree, b: Tree) -> Tree:
-    """Return a - b."""
+def subtract(a: Params, b: Params) -> Params:
+    """Return a - b.
+
+    Raises:
+      TypeError: an operand is the whole state of a model.
+    """
+    _refuse_states(a, b)
     return jax.tree.map(jnp.subtract, a, b)
 
 
-def scale(tree: Tree, factor: jax.Array | float) -> Tree:
-    """Return factor * tree."""
+def scale(tree: Params, factor: jax.Array | float) -> Params:
+    """Return factor * tree.
+
+    Raises:
+      TypeError: the tree is the whole state of a model.
+    """
+    _refuse_states(tree)
     return jax.tree.map(lambda leaf: factor * leaf, tree)
+
+
+def _refuse_states(*trees: Params) -> None:
+    if any(isinstance(tree, Mapping) and "params" in tree for tree in trees):
+        raise TypeError(
+            "this is the whole state of a model, and sums could make a BatchNorm variance negative: take its params "
+            'and say what becomes of the rest, as in mean | {"params": trees.add(mean["params"], step)}'
+        )
 
 
 def zeros_like(tree: Tree) -> Tree:

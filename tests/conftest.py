@@ -27,6 +27,7 @@ from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.models import layers, windows
 from fedjax_mr.strategies import STRATEGIES, Problem
+from fedjax_mr.strategies.base import usual_traffic
 
 set_up_jax(devices=2, cohort_size=2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -175,6 +176,28 @@ def engine():
 @pytest.fixture(scope="session")
 def federation():
     return given
+
+
+def bytes_of_a_round(engine, round=0):
+    """Return the bytes down, up and from client to client, for methods whose traffic follows from shapes."""
+
+    def shapes(given):
+        progress = rounds.start(engine.build, given)
+        plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
+        rows = jax.tree.map(lambda leaf: leaf[: given.problem.cohort_size], rows)
+        uploads = jax.vmap(lambda row: rounds.train(engine.build, given, progress.round, row)[0])(rows)
+        return progress.server, plan.cohort, rows.payload, uploads
+
+    state, cohort, payloads, uploads = jax.eval_shape(shapes, engine.given)
+    traffic = usual_traffic(payloads, uploads)
+    if engine.strategy.traffic is not None:
+        traffic = engine.strategy.traffic(traffic, state, uploads, cohort, round)
+    return traffic.num_bytes()
+
+
+@pytest.fixture(scope="session")
+def sent():
+    return bytes_of_a_round
 
 
 def tree_equal(a, b):

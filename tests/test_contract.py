@@ -9,6 +9,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local, rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.base import usual_traffic
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 # Devices x lanes; (1, 1) is what they are compared with. The last one has lanes without devices, on a fused program.
@@ -139,7 +140,11 @@ def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy):
     down = sum(np.asarray(leaf[row]).nbytes for leaf in jax.tree.leaves(rows.payload) for row in range(count))
     one = trained(given, jax.tree.map(lambda leaf: leaf[0], rows))
     up = count * sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(one))
-    assert (down, up) == engine.traffic()[:2]
+    if engine.strategy.traffic is None:  # methods that count otherwise have tests of their own
+        assert run(engine, [1])[1].traffic.num_bytes() == (down, up, 0)
+    uploads = jax.tree.map(lambda leaf: np.stack([leaf] * count), one)
+    payloads = jax.tree.map(lambda leaf: leaf[:count], rows.payload)
+    assert usual_traffic(payloads, uploads).num_bytes() == (down, up, 0)
 
 
 def test_the_client_part_holds_no_collective(engine, strategy):

@@ -1,4 +1,4 @@
-"""How pFedHR took the clients' networks apart and reassembled them: pictures from a run's checkpoints.
+"""How pFedHR took the clients' networks apart and reassembled them: pictures from a run's folder.
 
 Drawn are ``alike.png`` (the mean CKA of what enters and leaves every two blocks of the last round, sorted by group),
 ``candidates.png`` (the candidates of each round as strips of blocks, coloured by the client that they are from, squares
@@ -9,7 +9,6 @@ prints how long each step of the second time took, when everything was compiled.
 """
 
 import argparse
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +18,9 @@ from fedjax_mr import plots
 from fedjax_mr.analysis import runs, text
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.folder import read_info
 from fedjax_mr.strategies.pfedhr import strategy as pfedhr
-from fedjax_mr.strategies.pfedhr.strategy import Diary
+from fedjax_mr.strategies.pfedhr.strategy import Account
 
 Strip = list[tuple[int, int, bool]]
 """Blocks in order: whose, at which place, and whether it is a dense one."""
@@ -44,58 +44,52 @@ def main(arguments: argparse.Namespace) -> None:
     numbers = [number for number in run.checkpoints() if number > 0][-arguments.rounds :]
     if not numbers:
         raise UserError(f"{run.path} has no checkpoint of a finished round")
-    prepared = runs.prepare(run, data_dir=arguments.data_dir)
-    kept = Checkpoints(run.path / "checkpoints")
-    states: dict[int, Any] = {}
-    for number in numbers:
-        server = kept.restore(prepared.engine.shapes(), number)[0].server
-        states[number] = jax.tree.map(np.asarray, server if number == numbers[-1] else server.diary)
-    last = states[numbers[-1]]
-    diaries = {number: state if isinstance(state, Diary) else state.diary for number, state in states.items()}
+    accounts = {number: Account(**read_info(run.path, number)) for number in numbers}
+    last = accounts[numbers[-1]]
 
     folder, num_clients = runs.results(arguments.out, chosen), run.config.clients
-    blocks = blocks_of(last.diary)
-    order = sorted(range(len(blocks)), key=lambda i: (last.diary.groups[i], blocks[i]))
+    blocks = blocks_of(last)
+    order = sorted(range(len(blocks)), key=lambda i: (last.groups[i], blocks[i]))
     names = [f"{owner}.{place}{' fc' if dense else ''}" for owner, place, dense in (blocks[i] for i in order)]
-    groups = last.diary.groups[order].tolist()
-    plots.grouped(last.diary.alike[np.ix_(order, order)], names, groups, folder / "alike.png", label="mean CKA")
-    strips = {f"round {number}": strips_of(diary) for number, diary in diaries.items()}
+    groups = last.groups[order].tolist()
+    plots.grouped(last.similarity[np.ix_(order, order)], names, groups, folder / "alike.png", label="mean CKA")
+    strips = {f"round {number}": strips_of(account) for number, account in accounts.items()}
     plots.strips(strips, folder / "candidates.png", num_colours=num_clients)
     plots.teachers(
-        {number: teachers_of(diary) for number, diary in diaries.items()}, num_clients, folder / "teachers.png"
+        {number: teachers_of(account) for number, account in accounts.items()}, num_clients, folder / "teachers.png"
     )
 
     rows = [("round", "clients", "blocks", "candidates", "of length", "different teachers")]
-    for number, diary in diaries.items():
+    for number, account in accounts.items():
         lengths = [len(strip) for strip in strips[f"round {number}"]]
-        different = len(set(diary.teachers.tolist()) - {-1})
-        clients = ",".join(map(str, diary.clients))
+        different = len(set(account.teachers.tolist()) - {-1})
+        clients = ",".join(map(str, account.clients))
         span = f"{min(lengths)} to {max(lengths)}" if lengths else ""
-        rows.append((str(number), clients, str(len(blocks_of(diary))), str(len(lengths)), span, str(different)))
+        rows.append((str(number), clients, str(len(blocks_of(account))), str(len(lengths)), span, str(different)))
     print(text.table(rows))
     if arguments.seconds:
-        print(text.table([("step of the server", "seconds"), *measured(prepared, last)]))
+        prepared = runs.prepare(run, data_dir=arguments.data_dir)
+        state = Checkpoints(run.path / "checkpoints").restore(prepared.engine.shapes(), numbers[-1])[0].server
+        print(text.table([("step of the server", "seconds"), *measured(prepared, state)]))
     print(f"drawn in {folder}")
 
 
-def blocks_of(diary: Diary) -> Strip:
+def blocks_of(account: Account) -> Strip:
     """Return all blocks of a round, sources of its candidates."""
-    count = int((diary.owners >= 0).sum())
-    columns = (diary.owners[:count].tolist(), diary.places[:count].tolist(), (diary.kinds[:count] > 0).tolist())
+    columns = (account.owners.tolist(), account.places.tolist(), (account.kinds > 0).tolist())
     return list(zip(*columns, strict=True))
 
 
-def strips_of(diary: Diary) -> list[Strip]:
+def strips_of(account: Account) -> list[Strip]:
     """Return the candidates of a round."""
-    blocks = blocks_of(diary)
-    candidates = [[blocks[i] for i in row if i >= 0] for row in diary.candidates]
-    return [each for each in candidates if each]
+    blocks = blocks_of(account)
+    return [[blocks[i] for i in row if i >= 0] for row in account.chains]
 
 
-def teachers_of(diary: Diary) -> dict[int, Strip]:
+def teachers_of(account: Account) -> dict[int, Strip]:
     """Return each client's teacher, for the clients of the round that have one."""
-    strips = strips_of(diary)
-    pairs = zip(diary.clients.tolist(), diary.teachers.tolist(), strict=True)
+    strips = strips_of(account)
+    pairs = zip(account.clients.tolist(), account.teachers.tolist(), strict=True)
     return {client: strips[teacher] for client, teacher in pairs if teacher >= 0}
 
 
@@ -103,8 +97,8 @@ def measured(prepared: runs.Prepared, state: pfedhr.State) -> list[tuple[str, st
     """Return the seconds of each step of a reassembly once everything is compiled, and the number of programs."""
     problem, hyper = prepared.engine.given.problem, configuration.hyper(prepared.config)
     assert isinstance(hyper, pfedhr.Hyper)
-    server, rows = pfedhr.Server(hyper, problem), range(len(state.diary.clients))
-    take = lambda row: jax.tree.map(lambda leaf: leaf[row], state.models)
+    server, rows = pfedhr.Server(hyper, problem), range(problem.cohort_size)
+    take = lambda row: jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.models)
     networks = [pfedhr.taken_apart(problem.model, take(row), owner=row) for row in rows]
     for _ in range(2):
         seconds = server.reassemble(networks, networks, jax.random.key(0)).seconds

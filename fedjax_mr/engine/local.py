@@ -12,7 +12,6 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Model, Variables
-from fedjax_mr.models.zoo import Zoo
 
 Array = jax.Array | np.ndarray
 
@@ -174,10 +173,36 @@ def train(
       The trained variables and the metrics.
     """
     loss = loss or cross_entropy(model)
+
+    def training(architecture: int, variables: Variables) -> tuple[Variables, Metrics]:
+        own_loss = model.with_architecture(loss, architecture)
+        return minimise(own_loss, setting, variables, data, key, optimizer=optimizer, value_and_grad=value_and_grad)
+
+    return model.compact(variables, training)
+
+
+def minimise(
+    loss: Loss,
+    setting: LocalSetting,
+    variables: Variables,
+    data: ClientData,
+    key: jax.Array,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    value_and_grad: Callable[[Loss], Callable] | None = None,
+) -> tuple[Variables, Metrics]:
+    """Minimise a loss over one client's samples, whatever its parameters are; the arguments are those of `train`.
+
+    Args:
+      loss: the loss of one batch.
+      setting: epochs, batch size, optimiser.
+      variables: ``params``, which are trained, and everything else that the loss takes and returns as its state.
+      data: the client's data.
+      key: consumed.
+      optimizer: in place of the setting's.
+      value_and_grad: in place of ``jax.value_and_grad(loss, has_aux=True)``.
+    """
     optimizer = optimizer or setting.optimizer
-    if isinstance(model, Zoo) and "architecture" in variables:
-        options = {"optimizer": optimizer, "value_and_grad": value_and_grad}
-        return _train_one_of(model, setting, variables, data, key, loss, **options)
     gradient = value_and_grad(loss) if value_and_grad else jax.value_and_grad(loss, has_aux=True)
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
     params, state = variables["params"], {name: value for name, value in variables.items() if name != "params"}
@@ -210,26 +235,6 @@ def train(
     trained = {"params": params, **state}
     broken = (metrics.bad_step < 0) & ~trees.all_finite(trained)
     return trained, metrics._replace(bad_step=jnp.where(broken, metrics.steps, metrics.bad_step))
-
-
-def _train_one_of(
-    zoo: Zoo, setting: LocalSetting, variables: Variables, data: ClientData, key: jax.Array, loss: Loss, **options: Any
-) -> tuple[Variables, Metrics]:
-    """Train the network that the variables are of: one switch around the whole training, on vectors of its length."""
-
-    def training(number: int) -> Callable:
-        def own_loss(params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple[jax.Array, Variables]:
-            value, state = loss(params, {**state, "architecture": np.int32(number)}, batch, key)
-            return value, {name: tree for name, tree in state.items() if name != "architecture"}
-
-        def run(variables: Variables) -> tuple[Variables, Metrics]:
-            own = zoo.cut(variables, number)
-            trained, metrics = train(zoo, setting, own, data, key, loss=own_loss, **options)
-            return zoo.fill(trained, number), metrics
-
-        return run
-
-    return jax.lax.switch(variables["architecture"], [training(number) for number in zoo.numbers], variables)
 
 
 def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:

@@ -90,13 +90,6 @@ def train(
         variables[name] = {collection: tree for collection, tree in each.items() if collection != "params"}
     labels = {name: name for name in Pair._fields}
     optimizer = optax.partition(dict.fromkeys(Pair._fields, setting.optimizer), labels)
-    trained, metrics = local.train(
-        models.first,
-        setting,
-        variables,
-        data,
-        key,
-        loss=mutual_loss(models, weights, difference=difference),
-        optimizer=optimizer,
-    )
+    loss = mutual_loss(models, weights, difference=difference)
+    trained, metrics = local.minimise(loss, setting, variables, data, key, optimizer=optimizer)
     return Pair(*({"params": trained["params"][name], **trained[name]} for name in Pair._fields)), metrics

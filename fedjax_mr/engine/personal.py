@@ -162,4 +162,4 @@ class PersonalEvaluation:
         test = ClientData(shared.test, shared.test_index, row.test_offset, row.test_size, row.client_id, zero)
         held = data._replace(offset=data.offset + data.size, size=data.validation_size)
         tested = local.score(model, variables, test, batch_size=BATCH_OF_ONE)
-        return tested, local.score(model, variables, held, batch_size=BATCH_OF_ONE), variables.get("architecture", zero)
+        return tested, local.score(model, variables, held, batch_size=BATCH_OF_ONE), model.architecture(variables)

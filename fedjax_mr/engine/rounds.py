@@ -15,18 +15,18 @@ from fedjax_mr.engine.clients import ClientAxis, assign, map_clients, positions
 from fedjax_mr.engine.local import Array, ClientData, Metrics, Samples
 from fedjax_mr.engine.placement import HostData, Sent, place
 from fedjax_mr.engine.program import Program
-from fedjax_mr.models import Zoo
 from fedjax_mr.strategies.base import (
     Cohort,
+    Info,
     Memory,
     Payload,
     Problem,
     State,
     Strategy,
     Traffic,
-    count_traffic,
     kept_for_validation,
     select_uniformly,
+    usual_traffic,
 )
 
 # Streams of random keys: a key is folded from (seed, stream), then the round, then client id and occurrence.
@@ -68,7 +68,8 @@ class Report(NamedTuple):
     similarity: jax.Array  # mean pairwise cosine of the parameters uploaded in the last round; NaN if they have none
     bad_client: jax.Array  # id of the first client of the last round that diverged, -1 if none
     bad_step: jax.Array  # its local step
-    strategy: dict[str, jax.Array]  # the strategy's own metrics of the last round
+    traffic: Traffic  # of this call
+    info: Info  # what the strategy tells of the last round
 
 
 class Row(NamedTuple):
@@ -156,7 +157,7 @@ def finish(
     """
     strategy = build(given.problem)
     uploads, memories, metrics = trees.take(trained, positions(plan.slots, given.problem.cohort_size))
-    one_network = "model" in uploads and not isinstance(given.problem.model, Zoo)
+    one_network = "model" in uploads and len(given.problem.model.networks) == 1
     similarity = trees.mean_pairwise_cosine(uploads["model"]["params"]) if one_network else jnp.float32(jnp.nan)
 
     if progress.memory is None:
@@ -165,7 +166,10 @@ def finish(
         memory = trees.put(progress.memory, plan.cohort.ids, memories)
 
     key = _round_key(given.key, SERVER, progress.round)
-    server, own = strategy.server_update(progress.server, uploads, plan.cohort, progress.round, key)
+    server, info = strategy.server_update(progress.server, uploads, plan.cohort, progress.round, key)
+    traffic = usual_traffic(jax.eval_shape(strategy.dispatch, progress.server, plan.cohort, key), uploads)
+    if strategy.traffic is not None:
+        traffic = strategy.traffic(traffic, progress.server, uploads, plan.cohort, progress.round)
     images = jnp.sum(metrics.images)
     first_bad = jnp.argmax(metrics.bad_step >= 0)
     report = Report(
@@ -175,7 +179,8 @@ def finish(
         similarity=similarity,
         bad_client=jnp.where(jnp.any(metrics.bad_step >= 0), plan.cohort.ids[first_bad], -1),
         bad_step=metrics.bad_step[first_bad],
-        strategy=own,
+        traffic=traffic,
+        info=info,
     )
     return Progress(server, memory, progress.round + 1), report
 
@@ -191,8 +196,12 @@ def _occurrences(ids: jax.Array) -> jax.Array:
 
 
 def join(total: Report, new: Report) -> Report:
-    """Counts add up over the rounds of a call; all else is the last round's."""
-    return new._replace(images=total.images + new.images, steps=total.steps + new.steps)
+    """Return counts added up over the rounds of a call; all else is the last round's."""
+    return new._replace(
+        images=total.images + new.images,
+        steps=total.steps + new.steps,
+        traffic=jax.tree.map(jnp.add, total.traffic, new.traffic),
+    )
 
 
 # --- many rounds ----------------------------------------------------------------------------------------------------
@@ -307,7 +316,8 @@ class Rounds:
                 started = time.perf_counter()
                 key = _round_key(self._home_given.key, HOST, number + 1)
                 whole = place(progress.server, self.axis.home)
-                server = self.strategy.between_rounds(whole, number + 1, key)
+                server, told = self.strategy.between_rounds(whole, number + 1, key)
+                report = report._replace(info=report.info | told)
                 progress = progress._replace(server=place(server, self._at_rest.server))
                 self._seconds["server"] += time.perf_counter() - started
             reports.append(report)
@@ -362,22 +372,6 @@ class Rounds:
     def individual(self, progress: Progress) -> Any:
         """Return the K stacked models that are tested one by one, or None."""
         return self._view("individual_models", progress)
-
-    def traffic(self) -> Traffic:
-        """Return the bytes of one round, from the shapes of what is sent; nothing is computed."""
-
-        def sent(given: Given) -> tuple[Payload, Payload]:
-            progress = self._init(given)
-            _, rows = begin(self.build, self.axis, given, progress)
-            if self._host_data is not None:
-                shapes = self._host_data.shapes(rows.size.shape[0])
-                rows = rows._replace(sent=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
-            rows = jax.tree.map(lambda leaf: leaf[: given.problem.cohort_size], rows)
-            uploads = jax.vmap(lambda row: train(self.build, given, progress.round, row)[0])(rows)
-            return rows.payload, uploads
-
-        payloads, uploads = jax.eval_shape(sent, self.given)
-        return (self.strategy.traffic or count_traffic)(payloads, uploads)
 
     def _view(self, member: str, progress: Progress) -> Any:
         """Return what a member of the strategy makes of the server's state; None if the strategy has no such member."""

@@ -14,9 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from fedjax_mr import config as configuration
 from fedjax_mr import files
 from fedjax_mr.config import Config
+from fedjax_mr.data import npz
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 
@@ -30,7 +33,7 @@ COLUMNS = (
 """The columns of every run, in order: fractions in 0..1, nats, bytes, seconds; a strategy's own columns follow."""
 
 CONTENTS = (
-    "analysis", "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
+    "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
     "clients.csv", "personal.png", "curves.png", "partition.npz", "partition.png", "run.flags", "config.json",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes."""
@@ -127,6 +130,21 @@ class RunFolder:
         if self.writes:
             self._rewrite()
 
+    def write_info(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write ``info/ROUND.npz``: what a strategy tells of a round beside its metrics."""
+        if not (self.writes and arrays):
+            return
+        (self.path / "info").mkdir(exist_ok=True)
+        with files.whole(self.path / "info" / f"{round}.npz") as path:
+            np.savez(path, allow_pickle=False, **arrays)
+
+    def keep_info(self, rounds: Iterable[int]) -> None:
+        """Remove the info of all rounds but these."""
+        kept = {f"{round}.npz" for round in rounds}
+        for path in (self.path / "info").glob("*.npz") if self.writes else ():
+            if path.name not in kept:
+                path.unlink()
+
     def _rewrite(self) -> None:
         self._columns = list(dict.fromkeys((*COLUMNS, *(name for row in self._rows for name in row))))
         with files.whole(self.path / "metrics.jsonl") as path:
@@ -169,6 +187,21 @@ def read_rows(folder: Path | str) -> list[MetricsRow]:
         return [json.loads(line) for line in whole.splitlines()]
     except OSError as error:
         raise UserError(f"{folder} is not a run folder with metrics ({path.name}: {error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+
+
+def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
+    """Return what the strategy of a run told of a round.
+
+    Raises:
+      UserError: nothing is kept of this round, or it is damaged.
+    """
+    path = Path(folder) / "info" / f"{round}.npz"
+    try:
+        return npz.read(path)
+    except OSError as error:
+        raise UserError(f"{folder} keeps nothing of round {round} ({path.name}: {error.strerror})") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error})") from None
 

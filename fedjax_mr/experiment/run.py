@@ -32,7 +32,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import RunFolder, read_rows
 from fedjax_mr.experiment.processes import ALONE, Processes, join_processes
 from fedjax_mr.experiment.report import ProgressBar, TensorBoard, summarise
-from fedjax_mr.models import Model, Zoo
+from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
 
@@ -159,8 +159,8 @@ class Experiment:
             own = federated.client_test
             self.personal = PersonalEvaluation(engine, federated, samples(federated, own.x, own.y))
         self.checkpoints = Checkpoints(folder.path / "checkpoints", keep=config.keep_checkpoints, processes=processes)
-        self.traffic = engine.traffic()
         self.images = 0
+        self.traffic = (0, 0, 0)  # bytes down, up and from client to client
         self.train_seconds = 0.0
         self.seconds = 0.0  # training and evaluation, without compilation
         self.compile_seconds_before = 0.0  # of the processes that were interrupted
@@ -208,6 +208,7 @@ class Experiment:
             if board:
                 board.write(row)
         if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop:
+            self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
             self._save(progress, done)
 
     def _confer(self, seconds: float, asked: list[int]) -> tuple[float, int]:
@@ -226,6 +227,7 @@ class Experiment:
         if meta["data"] != self.federated.hash():
             raise UserError(f"{self.folder.path} was made with other data: its partition hash is {meta['data']}")
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
+        self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
         self.folder.cut(done)
@@ -244,11 +246,13 @@ class Experiment:
         meta = {
             "data": self.federated.hash(),
             "images": self.images,
+            "traffic": self.traffic,
             "train_seconds": self.train_seconds,
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds(),
         }
         self.checkpoints.save(done, progress, meta)
+        self.folder.keep_info(self.checkpoints.rounds())
 
     def _due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.config.rounds
@@ -278,6 +282,7 @@ class Experiment:
           DivergedError: a loss or weight is not finite.
         """
         self.images += int(report.images)
+        self.traffic = tuple(map(sum, zip(self.traffic, report.traffic.num_bytes(), strict=True)))
         self.train_seconds += seconds
         self.seconds += seconds
         if report.bad_client >= 0 and not self.config.allow_nonfinite:
@@ -292,7 +297,7 @@ class Experiment:
 
     def _evaluate(self, progress: rounds.Progress, report: rounds.Report, done: int) -> dict[str, Any]:
         compiled, started = self.compile_seconds(), time.perf_counter()
-        extra: dict[str, Any] = {name: float(value) for name, value in report.strategy.items()}
+        extra: dict[str, Any] = {name: float(value) for name, value in report.info.items() if np.ndim(value) == 0}
         if self.tests_clients:
             assert self.personal is not None
             clients = self.personal.test(progress)
@@ -306,9 +311,9 @@ class Experiment:
         if individual is not None:
             each = self.evaluation.each(individual).accuracy
             extra |= {"individual_mean": each.mean(), "individual_min": each.min(), "individual_max": each.max()}
-        traffic = self._traffic_until(progress, done)
-        if traffic.peer:
-            extra["bytes_peer"] = traffic.peer
+        down, up, peer = self.traffic
+        if peer:
+            extra["bytes_peer"] = peer
         self.seconds += time.perf_counter() - started - (self.compile_seconds() - compiled)
         return {
             "round": done,
@@ -316,8 +321,8 @@ class Experiment:
             "loss": loss,
             "train_loss": float(report.train_loss),
             "similarity": float(report.similarity),
-            "bytes_down": traffic.down,
-            "bytes_up": traffic.once + traffic.up,
+            "bytes_down": down,
+            "bytes_up": up,
             "images": self.images,
             "seconds": self.seconds,
         } | {name: float(value) for name, value in extra.items()}
@@ -329,17 +334,11 @@ class Experiment:
 
     def _architecture_counts(self, clients: Clients) -> dict[str, int]:
         """Return how many clients have each network of a zoo."""
-        if not isinstance(self.model, Zoo):
+        networks = self.model.networks
+        if len(networks) == 1:
             return {}
-        counts = np.bincount(clients.architecture, minlength=len(self.model.models))
-        return {f"network_{number}_{model.name}": counts[number] for number, model in enumerate(self.model.models)}
-
-    def _traffic_until(self, progress: rounds.Progress, done: int) -> rounds.Traffic:
-        """Return the bytes of all rounds so far."""
-        strategy, once = self.engine.strategy, self.traffic.once
-        if strategy.total_traffic is not None:
-            return strategy.total_traffic(jax.device_get(progress.server))
-        return rounds.Traffic(self.traffic.down * done, self.traffic.up * done, self.traffic.peer * done, once)
+        counts = np.bincount(clients.architecture, minlength=len(networks))
+        return {f"network_{number}_{model.name}": counts[number] for number, model in enumerate(networks)}
 
     def interrupted(self, done: int, number: int) -> Interrupted:
         command = f"{configuration.COMMAND} --flagfile={self.folder.path / 'run.flags'}"
@@ -394,7 +393,7 @@ class Experiment:
             summary |= results["finetuned"].columns("finetuned")
         if self.folder.writes:
             names = self.federated.names or [str(client) for client in range(self.federated.num_clients)]
-            networks = [model.name for model in self.model.models] if isinstance(self.model, Zoo) else [config.model]
+            networks = [network.name for network in self.model.networks]
             table = {
                 "client": list(range(self.federated.num_clients)),
                 "name": list(names),

@@ -1,4 +1,8 @@
-"""What the rest of the library knows of a network: an ordered list of named blocks behind five pure functions."""
+"""The interface of a network: an ordered list of named blocks behind pure functions of its variables.
+
+A `Model` is a zoo of one: what takes several networks (`models.zoo.Zoo`) asks a model for its ``networks``, packs and
+unpacks variables and switches on the architecture, and for a single network all of that is the identity.
+"""
 
 import dataclasses
 import math
@@ -89,8 +93,13 @@ class Model:
     input_dtype: Any = np.float32
     name: str = "model"
 
+    @property
+    def networks(self) -> tuple["Model", ...]:
+        """The networks that variables may be of, by architecture number; A of them."""
+        return (self,)
+
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
-        """Return fresh variables; consumes ``key``. ``architecture`` says which network of a `Zoo` they are of."""
+        """Return fresh variables of a network; consumes ``key``."""
         x = jnp.zeros((1, *self.input_shape), self.input_dtype)
         return dict(self.module.init(key, x, train=False, mask=None))
 
@@ -135,6 +144,42 @@ class Model:
     def head(self, variables: Variables, z: jax.Array) -> jax.Array:
         """Return the logits [B, C] of a representation [B, F] in evaluation mode."""
         return self._apply(variables, z, train=False, mask=None, method="head")
+
+    def architecture(self, variables: Variables) -> jax.Array:
+        """Return which network variables are of, int32; of stacked ones [R, ...] of each [R]."""
+        return jnp.zeros((), jnp.int32)
+
+    def pack(self, variables: Variables, architecture: int) -> Variables:
+        """Return a network's own variables, as Flax has them, in the form that all networks share."""
+        return variables
+
+    def unpack(self, variables: Variables, architecture: int) -> Variables:
+        """Undo `pack`."""
+        return variables
+
+    def switch(self, variables: Variables, function: Callable, *operands: Any) -> Any:
+        """Return ``function(number, network, own variables, *operands)`` for the network that the variables are of.
+
+        The results of all networks have the same structure and shapes; `pack` gives variables these.
+        """
+        return function(0, self, variables, *operands)
+
+    def compact(self, variables: Variables, function: Callable) -> tuple[Variables, Any]:
+        """Return new variables and what else ``function(number, variables) -> (variables, ...)`` returns.
+
+        The function sees the variables without what fills them up, in the form that `train_apply` takes once
+        `with_architecture` has named the network. Training in this form updates few and large arrays.
+        """
+        return function(0, variables)
+
+    def with_architecture(self, loss: Callable, architecture: int) -> Callable:
+        """Return a loss (params, state, ...) -> (value, state) for the variables that `compact` hands out."""
+        return loss
+
+    def num_bytes(self) -> np.ndarray:
+        """Return the bytes of each network's variables [A]."""
+        leaves = [jax.tree.leaves(network.shapes()) for network in self.networks]
+        return np.array([sum(leaf.size * leaf.dtype.itemsize for leaf in each) for each in leaves])
 
     def shapes(self) -> Variables:
         """Return the variables' shapes and dtypes without computing them."""

@@ -28,10 +28,10 @@ class Zoo(Model):
     those of the largest network, filled up with zeros; ``batch_stats`` is there if some network has BatchNorm.
 
     Attributes:
-      models: the networks; ``module`` is the first one's.
+      members: the networks; ``module`` is the first one's.
     """
 
-    models: tuple[Model, ...] = ()
+    members: tuple[Model, ...] = ()
 
     @classmethod
     def of(cls, models: Sequence[Model]) -> "Zoo":
@@ -50,26 +50,55 @@ class Zoo(Model):
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
         """Return fresh variables of a network; consumes ``key``."""
         branches = [
-            lambda key, number=number: self.pack(self.models[number].init(key), number) for number in self.numbers
+            lambda key, number=number: self.pack(self.members[number].init(key), number) for number in self._numbers
         ]
         return _switch(architecture, branches, key)
 
     @property
-    def numbers(self) -> range:
-        """The networks' numbers."""
-        return range(len(self.models))
+    def networks(self) -> tuple[Model, ...]:
+        """The networks."""
+        return self.members
+
+    def architecture(self, variables: Variables) -> jax.Array:
+        """Return which network variables are of, int32; of stacked ones [R, ...] of each [R]."""
+        return variables["architecture"]
 
     def pack(self, variables: Variables, architecture: int) -> Variables:
         """Return a network's own variables, as Flax has them, as those of the zoo."""
-        return self.fill({name: {"vector": _ravel(tree)} for name, tree in variables.items()}, architecture)
+        return self._fill({name: {"vector": _ravel(tree)} for name, tree in variables.items()}, architecture)
 
-    def cut(self, variables: Variables, architecture: int) -> Variables:
+    def compact(self, variables: Variables, function: Callable) -> tuple[Variables, Any]:
+        """Return new variables and what else ``function(number, variables)`` returns: one switch around all of it."""
+
+        def branch(number: int) -> Callable:
+            def run(variables: Variables) -> tuple[Variables, Any]:
+                new, other = function(number, self._cut(variables, number))
+                return self._fill(new, number), other
+
+            return run
+
+        return _switch(variables["architecture"], [branch(number) for number in self._numbers], variables)
+
+    def with_architecture(self, loss: Callable, architecture: int) -> Callable:
+        """Return a loss for variables that do not say which network they are of."""
+
+        def own_loss(params: Any, state: Variables, *rest: Any) -> tuple[jax.Array, Variables]:
+            value, state = loss(params, {**state, "architecture": np.int32(architecture)}, *rest)
+            return value, {name: tree for name, tree in state.items() if name != "architecture"}
+
+        return own_loss
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.members))
+
+    def _cut(self, variables: Variables, architecture: int) -> Variables:
         """Return vectors without what fills them up, and without the number of the network."""
         sizes = self._sizes(architecture)
         return {name: {"vector": variables[name]["vector"][:size]} for name, size in sizes.items()}
 
-    def fill(self, variables: Variables, architecture: int) -> Variables:
-        """Undo `cut`."""
+    def _fill(self, variables: Variables, architecture: int) -> Variables:
+        """Undo `_cut`."""
         filled = {}
         for name, size in self._sizes().items():
             vector = variables[name]["vector"] if name in variables else jnp.zeros(0)
@@ -78,17 +107,12 @@ class Zoo(Model):
 
     def unpack(self, variables: Variables, architecture: int) -> Variables:
         """Return the variables of network number ``architecture`` as Flax has them."""
-        shapes = self.models[architecture].shapes()
+        shapes = self.members[architecture].shapes()
         return {name: _unpack(variables[name]["vector"], shapes[name]) for name in shapes}
-
-    def num_bytes(self) -> np.ndarray:
-        """Return the bytes of each network's variables [A]."""
-        shapes = [model.shapes() for model in self.models]
-        return np.array([sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each)) for each in shapes])
 
     def num_parameters(self) -> int:
         """Return the trainable numbers of the largest network."""
-        return max(model.num_parameters() for model in self.models)
+        return max(model.num_parameters() for model in self.members)
 
     def layers(self) -> tuple[Layer, ...]:
         """Return no layer: different networks have none in common."""
@@ -98,47 +122,48 @@ class Zoo(Model):
         """Return the representation [B, F] in evaluation mode, F that of the widest network; zeros fill it up."""
         widths = self.feature_widths()
 
-        def filled(z: jax.Array, number: int) -> jax.Array:
-            return jnp.pad(z.reshape(z.shape[0], -1), ((0, 0), (0, max(widths) - widths[number])))
+        def filled(number: int, network: Model, own: Variables, x: jax.Array) -> jax.Array:
+            z = network.features(own, x).reshape(x.shape[0], -1)
+            return jnp.pad(z, ((0, 0), (0, max(widths) - widths[number])))
 
-        return self._switched(variables, lambda model, own, x, number: filled(model.features(own, x), number), x)
+        return self.switch(variables, filled, x)
 
     def head(self, variables: Variables, z: jax.Array) -> jax.Array:
         """Return the logits [B, C] of a representation [B, F] in evaluation mode; what fills it up is left out."""
         widths = self.feature_widths()
-        return self._switched(variables, lambda model, own, z, number: model.head(own, z[:, : widths[number]]), z)
+        return self.switch(variables, lambda number, network, own, z: network.head(own, z[:, : widths[number]]), z)
 
     def feature_widths(self) -> tuple[int, ...]:
         """Return the width of each network's representation [A]."""
         sample = jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype)
         return tuple(
-            math.prod(jax.eval_shape(model.features, model.shapes(), sample).shape[1:]) for model in self.models
+            math.prod(jax.eval_shape(model.features, model.shapes(), sample).shape[1:]) for model in self.members
         )
 
     def _apply(self, variables: Variables, x: jax.Array, *, mutable: Any = None, **options: Any) -> Any:
-        def one(model: Model, own: Variables, x: jax.Array, number: int) -> Any:
+        def one(number: int, network: Model, own: Variables, x: jax.Array) -> Any:
             if mutable is None:
-                return model._apply(own, x, **options)
-            out, state = model._apply(own, x, mutable=[name for name in own if name != "params"], **options)
+                return network._apply(own, x, **options)
+            out, state = network._apply(own, x, mutable=[name for name in own if name != "params"], **options)
             new = {name: {"vector": _ravel(tree, variables[name]["vector"].size)} for name, tree in state.items()}
             return out, {name: new.get(name, variables[name]) for name in mutable}
 
-        return self._switched(variables, one, x)
+        return self.switch(variables, one, x)
 
-    def _switched(self, variables: Variables, function: Callable, *operands: jax.Array) -> Any:
-        """Return ``function(model, own variables, *operands, number)`` of the variables' network."""
+    def switch(self, variables: Variables, function: Callable, *operands: Any) -> Any:
+        """Return ``function(number, network, own variables, *operands)`` for the network that the variables are of."""
 
         def branch(number: int) -> Callable:
             return lambda variables, *operands: function(
-                self.models[number], self.unpack(variables, number), *operands, number
+                number, self.members[number], self.unpack(variables, number), *operands
             )
 
-        return _switch(variables["architecture"], [branch(number) for number in self.numbers], variables, *operands)
+        return _switch(variables["architecture"], [branch(number) for number in self._numbers], variables, *operands)
 
     def _sizes(self, architecture: int | None = None) -> dict[str, int]:
         """Return the numbers in each collection of a network, or of the largest one; empty collections are left out."""
         sizes: dict[str, int] = {}
-        for model in self.models if architecture is None else (self.models[architecture],):
+        for model in self.members if architecture is None else (self.members[architecture],):
             for name, tree in model.shapes().items():
                 sizes[name] = max(sizes.get(name, 0), sum(leaf.size for leaf in jax.tree.leaves(tree)))
         return sizes

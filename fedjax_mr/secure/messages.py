@@ -5,12 +5,12 @@ Recombination, KDD 2024, Appendix B. exchange.py tells the four stages and simul
 Here each client is a `Party` and each message an object; there is no network: a deployment carries the messages. Needs
 the extra ``secure``.
 
->>> from fedjax_mr import secure
->>> server = secure.Server({"conv": 4, "dense": 2}, clients=(3, 8))  # bytes per layer
+>>> from fedjax_mr.secure import messages
+>>> server = messages.Server({"conv": 4, "dense": 2}, clients=(3, 8))  # bytes per layer
 >>> announcement = server.announce(round=0)
 >>> trained = {3: {"conv": b"cccc", "dense": b"dd"}, 8: {"conv": b"CCCC", "dense": b"DD"}}
->>> parties = {client: secure.Party(client, layers, announcement) for client, layers in trained.items()}
->>> secure.exchange_layers(parties, repetitions=2)
+>>> parties = {client: messages.Party(client, layers, announcement) for client, layers in trained.items()}
+>>> messages.exchange_layers(parties, repetitions=2)
 >>> for party in parties.values():
 ...     server.receive(party.upload())
 >>> models = server.open()

@@ -29,7 +29,7 @@ from fedjax_mr.strategies import (
     pfedme,
     scaffold,
 )
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic
+from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Strategy, Traffic
 
 
 class Row(NamedTuple):
@@ -75,4 +75,4 @@ STRATEGIES: dict[str, Row] = {
     "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True),
 }
 
-__all__ = ["STRATEGIES", "Cohort", "Problem", "Row", "Strategy", "Traffic"]
+__all__ = ["STRATEGIES", "Cohort", "Parcels", "Problem", "Row", "Strategy", "Traffic"]

@@ -1,5 +1,9 @@
 """The interface of a strategy: one NamedTuple of pure functions.
 
+A strategy's state holds what its algorithm names and nothing else; counters, diaries and seconds are information, which
+the functions return beside it. ``build(hyper, problem)`` is called anew inside every compiled program and for every
+question about shapes (some sixteen times for two rounds of FedAvg), so it defines functions and computes nothing.
+
 Letters used in every docstring: N clients, K clients of a round (the cohort), B batch, S local steps, C classes,
 D devices. A model's state is the dictionary of all its Flax collections (`Variables`).
 """
@@ -10,17 +14,18 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData, LocalSetting, Metrics, Samples
-from fedjax_mr.models import Layer, Model, Variables, Zoo
+from fedjax_mr.models import Layer, Model, Variables
 
 State = Any
 Memory = Any
 Payload = dict[str, Any]
 """Named objects on the way; the key ``model`` holds the network. Traffic is counted from these."""
+Info = dict[str, Any]
+"""What a strategy tells of a round, by name, beside its state: scalars become columns of the metrics."""
 
 
 class Cohort(NamedTuple):
@@ -97,11 +102,28 @@ class ClientUpdate(Protocol):
 
 
 class ServerUpdate(Protocol):
-    """Fold the uploads [K, ...] into the state: -> (state, scalar metrics by name)."""
+    """Fold the uploads [K, ...] into the state: -> (state, info)."""
 
     def __call__(
         self, state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
-    ) -> tuple[State, dict[str, jax.Array]]: ...
+    ) -> tuple[State, Info]: ...
+
+
+class BetweenRounds(Protocol):
+    """Change the state between two rounds, on the host: -> (state, info); info may hold arrays, which the run keeps."""
+
+    def __call__(self, state: State, round: int, key: jax.Array) -> tuple[State, Info]: ...
+
+
+class CountTraffic(Protocol):
+    """Return what travels in a round; ``usual`` is the payload and the upload of each of the K clients.
+
+    ``state`` is the server's before the round.
+    """
+
+    def __call__(
+        self, usual: "Traffic", state: State, uploads: Payload, cohort: Cohort, round: jax.Array
+    ) -> "Traffic": ...
 
 
 class PersonalModel(Protocol):
@@ -125,23 +147,44 @@ class Strategy(NamedTuple):
     """Default: K clients uniformly without replacement, in random order."""
     init_memory: InitMemory | None = None
     """Default: clients keep nothing."""
-    between_rounds: Callable[[State, int, jax.Array], State] | None = None
+    between_rounds: BetweenRounds | None = None
     """Host code between two rounds; its presence makes one round per compiled call."""
-    traffic: Callable[[Payload, Payload], "Traffic"] | None = None
+    traffic: CountTraffic | None = None
     """Default: the payloads and the uploads of the K clients."""
-    total_traffic: Callable[[State], "Traffic"] | None = None
-    """The bytes since the start, on the host; for methods whose bytes depend on whose network is sent."""
     personal_model: PersonalModel | None = None
     """A client's own model, tested on its own samples."""
 
 
-class Traffic(NamedTuple):
-    """Bytes on the way."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parcels:
+    """Objects of one size on their way.
 
-    down: int  # server to clients, per round
-    up: int  # clients to server, per round
-    peer: int = 0  # from client to client, per round
-    once: int = 0  # clients to server, before the first round
+    Attributes:
+      count: how many travel in a round, int32; the engine adds up the rounds.
+      size: bytes of each; static, so that no sum of bytes is limited by an integer type of the device.
+    """
+
+    count: jax.Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, count: jax.Array | int, size: int) -> "Parcels":
+        """Return ``count`` objects of ``size`` bytes."""
+        return cls(jnp.asarray(count, jnp.int32), int(size))
+
+
+class Traffic(NamedTuple):
+    """All that travels in a round, or in several."""
+
+    down: tuple[Parcels, ...] = ()  # server to clients
+    up: tuple[Parcels, ...] = ()  # clients to server
+    peer: tuple[Parcels, ...] = ()  # from client to client
+
+    def num_bytes(self) -> tuple[int, int, int]:
+        """Return the bytes down, up and from client to client, on the host."""
+        down, up, peer = (sum(int(parcels.count) * parcels.size for parcels in each) for each in self)
+        return down, up, peer
 
 
 def select_uniformly(problem: Problem, key: jax.Array) -> Cohort:
@@ -154,9 +197,14 @@ def select_uniformly(problem: Problem, key: jax.Array) -> Cohort:
     return Cohort(ids, problem.sizes[ids])
 
 
-def count_traffic(payloads: Payload, uploads: Payload) -> Traffic:
-    """Return the bytes of the K payloads and uploads, from arrays or from their shapes."""
-    return Traffic(down=trees.num_bytes(payloads), up=trees.num_bytes(uploads))
+def usual_traffic(payloads: Payload, uploads: Payload) -> Traffic:
+    """Return the payloads and uploads [K, ...] of a round, from arrays or from their shapes."""
+
+    def rows(tree: Payload) -> tuple[Parcels, ...]:
+        leaves = jax.tree.leaves(tree)
+        return (Parcels.of(leaves[0].shape[0], trees.num_bytes(tree) // leaves[0].shape[0]),) if leaves else ()
+
+    return Traffic(rows(payloads), rows(uploads))
 
 
 def plain_training(problem: Problem) -> ClientUpdate:
@@ -180,19 +228,13 @@ def own_starts(problem: Problem, key: jax.Array) -> Variables:
     return jax.vmap(problem.model.init)(jax.random.split(key, problem.num_clients), problem.architectures)
 
 
-def model_bytes(problem: Problem) -> np.ndarray:
-    """Return the bytes of each network [A]; A = 1 without a zoo."""
-    if isinstance(problem.model, Zoo):
-        return problem.model.num_bytes()
-    return np.array([trees.num_bytes(problem.model.shapes())])
-
-
-def networks_of(problem: Problem, models: Variables) -> jax.Array:
-    """Return how many of the stacked models [R, ...] are of each network [A] int32."""
+def models_sent(problem: Problem, models: Variables) -> tuple[Parcels, ...]:
+    """Return the stacked models [R, ...] as parcels: of each network as many as are of it."""
     rows = jax.tree.leaves(models)[0].shape[0]
-    if not isinstance(problem.model, Zoo):
-        return jnp.full(1, rows, jnp.int32)
-    return jnp.bincount(models["architecture"], length=len(problem.model.models)).astype(jnp.int32)
+    sizes = problem.model.num_bytes()
+    numbers = jnp.broadcast_to(problem.model.architecture(models), (rows,))
+    counts = jnp.bincount(numbers, length=len(sizes))
+    return tuple(Parcels.of(counts[number], size) for number, size in enumerate(sizes))
 
 
 def copies_of_one(problem: Problem, key: jax.Array) -> Variables:

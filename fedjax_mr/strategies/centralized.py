@@ -64,5 +64,5 @@ def build(hyper: None, problem: Problem) -> Strategy:
         client_update=client_update,
         server_update=lambda state, uploads, cohort, round, key: (State(trees.take(uploads["trained"], row[0])), {}),
         global_model=lambda state: state.model,
-        total_traffic=lambda state: Traffic(down=0, up=0),
+        traffic=lambda usual, state, uploads, cohort, round: Traffic(),
     )

@@ -162,7 +162,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         sizes, count = np.asarray(problem.sizes, np.int64), problem.cohort_size
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         found = groups(np.asarray(state.distances, np.float64), sizes, count)
-        return state._replace(distributions=jnp.asarray(pour(found, sizes, count, rng), jnp.float32))
+        return state._replace(distributions=jnp.asarray(pour(found, sizes, count, rng), jnp.float32)), {}
 
     return Strategy(
         init,

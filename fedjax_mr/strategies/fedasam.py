@@ -134,12 +134,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         ends = begun & (position == 1)
         count = state.cycles.astype(jnp.float32)
         new = jax.tree.map(lambda old, new: (count * old + new) / (count + 1), state.mean, model)
-        mean = jax.tree.map(lambda new, old: jnp.where(ends, new, old), new, state.mean)
-        return State(model, mean, state.cycles + ends.astype(jnp.int32)), {}
+        return State(model, trees.where(ends, new, state.mean), state.cycles + ends.astype(jnp.int32)), {}
 
     def global_model(state):
         if not averages:
             return state.model
-        return jax.tree.map(lambda mean, last: jnp.where(state.cycles > 0, mean, last), state.mean, state.model)
+        return trees.where(state.cycles > 0, state.mean, state.model)
 
     return Strategy(init, dispatch, client_update, server_update, global_model=global_model)

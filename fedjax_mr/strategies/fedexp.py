@@ -65,20 +65,19 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         weights = cohort.sizes if hyper.weights == "samples" else None
-        changes = jax.vmap(lambda upload: trees.subtract(upload, state.model))(uploads["model"])
-        change = trees.mean(changes, weights=weights)
-        mean_square = trees.mean(jax.vmap(trees.squared_norm)(changes["params"]), weights=weights)
-        square_of_mean = trees.squared_norm(change["params"])
-        server_lr = jnp.maximum(1.0, mean_square / (2 * (square_of_mean + epsilon)))
+        old, mean = state.model, trees.mean(uploads["model"], weights=weights)
+        deltas = jax.vmap(lambda params: trees.subtract(params, old["params"]))(uploads["model"]["params"])
+        delta = trees.mean(deltas, weights=weights)
+        mean_square = trees.mean(jax.vmap(trees.squared_norm)(deltas), weights=weights)
+        server_lr = jnp.maximum(1.0, mean_square / (2 * (trees.squared_norm(delta) + epsilon)))
 
-        model = trees.add(state.model, trees.scale(change, server_lr))
-        if hyper.variant == "paper":
-            averaged = trees.add(state.model, change)
-            model = averaged | {"params": model["params"]}
-        previous = jax.tree.map(lambda new, old: jnp.where(round == 0, new, old), model, state.model)
-        return State(model, previous), {"server_lr": server_lr}
+        model = mean | {"params": trees.add(old["params"], trees.scale(delta, server_lr))}
+        if hyper.variant == "authors":  # as released, whatever becomes of a variance
+            step = lambda new, old: trees.add(old, trees.scale(trees.subtract(new, old), server_lr))
+            model |= {name: step(mean[name], old[name]) for name in mean if name != "params"}
+        return State(model, trees.where(round == 0, model, old)), {"server_lr": server_lr}
 
     def global_model(state):
-        return trees.scale(trees.add(state.model, state.previous), 0.5)
+        return trees.interpolate(state.model, state.previous, 0.5)
 
     return Strategy(init, dispatch, plain_training(problem), server_update, global_model=global_model)

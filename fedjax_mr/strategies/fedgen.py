@@ -25,7 +25,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.models import layers
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, count_traffic
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy
 
 SMALLEST_GAMMA = 1e-4  # a gamma that decays stops here (FedGen's code)
 
@@ -196,14 +196,15 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         counts = problem.label_counts[cohort.ids].astype(jnp.float32)
-        gradient = jax.grad(generator_loss, has_aux=True)
+        loss_gradient = jax.grad(generator_loss, has_aux=True)
 
         def step(number, carry):
             params, statistics, optimizer = carry
-            slope, statistics = gradient(params, statistics, uploads["model"], counts, jax.random.fold_in(key, number))
+            key_of_step = jax.random.fold_in(key, number)
+            gradient, statistics = loss_gradient(params, statistics, uploads["model"], counts, key_of_step)
             with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
-                slope, optimizer = adam.update(slope, optimizer, params)
-            params = trees.subtract(params, trees.scale(slope, hyper.server_lr * decayed(round)))
+                update, optimizer = adam.update(gradient, optimizer, params)
+            params = trees.subtract(params, trees.scale(update, hyper.server_lr * decayed(round)))
             return params, statistics, optimizer
 
         params, statistics = state.generator["params"], {"batch_stats": state.generator["batch_stats"]}
@@ -212,8 +213,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model = trees.mean(uploads["model"], weights=cohort.sizes)
         return State(model, {"params": params, **statistics}, optimizer if original else None), {}
 
-    def traffic(payloads, uploads):
-        return count_traffic(payloads, uploads)._replace(once=trees.num_bytes(problem.label_counts))
+    def traffic(usual, state, uploads, cohort, round):
+        """Every client's label counts are sent once, before the first round."""
+        counts = Parcels.of(round == 0, trees.num_bytes(problem.label_counts))
+        return usual._replace(up=(*usual.up, counts))
 
     return Strategy(
         init,

@@ -22,9 +22,9 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import Model, Variables, Zoo
+from fedjax_mr.models import Model, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, Traffic, own_starts
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +43,13 @@ class State(NamedTuple):
     """What the server knows."""
 
     header: Any  # parameters of the classifier
-    pairs: jax.Array  # class means received so far, for the traffic
-    rounds: jax.Array  # rounds done
+    trained: jax.Array  # whether it has been trained: clients do not take the header that the server started with
 
 
 class Memory(NamedTuple):
     """What a client keeps."""
 
     model: Variables
-
-
-def parts(network: Model) -> tuple[Model, ...]:
-    """Return the networks of a zoo, or the one network."""
-    return network.models if isinstance(network, Zoo) else (network,)
 
 
 def header_name(model: Model) -> str:
@@ -65,16 +59,11 @@ def header_name(model: Model) -> str:
 
 def with_header(network: Model, variables: Variables, header: Any) -> Variables:
     """Return a network's variables with another header."""
-    if not isinstance(network, Zoo):
-        return {**variables, "params": {**variables["params"], header_name(network): header}}
 
-    def replace(number):
-        model = network.models[number]
-        own = network.unpack(variables, number)
-        return network.pack(with_header(model, own, header), number)
+    def replace(number, member, own):
+        return network.pack(own | {"params": own["params"] | {header_name(member): header}}, number)
 
-    branches = [lambda number=number: replace(number) for number in network.numbers]
-    return jax.lax.switch(variables["architecture"], branches)
+    return network.switch(variables, replace)
 
 
 def representation_width(network: Model) -> int:
@@ -85,7 +74,7 @@ def representation_width(network: Model) -> int:
     """
     sample = lambda model: jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
     width = lambda model: math.prod(jax.eval_shape(model.features, model.shapes(), sample(model)).shape[1:])
-    widths = {model.name: width(model) for model in parts(network)}
+    widths = {model.name: width(model) for model in network.networks}
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"{name} {width}" for name, width in widths.items())
         raise UserError(f"fedgh wants representations of one width, but they have {listed}; set --projection")
@@ -117,7 +106,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
       UserError: the networks' representations have different widths.
     """
     network, num_classes = problem.model, problem.num_classes
-    first, width = parts(network)[0], representation_width(network)
+    first, width = network.networks[0], representation_width(network)
 
     def logits_of(header: Any, z: jax.Array) -> jax.Array:
         """Return what the first network's last block makes of representations [B, d] with another header."""
@@ -126,17 +115,17 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def init(key):
         header = first.init(key)["params"][header_name(first)]
-        return State(header, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+        return State(header, jnp.zeros((), bool))
 
     def init_memory(key):
         return Memory(own_starts(problem, key))
 
     def dispatch(state, cohort, key):
-        return trees.broadcast({"header": state.header, "known": state.rounds > 0}, problem.cohort_size)
+        return trees.broadcast({"header": state.header, "trained": state.trained}, problem.cohort_size)
 
     def client_update(payload, memory, data, round, key):
         shared = with_header(network, memory.model, payload["header"])
-        start = jax.tree.map(lambda new, own: jnp.where(payload["known"], new, own), shared, memory.model)
+        start = trees.where(payload["trained"], shared, memory.model)
         model, metrics = local.train(network, problem.local, start, data, key)
         means, counts = class_means(
             network, model, data, num_classes=num_classes, width=width, batch_size=problem.local.batch_size
@@ -161,13 +150,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             return jax.lax.scan(descend, header, order)[0]
 
         header = jax.lax.fori_loop(0, hyper.server_epochs, epoch, state.header)
-        received = state.pairs + jnp.sum(owned).astype(jnp.int32)
-        return State(header, received, state.rounds + 1), {}
+        return State(header, jnp.ones((), bool)), {}
 
-    def total_traffic(state):
-        header = trees.num_bytes(jax.eval_shape(first.init, jax.random.key(0))["params"][header_name(first)])
-        rounds = max(int(state.rounds) - 1, 0)  # the first round has no header to send
-        return Traffic(down=rounds * problem.cohort_size * header, up=4 * int(state.pairs) * (width + 1))
+    def traffic(usual, state, uploads, cohort, round):
+        """A header for each client once there is one; back, of each class that a client has, label and mean."""
+        headers = Parcels.of(jnp.where(state.trained, problem.cohort_size, 0), trees.num_bytes(state.header))
+        means = Parcels.of(jnp.sum(uploads["owned"]), 4 * (width + 1))
+        return Traffic(down=(headers,), up=(means,))
 
     return Strategy(
         init,
@@ -175,6 +164,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         client_update,
         server_update,
         init_memory=init_memory,
-        total_traffic=total_traffic,
+        traffic=traffic,
         personal_model=lambda state, memory, data, key: memory.model,
     )

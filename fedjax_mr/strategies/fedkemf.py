@@ -24,7 +24,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import Variables, Zoo
+from fedjax_mr.models import Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
 
@@ -81,10 +81,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     network, public, authors = problem.model, problem.public, hyper.variant == "authors"
     if public is None or (authors and public.y is None):
         raise UserError(f"fedkemf wants {'labelled ' if authors else ''}public data: give --public_share")
-    choices = network.models if isinstance(network, Zoo) else (network,)
-    if hyper.knowledge >= len(choices):
-        raise UserError(f"--fedkemf_knowledge={hyper.knowledge}, but --model has {len(choices)}, counted from 0")
-    small, count = choices[hyper.knowledge], public.x.shape[0]
+    if hyper.knowledge >= len(network.networks):
+        raise UserError(f"--fedkemf_knowledge={hyper.knowledge}, but --model has {len(network.networks)}, from 0 on")
+    small, count = network.networks[hyper.knowledge], public.x.shape[0]
 
     def train_both(model, own, knowledge, data, key):
         """Train a client's two networks together."""
@@ -99,23 +98,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         )
         return *pair, metrics
 
-    def by_network(network, variables, knowledge, data, key):
-        """Train both; a zoo's network unpacked, once it is known which one it is."""
-        if not isinstance(network, Zoo):
-            return train_both(network, variables, knowledge, data, key)
-
-        def training(number):
-            def run(variables, knowledge):
-                own = network.unpack(variables, number)
-                own, knowledge, metrics = train_both(network.models[number], own, knowledge, data, key)
-                return network.pack(own, number), knowledge, metrics
-
-            return run
-
-        return jax.lax.switch(
-            variables["architecture"], [training(each) for each in network.numbers], variables, knowledge
-        )
-
     def init(key):
         return State(small.init(key))
 
@@ -126,7 +108,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"knowledge": trees.broadcast(state.knowledge, problem.cohort_size)}
 
     def client_update(payload, memory, data, round, key):
-        own, knowledge, metrics = by_network(network, memory.model, payload["knowledge"], data, key)
+        def training(number, own_network, own, knowledge):
+            own, knowledge, metrics = train_both(own_network, own, knowledge, data, key)
+            return network.pack(own, number), knowledge, metrics
+
+        own, knowledge, metrics = network.switch(memory.model, training, payload["knowledge"])
         return {"knowledge": knowledge}, Memory(own), metrics
 
     def server_update(state, uploads, cohort, round, key):

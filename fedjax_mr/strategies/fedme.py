@@ -28,7 +28,7 @@ from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, Traffic, model_bytes, networks_of, own_starts
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, models_sent, own_starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +74,11 @@ class Hyper:
     )
 
 
-class Sent(NamedTuple):
-    """Models on their way so far, by network [A] int32."""
-
-    own: jax.Array  # from a client: its own model, trained
-    received: jax.Array  # to a client and back: another client's model
-    returned: jax.Array  # to a client: what it goes on with
-
-
 class State(NamedTuple):
-    """What the clients hold between rounds and the server knows of it."""
+    """The clients' models, of which the server has copies, and their clusters."""
 
     models: Variables  # leaves [N, ...]
     clusters: jax.Array  # [N] int32
-    sent: Sent
-    rounds: jax.Array
 
 
 def draw_partners(key: jax.Array, clusters: jax.Array) -> jax.Array:
@@ -154,7 +144,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     Raises:
       UserError: a round of a single client, or clusters without a public set.
     """
-    model, sizes = problem.model, model_bytes(problem)
+    model = problem.model
     if problem.cohort_size < 2:
         raise UserError("fedme exchanges models among the clients of a round: --cohort must be at least 2")
     if hyper.clustering and hyper.cluster_rounds and problem.public is None:
@@ -164,8 +154,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     weights = Weights(mutual=1.0 if hyper.mutual else 0.0)
 
     def init(key):
-        clusters, none = jnp.zeros(problem.num_clients, jnp.int32), jnp.zeros(len(sizes), jnp.int32)
-        return State(own_starts(problem, key), clusters, Sent(none, none, none), jnp.zeros((), jnp.int32))
+        return State(own_starts(problem, key), jnp.zeros(problem.num_clients, jnp.int32))
 
     def dispatch(state, cohort, key):
         partners = draw_partners(key, state.clusters[cohort.ids])
@@ -181,20 +170,22 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         takes = loss(received) < loss(own) if hyper.tuning else jnp.zeros((), bool)
         return {"model": own, "received": received, "partner": payload["partner"], "takes": takes}, memory, metrics
 
-    def server_update(state, uploads, cohort, round, key):
-        partners, takes = uploads["partner"], uploads["takes"]
-        means = aggregate(uploads["model"], uploads["received"], partners)
-        chosen = jnp.where(takes, partners, jnp.arange(problem.cohort_size))
-        returned = trees.take(means, chosen)
+    def chosen(uploads):
+        """Return whose model each client goes on with [K]."""
+        return jnp.where(uploads["takes"], uploads["partner"], jnp.arange(problem.cohort_size))
 
-        now = Sent(*(networks_of(problem, each) for each in (uploads["model"], uploads["received"], returned)))
-        state = State(
-            models=trees.put(state.models, cohort.ids, returned),
-            clusters=state.clusters,
-            sent=trees.add(state.sent, now),
-            rounds=state.rounds + 1,
-        )
-        return state, {"clients_that_switched": jnp.sum(takes).astype(jnp.float32)}
+    def server_update(state, uploads, cohort, round, key):
+        means = aggregate(uploads["model"], uploads["received"], uploads["partner"])
+        models = trees.put(state.models, cohort.ids, trees.take(means, chosen(uploads)))
+        return State(models, state.clusters), {"clients_that_switched": jnp.sum(uploads["takes"]).astype(jnp.float32)}
+
+    def traffic(usual, state, uploads, cohort, round):
+        """Down the received model and the one to go on with, up both trained ones; which models these are varies."""
+        own, received = (models_sent(problem, uploads[name]) for name in ("model", "received"))
+        returned = models_sent(problem, trees.take(uploads["model"], chosen(uploads)))
+        partner, takes = Parcels.of(problem.cohort_size, 4), Parcels.of(problem.cohort_size, 1)
+        first = own if hyper.upload_first else ()
+        return Traffic(down=(*received, *returned, partner), up=(*first, *own, *received, partner, takes))
 
     @jax.jit
     def outputs(models, samples):
@@ -205,17 +196,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def between_rounds(state, round, key):
         count = 1 + sum(round >= start for start in hyper.cluster_rounds)
         if count == 1:
-            return state  # one cluster needs no outputs
+            return state, {}  # one cluster needs no outputs
         rows = np.asarray(outputs(state.models, problem.public)).reshape(problem.num_clients, -1)
         seed = int(jax.random.randint(key, (), 0, 2**31 - 1))
         find = cluster_as_authors if hyper.kmeans == "authors" else cluster
-        return state._replace(clusters=jnp.asarray(find(rows, count, seed=seed)))
-
-    def total_traffic(state):
-        own, received, returned = (int(np.asarray(counts, np.int64) @ sizes) for counts in state.sent)
-        marks = int(state.rounds) * problem.cohort_size  # the partner's number, and whether its model was taken
-        first = own if hyper.upload_first else 0
-        return Traffic(down=received + returned + 4 * marks, up=first + own + received + 5 * marks)
+        return state._replace(clusters=jnp.asarray(find(rows, count, seed=seed))), {}
 
     return Strategy(
         init,
@@ -224,5 +209,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_update,
         personal_model=lambda state, memory, data, key: trees.take(state.models, data.client_id),
         between_rounds=between_rounds if hyper.clustering and hyper.cluster_rounds else None,
-        total_traffic=total_traffic,
+        traffic=traffic,
     )

@@ -29,10 +29,10 @@ from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.secure.exchange import exchange
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import (
+    Parcels,
     Problem,
     Strategy,
     copies_of_one,
-    count_traffic,
     independent_starts,
     plain_training,
     unit_permutations,
@@ -184,12 +184,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         )
         return State(models), metrics
 
-    def traffic(payloads, uploads):
+    def traffic(usual, state, uploads, cohort, round):
         """Every picked layer goes to another client and one comes back: expected bytes, without the encryption's."""
-        alone = problem.cohort_size == 1
         exchanges = hyper.secure_repetitions * (2 if hyper.secure_when == "both" else 1)
-        peer = 2 * hyper.secure_share * exchanges * trees.num_bytes(payloads["model"])
-        return count_traffic(payloads, uploads)._replace(peer=round(peer) if hyper.secure and not alone else 0)
+        peer = 2 * hyper.secure_share * exchanges * trees.num_bytes(state.models)
+        return usual._replace(peer=(Parcels.of(1, int(peer + 0.5)),))
 
     return Strategy(
         init,
@@ -197,5 +196,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         plain_training(problem),
         server_update,
         global_model=lambda state: trees.mean(state.models),
-        traffic=traffic,
+        traffic=traffic if hyper.secure and problem.cohort_size > 1 else None,
     )

@@ -87,6 +87,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedMut."""
 
     def mutable(model):
+        """Return the collections that are mutated."""
         return model if hyper.variant == "authors" else {"params": model["params"]}
 
     def init(key):
@@ -103,6 +104,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def server_update(state, uploads, cohort, round, key):
         model = trees.mean(uploads["model"])
         share_left = 1 - jnp.minimum(round.astype(jnp.float32) / hyper.bound, 1.0)
-        return State(model, trees.subtract(mutable(model), mutable(state.model)), hyper.beta * share_left), {}
+        change = {name: trees.subtract(new, state.model[name]) for name, new in mutable(model).items()}
+        return State(model, change, hyper.beta * share_left), {}
 
     return Strategy(init, dispatch, plain_training(problem), server_update, global_model=lambda state: state.model)

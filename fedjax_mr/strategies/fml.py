@@ -15,7 +15,6 @@ from typing import NamedTuple
 from fedjax_mr import trees
 from fedjax_mr.engine import mutual
 from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.models import Zoo
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
@@ -56,7 +55,7 @@ class State(NamedTuple):
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FML."""
     network, authors = problem.model, hyper.variant == "authors"
-    meme_network = network.models[0] if isinstance(network, Zoo) else network
+    meme_network = network.networks[0]
     weights = Pair(Weights(hyper.alpha, 1 - hyper.alpha), Weights(hyper.beta, 1 - hyper.beta))
     if authors:
         weights = Pair(Weights(), Weights())
@@ -75,15 +74,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def server_update(state, uploads, cohort, round, key):
         return State(trees.mean(uploads["model"], weights=cohort.sizes if authors else None)), {}
 
-    def global_model(state):
-        return network.pack(state.model, 0) if isinstance(network, Zoo) else state.model
-
     return Strategy(
         init,
         dispatch,
         client_update,
         server_update,
-        global_model=global_model,
+        global_model=lambda state: network.pack(state.model, 0),
         init_memory=lambda key: own_starts(problem, key),
         personal_model=lambda state, memory, data, key: memory,
     )

@@ -35,9 +35,7 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """The server only counts."""
-
-    rounds: jax.Array
+    """There is no server."""
 
 
 class Memory(NamedTuple):
@@ -66,10 +64,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {}, Memory(model, jnp.minimum(loss, memory.lowest), above), metrics
 
     return Strategy(
-        init=lambda key: State(jnp.zeros((), jnp.int32)),
+        init=lambda key: State(),
         init_memory=init_memory,
         dispatch=lambda state, cohort, key: {},
         client_update=client_update,
-        server_update=lambda state, uploads, cohort, round, key: (State(state.rounds + 1), {}),
+        server_update=lambda state, uploads, cohort, round, key: (state, {}),
         personal_model=lambda state, memory, data, key: memory.model,
     )

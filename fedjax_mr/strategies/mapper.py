@@ -14,6 +14,8 @@ far as G moved the interpolation; before a test the search is done anew.
 Deviations and choices: the paper leaves the order of the steps to the reader; ours is that of FedMe's authors. A
 client's own model starts as the first global model that it receives. The three parts are views on the client's rows,
 drawn by the client's number (not by ``--seed``); a client of fewer than three samples uses all of them in each part.
+``mode=fedme`` solves and moves parameters alone: BatchNorm statistics are those of the last training, because a
+variance that was solved back could be negative.
 Until it has trained, a client is tested with the global model (``mode=paper``).
 """
 
@@ -99,11 +101,6 @@ def divide(data: ClientData, max_size: int) -> Parts:
     return Parts(part(0 * third, third), part(third, third), part(2 * third, data.size - 2 * third))
 
 
-def between(own: Variables, other: Variables, share: jax.Array) -> Variables:
-    """Return share * own + (1 - share) * other."""
-    return jax.tree.map(lambda own, other: share * own + (1 - share) * other, own, other)
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return MAPPER.
 
@@ -119,7 +116,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         plain = local.cross_entropy(network)
 
         def loss(params, state, batch, key):
-            return plain(between(params, other["params"], share), state, batch, key)
+            return plain(trees.interpolate(params, other["params"], share), state, batch, key)
 
         trainable = data._replace(size=jnp.where(share > 0, data.size, 0))
         return local.train(network, setting, variables, trainable, key, loss=loss)
@@ -128,12 +125,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         """Return the client's own model and the interpolation, trained for one lambda."""
         if through:
             own, metrics = train(own, data, key, other=shared, share=share)
-            return own, between(own, shared, share), metrics
+            return own, trees.interpolate(own, shared, share), metrics
         trainable = data._replace(size=jnp.where(share > 0, data.size, 0))
-        model, metrics = local.train(network, setting, between(own, shared, share), trainable, key)
+        model, metrics = local.train(network, setting, trees.interpolate(own, shared, share), trainable, key)
         divisor = jnp.where(share > 0, share, 1.0)
-        solved = jax.tree.map(lambda m, g: (m - (1 - share) * g) / divisor, model, shared)
-        return jax.tree.map(lambda new, old: jnp.where(share > 0, new, old), solved, own), model, metrics
+        solve = lambda model, shared: (model - (1 - share) * shared) / divisor
+        solved = model | {"params": jax.tree.map(solve, model["params"], shared["params"])}
+        return trees.where(share > 0, solved, own), model, metrics
 
     def search(own, shared, parts, key):
         """Return the best of all lambdas, and what the trainings report."""
@@ -143,13 +141,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             candidate, model, metrics = attempt(own, shared, parts.own, share, jax.random.fold_in(key, number))
             loss = local.score(network, model, parts.share, batch_size=setting.batch_size).loss
             found = Found(loss, share, candidate, model)
-            return jax.tree.map(lambda new, old: jnp.where(loss < best.loss, new, old), found, best), metrics
+            return trees.where(loss < best.loss, found, best), metrics
 
         start = Found(jnp.float32(jnp.inf), jnp.zeros(()), own, shared)
         return jax.lax.scan(step, start, (jnp.arange(len(hyper.grid)), jnp.array(hyper.grid, jnp.float32)))
 
     def started(memory, shared):
-        return jax.tree.map(lambda own, other: jnp.where(memory.trained, own, other), memory.own, shared)
+        return trees.where(memory.trained, memory.own, shared)
 
     def init(key):
         return State(network.init(key))
@@ -169,7 +167,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             model, metrics = train(shared, parts.shared, key, other=best.own, share=1 - best.share)
         else:
             moved, metrics = local.train(network, setting, best.model, parts.shared, key)
-            model = trees.add(shared, trees.subtract(moved, best.model))
+            step = trees.subtract(moved["params"], best.model["params"])
+            model = moved | {"params": trees.add(shared["params"], step)}
         total = Metrics(
             loss=jnp.sum(tried.loss) + metrics.loss,
             images=jnp.sum(tried.images) + metrics.images,
@@ -185,7 +184,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def personal_model(state, memory, data, key):
         own = started(memory, state.model)
         if through:
-            return between(own, state.model, memory.share)
+            return trees.interpolate(own, state.model, memory.share)
         return search(own, state.model, divide(data, setting.max_size), key)[0].model
 
     return Strategy(

@@ -81,7 +81,10 @@ class Memory(NamedTuple):
 
 
 def unstable(strength: float, *, eta: float, personal_lr: float) -> str:
-    """Return what is wrong with steps so large that theta or w moves away from where it is drawn to; "" if nothing.
+    """Return the conditions of stability that the settings break, in words; "" if they keep both.
+
+    Theta is drawn to w by steps of personal_lr x lambda times their distance, which grows from 2 on; w is drawn to
+    theta by eta x lambda times the distance, which overshoots above 1.
 
     Args:
       strength: lambda.
@@ -120,16 +123,16 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def local_round(loss):
         """Return the displacement of both models on a mini-batch, in the place of a gradient."""
-        gradient = jax.value_and_grad(loss, has_aux=True)
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
         def displacement(params, state, batch, key):
             w = params["w"]
 
             def step(number, carry):
                 theta, state, _ = carry
-                (value, state), slope = gradient(theta, state, batch, jax.random.fold_in(key, number))
+                (value, state), gradient = value_and_grad(theta, state, batch, jax.random.fold_in(key, number))
                 pull = trees.scale(trees.subtract(theta, w), hyper.strength)
-                return trees.subtract(theta, trees.scale(trees.add(slope, pull), personal_lr)), state, value
+                return trees.subtract(theta, trees.scale(trees.add(gradient, pull), personal_lr)), state, value
 
             start = (params["theta"], state, jnp.zeros(()))
             theta, state, value = jax.lax.fori_loop(0, hyper.inner_steps, step, start)
@@ -144,21 +147,28 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def client_update(payload, memory, data, round, key):
         received = payload["model"]
         both = received | {"params": {"theta": received["params"], "w": received["params"]}}
-        trained, metrics = local.train(
-            problem.model, problem.local, both, data, key, optimizer=optax.identity(), value_and_grad=local_round
+        trained, metrics = local.minimise(
+            local.cross_entropy(problem.model),
+            problem.local,
+            both,
+            data,
+            key,
+            optimizer=optax.identity(),
+            value_and_grad=local_round,
         )
         theta, w = (trained | {"params": trained["params"][name]} for name in ("theta", "w"))
         kept = Memory(w if hyper.evaluate == "w_local" else theta, jnp.ones((), bool))
         return {"model": w}, memory if hyper.evaluate == "global" else kept, metrics
 
     def server_update(state, uploads, cohort, round, key):
-        step = trees.subtract(trees.mean(uploads["model"], weights=cohort.sizes), state.model)
-        return State(trees.add(state.model, trees.scale(step, hyper.beta))), {}
+        mean, old = trees.mean(uploads["model"], weights=cohort.sizes), state.model["params"]
+        step = trees.scale(trees.subtract(mean["params"], old), hyper.beta)
+        return State(mean | {"params": trees.add(old, step)}), {}
 
     def personal_model(state, memory, data, key):
         if hyper.evaluate == "global":
             return state.model
-        return jax.tree.map(lambda own, shared: jnp.where(memory.trained, own, shared), memory.model, state.model)
+        return trees.where(memory.trained, memory.model, state.model)
 
     return Strategy(
         init,

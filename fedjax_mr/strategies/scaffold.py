@@ -61,12 +61,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return SCAFFOLD.
 
     Raises:
-      UserError: the clients' optimizer is not SGD, from whose steps gradients can be told.
+      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
     """
     setting, authors = problem.local, hyper.variant == "authors"
     if setting.lr is None or setting.momentum == 1:
         raise UserError(
-            "scaffold tells gradients from the steps of SGD: it needs --optimizer=sgd and --momentum below 1"
+            "scaffold derives gradients from the steps of SGD: it needs --optimizer=sgd and --momentum below 1"
         )
     step_size = setting.lr if authors else setting.lr / (1 - setting.momentum)
 
@@ -94,8 +94,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model, metrics = local.train(problem.model, setting, received, data, key, optimizer=optimizer)
 
         steps = jnp.maximum(metrics.steps, 1).astype(jnp.float32)
-        way = trees.subtract(received["params"], model["params"])
-        change = trees.subtract(trees.scale(way, 1 / (steps * step_size)), control)
+        descent = trees.subtract(received["params"], model["params"])
+        change = trees.subtract(trees.scale(descent, 1 / (steps * step_size)), control)
         return {"model": model, "control": change}, trees.add(own, change), metrics
 
     def server_update(state, uploads, cohort, round, key):
@@ -106,8 +106,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             changes = jax.vmap(trees.scale)(changes, relative)
         else:
             averaged = trees.mean(uploads["model"])
-            way = trees.subtract(averaged["params"], state.model["params"])
-            model = averaged | {"params": trees.add(state.model["params"], trees.scale(way, hyper.server_lr))}
+            delta = trees.subtract(averaged["params"], state.model["params"])
+            model = averaged | {"params": trees.add(state.model["params"], trees.scale(delta, hyper.server_lr))}
         control = trees.add(state.control, trees.scale(trees.mean(changes), share))
         return State(model, control), {}
 

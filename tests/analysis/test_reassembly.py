@@ -7,26 +7,26 @@ import fedjax_mr as fmr
 from fedjax_mr import plots
 from fedjax_mr.analysis import reassembly
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.strategies.pfedhr.strategy import Diary
+from fedjax_mr.strategies.pfedhr.strategy import Account
 
 
-def diary():
+def account():
     """Two clients, 3 and 7: two blocks and one; two candidates, and a client that was matched with none."""
     row = lambda *values: np.array(values, np.int32)
-    return Diary(
+    return Account(
         clients=row(3, 7),
-        owners=row(3, 3, 7, -1),
-        places=row(0, 1, 1, -1),
-        kinds=row(0, 1, 1, -1),
-        groups=row(1, 0, 0, -1),
-        alike=np.eye(4, dtype=np.float32),
-        candidates=np.array([[0, 1, -1], [0, 2, -1], [-1, -1, -1]], np.int32),
+        owners=row(3, 3, 7),
+        places=row(0, 1, 1),
+        kinds=row(0, 1, 1),
+        groups=row(1, 0, 0),
+        similarity=np.eye(3, dtype=np.float32),
+        chains=np.array([[0, 1, -1], [0, 2, -1]], np.int32),
         teachers=row(1, -1),
     )
 
 
-def test_a_diary_in_words():
-    found = diary()
+def test_an_account_in_words():
+    found = account()
     assert reassembly.blocks_of(found) == [(3, 0, False), (3, 1, True), (7, 1, True)]
     assert reassembly.strips_of(found) == [[(3, 0, False), (3, 1, True)], [(3, 0, False), (7, 1, True)]]
     assert reassembly.teachers_of(found) == {3: [(3, 0, False), (7, 1, True)]}

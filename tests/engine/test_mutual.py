@@ -30,7 +30,7 @@ def test_the_gradient_of_each_logit_is_p_minus_onehot_plus_p_minus_q(given):
     batch_x = np.random.default_rng(0).normal(size=(6, 4, 4, 1))
     labels = np.array([0, 1, 2, 0, 1, 2])
     with jax.enable_x64(True):
-        linear, perceptron = given.problem.model.models
+        linear, perceptron = given.problem.model.networks
         models = Pair(linear, perceptron)
         double = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tree)
         pair = Pair(*(double(model.init(jax.random.key(i))) for i, model in enumerate(models)))
@@ -49,7 +49,7 @@ def test_the_gradient_of_each_logit_is_p_minus_onehot_plus_p_minus_q(given):
 
 
 def test_equal_networks_learn_nothing_from_each_other(given, close):
-    model = given.problem.model.models[1]
+    model = given.problem.model.networks[1]
     start, setting = model.init(jax.random.key(1)), given.problem.local
     weights = Pair(Weights(), Weights())
     both, _ = mutual.train(
@@ -65,7 +65,7 @@ def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(given, cl
     setting = dataclasses.replace(
         given.problem.local, optimizer=optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, 0.5))
     )
-    models = Pair(*given.problem.model.models)
+    models = Pair(*given.problem.model.networks)
     starts = Pair(*(model.init(jax.random.key(i)) for i, model in enumerate(models)))
     weights = Pair(Weights(mutual=0.0), Weights(mutual=0.0))
     both, metrics = mutual.train(models, setting, starts, data_of(given, 0), jax.random.key(2), weights=weights)
@@ -82,7 +82,7 @@ def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(given, cl
 def test_a_zoo_trains_pairs_as_the_networks_themselves(given, close, kinds):
     zoo, setting = given.problem.model, given.problem.local
     weights = Pair(Weights(), Weights())
-    models = Pair(*(zoo.models[kind] for kind in kinds))
+    models = Pair(*(zoo.networks[kind] for kind in kinds))
     starts = Pair(*(model.init(jax.random.key(i)) for i, model in enumerate(models)))
     packed = Pair(*(zoo.pack(start, kind) for start, kind in zip(starts, kinds, strict=True)))
     train = jax.jit(

@@ -29,7 +29,7 @@ def data_of(given, client):
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_packing_is_undone(zoo, equal, number):
-    variables = zoo.models[number].init(jax.random.key(number))
+    variables = zoo.networks[number].init(jax.random.key(number))
     packed = zoo.pack(variables, number)
     equal(zoo.unpack(packed, number), variables)
     equal(zoo.fill(zoo.cut(packed, number), number), packed)
@@ -57,7 +57,7 @@ def test_a_number_in_the_data_picks_the_network(zoo, given, close):
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_training_equals_that_of_the_network_itself(zoo, given, close, number):
     """BatchNorm's statistics, dropout, momentum and uneven batches included; padding stays zero."""
-    model, setting, key = zoo.models[number], given.problem.local, jax.random.key(3)
+    model, setting, key = zoo.networks[number], given.problem.local, jax.random.key(3)
     start = model.init(jax.random.key(1))
     trained, metrics = jax.jit(lambda v: local.train(zoo, setting, v, data_of(given, 0), key))(zoo.pack(start, number))
     plain, own = local.train(model, setting, start, data_of(given, 0), key)

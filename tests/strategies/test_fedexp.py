@@ -31,7 +31,7 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
         steps.append(step)
         previous, model = model, [w + step * d for w, d in zip(model, change, strict=True)]
         by_hand.check(by_hand.progress.server.model, model)
-        np.testing.assert_allclose(float(by_hand.report.strategy["server_lr"]), step, rtol=1e-4)
+        np.testing.assert_allclose(float(by_hand.report.info["server_lr"]), step, rtol=1e-4)
         first = len(steps) == 1
         deployed = model if first else by_hand.mean([model, previous])
         by_hand.check(by_hand.engine.deployed(by_hand.progress), deployed)

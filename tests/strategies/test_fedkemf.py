@@ -12,17 +12,15 @@ from fedjax_mr.strategies import fedkemf
 from fedjax_mr.strategies.fedkemf import Hyper
 
 
-def test_only_knowledge_networks_travel(engine):
-    one = engine("fedkemf", "linear,thin")
-    sent = one.traffic()
-    assert (sent.down, sent.up) == (3 * 4 * (16 * 3 + 3),) * 2
+def test_only_knowledge_networks_travel(engine, sent):
+    assert sent(engine("fedkemf", "linear,thin")) == (3 * 4 * (16 * 3 + 3), 3 * 4 * (16 * 3 + 3), 0)
 
 
 @pytest.mark.parametrize("variant", ["original", "authors"])
 def test_the_server_learns_the_ensemble(engine, variant):
     """Outputs after distillation are nearer to the mean of the clients' probabilities than the network before."""
     one = engine("fedkemf", "linear,thin", hyper=Hyper(server_epochs=40, server_lr=0.02, variant=variant))
-    public, small = one.given.problem.public, one.given.problem.model.models[0]
+    public, small = one.given.problem.public, one.given.problem.model.networks[0]
     x = local.gather(public, np.arange(10))
     probabilities = lambda variables: np.asarray(jax.nn.softmax(small.apply(variables, x)))
     state = jax.tree.map(np.array, one.init().server)

@@ -54,15 +54,15 @@ def test_without_mutual_terms_it_is_local_and_fedavg_side_by_side(engine, close)
     close(progress.server.model, average.run(average.init(), 3)[0].server.model)
 
 
-def test_personal_networks_of_different_architectures_and_one_that_is_sent(engine):
+def test_personal_networks_of_different_architectures_and_one_that_is_sent(engine, sent):
     zoo = engine("fml", "linear,perceptron")
     progress, report = zoo.run(zoo.init(), 3)
     problem = zoo.given.problem
-    first = problem.model.models[0]
+    first = problem.model.networks[0]
     assert jax.tree.map(np.shape, progress.server.model) == jax.tree.map(lambda leaf: leaf.shape, first.shapes())
     assert progress.memory["architecture"].tolist() == problem.architectures.tolist() == [0, 1] * 3
     assert np.isfinite(float(report.train_loss))
-    sent = problem.cohort_size * trees.num_bytes(first.shapes())
-    assert zoo.traffic()[:2] == (sent, sent)
+    memes = problem.cohort_size * trees.num_bytes(first.shapes())
+    assert sent(zoo) == (memes, memes, 0)
     deployed = zoo.deployed(progress)
     jax.tree.map(np.testing.assert_array_equal, problem.model.unpack(deployed, 0), progress.server.model)

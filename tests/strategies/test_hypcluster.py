@@ -19,7 +19,7 @@ def one_round(by_hand, models, clients):
     trained = [by_hand.train(models[number], client) for client, number in zip(clients, chosen, strict=True)]
     for number in range(len(models)):
         members = np.flatnonzero(chosen == number)
-        assert float(by_hand.report.strategy[f"clients_of_cluster_{number}"]) == len(members)
+        assert float(by_hand.report.info[f"clients_of_cluster_{number}"]) == len(members)
         if len(members):
             models[number] = by_hand.mean([trained[row] for row in members], sizes[members])
     return models
@@ -73,7 +73,7 @@ def test_equal_losses_are_decided_for_the_lowest_number(engine, equal):
     same = trees.take(progress.server.models, jnp.array([1, 1]))
     before = jax.tree.map(np.array, same)
     progress, report = one.run(one.place(progress._replace(server=State(same))), 1)
-    assert float(report.strategy["clients_of_cluster_0"]) == 3 and float(report.strategy["clients_of_cluster_1"]) == 0
+    assert float(report.info["clients_of_cluster_0"]) == 3 and float(report.info["clients_of_cluster_1"]) == 0
     equal(trees.take(progress.server.models, 1), trees.take(before, 1))
 
 

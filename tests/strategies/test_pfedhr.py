@@ -31,7 +31,7 @@ def test_without_weight_it_is_local_only(engine, close):
     alone, reassembled = engine("local", "thin"), engine("pfedhr", hyper=Hyper(distillation_weight=0.0, **QUICK))
     expected, _ = alone.run(alone.init(), 2)
     progress, _ = reassembled.run(reassembled.init(), 2)
-    assert np.asarray(progress.server.taught).any()
+    assert np.asarray(progress.server.teacher_size).any()
     close(progress.memory.model, expected.memory.model)
 
 
@@ -41,7 +41,7 @@ def test_a_client_learns_labels_and_teacher(transcription):
     torch, server = ours.torch, ours.progress.server
     teaching = np.random.default_rng(0).normal(size=server.teaching.shape).astype(np.float32)
     given = np.array([True, True, True, False])
-    server = server._replace(teaching=jnp.asarray(teaching), taught=jnp.asarray(given))
+    server = server._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(given.astype(np.int32)))
     ours.progress = ours.progress._replace(server=server)
     starts = ours.progress.memory.model
     before = [ours.read(trees.take(starts, client)) for client in range(4)]
@@ -61,9 +61,9 @@ def test_a_client_learns_labels_and_teacher(transcription):
 
 def test_the_server_changes_no_clients_network(taught):
     _, rounds = taught
-    for progress, _ in rounds:
+    for progress, report in rounds:
         server = progress.server
-        for row, client in enumerate(server.diary.clients):
+        for row, client in enumerate(report.info["clients"]):
             kept = jax.tree.map(lambda leaf, client=client: leaf[client], progress.memory.model)
             jax.tree.map(
                 np.testing.assert_array_equal, kept, jax.tree.map(lambda leaf, row=row: leaf[row], server.models)
@@ -72,34 +72,33 @@ def test_the_server_changes_no_clients_network(taught):
 
 def test_teachers_are_for_the_clients_of_the_round(taught):
     _, rounds = taught
-    for progress, _ in rounds:
-        server = progress.server
-        matched = server.diary.teachers >= 0
-        assert set(np.flatnonzero(server.taught)) == set(server.diary.clients[matched])
-        assert (server.teacher_size[server.taught] > 0).all()
-    (first, _), (second, report) = rounds
-    both = set(first.server.diary.clients) & set(second.server.diary.clients)
-    assert int(report.strategy["taught"]) == len([client for client in both if first.server.taught[client]])
+    for progress, report in rounds:
+        matched = report.info["teachers"] >= 0
+        assert set(np.flatnonzero(progress.server.teacher_size)) == set(report.info["clients"][matched])
+        assert (progress.server.teacher_size >= 0).all()
+    (first, before), (_, report) = rounds
+    both = set(before.info["clients"]) & set(report.info["clients"])
+    assert int(report.info["taught"]) == len([client for client in both if first.server.teacher_size[client]])
 
 
 def test_the_teachers_logits_are_those_of_the_matched_candidate(taught):
     """Made once more with the same key: the candidate of the highest mean cosine, on the client's own samples."""
     one, rounds = taught
-    progress, _ = rounds[0]
+    progress, report = rounds[0]
     server, key = progress.server, jax.random.key(5)
     maker = pfedhr.Server(Hyper(**QUICK), one.given.problem)
-    new = maker.teach(server, key)
+    new, told = maker.teach(server, key)
     models = server.models
     networks = [
         pfedhr.taken_apart(one.given.problem.model, jax.tree.map(lambda leaf, row=row: leaf[row], models), owner=row)
         for row in range(3)
     ]
     made = maker.reassemble(networks, networks, key)
-    assert made.likeness.shape == (3, len(made.chains)) and (np.abs(made.likeness) <= 1 + 1e-6).all()
+    assert made.logit_similarity.shape == (3, len(made.chains)) and (np.abs(made.logit_similarity) <= 1 + 1e-6).all()
     assert set(made.seconds) >= {"grouping", "matching"} and len(set(made.groups)) == 2
-    for row, client in enumerate(server.diary.clients):
-        best = made.likeness[row].argmax()
-        assert new.diary.teachers[row] == best
+    for row, client in enumerate(report.info["clients"]):
+        best = made.logit_similarity[row].argmax()
+        assert told["teachers"][row] == best
         own = jax.device_put(one.given.problem.public)._replace(x=server.samples[row], y=None)
         logits = maker.programs.logits(made.chains[best], own)
         np.testing.assert_allclose(new.teaching[client], logits, rtol=1e-5, atol=1e-6)
@@ -107,14 +106,14 @@ def test_the_teachers_logits_are_those_of_the_matched_candidate(taught):
 
 def test_candidates_are_of_blocks_of_the_round(taught):
     _, rounds = taught
-    for progress, _ in rounds:
-        diary = progress.server.diary
-        blocks = diary.owners >= 0
-        assert set(diary.owners[blocks]) <= set(diary.clients.tolist())
-        assert (diary.groups[blocks] >= 0).all() and (diary.alike[np.ix_(blocks, blocks)] >= 0).all()
-        for candidate in diary.candidates:
-            chosen = candidate[candidate >= 0]
-            assert (np.diff(diary.places[chosen]) > 0).all() and (np.diff(diary.kinds[chosen]) >= 0).all()
+    for _, report in rounds:
+        told = report.info
+        assert set(told["owners"]) <= set(told["clients"].tolist())
+        assert (told["groups"] >= 0).all() and (told["similarity"] >= 0).all()
+        assert told["candidates"] == len(told["chains"]) > 0
+        for chain in told["chains"]:
+            chosen = chain[chain >= 0]
+            assert (np.diff(told["places"][chosen]) > 0).all() and (np.diff(told["kinds"][chosen]) >= 0).all()
 
 
 def test_programs_are_kept_over_the_rounds(taught):
@@ -130,22 +129,21 @@ def test_programs_are_kept_over_the_rounds(taught):
 def test_traffic_counts_networks(taught):
     one, rounds = taught
     problem = one.given.problem
-    progress, _ = rounds[-1]
     sizes = problem.model.num_bytes()[np.asarray(problem.architectures)]
     first = rounds[0][0].server
-    up = sum(int(sizes[client]) for each, _ in rounds for client in each.server.diary.clients)
-    down = sum(4 * int(first.teacher_size[client]) for client in progress.server.diary.clients if first.taught[client])
-    total = one.strategy.total_traffic(progress.server)
-    assert (total.up, total.down) == (up, down) and up > 0
+    (down, up, peer) = np.sum([report.traffic.num_bytes() for _, report in rounds], axis=0)
+    assert up == sum(int(sizes[client]) for _, report in rounds for client in report.info["clients"]) > 0
+    assert down == sum(4 * int(first.teacher_size[client]) for client in rounds[-1][1].info["clients"])
+    assert peer == 0
 
 
 def test_the_latest_teachers_stay(engine):
     one = engine("pfedhr", hyper=Hyper(teachers="latest", **QUICK))
     progress, seen = one.init(), set()
     for _ in range(2):
-        progress, _ = one.run(progress, 1)
-        seen |= set(np.asarray(progress.server.diary.clients).tolist())
-        assert set(np.flatnonzero(np.asarray(progress.server.taught))) == seen
+        progress, report = one.run(progress, 1)
+        seen |= set(report.info["clients"].tolist())
+        assert set(np.flatnonzero(np.asarray(progress.server.teacher_size))) == seen
 
 
 @pytest.mark.slow
@@ -161,7 +159,7 @@ def test_the_other_options_train(engine, options):
     one = engine("pfedhr", hyper=Hyper(**(QUICK | options)))
     progress, report = one.run(one.init(), 2)
     assert np.isfinite(float(report.train_loss))
-    assert np.asarray(progress.server.taught).any()
+    assert np.asarray(progress.server.teacher_size).any()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(progress.memory))
 
 

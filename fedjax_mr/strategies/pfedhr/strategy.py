@@ -31,9 +31,9 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import Model, Variables, Zoo
+from fedjax_mr.models import Model, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, Traffic, model_bytes, own_starts
+from fedjax_mr.strategies.base import Info, Parcels, Problem, Strategy, Traffic, models_sent, own_starts
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
 from fedjax_mr.strategies.pfedhr.chains import Block, Chain, Programs
 
@@ -112,31 +112,27 @@ class Hyper:
     )
 
 
-class Diary(NamedTuple):
-    """What the last reassembly did, for pictures; -1 fills up. L = K x the most blocks of a network."""
-
-    clients: jax.Array  # [K] whose networks they were
-    owners: jax.Array  # [L] the client of each block
-    places: jax.Array  # [L] its place in the client's network
-    kinds: jax.Array  # [L] 0: convolution, 1: dense
-    groups: jax.Array  # [L]
-    alike: jax.Array  # [L, L] mean CKA of what enters and what leaves
-    candidates: jax.Array  # [max_candidates, most blocks] which blocks, in order
-    teachers: jax.Array  # [K] which candidate was matched with each client; -1: there was none
-
-
 class State(NamedTuple):
-    """What the server knows after a round."""
+    """The networks of the last round, and what each client's teacher says of the client's own samples."""
 
     rows: jax.Array  # [N] at which row of the round a client stood; -1: it took no part
     models: Variables  # what the round's clients uploaded [K, ...]
     samples: jax.Array  # their own samples, for the simulation [K, largest client, ...]
-    teaching: jax.Array  # each client's teacher's logits for its own samples [N, largest client, C]
-    taught: jax.Array  # whether it has a teacher [N]
-    teacher_size: jax.Array  # numbers in the teacher [N]
-    rounds: jax.Array  # how often the client took part [N]
-    received: jax.Array  # numbers in all teachers that it received [N]
-    diary: Diary
+    teaching: jax.Array  # the logits of each client's teacher for the client's own samples [N, largest client, C]
+    teacher_size: jax.Array  # numbers in the teacher that this stands for [N]; 0: the client has no teacher
+
+
+class Account(NamedTuple):
+    """One reassembly, for pictures: K clients, L blocks, M candidates of at most ``longest`` blocks."""
+
+    clients: np.ndarray  # [K] whose networks they were
+    owners: np.ndarray  # [L] the client of each block
+    places: np.ndarray  # [L] its place in the client's network
+    kinds: np.ndarray  # [L] 0: convolution, 1: dense
+    groups: np.ndarray  # [L]
+    similarity: np.ndarray  # [L, L] mean CKA of what enters and what leaves
+    chains: np.ndarray  # [M, longest] the blocks of each candidate, in order; -1 fills up
+    teachers: np.ndarray  # [K] the candidate that was matched with each client; -1: there was none
 
 
 class Memory(NamedTuple):
@@ -146,11 +142,9 @@ class Memory(NamedTuple):
 
 
 def taken_apart(network: Model, variables: Variables, *, owner: int) -> tuple[Block, ...]:
-    """Return the blocks of one client's network, of a zoo or not."""
-    if isinstance(network, Zoo):
-        number = int(variables["architecture"])
-        network, variables = network.models[number], network.unpack(variables, number)
-    return chains.take_apart(network, jax.device_put(variables), owner=owner)
+    """Return the blocks of one client's network."""
+    number = int(network.architecture(variables))
+    return chains.take_apart(network.networks[number], jax.device_put(network.unpack(variables, number)), owner=owner)
 
 
 def averaged(models: Variables, architectures: np.ndarray) -> list[tuple[int, Variables]]:
@@ -168,10 +162,10 @@ class Reassembled(NamedTuple):
 
     blocks: list[Block]
     groups: np.ndarray  # [L]
-    alike: np.ndarray  # [L, L]
+    similarity: np.ndarray  # [L, L] mean CKA of what enters and what leaves the blocks
     candidates: list[search.Candidate]
     chains: list[Chain]  # the candidates, fine-tuned
-    likeness: np.ndarray  # mean cosine of the logits of K clients and M candidates [K, M]
+    logit_similarity: np.ndarray  # mean cosine of the logits of K clients and M candidates [K, M]
     seconds: dict[str, float]  # by step
 
 
@@ -268,12 +262,13 @@ class Server:
         copies = [tune(chain_of(own)) for own in networks] if tuned else []
         clock("fine-tuning of the clients' copies", copies)
         theirs, ours = ([programs.logits(chain, public) for chain in each] for each in (copies, tuned))
-        likeness = np.array([[cosines(a, b) for b in ours] for a in theirs]).reshape(len(networks), len(tuned))
+        logit_similarity = np.array([[cosines(a, b) for b in ours] for a in theirs]).reshape(len(networks), len(tuned))
         clock("matching")
-        return Reassembled(blocks, labels, (entering + leaving) / 2, candidates, tuned, likeness, clock.seconds)
+        similarities = (entering + leaving) / 2
+        return Reassembled(blocks, labels, similarities, candidates, tuned, logit_similarity, clock.seconds)
 
-    def teach(self, state: State, key: jax.Array) -> State:
-        """Return the state with the teachers of the round's clients; consumes ``key``."""
+    def teach(self, state: State, key: jax.Array) -> tuple[State, Info]:
+        """Return the state with the teachers of the round's clients, and an account of it; consumes ``key``."""
         hyper, problem = self.hyper, self.problem
         rows, models = np.asarray(state.rows), jax.tree.map(np.asarray, state.models)
         clients = np.argsort(rows, kind="stable")[(rows < 0).sum() :]  # in the round's order
@@ -281,47 +276,42 @@ class Server:
         networks = [taken_apart(problem.model, take(row), owner=row) for row in range(len(clients))]
         sources = networks
         if hyper.average:
-            architectures = np.asarray(models.get("architecture", np.zeros(len(clients), np.int32)))
+            architectures = np.broadcast_to(problem.model.architecture(models), len(clients))
             means = averaged(models, architectures)
             sources = [taken_apart(problem.model, mean, owner=row) for row, mean in means]
         made = self.reassemble(networks, sources, key)
 
-        teaching, taught, sizes = (np.array(each) for each in (state.teaching, state.taught, state.teacher_size))
+        teaching, sizes = np.array(state.teaching), np.array(state.teacher_size)
         if hyper.teachers == "previous":
-            taught[:] = False
+            sizes[:] = 0
         teachers = np.full(len(clients), -1, np.int32)
         samples = jax.device_put(self.public)
         for row, client in enumerate(clients if made.chains else []):
-            teachers[row] = made.likeness[row].argmax()
+            teachers[row] = made.logit_similarity[row].argmax()
             teacher = made.chains[teachers[row]]
             own = samples._replace(x=state.samples[row], y=None)
             teaching[client] = self.programs.logits(teacher, own)
-            taught[client], sizes[client] = True, sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
-        return state._replace(
-            teaching=jnp.asarray(teaching),
-            taught=jnp.asarray(taught),
-            teacher_size=jnp.asarray(sizes),
-            diary=self._diary(clients, made, teachers, state.diary),
-        )
+            sizes[client] = sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
+        state = state._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(sizes))
+        told = account_of(clients, made, teachers)
+        return state, {"candidates": float(len(told.chains)), **told._asdict()}
 
-    def _diary(self, clients: np.ndarray, made: Reassembled, teachers: np.ndarray, like: Diary) -> Diary:
-        candidates = np.full(like.candidates.shape, -1, np.int32)
-        for row, candidate in enumerate(made.candidates):
-            candidates[row, : len(candidate)] = candidate
-        alike = np.full(like.alike.shape, -1, np.float32)
-        count = len(made.blocks)
-        alike[:count, :count] = made.alike
-        filled = lambda values: np.pad(np.array(values, np.int32), (0, len(alike) - count), constant_values=-1)
-        return Diary(
-            clients=jnp.asarray(clients, jnp.int32),
-            owners=jnp.asarray(filled([clients[block.owner] for block in made.blocks])),
-            places=jnp.asarray(filled([block.index for block in made.blocks])),
-            kinds=jnp.asarray(filled([int(block.kind == "fc") for block in made.blocks])),
-            groups=jnp.asarray(filled(made.groups)),
-            alike=jnp.asarray(alike),
-            candidates=jnp.asarray(candidates),
-            teachers=jnp.asarray(teachers),
-        )
+
+def account_of(clients: np.ndarray, made: Reassembled, teachers: np.ndarray) -> Account:
+    """Return the account of a reassembly for the round's clients [K] and the candidates that teach them [K]."""
+    longest = max(map(len, made.candidates), default=0)
+    filled = [[*candidate, *[-1] * (longest - len(candidate))] for candidate in made.candidates]
+    integers = lambda values: np.array(values, np.int32)
+    return Account(
+        clients=integers(clients),
+        owners=integers([clients[block.owner] for block in made.blocks]),
+        places=integers([block.index for block in made.blocks]),
+        kinds=integers([block.kind == "fc" for block in made.blocks]),
+        groups=integers(made.groups),
+        similarity=np.asarray(made.similarity, np.float32),
+        chains=integers(filled).reshape(len(filled), longest),
+        teachers=teachers,
+    )
 
 
 class _Clock:
@@ -351,38 +341,20 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     largest, count = problem.local.max_size, problem.cohort_size
 
     def init(key):
-        models = network.models if isinstance(network, Zoo) else (network,)
-        longest = max(len(chains.take_apart(model, model.shapes())) for model in models)
-        total, widest = count * longest, max(longest, hyper.groups, *search.LENGTHS)
-        nothing = lambda *shape: jnp.full(shape, -1, jnp.int32)
-        diary = Diary(
-            clients=nothing(count),
-            owners=nothing(total),
-            places=nothing(total),
-            kinds=nothing(total),
-            groups=nothing(total),
-            alike=-jnp.ones((total, total)),
-            candidates=nothing(hyper.max_candidates, widest),
-            teachers=nothing(count),
-        )
         zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), tree)
         return State(
             rows=jnp.full(problem.num_clients, -1, jnp.int32),
             models=zeros(jax.eval_shape(network.init, key)),
             samples=jnp.zeros((count, largest, *server.public.x.shape[1:]), server.public.x.dtype),
             teaching=jnp.zeros((problem.num_clients, largest, problem.num_classes)),
-            taught=jnp.zeros(problem.num_clients, bool),
-            teacher_size=jnp.zeros(problem.num_clients, jnp.uint32),
-            rounds=jnp.zeros(problem.num_clients, jnp.uint32),
-            received=jnp.zeros(problem.num_clients, jnp.uint32),
-            diary=diary,
+            teacher_size=jnp.zeros(problem.num_clients, jnp.int32),
         )
 
     def init_memory(key):
         return Memory(own_starts(problem, key))
 
     def dispatch(state, cohort, key):
-        return {"teaching": state.teaching[cohort.ids], "taught": state.taught[cohort.ids]}
+        return {"teaching": state.teaching[cohort.ids], "taught": state.teacher_size[cohort.ids] > 0}
 
     def client_update(payload, memory, data, round, key):
         weight = jnp.where(payload["taught"], hyper.distillation_weight, 0.0)
@@ -404,24 +376,21 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": model, "samples": samples}, Memory(model), metrics
 
     def server_update(state, uploads, cohort, round, key):
-        ids, taught = cohort.ids, state.taught[cohort.ids]
         new = state._replace(
-            rows=jnp.full_like(state.rows, -1).at[ids].set(jnp.arange(count, dtype=jnp.int32)),
+            rows=jnp.full_like(state.rows, -1).at[cohort.ids].set(jnp.arange(count, dtype=jnp.int32)),
             models=uploads["model"],
             samples=uploads["samples"],
-            rounds=state.rounds.at[ids].add(jnp.uint32(1)),
-            received=state.received.at[ids].add(jnp.where(taught, state.teacher_size[ids], jnp.uint32(0))),
         )
-        found = jnp.sum(jnp.any(state.diary.candidates >= 0, axis=1).astype(jnp.float32))
-        return new, {"taught": jnp.sum(taught.astype(jnp.float32)), "candidates": found}
+        return new, {"taught": jnp.sum((state.teacher_size[cohort.ids] > 0).astype(jnp.float32))}
 
     def between_rounds(state, round, key):
         return server.teach(state, key)
 
-    def total_traffic(state):
-        own = model_bytes(problem)[np.asarray(problem.architectures)]
-        rounds, received = (np.asarray(each, np.int64) for each in (state.rounds, state.received))
-        return Traffic(down=4 * int(received.sum()), up=int(rounds @ own))
+    def traffic(usual, state, uploads, cohort, round):
+        """Down the teachers, number by number, up the clients' networks."""
+        return Traffic(
+            down=(Parcels.of(jnp.sum(state.teacher_size[cohort.ids]), 4),), up=models_sent(problem, uploads["model"])
+        )
 
     return Strategy(
         init,
@@ -430,6 +399,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_update,
         init_memory=init_memory,
         between_rounds=between_rounds,
-        total_traffic=total_traffic,
+        traffic=traffic,
         personal_model=lambda state, memory, data, key: memory.model,
     )
