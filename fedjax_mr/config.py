@@ -396,8 +396,7 @@ def save(config: Config, folder: Path | str) -> None:
     folder = Path(folder)
     with files.whole(folder / "config.json") as path:
         path.write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
-    lines = [f"# {COMMAND} --flagfile={shlex.quote(str(folder / 'run.flags'))}"]
-    lines += to_flags(config)
+    lines = [f"# {COMMAND} --flagfile={shlex.quote(str(folder / 'run.flags'))}", *to_flags(config)]
     with files.whole(folder / "run.flags") as path:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
