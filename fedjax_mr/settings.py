@@ -1,23 +1,42 @@
-"""Fields of configuration dataclasses: one declaration makes the default, the flag, its help and its check."""
+"""Settings: any dataclass whose fields are declared by `field`, as flags, help, checks and plain values.
+
+One declaration of a field makes its default, its flag, its entry in ``--help``, its check and its value in JSON files.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import numbers
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-KEY = "fedjax_mr"
+from absl import flags
+
+from fedjax_mr.errors import UserError, unknown_name
+
+KEY = "fedjax_mr"  # of the metadata of a field
+LARGEST_INT32 = 2**31 - 1  # of whole numbers for both NumPy and JAX (without 64-bit integers), such as seeds
+Owner = typing.TypeVar("Owner")
+
+
+# --- Declarations ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """What is known of a field beyond its default.
+    """Facts about a field beyond its default.
 
     Attributes:
       help: one sentence; for hyper-parameters it names the paper's symbol.
       group: the heading under which ``--help`` lists the flag ("" for a strategy's own fields).
       unit: the unit of the value, such as "samples" or "rounds".
-      low, high: the least and the largest value allowed; ``open_low`` excludes ``low`` itself.
+      low, high: the least and the largest value allowed; ``open_low`` and ``open_high`` exclude the bound itself.
       choices: the names allowed.
-      source: where the default comes from.
+      names: names to list in ``--help``, such as the rows of a registry; the owner of the field checks them.
+      source: the origin of the default.
       affects_results: whether the field can change the numbers of a run (a run folder, say, cannot).
     """
 
@@ -27,9 +46,24 @@ class Info:
     low: float | None = None
     high: float | None = None
     open_low: bool = False
+    open_high: bool = False
     choices: Sequence[str] | None = None
+    names: Collection[str] = ()
     source: str = ""
     affects_results: bool = True
+
+    def allowed(self) -> str:
+        """Return the allowed range in words, or "" if there is none."""
+        low = None if self.low is None else f"{'>' if self.open_low else '>='} {self.low:g}"
+        high = None if self.high is None else f"{'<' if self.open_high else '<='} {self.high:g}"
+        high = "< 2^31" if self.high == LARGEST_INT32 else high
+        return " and ".join(part for part in (low, high) if part)
+
+    def allows(self, value: float) -> bool:
+        """Return whether a number is finite and in the allowed range."""
+        too_low = self.low is not None and (value <= self.low if self.open_low else value < self.low)
+        too_high = self.high is not None and (value >= self.high if self.open_high else value > self.high)
+        return not too_low and not too_high and math.isfinite(value)
 
 
 def field(default: Any, help: str, **info: Any) -> Any:
@@ -40,3 +74,249 @@ def field(default: Any, help: str, **info: Any) -> Any:
 def info(field: dataclasses.Field) -> Info | None:
     """Return the `Info` of a dataclass field, or None if it was declared without one."""
     return field.metadata.get(KEY)
+
+
+# --- One setting -----------------------------------------------------------------------------------------------------
+
+# Of each kind: the type of values that fit, its name in errors, and how --help shows that a value follows the flag.
+_KINDS: dict[type, tuple[type, str, str]] = {
+    bool: (bool, "True or False", ""),
+    int: (numbers.Integral, "a whole number", "=INTEGER"),
+    float: (numbers.Real, "a number", "=NUMBER"),
+    str: (str, "a text", "=TEXT"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A field as a flag.
+
+    Attributes:
+      flag: the name of the flag: the field's, after a prefix if its dataclass has one.
+      name: the name of the field.
+      kind: bool, int, float or str.
+      optional: whether the value may be None.
+      repeated: whether the value is a tuple of ``kind`` and the flag may be repeated.
+      default: the default value.
+      info: the rest of the declaration.
+    """
+
+    flag: str
+    name: str
+    kind: type
+    optional: bool
+    repeated: bool
+    default: Any
+    info: Info
+
+    def check(self, value: Any) -> None:
+        """Check the type and the range of a value.
+
+        Raises:
+          UserError: the value does not fit; the message names the flag, the value and the values allowed.
+        """
+        if self.repeated:
+            if not isinstance(value, tuple | list):
+                raise UserError(f"--{self.flag} is {value!r}, but takes a tuple")
+            for each in value:
+                self._single().check(each)
+        elif not self._fits(value):
+            raise UserError(f"--{self.flag} is {value!r}, but takes {_KINDS[self.kind][1]}")
+        elif isinstance(value, str):
+            self._check_text(value)
+        elif value is not None and not isinstance(value, bool) and not self.info.allows(value):
+            allowed = self.info.allowed() or "finite numbers"
+            raise UserError(f"--{self.flag}={value} is out of range (allowed: {allowed})")
+
+    def plain(self, value: Any) -> Any:
+        """Return a value as JSON can hold it: True, 1, 1.0, "text", None, or a list."""
+        if self.repeated:
+            return [self._single().plain(each) for each in value]
+        return None if value is None else self.kind(value)
+
+    def as_flags(self, value: Any) -> list[str]:
+        """Return the flags that make a value."""
+        plain = self.plain(value)
+        if self.kind is bool:
+            return [f"--{self.flag}" if plain else f"--no{self.flag}"]
+        if self.repeated:
+            return [f"--{self.flag}={each}" for each in plain] or [f"--{self.flag}=none"]
+        return [f"--{self.flag}={'none' if plain is None else plain}"]
+
+    def help(self, width: int) -> list[str]:
+        """Return the lines of ``--help`` about the setting, at most ``width`` characters each (long names aside)."""
+        choices = self.info.choices or self.info.names
+        facts = [self.info.unit, self.info.allowed(), f"one of {', '.join(choices)}" if choices else ""]
+        facts.append("repeatable" if self.repeated else "")
+        default = self.default
+        if self.kind is bool:
+            default = "on" if default else "off"
+        elif default in (None, ()):
+            default = "none"
+        source = self.info.source or ("our choice" if self.flag == self.name else "")
+        facts.append(f"default {default}" + (f" [{source}]" if source else ""))
+        text = f"{self.info.help} ({'; '.join(fact for fact in facts if fact)})"
+        head = f"  --{self.flag}{_KINDS[self.kind][2]}"
+        column = min(34, width // 2)
+        body = textwrap.wrap(text, width - column, break_long_words=False, break_on_hyphens=False)
+        if len(head) + 2 > column:
+            return [head, *(" " * column + line for line in body)]
+        return [head.ljust(column) + body[0], *(" " * column + line for line in body[1:])]
+
+    def _single(self) -> "Setting":
+        """Return the setting of one value of a repeated flag."""
+        return dataclasses.replace(self, repeated=False)
+
+    def _fits(self, value: Any) -> bool:
+        if isinstance(value, bool) or value is None:  # a bool is an int to Python
+            return self.kind is bool if isinstance(value, bool) else self.optional
+        return isinstance(value, _KINDS[self.kind][0])
+
+    def _check_text(self, value: str) -> None:
+        if value != value.strip() or not value.isprintable():
+            raise UserError(f"--{self.flag}={value!r} has spaces at an end or unprintable characters")
+        if self.info.choices is not None and value not in self.info.choices:
+            raise unknown_name(f"value of --{self.flag}", value, self.info.choices)
+
+
+# --- The settings of a dataclass -------------------------------------------------------------------------------------
+
+
+def settings_of(owner: Any, prefix: str = "") -> Iterator[Setting]:
+    """Yield the settings of a dataclass in order; fields without `Info` are no settings.
+
+    Args:
+      owner: the dataclass or an instance of it; None has no settings.
+      prefix: of its flags.
+    """
+    if owner is None:
+        return
+    hints = typing.get_type_hints(owner if isinstance(owner, type) else type(owner))
+    for each in dataclasses.fields(owner):
+        found = info(each)
+        if found is None:
+            continue
+        options = [hint for hint in _options(hints[each.name]) if hint is not types.NoneType]
+        optional, hint = len(options) < len(_options(hints[each.name])), options[0]
+        repeated = typing.get_origin(hint) is tuple
+        kind = typing.get_args(hint)[0] if repeated else hint
+        yield Setting(prefix + each.name, each.name, kind, optional, repeated, each.default, found)
+
+
+def values_of(instance: Any, prefix: str = "") -> Iterator[tuple[Setting, Any]]:
+    """Yield each setting of an instance of a dataclass (None has none) with its value."""
+    for setting in settings_of(instance, prefix):
+        yield setting, getattr(instance, setting.name)
+
+
+def build(owner: type[Owner], values: Mapping[str, Any], prefix: str = "") -> Owner:
+    """Return an instance of a dataclass.
+
+    Args:
+      owner: the dataclass.
+      values: by flag, as `parse` or JSON gives them; a setting without a value keeps its default, and values of other
+        flags do not matter.
+      prefix: of its flags.
+    """
+    found = {setting.name: values[setting.flag] for setting in settings_of(owner, prefix) if setting.flag in values}
+    return owner(**{name: _uncleared(value) if isinstance(value, list) else value for name, value in found.items()})
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return the types that a union is made of; another type is the only one."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _uncleared(values: list[Any]) -> tuple[Any, ...]:
+    """Return the values of a repeated flag that stay; ``none`` clears those before it."""
+    cleared = [position for position, value in enumerate(values) if value is None]
+    return tuple(values[cleared[-1] + 1 :] if cleared else values)
+
+
+# --- Flags -----------------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, Any]:
+    """Return the values of all flags that settings make, by name; `build` makes them an instance of a dataclass.
+
+    Args:
+      arguments: the command line, without the program's name; flag files expand in place, and the last value wins.
+      settings: of one or more dataclasses.
+
+    Raises:
+      UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `Setting.check`'s concern.
+    """
+    values = flags.FlagValues()
+    for setting in settings:
+        _define(values, setting)
+    try:
+        rest = values(["fedjax-mr", *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise _unknown_flag(error.flagname, list(values)) from None
+    except flags.CantOpenFlagFileError as error:
+        raise UserError(f"cannot read the flag file: {str(error).rpartition('] ')[2]}") from None
+    except (flags.Error, ValueError) as error:
+        raise UserError(" ".join(str(error).split())) from None
+    if rest:
+        raise UserError(f"unexpected argument {rest[0]!r}: every setting is a flag, --name=value (--help lists them)")
+    return {name: values[name].value for name in values}
+
+
+class _TrueOrFalse(flags.BooleanParser):
+    """Reads a flag that is on or off."""
+
+    def parse(self, argument: Any) -> bool:
+        try:
+            return super().parse(argument)
+        except ValueError:
+            raise ValueError("neither true nor false") from None
+
+
+class _Parser(flags.ArgumentParser):
+    """Reads one value of a flag; ``none`` where the field may be None or is a list."""
+
+    def __init__(self, kind: type, optional: bool):
+        super().__init__()
+        self.kind, self.optional = kind, optional
+
+    def parse(self, argument: Any) -> Any:
+        if not isinstance(argument, str) or (self.kind is str and not self.optional):
+            return argument
+        if self.optional and argument.strip().lower() in ("none", ""):
+            return None
+        try:
+            return self.kind(argument)
+        except ValueError:
+            raise ValueError({int: "not a whole number", float: "not a number"}[self.kind]) from None
+
+
+def _define(values: flags.FlagValues, setting: Setting) -> None:
+    name, default, text = setting.flag, setting.default, setting.info.help
+    parser: Any = _Parser(setting.kind, setting.optional or setting.repeated)
+    serializer: Any = flags.ArgumentSerializer()
+    if setting.kind is bool:
+        flags.DEFINE_boolean(name, default, text, flag_values=values)
+        values[name].parser = _TrueOrFalse()
+    elif setting.repeated:
+        flags.DEFINE_multi(parser, serializer, name, list(default), text, flag_values=values)
+    else:
+        flags.DEFINE(parser, name, default, text, flag_values=values, serializer=serializer)
+
+
+def _unknown_flag(name: str, known: Collection[str]) -> UserError:
+    found = str(unknown_name("flag", name, known)).partition("did you mean '")[2].partition("'")[0]
+    hint = f"; did you mean --{found}?" if found else ""
+    return UserError(f"unknown flag --{name}{hint} (--help lists all flags)")
+
+
+# --- Help ------------------------------------------------------------------------------------------------------------
+
+
+def help_width(width: int | None = None) -> int:
+    """Return how wide a help text is, in characters; None: as the terminal, within bounds."""
+    return max(40, min(width or shutil.get_terminal_size().columns, 110))
+
+
+def help_of(owner: type, width: int | None = None) -> str:
+    """Return the help text of the flags of one dataclass."""
+    return "\n".join(line for setting in settings_of(owner) for line in setting.help(help_width(width)))

@@ -33,7 +33,7 @@ from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.seeds import run_seeds
-from fedjax_mr.settings import field
+from fedjax_mr.settings import field, help_of
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
@@ -50,7 +50,7 @@ ABORTED = 1  # the exit code for runs that ended in no foreseen way
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What a sweep is told beside the configuration of its runs."""
+    """The settings of a sweep, beside the configuration of its runs."""
 
     strategies: str | None = field(None, "methods, separated by commas; none: the one of --strategy")
     seeds: str | None = field(None, "seeds, such as 0,1,5 or 0:3 (which is 0,1,2); none: the one of --seed")
@@ -76,7 +76,7 @@ class Run:
     """One run of a sweep.
 
     Attributes:
-      config: everything that the run is told but its folder.
+      config: the configuration of the run, without its folder.
       choice: the values of the grid, by flag.
       folder: its run folder.
     """
@@ -262,7 +262,7 @@ def train(runs: Sequence[Run], look: Callable[[], None]) -> int:
     """
     first = runs[0]
     module = "fedjax_mr.main" if len(runs) == 1 else "fedjax_mr.sweep"
-    command = [sys.executable, "-m", "fedjax_mr.attended", module]
+    command = [sys.executable, "-m", "fedjax_mr.experiment.attended", module]
     command += [*configuration.to_flags(first.config), "--noprogress"]
     if len(runs) == 1:
         command.append(f"--run_dir={first.folder}")
@@ -465,7 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(argument in ("--help", "-help", "-h") for argument in arguments):
-        print(USAGE + configuration.help_of(Sweep))
+        print(USAGE + help_of(Sweep))
         return 0
     try:
         config, sweep = configuration.parse_command(arguments, Sweep)

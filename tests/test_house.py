@@ -52,7 +52,7 @@ ONLY_IN = {
     "matplotlib": {"plots"},
     "orbax": {"experiment.checkpoint"},
     "tensorflow_datasets": {"data.sources.tfds"},
-    "absl.flags": {"config"},
+    "absl.flags": {"settings"},
     "cryptography": {"secure.messages"},
 }
 

@@ -211,7 +211,10 @@ def test_a_run_of_another_process_is_left_to_it(trained, capsys):
     asked = trained()
     _, (run,) = sweep.plan(TINY)
     run.folder.mkdir(parents=True)
-    hold = "import sys; from fedjax_mr import record; _lock(record.Path(sys.argv[1])); print(flush=True); input()"
+    hold = (
+        "import pathlib, sys; from fedjax_mr.experiment.folder import lock\n"
+        "lock(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(run.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:

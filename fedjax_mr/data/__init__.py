@@ -67,17 +67,18 @@ def prepare(config: Any, *, dataset: Dataset | None = None) -> FederatedData:
       UserError: whatever is wrong with the data or its division.
     """
 
-    def named(function: Callable) -> dict[str, Any]:
-        return {name: getattr(config, name) for name in inspect.signature(function).parameters if hasattr(config, name)}
+    def named(function: Callable, **given: Any) -> dict[str, Any]:
+        """Return the keyword arguments of a function that the configuration has, and the given ones."""
+        names = inspect.signature(function).parameters
+        return {name: getattr(config, name) for name in names if hasattr(config, name)} | given
 
     seed = config.partition_seed if config.partition_seed is not None else config.seed
     dataset = load(config.dataset, **named(load)) if dataset is None else dataset.check()
-    given = {"num_clients": config.clients, "seed": seed, "dataset": dataset}
-    federated = federate(**named(federate) | given)
+    federated = federate(**named(federate, num_clients=config.clients, seed=seed, dataset=dataset))
     if getattr(config, "public_from", None):
         if federated.public is None:
             raise UserError("--public_from replaces public samples: give --public_share, too")
-        other = load(config.public_from, **named(load) | {"label_mode": "fine"})
+        other = load(config.public_from, **named(load, label_mode="fine"))
         federated = divide.with_public(federated, other, labels=config.public_labels, seed=seed)
     if getattr(config, "cohort", 1) > federated.num_clients:
         raise UserError(f"--cohort={config.cohort} is more than the {federated.num_clients} clients of {dataset.name}")

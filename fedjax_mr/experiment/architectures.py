@@ -1,4 +1,4 @@
-"""Which network each client starts with."""
+"""The network that each client starts with: by a rule, by a list, or by FedMe's choice of the best one."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -11,13 +11,13 @@ from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment.folder import read_rows, read_summary, run_state
 
-ARCHITECTURES = 1  # the stream of the draw of networks, beside the seed
+RANDOM_STREAM = 1  # beside the seed, of the draw of networks
 
 
 def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarray:
     """Return for each client the number of the run [N] whose model was best on the client's validation samples.
 
-    Of a client without validation samples, its test samples decide; the first of equals wins.
+    The test samples of a client without validation samples decide; the first of equals wins.
 
     Args:
       folders: run folders with ``clients.csv``.
@@ -62,8 +62,8 @@ def trained_alone(folders: Iterable[Path | str]) -> dict[str, dict[str, Path]]:
     }
 
 
-def first_choices(config: Config, division: str) -> Sequence[str]:
-    """Return the run folder of each network of ``architectures_from``.
+def _runs_of_networks(config: Config, division: str) -> Sequence[str]:
+    """Return the run folder of each network, in order, that ``architectures_from`` names or holds.
 
     Args:
       config: names as many folders as networks, or one that holds the runs of all of them.
@@ -85,7 +85,7 @@ def first_choices(config: Config, division: str) -> Sequence[str]:
 
 
 def architectures(config: Config, num_clients: int, *, division: str = "") -> np.ndarray:
-    """Return which of the configuration's networks each client starts with [N].
+    """Return the number of the network, in the order of the configuration, that each client starts with [N].
 
     Args:
       config: the configuration.
@@ -97,14 +97,14 @@ def architectures(config: Config, num_clients: int, *, division: str = "") -> np
     """
     count = len(config.model.split(","))
     if config.architectures_from:
-        return best_of(first_choices(config, division), num_clients)
+        return best_of(_runs_of_networks(config, division), num_clients)
     match config.architectures:
         case "blocks":
             return np.arange(num_clients) * count // num_clients
         case "cyclic":
             return np.arange(num_clients) % count
         case "random":
-            return np.random.default_rng([config.seed, ARCHITECTURES]).integers(0, count, num_clients)
+            return np.random.default_rng([config.seed, RANDOM_STREAM]).integers(0, count, num_clients)
     words = config.architectures.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise unknown_name("value of --architectures", config.architectures, ("blocks", "cyclic", "random", "0,1,..."))

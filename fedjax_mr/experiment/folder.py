@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, metrics (jsonl and csv), summary, progress bar, TensorBoard events."""
+"""The folder of a run: which one it is, its lock, its metrics (jsonl and csv), its summary."""
 
 import contextlib
 import csv
@@ -58,7 +58,7 @@ class RunFolder:
         self.resumed = resumed
         self.writes = writes
         if writes:
-            weakref.finalize(self, os.close, _lock(path))
+            weakref.finalize(self, os.close, lock(path))
             (path / "diverged.txt").unlink(missing_ok=True)
         self._rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
         self._columns: list[str] | None = None  # of the csv file, once this process has written it
@@ -76,9 +76,9 @@ class RunFolder:
         if config.resume and config.overwrite:
             raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
         if config.resume:
-            return cls(_resumable(config), resumed=True)
+            return cls(_to_resume(config), resumed=True)
         try:
-            path = _numbered(config) if config.run_dir is None else _empty(config)
+            path = _next_in_runs(config) if config.run_dir is None else _given(config)
             folder = cls(path, resumed=False)
             if config.overwrite:
                 folder._clear()
@@ -109,7 +109,7 @@ class RunFolder:
         Raises:
           UserError: the files cannot be written.
         """
-        numbers: MetricsRow = plain(row)
+        numbers: MetricsRow = plain_numbers(row)
         self._rows.append(numbers)
         if not self.writes:
             return
@@ -157,7 +157,7 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""
         with files.whole(self.path / "summary.json") as path:
-            path.write_text(json.dumps(plain(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(plain_numbers(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Write ``clients.csv``, one row per client; numbers that are not finite are left out."""
@@ -165,7 +165,7 @@ class RunFolder:
             writer = _csv(file, table)
             writer.writeheader()
             for values in zip(*table.values(), strict=True):
-                writer.writerow(plain(dict(zip(table, values, strict=True))))
+                writer.writerow(plain_numbers(dict(zip(table, values, strict=True))))
 
     def note_divergence(self, message: str) -> None:
         """Write ``diverged.txt``, which says why the run ended early; going on with the run removes it."""
@@ -207,7 +207,7 @@ def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
 
 
 def read_summary(folder: Path | str) -> dict[str, Any]:
-    """Return what a finished run came to.
+    """Return the summary of a finished run.
 
     Raises:
       UserError: the folder holds no readable ``summary.json``.
@@ -240,7 +240,7 @@ def is_taken(folder: Path | str) -> bool:
     if not Path(folder).is_dir():
         return False
     try:
-        os.close(_lock(Path(folder)))
+        os.close(lock(Path(folder)))
     except UserError:
         return True
     return False
@@ -269,6 +269,7 @@ def runs_by_settings(parent: Path | str, pattern: str = "*") -> dict[str, list[P
 
 
 def _stem(config: Config) -> str:
+    """Return the start of the name of a configuration's folders in `RUNS`."""
     dataset = re.sub(r"\W+", "_", Path(config.dataset).stem)
     return f"{config.strategy}-{dataset}-{config.model.replace(',', '+')}-"
 
@@ -279,8 +280,8 @@ def _number(name: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _numbered(config: Config) -> Path:
-    """Make the folder with the next free number; another process may be about to take the same."""
+def _next_in_runs(config: Config) -> Path:
+    """Return a new folder in `RUNS` with the next free number; another process may be about to take the same one."""
     stem = f"{_stem(config)}{configuration.digest(config)}-"
     number = max((_number(path.name) for path in Path(RUNS).glob(f"{stem}*")), default=0) + 1
     while True:
@@ -296,15 +297,15 @@ def _numbered(config: Config) -> Path:
                 raise
 
 
-def _visible(path: Path) -> list[str]:
+def _visible_names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
 
 
-def _empty(config: Config) -> Path:
-    """Return ``run_dir``, made if need be; what it holds must be nothing, or a run that may be overwritten."""
+def _given(config: Config) -> Path:
+    """Return ``run_dir``, made if need be; it must be empty, or hold a run that may be overwritten."""
     path = Path(config.run_dir or "")
     path.mkdir(parents=True, exist_ok=True)
-    found = _visible(path)
+    found = _visible_names(path)
     if not found:
         return path
     if not config.overwrite:
@@ -314,7 +315,8 @@ def _empty(config: Config) -> Path:
     return path
 
 
-def _resumable(config: Config) -> Path:
+def _to_resume(config: Config) -> Path:
+    """Return ``run_dir``, or the newest run of the same configuration in `RUNS`; it has a checkpoint."""
     if config.run_dir is not None:
         path = Path(config.run_dir)
         if not path.is_dir():
@@ -337,8 +339,12 @@ def _has_checkpoint(path: Path) -> bool:
     return bool(Checkpoints(path / "checkpoints").rounds())
 
 
-def _lock(path: Path) -> int:
-    """Keep other processes out of a run folder while the returned file descriptor is open."""
+def lock(path: Path) -> int:
+    """Keep other processes out of a run folder while the returned file descriptor is open.
+
+    Raises:
+      UserError: the folder cannot be written, or another process is at work in it.
+    """
     try:
         descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
@@ -356,12 +362,12 @@ def _lock(path: Path) -> int:
 # --- Rows ------------------------------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
-    """Return a value that JSON can hold: numbers of Python, and None where one is not finite."""
+def plain_numbers(value: Any) -> Any:
+    """Return a value that JSON can hold: Python's own numbers, and None where one is not finite."""
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain_numbers(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain_numbers(each) for each in value]
     if hasattr(value, "item"):  # a NumPy or JAX number
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -373,6 +379,3 @@ def _line(row: MetricsRow) -> str:
 
 def _csv(file: TextIO, columns: Iterable[str]) -> csv.DictWriter:
     return csv.DictWriter(file, list(columns), lineterminator="\n")
-
-
-# --- While it runs ---------------------------------------------------------------------------------------------------

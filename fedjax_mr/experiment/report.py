@@ -1,4 +1,4 @@
-"""What a person sees of a run: the progress bar, the table at its end, TensorBoard events."""
+"""A run as its user sees it: the progress bar, the summary at its end, TensorBoard events."""
 
 import statistics
 import sys
@@ -9,17 +9,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fedjax_mr.experiment.folder import COLUMNS, MetricsRow, plain
+from fedjax_mr.experiment.folder import COLUMNS, MetricsRow, plain_numbers
 
 
 def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[str, Any]:
-    """Return what the evaluations come to; None where there is nothing to say.
+    """Return the summary of the evaluations; None stands for a value that is missing.
 
     Args:
       rows: the evaluations, ascending.
       target: the accuracy whose first round is reported.
     """
-    rows = [plain(row) for row in rows]
+    rows = [plain_numbers(row) for row in rows]
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     last: Mapping[str, Any] = rows[-1] if rows else dict.fromkeys(COLUMNS)
     reached = [row["round"] for row in rows if target is not None and (row["accuracy"] or 0.0) >= target]
@@ -41,9 +41,8 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     """Return the short table that ends a run; lines whose value is missing are left out."""
 
     def number(format: str, name: str, unit: float = 1) -> str | None:
-        return (
-            None if summary.get(name) is None else format.format(summary[name] / unit if unit != 1 else summary[name])
-        )
+        value = summary.get(name)
+        return None if value is None else format.format(value / unit if unit != 1 else value)
 
     lines = {
         "accuracy, last": number("{:.4f}", "accuracy_last"),
@@ -123,7 +122,7 @@ class TensorBoard:
         """Write the numbers of an evaluation."""
         if self._writer is None:
             return
-        for name, value in plain(row).items():
+        for name, value in plain_numbers(row).items():
             if name != "round" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, row["round"])
         self._writer.flush()

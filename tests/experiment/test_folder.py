@@ -1,10 +1,8 @@
-"""The run folder is chosen, kept and cut as promised; metrics, summary, progress and event files say what happened."""
+"""The run folder is chosen, kept and cut as promised; metrics and summary are whole."""
 
 import csv
 import dataclasses
 import json
-import math
-import re
 import subprocess
 import sys
 import threading
@@ -18,7 +16,6 @@ from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, runs_by_settings
-from fedjax_mr.experiment.report import ProgressBar, TensorBoard, summarise, summary_table
 
 
 @pytest.fixture(autouse=True)
@@ -318,121 +315,6 @@ def test_files_are_replaced_whole(monkeypatch):
         folder.write_summary({"rounds": 2})
     assert json.loads(Path("a/summary.json").read_text()) == {"rounds": 1}
     assert sorted(each.name for each in Path("a").iterdir()) == [".lock", "config.json", "run.flags", "summary.json"]
-
-
-# --- Summary ---------------------------------------------------------------------------------------------------------
-
-
-def test_summary():
-    rows = [row(round, accuracy=accuracy) for round, accuracy in enumerate([0.1, 0.6, 0.5, 0.9, 0.7] * 4, start=1)]
-    assert summarise(rows, 0.6) == {
-        "accuracy_last": 0.7,
-        "accuracy_best": 0.9,
-        "accuracy_mean_last_10": pytest.approx(0.56),
-        "loss_last": 1 / 20,
-        "rounds": 20,
-        "rounds_to_target": 2,
-        "bytes_down": 200,
-        "bytes_up": 400,
-    }
-    assert summarise(rows)["rounds_to_target"] is None
-    assert summarise(rows, 0.95)["rounds_to_target"] is None
-    assert summarise(rows[:3])["accuracy_mean_last_10"] == pytest.approx(0.4)
-
-
-def test_summary_of_nothing_and_of_a_diverged_run():
-    nothing = summarise([], 0.5)
-    assert nothing["rounds"] == nothing["bytes_down"] == 0 and nothing["accuracy_best"] is None
-    diverged = summarise([row(1), row(2, accuracy=math.nan, loss=math.nan)], 0.01)
-    assert diverged["accuracy_last"] is None and diverged["loss_last"] is None
-    assert diverged["accuracy_best"] == diverged["accuracy_mean_last_10"] == 0.01 and diverged["rounds_to_target"] == 1
-
-
-def test_summary_table():
-    text = summary_table(
-        summarise([row(150, accuracy=0.97123, bytes_down=2_500_000)], 0.9)
-        | {"compile_seconds": 4.26, "seconds_per_round": 0.1234, "images_per_second": 8123.4, "peak_memory_bytes": 5e8}
-    )
-    lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
-    assert dict(lines)["accuracy, last"] == "0.9712"
-    assert dict(lines)["rounds"] == dict(lines)["rounds to the target"] == "150"
-    assert dict(lines)["sent to clients"] == "2.5 MB"
-    assert dict(lines)["speed"] == "8,123 images/s"
-    assert len({line.index(value) for line, (_, value) in zip(text.splitlines(), lines, strict=True)}) == 1
-    assert "target" not in summary_table(summarise([row(1)]))
-    assert "among" not in text
-    assert "sent among clients         1.5 MB" in summary_table(summarise([row(1) | {"bytes_peer": 1.5e6}]))
-    assert summary_table({}) == ""
-
-
-# --- While it runs ---------------------------------------------------------------------------------------------------
-
-
-def test_progress_shows_round_accuracy_speed_and_time_left(capsys):
-    bar = ProgressBar(20, 5)
-    bar.update(10, images_per_second=8123.4)
-    bar.update(20, images_per_second=8000, row=row(20, accuracy=0.5))
-    bar.close()
-    out, shown = capsys.readouterr()
-    assert out == ""
-    last = shown.replace("\r", "\n").strip().splitlines()[-1]
-    for part in ("round 20/20", "accuracy 0.5000", "8,000 images/s", "00:00 left"):
-        assert part in last
-    assert "round 5/20" in shown
-
-
-def test_time_left_ignores_the_compilation(capsys, monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr("time.time", lambda: now)
-    monkeypatch.setattr("tqdm.std.time", lambda: now)
-    bar = ProgressBar(101)
-    now += 600  # compilation and the first round
-    bar.update(1, images_per_second=1)
-    now += 10
-    bar.update(11, images_per_second=1)  # one second per round: 90 are left
-    bar.close()
-    assert "01:30 left" in capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
-
-
-def test_progress_of_a_diverged_model_and_quiet(capsys):
-    bar = ProgressBar(20)
-    bar.update(20, images_per_second=1, row={"round": 20, "accuracy": None})
-    bar.close()
-    assert "accuracy" not in capsys.readouterr().err
-    bar = ProgressBar(20, quiet=True)
-    bar.update(20, images_per_second=1, row=row(20))
-    bar.close()
-    assert capsys.readouterr() == ("", "")
-
-
-def test_tensorboard_event_files():
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-
-    board = TensorBoard("a")
-    board.write(row(5, loss=math.nan, extra=2))
-    board.write(row(10))
-    board.close()
-    (path,) = Path("a/tensorboard").iterdir()
-    data, found = path.read_bytes(), {}  # records of: length (8 bytes), checksum (4), event, checksum (4)
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + length])
-        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
-        data = data[16 + length :]
-    assert found["accuracy", 5] == pytest.approx(0.05) and found["extra", 5] == 2.0
-    assert ("loss", 5) not in found and found["loss", 10] == pytest.approx(0.1)
-    assert not any(tag == "round" for tag, _ in found)
-
-
-def test_tensorboard_without_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    board = TensorBoard("a")
-    board.write(row(5))
-    board.close()
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and "fedjax-mr[tensorboard]" in shown
-    assert not Path("a").exists()
 
 
 def test_every_field_that_names_a_folder_is_left_out_of_the_digest():
