@@ -32,7 +32,7 @@ def test_packing_is_undone(zoo, equal, number):
     variables = zoo.networks[number].init(jax.random.key(number))
     packed = zoo.pack(variables, number)
     equal(zoo.unpack(packed, number), variables)
-    equal(zoo.fill(zoo.cut(packed, number), number), packed)
+    equal(zoo.compact(packed, lambda number, own: (own, None))[0], packed)
     equal(zoo.init(jax.random.key(number), number), packed)
     described = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
     assert described(packed) == described(zoo.shapes())
@@ -45,7 +45,7 @@ def test_a_number_in_the_data_picks_the_network(zoo, given, close):
     apply = jax.jit(jax.vmap(zoo.apply, in_axes=(0, None)))
     logits = apply(packed, x)
     one = jax.jit(zoo.apply)
-    for number, model in enumerate(zoo.models):
+    for number, model in enumerate(zoo.networks):
         row = jax.tree.map(lambda leaf, number=number: leaf[number], packed)
         own = zoo.unpack(row, number)
         close(logits[number], model.apply(own, x))
@@ -106,8 +106,8 @@ def test_whole_numbers_among_the_variables_are_refused():
 
 
 def test_sizes(zoo):
-    assert zoo.num_parameters() == max(model.num_parameters() for model in zoo.models)
+    assert zoo.num_parameters() == max(model.num_parameters() for model in zoo.networks)
     assert zoo.num_bytes().tolist() == [
-        sum(4 * leaf.size for leaf in jax.tree.leaves(model.shapes())) for model in zoo.models
+        sum(4 * leaf.size for leaf in jax.tree.leaves(model.shapes())) for model in zoo.networks
     ]
     assert zoo.layers() == ()

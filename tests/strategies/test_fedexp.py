@@ -54,6 +54,6 @@ def test_statistics_are_averaged_and_only_the_authors_extrapolate_them(federatio
     step = report["server_lr"]
     assert float(step) > 1.2
     averaged = trees.mean(models)
-    further = trees.add(start, trees.scale(trees.subtract(averaged, start), step))
+    further = jax.tree.map(lambda mean, start: start + step * (mean - start), averaged, start)
     close(state.model["params"], further["params"])
     close(state.model["batch_stats"], (averaged if variant == "paper" else further)["batch_stats"])

@@ -126,7 +126,7 @@ def test_a_clients_own_model(engine, close, mode):
         memory = trees.take(progress.memory, client)
         model = own(memory, data_of(one.given, client))
         if mode == "paper" and trained[client]:
-            close(model, mapper.between(memory.own, progress.server.model, memory.share))
+            close(model, trees.interpolate(memory.own, progress.server.model, memory.share))
         elif mode == "paper":
             close(model, progress.server.model)
         else:  # the search leaves a model that is no worse on B than the global one
