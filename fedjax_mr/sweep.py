@@ -373,8 +373,8 @@ def batches(runs: Sequence[Run]) -> list[list[Run]]:
     """Return the runs, those together that differ in the seed alone and are equally far."""
     together: dict[str, list[Run]] = {}
     for run in runs:
-        alike = dataclasses.replace(run.config, seed=0, partition_seed=None)
-        key = f"{configuration.digest(alike)} {run_state(run.folder)} {saved_round(run.folder)}"
+        without_seed = dataclasses.replace(run.config, seed=0, partition_seed=None)
+        key = f"{configuration.digest(without_seed)} {run_state(run.folder)} {saved_round(run.folder)}"
         together.setdefault(key, []).append(run)
     return list(together.values())
 

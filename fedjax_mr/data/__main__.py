@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(arguments: list[str]) -> None:
-    # Nobody trains: the method must not refuse several networks, nor the cohort be larger than the federation.
+    # No client trains: the method must not refuse several networks, nor the cohort be larger than the federation.
     config = dataclasses.replace(configuration.parse([*arguments, "--strategy=local"]), cohort=1)
     configuration.validate(config)
     federated = data.prepare(config)

@@ -137,7 +137,7 @@ def federate(
 
 
 class _Owned(NamedTuple):
-    """Who owns which rows, before anything is split."""
+    """The rows of each client, before anything is split."""
 
     train: Parts  # rows of x
     test: Parts | None  # rows of test_x; None where test samples have no owner

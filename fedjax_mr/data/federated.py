@@ -11,7 +11,7 @@ from fedjax_mr.errors import UserError
 
 
 class Request(NamedTuple):
-    """What a source is asked for.
+    """A request to a source.
 
     Attributes:
       name: the data set, such as ``emnist`` or ``emnist/letters``.
@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """What a source returns: samples that no one has divided among clients yet.
+    """The samples of a source, not yet divided among clients.
 
     Attributes:
       name: the source's name.
@@ -136,7 +136,7 @@ class Split(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Who owns what, in rows of the source, before the hold-out clients and the public set are taken out.
+    """The owners of the source's rows, before the hold-out clients and the public set are taken out.
 
     N counts the clients that train and those that are held out; `plan.save` keeps it in a run folder.
     """

@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What one client's training reports; scalars."""
+    """The report of one client's training; scalars."""
 
     loss: jax.Array  # sum over all samples trained, in nats
     images: jax.Array  # samples trained (epochs x size)
@@ -71,7 +71,7 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LocalSetting:
-    """How every client trains.
+    """The setting of every client's training.
 
     Attributes:
       optimizer: optax transformation; its state starts anew in every round.

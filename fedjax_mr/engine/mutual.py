@@ -18,7 +18,7 @@ from fedjax_mr.models import Variables
 
 
 class Weights(NamedTuple):
-    """What a network's loss is made of."""
+    """The two weights of a network's loss."""
 
     supervised: float = 1.0  # cross-entropy with the labels
     mutual: float = 1.0  # KL(probabilities of the other network || its own)

@@ -199,8 +199,8 @@ class Model:
         return self.module.apply(variables, x, method=method, **options)
 
     def _check(self, x: jax.Array) -> None:
-        alike = jnp.issubdtype(x.dtype, jnp.integer) == jnp.issubdtype(self.input_dtype, jnp.integer)
-        if tuple(x.shape[1:]) != tuple(self.input_shape) or not alike:
+        same_kind = jnp.issubdtype(x.dtype, jnp.integer) == jnp.issubdtype(self.input_dtype, jnp.integer)
+        if tuple(x.shape[1:]) != tuple(self.input_shape) or not same_kind:
             raise UserError(
                 f"{self.name} was built for samples {describe(self.input_shape, self.input_dtype)}, "
                 f"but received {describe(x.shape[1:], x.dtype)}; build it with the shape of the data"

@@ -38,7 +38,7 @@ class CNNDigits(BlockNet):
 
 
 class LeNet5(BlockNet):
-    """What the authors of FedMR and FedCross call CNN on CIFAR: 62,006 parameters at 10 classes.
+    """The CNN on CIFAR of the authors of FedMR and FedCross: 62,006 parameters at 10 classes.
 
     Attributes:
       scale: factor of all widths.
@@ -63,7 +63,7 @@ class LeNet5(BlockNet):
 
 
 class CNNMcMahan(BlockNet):
-    """What the papers call CNN: two 5x5 convolutions of 32 and 64 channels, 512 hidden units.
+    """The CNN of the papers' text: two 5x5 convolutions of 32 and 64 channels, 512 hidden units.
 
     Attributes:
       padding: ``SAME`` as in TensorFlow's tutorial that the paper followed, or ``VALID``.
@@ -85,7 +85,7 @@ class CNNMcMahan(BlockNet):
 
 
 class CNNFEMNIST(BlockNet):
-    """What the authors of FedMR call CNN on FEMNIST: 160,510 parameters at 62 classes."""
+    """The CNN on FEMNIST of the authors of FedMR: 160,510 parameters at 62 classes."""
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """Return the named blocks in forward order."""

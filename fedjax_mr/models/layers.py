@@ -16,7 +16,7 @@ Initializer = Callable[..., jax.Array]
 
 
 def uniform_fan_in(fan_in: int) -> Initializer:
-    """Return the initializer U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's default for weights and biases alike."""
+    """Return the initializer U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's default for weights and biases."""
     bound = 1.0 / math.sqrt(fan_in)
 
     def initialize(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
@@ -52,7 +52,7 @@ class Conv(nn.Module):
       features: O, the channels of the output.
       kernel_size: h and w.
       strides: the step in both directions.
-      padding: see `windows.Padding`. PyTorch pads both sides alike, which with strides differs from ``"SAME"``.
+      padding: see `windows.Padding`. PyTorch pads both sides by the same amount, which with strides differs from ``"SAME"``.
       use_bias: whether there is a bias.
       initialisation: see `initializers`.
       pool: the window of max-pooling, 0 for none. It comes before the bias: the two commute, even when rounded, and

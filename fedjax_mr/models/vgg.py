@@ -84,7 +84,7 @@ class VGGFedMA(BlockNet):
 
 
 class VGGFEMNIST(BlockNet):
-    """What the authors of FedMR call VGG-16 on FEMNIST: seven layers, 8,024,958 parameters at 62 classes.
+    """The VGG-16 on FEMNIST of the authors of FedMR: seven layers, 8,024,958 parameters at 62 classes.
 
     Attributes:
       width: the features of the first convolution.

@@ -43,8 +43,8 @@ owner started from; against that, the clients need to exchange what they start f
 passed through their hands in the first exchange, and tell the server, give the owners of those layers away.
 
 What is noticed. The server notices changed layers, layers of other rounds, missing ones and ones that come twice;
-clients notice messages of another round, repeated ones, and returns that nobody owes them. Not noticed is a client that
-puts a layer of its own making in the place of another's: anybody can seal for the server, and nobody signs, because
+clients notice messages of another round, repeated ones, and returns that no client owes them. Not noticed is a client that
+puts a layer of its own making in the place of another's: every client can seal for the server, and none signs, because
 owners are not to be named.
 """
 
@@ -92,7 +92,7 @@ class MissingLayer(SecureError):
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """What the server tells everybody before the exchange."""
+    """The server's announcement before the exchange."""
 
     round: int
     public_key: bytes  # X25519, of this round only
@@ -144,7 +144,7 @@ class Upload:
 
 
 class Choices(Protocol):
-    """Where a party's random choices come from."""
+    """The source of a party's random choices."""
 
     def receivers(self, names: Sequence[str], others: Sequence[int]) -> Mapping[str, int]:
         """Return to which of the other clients each picked layer goes (stage 1)."""
@@ -423,7 +423,7 @@ def _to_bytes(leaf: np.ndarray) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _Cryptography:
-    """What is used of the package cryptography."""
+    """The part of the package cryptography that is used here."""
 
     suite: Any
     X25519PrivateKey: Any

@@ -25,7 +25,7 @@ Memory = Any
 Payload = dict[str, Any]
 """Named objects on the way; the key ``model`` holds the network. Traffic is counted from these."""
 Info = dict[str, Any]
-"""What a strategy tells of a round, by name, beside its state: scalars become columns of the metrics."""
+"""A strategy's report of a round, by name, beside its state: scalars become columns of the metrics."""
 
 
 class Cohort(NamedTuple):
@@ -38,7 +38,7 @@ class Cohort(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a strategy may know of the federation and what does not change during a run.
+    """The facts of a federation that a strategy may use; they do not change during a run.
 
     The arrays reach compiled code as arguments (this dataclass is a pytree), the other fields are static.
 
@@ -53,7 +53,7 @@ class Problem:
       label_counts: training samples per client and class [N, C].
       architectures: which network of the zoo each client starts with [N] int32; zeros without a zoo.
       public: the samples that the server holds, y None if they have no labels; None if there are none.
-      validation_sizes: samples per client that it keeps for validation [N]; None: nobody keeps any.
+      validation_sizes: samples per client that it keeps for validation [N]; None: no client keeps any.
     """
 
     model: Model = dataclasses.field(metadata={"static": True})

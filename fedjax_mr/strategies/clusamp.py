@@ -1,4 +1,4 @@
-"""CluSamp: one client from each of K groups of clients that change the model alike.
+"""CluSamp: one client from each of K groups of clients with similar changes of the model.
 
 Fraboni, Vidal, Kameni, Lorenzi: Clustered Sampling: Low-Variance and Improved Representativity for Clients Selection in
 Federated Learning, ICML 2021, Algorithm 2 ("representative gradients"). The server keeps every client's last change of

@@ -1,4 +1,4 @@
-"""FCCL: clients with different networks make the outputs for unlabelled public data alike, class by class.
+"""FCCL: clients with different networks correlate their outputs for unlabelled public data, class by class.
 
 Huang, Ye, Du: Learn from Others and Be Yourself in Heterogeneous Federated Learning, CVPR 2022. On public batches every
 client brings the matrix of correlations between its own logits and the clients' mean logits close to 1 on the diagonal
@@ -55,13 +55,13 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """What the server knows."""
+    """The server's state."""
 
     consensus: jax.Array  # [P, C] the mean logits for the public data
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     model: Variables
     frozen: Variables  # as it was after its first round

@@ -180,7 +180,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": model}, memory, metrics
 
     def generator_loss(params, statistics, models, counts, key):
-        """Return the loss of a generated batch: how the heads of K ``models`` take it, and how alike it is."""
+        """Return the loss of a generated batch: cross-entropy of the heads of K ``models``, and lack of diversity."""
         label_key, noise_key = jax.random.split(key)
         several = jnp.any(counts > 1, axis=0)
         allowed = jnp.where(jnp.any(several), several, jnp.any(counts > 0, axis=0))

@@ -40,14 +40,14 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """What the server knows."""
+    """The server's state."""
 
     header: Any  # parameters of the classifier
     trained: jax.Array  # whether it has been trained: clients do not take the header that the server started with
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     model: Variables
 

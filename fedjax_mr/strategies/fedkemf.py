@@ -56,13 +56,13 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """What the server knows."""
+    """The server's state."""
 
     knowledge: Variables
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     model: Variables
 

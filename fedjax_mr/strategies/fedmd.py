@@ -55,7 +55,7 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """What the server knows."""
+    """The server's state."""
 
     rows: jax.Array  # [S] which public samples the next round is about
     next_rows: jax.Array  # [S] the same of the round after
@@ -63,7 +63,7 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     model: Variables
     trained: jax.Array  # whether it took part before
@@ -73,7 +73,7 @@ def difference(logits: jax.Array, target: jax.Array, *, kind: str) -> jax.Array:
     """Return how far logits [B, C] are from the consensus [B, C], per sample; its gradient is zero where they agree."""
     if kind == "mae":
         gap = logits - target
-        return jnp.mean(jnp.where(gap == 0, 0.0, jnp.abs(gap)), axis=-1)  # JAX's abs has slope 1 at 0
+        return jnp.mean(jnp.where(gap == 0, 0.0, jnp.abs(gap)), axis=-1)  # JAX's abs has derivative 1 at 0
     if kind == "mse":
         return jnp.mean(jnp.square(logits - target), axis=-1)
     return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jax.nn.log_softmax(target))

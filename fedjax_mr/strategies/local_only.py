@@ -39,7 +39,7 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     model: Variables
     lowest: jax.Array  # its lowest validation loss so far, in nats

@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     own: Variables  # l
     share: jax.Array  # lambda

@@ -45,7 +45,7 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     model: Variables  # as it was after its last training
     trained: jax.Array  # whether there was one

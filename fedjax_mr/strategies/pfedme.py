@@ -74,7 +74,7 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a client keeps for the test."""
+    """A client's memory, for the test."""
 
     model: Variables  # theta or its own w, as its last training left it
     trained: jax.Array  # whether there was one

@@ -1,1 +1,1 @@
-"""Where samples come from: one file per source."""
+"""Sources of samples, one file each."""

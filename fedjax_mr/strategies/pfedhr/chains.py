@@ -127,7 +127,7 @@ class Programs:
         self._pull = self._compiled(lambda pullback, gradient: pullback(gradient))
         self._step = self._compiled(self._pull_and_step, "goes_on")
         self._batch = self._compiled(_batch, "views")
-        self._loss = self._compiled(_loss_and_slope, "loss")
+        self._loss_gradient = self._compiled(_loss_gradient, "loss")
         self._init = self._compiled(_init, "module", "shape")
 
     def init(self, module: nn.Module, shape: Sequence[int], key: jax.Array) -> Piece:
@@ -206,22 +206,25 @@ class Programs:
                 x, state, pullback = self._forward(module, params[place], states[place], x, mask, dropout)
                 states[place] = state if learns else states[place]
                 pullbacks.append(pullback)
-            slope = self._loss(loss, x, labels, mask)
+            gradient = self._loss_gradient(loss, x, labels, mask)
             first = trained.index(True)
             for place in reversed(range(first, len(chain))):
                 if trained[place]:
-                    done = self._step(pullbacks[place], slope, params[place], moments[place], place > first)
-                    slope, params[place], moments[place] = done
+                    done = self._step(pullbacks[place], gradient, params[place], moments[place], place > first)
+                    gradient, params[place], moments[place] = done
                 else:
-                    _, slope = self._pull(pullbacks[place], slope)
+                    _, gradient = self._pull(pullbacks[place], gradient)
         return tuple(
             dataclasses.replace(piece, variables={"params": own, **state} if own else piece.variables)
             for piece, own, state in zip(chain, params, states, strict=True)
         )
 
-    def _pull_and_step(self, pullback: Any, slope: jax.Array, params: Any, moments: Any, goes_on: bool) -> tuple:
-        """Return the slope before the piece (None unless the backward pass goes on), new parameters and moments."""
-        gradient, before = pullback(slope)
+    def _pull_and_step(self, pullback: Any, after: jax.Array, params: Any, moments: Any, goes_on: bool) -> tuple:
+        """Return the gradient before the piece (None unless the backward pass goes on), new parameters and moments.
+
+        ``after`` is the gradient with respect to the piece's output.
+        """
+        gradient, before = pullback(after)
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
             updates, moments = self._adam.update(gradient, moments, params)
         return before if goes_on else None, optax.apply_updates(params, updates), moments
@@ -271,5 +274,5 @@ def _batch(
     return jnp.concatenate(x), jnp.tile(labels, 2), None if mask is None else jnp.tile(mask, 2)
 
 
-def _loss_and_slope(loss: Loss, logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+def _loss_gradient(loss: Loss, logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
     return jax.grad(loss)(logits, labels, mask)

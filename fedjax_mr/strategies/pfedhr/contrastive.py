@@ -27,16 +27,16 @@ def nt_xent(logits: jax.Array, mask: jax.Array, *, temperature: float) -> jax.Ar
 
     Args:
       logits: the outputs for one view of each sample, then for the other ones.
-      mask: [2B], 1 for true samples; the others are nobody's negatives.
+      mask: [2B], 1 for true samples; the others are no sample's negatives.
       temperature: tau.
     """
     count = logits.shape[0]
     lengths = jnp.sqrt(jnp.maximum(jnp.sum(logits * logits, axis=1, keepdims=True), 1e-12))
     z = logits / lengths
     rivals = (mask[None, :] > 0) & ~jnp.eye(count, dtype=bool)
-    alike = jnp.where(rivals, (z @ z.T) / temperature, -1e9)
+    similarities = jnp.where(rivals, (z @ z.T) / temperature, -1e9)
     partner = (jnp.arange(count) + count // 2) % count
-    return local.masked_mean(optax.softmax_cross_entropy_with_integer_labels(alike, partner), mask)
+    return local.masked_mean(optax.softmax_cross_entropy_with_integer_labels(similarities, partner), mask)
 
 
 def view(key: jax.Array, x: jax.Array, *, low: float, high: float) -> jax.Array:

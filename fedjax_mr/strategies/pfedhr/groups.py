@@ -63,8 +63,8 @@ def averaged_k_means(
     centres = pairs[np.random.default_rng(seed).choice(size, count, replace=False)]
     labels = np.zeros(size, np.int64)
     for _ in range(ITERATIONS):
-        alike = [similarity.cka([*pairs[:, side], *centres[:, side]])[:size, size:] for side in (0, 1)]
-        labels = similarity.distances(*alike).argmin(axis=1)
+        similarities = [similarity.cka([*pairs[:, side], *centres[:, side]])[:size, size:] for side in (0, 1)]
+        labels = similarity.distances(*similarities).argmin(axis=1)
         centres = np.stack(
             [pairs[labels == k].mean(axis=0) if (labels == k).any() else centres[k] for k in range(count)]
         )

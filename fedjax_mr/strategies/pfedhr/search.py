@@ -1,4 +1,4 @@
-"""Which blocks make a candidate: pFedHR's Algorithm 1 and its four rules.
+"""The search for candidates: pFedHR's Algorithm 1 and its four rules.
 
 R1, order: every block comes from a later place (of its own network) than the one before. R2, operations: after a dense
 block no convolution. R3, completeness: at least one convolution and one dense block. R4, diversity: every group.

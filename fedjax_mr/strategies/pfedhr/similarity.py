@@ -1,4 +1,4 @@
-"""Which blocks do alike: linear centred kernel alignment (CKA) of the activations that enter and leave them.
+"""Similarity of blocks: linear centred kernel alignment (CKA) of the activations that enter and leave them.
 
 CKA: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019. With P samples as rows,
 CKA(A, B) = <H A A' H, H B B' H> / (|H A A' H| |H B B' H|), H = I - 11'/P. The distance is pFedHR's equation 3.

@@ -1,4 +1,4 @@
-"""What joins blocks that never met: new layers that bring the output of one to the shape that the next one takes.
+"""Stitches between blocks that never met: new layers that bring the output of one to the shape that the next one takes.
 
 pFedHR, section 3.2.3: ReLU(W x + b). The paper does not say what W is between feature maps; the authors' code flattens
 everything (``flat``, without ReLU), which takes 183 million numbers in the median of random candidates from M1 to M4.

@@ -12,9 +12,9 @@ Deviations from the released code, apart from those: activations of dense blocks
 the last convolution); a client that pauses keeps its network (the code's starts anew); candidates share no tensors; the
 distillation is a KL (the code's takes raw logits for probabilities: ``distillation=raw``).
 
-A simulation's short cut: the server applies a client's teacher to the client's own samples, which the upload holds for
-this purpose, and the logits travel in place of the teacher. Traffic counts the networks: up the client's, down the
-teacher's.
+The simulation takes a short cut: the server applies a client's teacher to the client's own samples, which the upload
+holds for this purpose, and the logits travel in place of the teacher. Traffic counts the networks: up the client's,
+down the teacher's.
 """
 
 import dataclasses
@@ -136,7 +136,7 @@ class Account(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a client keeps."""
+    """A client's memory."""
 
     model: Variables
 
@@ -293,8 +293,8 @@ class Server:
             teaching[client] = self.programs.logits(teacher, own)
             sizes[client] = sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
         state = state._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(sizes))
-        told = account_of(clients, made, teachers)
-        return state, {"candidates": float(len(told.chains)), **told._asdict()}
+        account = account_of(clients, made, teachers)
+        return state, {"candidates": float(len(account.chains)), **account._asdict()}
 
 
 def account_of(clients: np.ndarray, made: Reassembled, teachers: np.ndarray) -> Account:
