@@ -51,7 +51,8 @@ class Checkpoints:
     def save(self, round: int, tree: Any, meta: dict[str, Any]) -> None:
         """Write a checkpoint; when this returns it is on the disk, and the oldest ones beyond ``keep`` are gone.
 
-        A checkpoint of the same round is replaced; those of later rounds belong to a history that was given up, and are removed.
+        A checkpoint of the same round is replaced; those of later rounds belong to a history that was given up, and
+        are removed.
 
         Args:
           round: the number of rounds trained.

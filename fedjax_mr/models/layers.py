@@ -52,7 +52,8 @@ class Conv(nn.Module):
       features: O, the channels of the output.
       kernel_size: h and w.
       strides: the step in both directions.
-      padding: see `windows.Padding`. PyTorch pads both sides by the same amount, which with strides differs from ``"SAME"``.
+      padding: see `windows.Padding`. PyTorch pads both sides by the same amount, which with strides differs from
+        ``"SAME"``.
       use_bias: whether there is a bias.
       initialisation: see `initializers`.
       pool: the window of max-pooling, 0 for none. It comes before the bias: the two commute, even when rounded, and

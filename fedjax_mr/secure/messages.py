@@ -43,9 +43,9 @@ owner started from; against that, the clients need to exchange what they start f
 passed through their hands in the first exchange, and tell the server, give the owners of those layers away.
 
 What is noticed. The server notices changed layers, layers of other rounds, missing ones and ones that come twice;
-clients notice messages of another round, repeated ones, and returns that no client owes them. Not noticed is a client that
-puts a layer of its own making in the place of another's: every client can seal for the server, and none signs, because
-owners are not to be named.
+clients notice messages of another round, repeated ones, and returns that no client owes them. Not noticed is a client
+that puts a layer of its own making in the place of another's: every client can seal for the server, and none signs,
+because owners are not to be named.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Natural federations in the JSON format of LEAF (Caldas et al., 2018): ``{train,test}/*.json``.
 
 FEMNIST: 62 classes, pixels 0..1 with paper = 1, which the released FedMR code (Hu et al., KDD 2024) turns into 1 - 2x;
-the pixels are multiples of 1/255 and are kept as bytes. Shakespeare: 80 characters, then the next one as the label, both
+the pixels are multiples of 1/255 and are kept as bytes. Shakespeare: 80 characters and the next one as the label, both
 numbered by the vocabulary of LEAF's ``language_utils.py``. Files are read one by one, so that only one of them has to
 fit in memory as Python objects.
 """
