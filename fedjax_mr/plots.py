@@ -1,8 +1,9 @@
 """Every picture; the only file that imports matplotlib (when a picture is drawn, and without a display)."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,34 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 STROKES = ("-", "--", ":", "-.")
 WIDTH = 10.0  # inches
 
+Series = Mapping[str, tuple[Sequence[float] | np.ndarray, ...]]
+"""Lines by name: their x and y and, where there is a band around the line, its half width."""
+
+
+@contextlib.contextmanager
+def _picture(path: Path | str, size: tuple[float, float]) -> Iterator[Any]:
+    """Yield an empty figure of a size in inches and write it to ``path``, whole, unless the block fails."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
+        figure = Figure(figsize=size, layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)  # no window, whatever the user's backend
+        yield figure
+        figure.savefig(temporary)
+
+
+def _label(axis: Any, x_label: str = "", y_label: str = "", *, title: str = "") -> None:
+    """Name a panel and its axes; leave its frame open at the top and on the right."""
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    axis.set_title(title, fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+# --- Lines -----------------------------------------------------------------------------------------------------------
+
 
 def curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path | str) -> None:
     """Draw test accuracy and test loss over the rounds.
@@ -23,93 +52,14 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path | str) ->
       runs: the evaluations of each run, by the run's name.
       path: the picture to write (png, svg or pdf).
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    longest = max(map(len, runs), default=0)
-    columns = max(1, min(len(runs), int(WIDTH / (0.6 + 0.07 * longest))))
-    height = 4.0 + (0.18 * math.ceil(len(runs) / columns) if len(runs) > 1 else 0.0)
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(WIDTH, height), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)  # no window, whatever the user's backend
-        axes = figure.subplots(1, 2)
-        figure.get_layout_engine().set(wspace=0.04)  # type: ignore[union-attr]
-        strokes = itertools.cycle(itertools.product(STROKES, COLOURS))
-        lines = []
-        for rows, (stroke, colour) in zip(runs.values(), strokes, strict=False):
-            rounds = [row["round"] for row in rows]
-            for axis, column in zip(axes, ("accuracy", "loss"), strict=True):
-                values = [math.nan if row[column] is None else row[column] for row in rows]
-                marker = "o" if len(rows) == 1 else ""
-                lines += axis.plot(rounds, values, stroke, color=colour, linewidth=1.6, marker=marker)
-        for axis, label in zip(axes, ("test accuracy", "test loss (nats)"), strict=True):
-            axis.set_xlabel("round")
-            axis.set_ylabel(label)
-            axis.grid(color="0.9", linewidth=0.8)
-            axis.set_axisbelow(True)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.margins(x=0.01)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-        if len(runs) > 1:
-            figure.legend(lines[::2], list(runs), loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
-        else:
-            figure.suptitle("".join(runs), fontsize=10)
-        figure.savefig(temporary)
-
-
-def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: str = "training samples") -> None:
-    """Draw who holds what: a heat map of clients x classes under the clients' sizes.
-
-    Args:
-      counts: [N, C] samples per client and class.
-      path: the picture to write (png, svg or pdf).
-      title: a line above it.
-      noun: what is counted.
-    """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    num_clients, num_classes = counts.shape
-    height = 2.4 + min(6.0, max(1.6, 0.24 * num_classes))
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(WIDTH, height), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
-        sizes, table = figure.subplots(2, 1, sharex=True, height_ratios=(1.3, height - 2.4))
-        sizes.bar(range(num_clients), counts.sum(axis=1), width=0.85 if num_clients <= 200 else 1.0, color=COLOURS[0])
-        sizes.set_ylabel(noun.replace(" ", "\n"))
-        sizes.spines[["top", "right"]].set_visible(False)
-        sizes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        sizes.set_title(title, fontsize=10)
-        image = table.imshow(
-            counts.T,
-            aspect="auto",
-            cmap="Blues",
-            norm=PowerNorm(0.5, vmin=0, vmax=max(1, counts.max())),  # small shares stay visible beside large ones
-            interpolation="nearest" if num_clients <= 1000 else "antialiased",
-        )
-        table.set_xlabel("client")
-        table.set_ylabel("class")
-        for axis, count, most in ((table.xaxis, num_clients, 40), (table.yaxis, num_classes, 20)):
-            axis.set_major_locator(MaxNLocator(min(count, most), integer=True, steps=(1, 2, 5, 10)))
-        if num_clients <= 200 and num_classes <= 100:  # lines between the cells
-            table.set_xticks([client - 0.5 for client in range(1, num_clients)], minor=True)
-            table.set_yticks([label - 0.5 for label in range(1, num_classes)], minor=True)
-            table.grid(which="minor", color="white", linewidth=0.6)
-        table.tick_params(which="minor", length=0)
-        sizes.tick_params(axis="x", which="both", length=0)
-        table.set_xlim(-0.5, num_clients - 0.5)
-        bar = figure.colorbar(image, ax=table, pad=0.01, fraction=0.04)
-        bar.set_label(noun)
-        bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        figure.savefig(temporary)
-
-
-Series = Mapping[str, tuple[Sequence[float] | np.ndarray, ...]]
-"""Lines by name: their x and y and, where there is a band around the line, its half width."""
+    labels = {"accuracy": "test accuracy", "loss": "test loss (nats)"}
+    panels = [
+        {name: (_column(rows, "round"), _column(rows, column)) for name, rows in runs.items()} for column in labels
+    ]
+    with _line_panels(path, panels) as axes:
+        axes[0].figure.get_layout_engine().set(wspace=0.04)
+        for axis, label in zip(axes, labels.values(), strict=True):
+            _label(axis, "round", label)
 
 
 def lines(
@@ -126,56 +76,102 @@ def lines(
     Args:
       panels: the lines of each panel, by the panel's title.
       path: the picture to write (png, svg or pdf).
-      x_label: what x is, with its unit.
-      y_label: what y is, with its unit.
+      x_label: the quantity x, with its unit.
+      y_label: the quantity y, with its unit.
       logarithmic: both axes.
-      x_names: what stands at x = 0, 1, ... in place of the numbers.
+      x_names: the names to write at x = 0, 1, ... in place of the numbers.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    looks = dict(zip(names, itertools.cycle(itertools.product(STROKES, COLOURS)), strict=False))
-    columns = max(1, min(len(names), int(WIDTH / (0.6 + 0.07 * max(map(len, names), default=0)))))
-    height = 4.0 + (0.18 * math.ceil(len(names) / columns) if len(names) > 1 else 0.0)
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(WIDTH, height), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
-        drawn = {}
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, (title, series) in zip(axes, panels.items(), strict=True):
-            for name, (x, y, *band) in series.items():
-                stroke, colour = looks[name]
-                for width in band:
-                    low, high = np.subtract(y, width), np.add(y, width)
-                    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-                marker = "o" if len(x) == 1 or x_names else ""
-                (drawn[name],) = axis.plot(x, y, stroke, color=colour, linewidth=1.6, marker=marker)
+    with _line_panels(path, list(panels.values()), markers=bool(x_names)) as axes:
+        for axis, title in zip(axes, panels, strict=True):
+            _label(axis, x_label, y_label, title=title)
             if logarithmic:
                 axis.set_xscale("log")
                 axis.set_yscale("log")
                 for scale in (axis.xaxis, axis.yaxis):
                     scale.set_major_formatter(lambda value, position: f"{value:g}")  # needs no typesetting of formulas
                     scale.set_minor_formatter(NullFormatter())
-            elif all(isinstance(value, int) for x, *_ in series.values() for value in x):  # rounds, say
-                axis.xaxis.get_major_locator().set_params(integer=True)
             if x_names:
                 axis.set_xticks(range(len(x_names)), x_names, rotation=90 if len(x_names) > 8 else 0, fontsize=8)
-            axis.set_title(title, fontsize=10)
-            axis.set_xlabel(x_label)
-            axis.set_ylabel(y_label)
+
+
+@contextlib.contextmanager
+def _line_panels(path: Path | str, panels: Sequence[Series], *, markers: bool = False) -> Iterator[Sequence[Any]]:
+    """Draw the lines of panels side by side and their names below, and yield the panels' axes.
+
+    A line of one point has a marker anyway; rounds (integers) have ticks at integers.
+    """
+    names = list(dict.fromkeys(name for series in panels for name in series))
+    looks = dict(zip(names, itertools.cycle(itertools.product(STROKES, COLOURS)), strict=False))
+    columns = max(1, min(len(names), int(WIDTH / (0.6 + 0.07 * max(map(len, names), default=0)))))
+    height = 4.0 + (0.18 * math.ceil(len(names) / columns) if len(names) > 1 else 0.0)
+    with _picture(path, (WIDTH, height)) as figure:
+        drawn = {}
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, series in zip(axes, panels, strict=True):
+            for name, (x, y, *band) in series.items():
+                stroke, colour = looks[name]
+                for width in band:
+                    low, high = np.subtract(y, width), np.add(y, width)
+                    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+                marker = "o" if len(x) == 1 or markers else ""
+                (drawn[name],) = axis.plot(x, y, stroke, color=colour, linewidth=1.6, marker=marker)
+            if all(isinstance(value, int) for x, *_ in series.values() for value in x):
+                axis.xaxis.get_major_locator().set_params(integer=True)
             axis.grid(color="0.9", linewidth=0.8)
             axis.set_axisbelow(True)
-            axis.spines[["top", "right"]].set_visible(False)
             axis.margins(x=0.01)
         if len(names) > 1:
             shown = [drawn[name] for name in names]
             figure.legend(shown, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
         else:
             figure.suptitle("".join(names), fontsize=10)
-        figure.savefig(temporary)
+        yield axes
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return a column of evaluations; not a number where it is missing."""
+    return [math.nan if row.get(name) is None else row[name] for row in rows]
+
+
+# --- Heat maps, bars and surfaces ------------------------------------------------------------------------------------
+
+
+def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: str = "training samples") -> None:
+    """Draw the division of the samples: a heat map of clients x classes under the clients' sizes.
+
+    Args:
+      counts: [N, C] samples per client and class.
+      path: the picture to write (png, svg or pdf).
+      title: a line above it.
+      noun: the samples that are counted.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.ticker import MaxNLocator
+
+    num_clients, num_classes = counts.shape
+    height = 2.4 + min(6.0, max(1.6, 0.24 * num_classes))
+    with _picture(path, (WIDTH, height)) as figure:
+        sizes, table = figure.subplots(2, 1, sharex=True, height_ratios=(1.3, height - 2.4))
+        sizes.bar(range(num_clients), counts.sum(axis=1), width=0.85 if num_clients <= 200 else 1.0, color=COLOURS[0])
+        _label(sizes, y_label=noun.replace(" ", "\n"), title=title)
+        sizes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))  # small shares stay visible beside large ones
+        smoothing = "nearest" if num_clients <= 1000 else "antialiased"
+        image = table.imshow(counts.T, aspect="auto", cmap="Blues", norm=norm, interpolation=smoothing)
+        table.set(xlabel="client", ylabel="class", xlim=(-0.5, num_clients - 0.5))
+        for axis, count, most in ((table.xaxis, num_clients, 40), (table.yaxis, num_classes, 20)):
+            axis.set_major_locator(MaxNLocator(min(count, most), integer=True, steps=(1, 2, 5, 10)))
+        if num_clients <= 200 and num_classes <= 100:  # lines between the cells
+            table.set_xticks([client - 0.5 for client in range(1, num_clients)], minor=True)
+            table.set_yticks([label - 0.5 for label in range(1, num_classes)], minor=True)
+            table.grid(which="minor", color="white", linewidth=0.6)
+        table.tick_params(which="minor", length=0)
+        sizes.tick_params(axis="x", which="both", length=0)
+        bar = figure.colorbar(image, ax=table, pad=0.01, fraction=0.04)
+        bar.set_label(noun)
+        bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
 def histograms(values: Mapping[str, Sequence[float]], path: Path | str, *, x_label: str, y_label: str) -> None:
@@ -184,27 +180,17 @@ def histograms(values: Mapping[str, Sequence[float]], path: Path | str, *, x_lab
     Args:
       values: the fractions by name.
       path: the picture to write (png, svg or pdf).
-      x_label: what the fractions are.
-      y_label: what is counted.
+      x_label: the quantity that the fractions are.
+      y_label: the things that are counted.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(WIDTH, 1.0 + 1.6 * len(values)), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
+    with _picture(path, (WIDTH, 1.0 + 1.6 * len(values))) as figure:
         axes = figure.subplots(len(values), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
         for axis, (name, fractions) in zip(axes, values.items(), strict=True):
             axis.hist(fractions, bins=np.linspace(0, 1, 21), color=COLOURS[0], rwidth=0.92)
             axis.axvline(float(np.mean(fractions)), color=COLOURS[1], linewidth=1.6)
-            axis.set_title(f"{name} (line: mean)", fontsize=10)
-            axis.set_ylabel(y_label)
+            _label(axis, y_label=y_label, title=f"{name} (line: mean)")
             axis.yaxis.get_major_locator().set_params(integer=True)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[-1].set_xlabel(x_label)
-        axes[-1].set_xlim(0, 1)
-        figure.savefig(temporary)
+        axes[-1].set(xlabel=x_label, xlim=(0, 1))
 
 
 def bars(parts: Mapping[str, Mapping[str, float]], path: Path | str, *, x_label: str) -> None:
@@ -213,90 +199,61 @@ def bars(parts: Mapping[str, Mapping[str, float]], path: Path | str, *, x_label:
     Args:
       parts: values by part and name; the names are the same in every part.
       path: the picture to write (png, svg or pdf).
-      x_label: what the values are.
+      x_label: the quantity, with its unit.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = list(next(iter(parts.values())))
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(WIDTH, 1.2 + 0.3 * len(names)), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
+    with _picture(path, (WIDTH, 1.2 + 0.3 * len(names))) as figure:
         axes = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
         for axis, colour, (part, values) in zip(axes, itertools.cycle(COLOURS), parts.items(), strict=False):
             drawn = axis.barh(names, [values[name] for name in names], color=colour)
             axis.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
-            axis.set_title(part, fontsize=10)
-            axis.set_xlabel(x_label)
+            _label(axis, x_label, title=part)
             axis.margins(x=0.18)
             axis.locator_params(axis="x", nbins=5)
-            axis.spines[["top", "right"]].set_visible(False)
         axes[0].invert_yaxis()  # the first name on top
-        figure.savefig(temporary)
 
 
 def personal(
     rows: Sequence[Mapping[str, Any]], last: Mapping[str, Sequence[float]], path: Path | str, *, bins: int = 20
 ) -> None:
-    """Draw how the clients' own models did over the rounds, how they spread in the end, and which networks they have.
+    """Draw the accuracy of the clients' own models over the rounds, its spread in the end, and their networks.
 
     Args:
       rows: the evaluations of a run; columns that are missing are not drawn.
-      last: the clients' accuracies after the last round, by what was done to their models.
+      last: the clients' accuracies after the last round, by the treatment of their models.
       path: the picture to write (png, svg or pdf).
       bins: of the histogram.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    column = lambda name: np.array([row.get(name) if row.get(name) is not None else math.nan for row in rows], float)
+    column = lambda name: np.array(_column(rows, name), float)
     networks = [name for name in (rows[-1] if rows else ()) if name.startswith("network_")]
-    panels = 2 + bool(networks)
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(WIDTH, 3.6), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(1, panels)
+    with _picture(path, (WIDTH, 3.6)) as figure:
+        axes = figure.subplots(1, 2 + bool(networks))
         rounds, mean, spread = column("round"), column("personal_accuracy"), column("personal_std")
         if np.isfinite(mean).any():
             axes[0].plot(rounds, mean, color=COLOURS[0], label="mean of the clients")
-            axes[0].fill_between(
-                rounds,
-                np.maximum(mean - spread, 0),
-                np.minimum(mean + spread, 1),
-                color=COLOURS[0],
-                alpha=0.15,
-                linewidth=0,
-                label="one deviation",
-            )
+            band = np.maximum(mean - spread, 0), np.minimum(mean + spread, 1)
+            axes[0].fill_between(rounds, *band, color=COLOURS[0], alpha=0.15, linewidth=0, label="one deviation")
             others = {"personal_worst10": "worst 10 %", "validation_accuracy": "validation, mean"}
             for (name, label), stroke, colour in zip(others.items(), STROKES[1:], COLOURS[1:], strict=False):
                 if np.isfinite(column(name)).any():
                     axes[0].plot(rounds, column(name), stroke, color=colour, label=label)
             axes[0].legend(frameon=False, fontsize=8, loc="lower right")
-        axes[0].set_ylabel("accuracy on the client's own samples")
-        axes[0].set_xlabel("round")
+        _label(axes[0], "round", "accuracy on the client's own samples")
         edges = np.linspace(0, 1, bins + 1)
         for (name, values), colour in zip(last.items(), COLOURS, strict=False):
             axes[1].hist(values, edges, histtype="stepfilled", color=colour, alpha=0.35, label=name)
             axes[1].axvline(float(np.mean(values)), color=colour, linewidth=1.6)
-        axes[1].set_xlabel("accuracy after the last round (lines: means)")
-        axes[1].set_ylabel("clients")
+        _label(axes[1], "accuracy after the last round (lines: means)", "clients")
         axes[1].legend(frameon=False, fontsize=8, loc="upper left")
         if networks:
-            counts = [column(name) for name in networks]
-            labels = [name.split("_", 2)[2] for name in networks]
+            counts, labels = [column(name) for name in networks], [name.split("_", 2)[2] for name in networks]
             axes[2].stackplot(rounds, counts, labels=labels, colors=COLOURS, alpha=0.8, linewidth=0)
-            axes[2].set_xlabel("round")
-            axes[2].set_ylabel("clients with the network")
+            _label(axes[2], "round", "clients with the network")
             axes[2].margins(0)
             axes[2].legend(frameon=True, fontsize=8, loc="lower left")
         for axis in axes:
-            axis.spines[["top", "right"]].set_visible(False)
             axis.xaxis.get_major_locator().set_params(integer=axis is not axes[1])
             axis.yaxis.get_major_locator().set_params(integer=axis is not axes[0])
-        figure.savefig(temporary)
 
 
 def surfaces(
@@ -311,13 +268,10 @@ def surfaces(
       heights: the value at (steps[i], steps[j]), by the surface's name.
       steps: the coordinates [P] of both axes, in filter norms.
       path: the picture to write (png, svg or pdf).
-      label: what is high, with its unit.
+      label: the quantity, with its unit.
       levels: how many contours.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullFormatter
 
     everything = np.concatenate([np.ravel(surface) for surface in heights.values()])
@@ -327,13 +281,10 @@ def surfaces(
     steep = 0 < 10 * low < high
     edges = np.geomspace(low, high, levels) if steep else np.linspace(low, high, levels)
     columns = min(len(heights), 4)
-    lines = math.ceil(len(heights) / columns)
+    rows = math.ceil(len(heights) / columns)
     side = min(4.4, (WIDTH - 1.0) / columns)
-    size = (max(5.0, columns * side + 1.0), lines * (side + 0.3) + 0.2)
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=size, layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    with _picture(path, (max(5.0, columns * side + 1.0), rows * (side + 0.3) + 0.2)) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
         filled: Any = None
         for axis, (name, surface) in zip(axes.flat, heights.items(), strict=False):
             values = np.ma.masked_invalid(np.clip(surface.T, edges[0], edges[-1]))
@@ -343,8 +294,8 @@ def surfaces(
             axis.plot(0, 0, "+", color="white", markersize=9)
             axis.set_title(name, fontsize=10)
             axis.set_aspect("equal")
-            axis.xaxis.set_major_locator(MaxNLocator(5))
-            axis.yaxis.set_major_locator(MaxNLocator(5))
+            for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_locator(MaxNLocator(5))
         for axis in axes[-1]:
             axis.set_xlabel("first direction (filter norms)")
         for axis in axes[:, 0]:
@@ -355,7 +306,9 @@ def surfaces(
         bar.ax.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
         bar.ax.yaxis.set_minor_formatter(NullFormatter())
         bar.set_label(label)
-        figure.savefig(temporary)
+
+
+# --- pFedHR's reassembly ---------------------------------------------------------------------------------------------
 
 
 def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path: Path | str, *, label: str) -> None:
@@ -366,17 +319,12 @@ def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path
       names: of the rows.
       groups: of the rows, ascending.
       path: the picture to write (png, svg or pdf).
-      label: what the numbers are.
+      label: the quantity that the numbers are.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     side = max(5.0, 0.19 * len(names) + 1.6)
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(side + 1.0, side), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
+    with _picture(path, (side + 1.0, side)) as figure:
         axis = figure.subplots()
         image = axis.imshow(table, cmap="cividis", vmin=0.0, vmax=1.0)
         for group in sorted(set(groups)):
@@ -387,33 +335,26 @@ def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path
         axis.set_yticks(range(len(names)), names, fontsize=7)
         axis.set_title("blocks (client.place), framed by group", fontsize=10)
         figure.colorbar(image, ax=axis, shrink=0.8).set_label(label)
-        figure.savefig(temporary)
 
 
 Strip = Sequence[tuple[int, int, bool]]
-"""Blocks in order: whose, at which place, and whether it is drawn as a disc."""
+"""Blocks in order: the owner, the place in its network, and whether it is drawn as a disc."""
 
 
 def strips(rows: Mapping[str, Sequence[Strip]], path: Path | str, *, num_colours: int) -> None:
-    """Draw strips of blocks, a panel for each name: the colour tells whose, the number at which place.
+    """Draw strips of blocks, a panel for each name: the colour is the owner's, the number the place in its network.
 
     Args:
       rows: the strips by the panel's name.
       path: the picture to write (png, svg or pdf).
       num_colours: how many owners there are.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(4, len(rows))
     lines = math.ceil(len(rows) / columns)
     widest = max((len(strip) for strips in rows.values() for strip in strips), default=1)
     tallest = max(1, *(len(strips) for strips in rows.values()))
     size = (columns * (0.28 * widest + 0.5), lines * (0.3 * tallest + 0.4) + 0.5)
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=size, layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
+    with _picture(path, size) as figure:
         axes = figure.subplots(lines, columns, squeeze=False).ravel()
         for axis, (name, drawn) in zip(axes, rows.items(), strict=False):
             axis.set_title(name if drawn else f"{name}: none", fontsize=9)
@@ -423,21 +364,16 @@ def strips(rows: Mapping[str, Sequence[Strip]], path: Path | str, *, num_colours
         for axis in axes:
             axis.set_axis_off()
         _owners(figure, num_colours)
-        figure.savefig(temporary)
 
 
 def teachers(rounds: Mapping[int, Mapping[int, Strip]], num_clients: int, path: Path | str) -> None:
-    """Draw from whose blocks each client's teacher was made: round by round, and the shares over all of them.
+    """Draw the owners of the blocks in each client's teacher: round by round, and their shares over all rounds.
 
     Args:
       rounds: each client's teacher by round, for the clients that had one.
       num_clients: N.
       path: the picture to write (png, svg or pdf).
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shares = np.zeros((num_clients, num_clients))
     for teachers in rounds.values():
         for client, strip in teachers.items():
@@ -445,33 +381,29 @@ def teachers(rounds: Mapping[int, Mapping[int, Strip]], num_clients: int, path: 
                 shares[client, owner] += 1
     shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1)
     longest = max((len(strip) for each in rounds.values() for strip in each.values()), default=1)
-    width = max(3.0, 0.62 * len(rounds)) + 0.34 * num_clients + 2.4
-    with matplotlib.rc_context({"text.parse_math": False}), files.whole(path) as temporary:
-        figure = Figure(figsize=(width, 0.34 * num_clients + 1.6), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
-        time, total = figure.subplots(1, 2, width_ratios=[max(3.0, 0.62 * len(rounds)), 0.34 * num_clients + 0.8])
+    widths = max(3.0, 0.62 * len(rounds)), 0.34 * num_clients + 0.8
+    with _picture(path, (sum(widths) + 1.6, 0.34 * num_clients + 1.6)) as figure:
+        time, total = figure.subplots(1, 2, width_ratios=widths)
         for column, each in enumerate(rounds.values()):
             for client, strip in each.items():
                 _strip(time, strip, column - 0.4, float(client), 0.8 / longest, num_clients, with_numbers=False)
         time.set_xticks(range(len(rounds)), [str(number) for number in rounds], fontsize=8)
-        time.set(xlim=(-0.6, len(rounds) - 0.4), ylim=(num_clients - 0.4, -0.6), xlabel="round", ylabel="client taught")
         time.set_yticks(range(num_clients))
+        time.set(xlim=(-0.6, len(rounds) - 0.4), ylim=(num_clients - 0.4, -0.6), xlabel="round", ylabel="client taught")
         time.grid(color="0.92")
         time.set_axisbelow(True)
         time.set_title("its teacher's blocks, coloured by their owner", fontsize=9)
         image = total.imshow(shares, cmap="cividis", vmin=0.0, aspect="auto")
-        total.set_xticks(range(num_clients))
-        total.set_yticks(range(num_clients))
-        total.set_xlabel("client that blocks are from")
+        total.set(xticks=range(num_clients), yticks=range(num_clients), xlabel="client that blocks are from")
         total.set_title("share of blocks", fontsize=9)
         figure.colorbar(image, ax=total)
         _owners(figure, num_clients)
-        figure.savefig(temporary)
 
 
 def _strip(
     axis: Any, strip: Strip, left: float, middle: float, width: float, num_colours: int, *, with_numbers: bool
 ) -> None:
+    """Draw a strip of blocks, each ``width`` wide; with numbers, ``left`` is the middle of the first one."""
     from matplotlib.patches import Ellipse, Rectangle
 
     height = 0.8 if with_numbers else 0.7
@@ -479,28 +411,30 @@ def _strip(
         x, colour = left + number * width, _colour(owner, num_colours)
         if disc:
             centre = (x if with_numbers else x + width / 2, middle)
-            axis.add_patch(
-                Ellipse(centre, 0.84 * width, 1.05 * height, facecolor=colour, edgecolor="0.2", linewidth=0.5)
-            )
+            patch = Ellipse(centre, 0.84 * width, 1.05 * height)
         else:
             corner = (x - 0.42 * width if with_numbers else x + 0.08 * width, middle - height / 2)
-            axis.add_patch(Rectangle(corner, 0.84 * width, height, facecolor=colour, edgecolor="0.2", linewidth=0.5))
+            patch = Rectangle(corner, 0.84 * width, height)
+        patch.set(facecolor=colour, edgecolor="0.2", linewidth=0.5)
+        axis.add_patch(patch)
         if with_numbers:
             axis.text(x, middle, str(place), ha="center", va="center", fontsize=7)
 
 
 def _colour(owner: int, count: int) -> Any:
+    """Return an owner's colour out of those of all owners."""
     import matplotlib
 
     return matplotlib.colormaps["tab20" if count <= 20 else "turbo"](owner if count <= 20 else owner / (count - 1))
 
 
 def _owners(figure: Any, count: int) -> None:
+    """Write below a picture which colour is whose; more than twenty owners have too many."""
     from matplotlib.patches import Patch
 
-    if count <= 20:
-        handles = [Patch(facecolor=_colour(owner, count), edgecolor="0.2", label=str(owner)) for owner in range(count)]
-        columns = max(1, min(count, 12, int(figure.get_figwidth() / 0.6)))  # inches that an entry takes
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=columns, fontsize=7, frameon=False, title="client"
-        )
+    if count > 20:
+        return
+    handles = [Patch(facecolor=_colour(owner, count), edgecolor="0.2", label=str(owner)) for owner in range(count)]
+    columns = max(1, min(count, 12, int(figure.get_figwidth() / 0.6)))  # inches that an entry takes
+    place = "outside lower center"
+    figure.legend(handles=handles, loc=place, ncols=columns, fontsize=7, frameon=False, title="client")

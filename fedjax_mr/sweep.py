@@ -27,7 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_mr import config as configuration
-from fedjax_mr.analysis import table
+from fedjax_mr.analysis import tables
 from fedjax_mr.config import Config
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
@@ -479,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = run_all(runs, batch_seeds=sweep.batch_seeds)
         begun = [run.folder for run in runs if (run.folder / "config.json").exists()]
         if begun:
-            print(table.table(begun))
+            print(tables.accuracy_table(begun))
     except (UserError, Stopped, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import config, sweep
-from fedjax_mr.analysis import table
+from fedjax_mr.analysis import papers
 from fedjax_mr.analysis.__main__ import COMMANDS
 from fedjax_mr.strategies import STRATEGIES, Row
 
@@ -125,6 +125,15 @@ def test_no_import_goes_round_in_a_circle():
         visit(name)
 
 
+def test_a_command_of_the_analysis_is_a_file_of_its_own():
+    """Shared code lives in runs, groups, papers and tables: only ``__main__`` imports the file of a command."""
+    files = {f"analysis.{name}" for name in COMMANDS}
+    assert files <= NAMES
+    for name, tree in modules():
+        if name != "analysis.__main__":
+            assert not used(tree) & files, name
+
+
 def test_imports_stand_at_the_top():
     """A late import is for a heavy library that not every run needs, never for a circle in the package."""
     for name, tree in modules():
@@ -200,11 +209,11 @@ def test_the_flag_files_cover_every_setting_of_the_papers_tables(monkeypatch):
     def numbers(data, settings, *flags, paper):
         files = [f"--flagfile=exp/{name}.flags" for name in (data, settings)]
         _, runs = sweep.plan([*files, *flags])
-        found = [table.lookup(run.config, [row for row in tables if row["paper"] == paper]) for run in runs]
+        found = [papers.lookup(run.config, [row for row in tables if row["paper"] == paper]) for run in runs]
         assert None not in found
         return found
 
-    tables = table.published()
+    tables = papers.rows()
     for (data, settings), count in PROTOCOLS.items():
         assert len(numbers(data, settings, "--strategies=fedmr", paper="fedmr_kdd")) == count
     authors = [files for files in PROTOCOLS if not files[0].endswith("_paper")]
@@ -215,11 +224,11 @@ def test_the_flag_files_cover_every_setting_of_the_papers_tables(monkeypatch):
 
 def test_the_numbers_of_pfedhr_and_fedme_stand_beside_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
-    tables = table.published()
+    tables = papers.rows()
 
     def numbers(*flags):
         _, runs = sweep.plan(flags)
-        found = [table.lookup(run.config, tables) for run in runs if run.config.strategy != "local"]
+        found = [papers.lookup(run.config, tables) for run in runs if run.config.strategy != "local"]
         assert None not in found
         return {(each.mean, each.source) for each in found}
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_mr import data
-from fedjax_mr.analysis import table
+from fedjax_mr.analysis import groups, tables
+from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.runs import Run
-from fedjax_mr.analysis.table import Statistic
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.architectures import best_of, trained_alone
 
@@ -25,17 +25,17 @@ DIVISION = ("strategy", "clients", *inspect.signature(data.federate).parameters)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    table.add_runs_argument(parser)
-    table.add_format_argument(parser)
+    groups.add_arguments(parser)
+    tables.add_format_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Print the table."""
-    print(table.FORMATS[arguments.format](cells(table.find(arguments.runs))))
+    print(tables.FORMATS[arguments.format](cells(groups.find(arguments.runs))))
 
 
 def cells(chosen: Sequence[Run]) -> list[list[str]]:
-    """Return the table as texts, the head first.
+    """Return the table as cells, the head first.
 
     Raises:
       UserError: no run counts, or a network lacks a run with the data that another one was trained on.
@@ -45,8 +45,8 @@ def cells(chosen: Sequence[Run]) -> list[list[str]]:
     if not counted:
         raise UserError("none of the runs is a finished one of --strategy=local with a single network")
     rows: dict[str, dict[str, dict[str, Run]]] = {}  # by the row's name, the division of the data, and the network
-    for setting, members in table.settings([run for run in chosen if run.path in counted]):
-        divisions = rows.setdefault(table.name({flag: setting[flag] for flag in setting if flag in DIVISION}), {})
+    for setting, members in groups.by_setting([run for run in chosen if run.path in counted]):
+        divisions = rows.setdefault(groups.name({flag: setting[flag] for flag in setting if flag in DIVISION}), {})
         for run in members:
             divisions.setdefault(run.summary()["partition_hash"], {})[run.config.model] = run
     sizes = {
@@ -73,7 +73,7 @@ def _row(divisions: dict[str, dict[str, Run]], networks: Sequence[str]) -> list[
         best = best_of([str(runs[network].path) for network in known])
         counts.append(np.bincount(best, minlength=len(known)))
     means = {
-        network: table.plus_minus(*Statistic.of(column.tolist()), digits=1)
+        network: tables.plus_minus(*Statistic.of(column.tolist()), digits=1)
         for network, column in zip(known, np.array(counts, float).T, strict=True)
     }
     return [*(means.get(network, "") for network in networks), str(counts[0].sum()), str(len(divisions))]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import plots
-from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.engine.personal import worst_tenth
 from fedjax_mr.errors import UserError
@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Draw the clients' accuracies and print how they spread."""
     chosen = runs.read(arguments.runs)
     accuracies = {run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir)) for run in chosen}
-    path = runs.results(arguments.out, chosen) / "clients.png"
+    path = runs.output_folder(arguments.out, chosen) / "clients.png"
     plots.histograms(
         {name: values.tolist() for name, values in accuracies.items()},
         path,
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
     for name, values in accuracies.items():
         numbers = (values.mean(), values.std(), worst_tenth(values), values.min())
         rows.append([name, f"{len(values)}", *(f"{number:.4f}" for number in numbers)])
-    print(text.table(rows))
+    print(tables.aligned(rows))
     print(f"drawn in {path}")
 
 

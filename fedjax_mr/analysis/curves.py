@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_mr import config as configuration
 from fedjax_mr import plots
-from fedjax_mr.analysis import best, runs, table
+from fedjax_mr.analysis import groups, runs
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError, unknown_name
 
@@ -26,7 +26,7 @@ LABELS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    table.add_runs_argument(parser)
+    groups.add_arguments(parser)
     parser.add_argument("--column", default="accuracy", help="column of metrics.csv (default: accuracy)")
     parser.add_argument("--panels", metavar="FLAGS", help="a panel for each value of a flag: alpha, or partition,alpha")
     parser.add_argument("--best", metavar="FLAGS", help="draw only the values of these flags that do best: lr")
@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw the curves and say what they end in."""
-    chosen = table.find(arguments.runs)
+    """Draw the curves and print the picture's path."""
+    chosen = groups.find(arguments.runs)
     if arguments.best:
-        choices = best.choose(chosen, over=arguments.best.split(","))
+        choices = groups.choose(chosen, over=arguments.best.split(","))
         chosen = [run for choice in choices if choice.best for run in choice.best.finished().values()]
     panels = curves(chosen, column=arguments.column, panels=arguments.panels)
-    path = runs.results(arguments.out, chosen) / f"{arguments.column}.png"
+    path = runs.output_folder(arguments.out, chosen) / f"{arguments.column}.png"
     column: str = arguments.column
     plots.lines(panels, path, x_label="round", y_label=LABELS.get(column, column))
     print(f"drawn in {path}")
@@ -50,24 +50,24 @@ def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> 
     """Return the curves by panel and setting: rounds, means and, with several seeds, standard deviations.
 
     Args:
-      chosen: as `table.find` returns them.
+      chosen: as `groups.find` returns them.
       column: of the evaluations.
       panels: the flags, separated by commas, that divide the curves among panels; None: one panel.
 
     Raises:
       UserError: a run has no such column or flag, or no evaluation.
     """
-    groups: dict[str, list[Run]] = {}
+    by_panel: dict[str, list[Run]] = {}
     for run in chosen:
-        groups.setdefault(_panel(run, panels), []).append(run)
+        by_panel.setdefault(_panel(run, panels), []).append(run)
     return {
-        title: {table.name(setting): _mean(members, column) for setting, members in table.settings(group)}
-        for title, group in groups.items()
+        title: {groups.name(setting): _mean(members, column) for setting, members in groups.by_setting(own)}
+        for title, own in by_panel.items()
     }
 
 
 def _panel(run: Run, flags: str | None) -> str:
-    values = table.facts(run.config)
+    values = groups.facts(run.config)
     names = flags.split(",") if flags else []
     known = configuration.decisive(run.config)
     for name in names:
@@ -78,9 +78,9 @@ def _panel(run: Run, flags: str | None) -> str:
 
 def _mean(members: Sequence[Run], column: str) -> tuple[Sequence[float], ...]:
     """Return the rounds that all runs have, their mean and, of several runs, the sample standard deviation."""
-    courses = [{row["round"]: _value(run, row, column) for row in run.rows()} for run in members]
-    rounds = sorted(set.intersection(*map(set, courses)))
-    values = np.array([[course[at] for at in rounds] for course in courses])
+    histories = [{row["round"]: _value(run, row, column) for row in run.rows()} for run in members]
+    rounds = sorted(set.intersection(*map(set, histories)))
+    values = np.array([[history[at] for at in rounds] for history in histories])
     if len(members) == 1:
         return rounds, values[0].tolist()
     return rounds, values.mean(axis=0).tolist(), values.std(axis=0, ddof=1).tolist()

@@ -23,7 +23,7 @@ import optax
 from tqdm import tqdm
 
 from fedjax_mr import files, plots, trees
-from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import samples
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dimensions", type=int, choices=(1, 2), default=2, help="directions drawn (default: 2)")
     parser.add_argument("--points", type=int, default=21, help="points per direction, odd (default: 21)")
     parser.add_argument("--radius", type=float, default=1.0, help="largest distance, of filter norms (default: 1)")
-    parser.add_argument("--of", choices=("test", "train"), default="test", help="whose loss (default: test)")
+    parser.add_argument("--of", choices=("test", "train"), default="test", help="samples of the loss (default: test)")
     parser.add_argument("--samples", type=int, default=1000, help="how many of them; 0: all (default: 1000)")
     parser.add_argument("--round", type=int, default=None, help="checkpoint (default: each run's newest)")
     parser.add_argument("--sharpness_radius", type=float, default=0.2, help="R of the mean rise (default: 0.2)")
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Compute, draw and keep the landscapes of the runs, and print their sharpness."""
     check(arguments)
     chosen = runs.read(arguments.runs)
-    folder = runs.results(arguments.out, chosen)
+    folder = runs.output_folder(arguments.out, chosen)
     steps = np.linspace(-arguments.radius, arguments.radius, arguments.points, dtype=np.float32)
     grid = np.stack(np.meshgrid(*[steps] * arguments.dimensions, indexing="ij"), axis=-1)  # [points, (points,) D]
     surfaces: dict[str, np.ndarray] = {}
@@ -94,7 +94,7 @@ def main(arguments: argparse.Namespace) -> None:
         plots.lines({"": lines}, folder / f"{name}.png", x_label="distance (filter norms)", y_label=label)
     else:
         plots.surfaces(surfaces, steps, folder / f"{name}.png", label=label)
-    print(text.table(rows))
+    print(tables.aligned(rows))
     print(f"drawn in {folder / name}.png, kept in {folder / name}.npz")
 
 
@@ -164,9 +164,9 @@ class Around:
             score = local.evaluate(model, {"params": params, **rest}, part, mask, batch_size=batch)
             return score.loss / score.count
 
-        def at(params: Any, directions: Any, points: jax.Array, *given: Any) -> jax.Array:
+        def losses(params: Any, directions: Any, points: jax.Array, *given: Any) -> jax.Array:
             def one(point: jax.Array) -> jax.Array:
-                moved = jax.tree.map(lambda leaf, way: leaf + jnp.tensordot(point, way, axes=1), params, directions)
+                moved = jax.tree.map(lambda leaf, along: leaf + jnp.tensordot(point, along, axes=1), params, directions)
                 return loss(moved, *given)
 
             return jax.vmap(one)(points)
@@ -180,7 +180,7 @@ class Around:
             # JAX 0.10 fails to differentiate a scan over them for the second time.
             return jax.grad(lambda params: _inner(jax.grad(total)(params), vector))(params)
 
-        self._at, self._loss, self._product = jax.jit(at), jax.jit(loss), jax.jit(product)
+        self._losses, self._loss, self._product = jax.jit(losses), jax.jit(loss), jax.jit(product)
         self.direction: Callable[[jax.Array], Any] = jax.jit(functools.partial(_swap(filter_normalised), self.params))
 
     def loss(self) -> float:
@@ -202,7 +202,7 @@ class Around:
         for start in range(0, len(points), width):
             some = points[start : start + width]
             filled = np.concatenate([some, np.repeat(some[-1:], width - len(some), axis=0)])
-            losses = self._at(self.params, stacked, filled, self._rest, self._samples, self._mask)
+            losses = self._losses(self.params, stacked, filled, self._rest, self._samples, self._mask)
             found.append(np.asarray(losses)[: len(some)])
             report(len(some))
         return np.concatenate(found)
@@ -211,8 +211,8 @@ class Around:
         """Return the sharpness numbers; consumes ``key``."""
         here, rises = self.loss(), []
         for number in range(count):
-            way = self.direction(jax.random.fold_in(key, number))
-            rises.append(self.losses([way], np.array([[-radius], [radius]], np.float32)).mean() - here)
+            direction = self.direction(jax.random.fold_in(key, number))
+            rises.append(self.losses([direction], np.array([[-radius], [radius]], np.float32)).mean() - here)
         value, residual = self.largest_eigenvalue(jax.random.fold_in(key, count))
         return Sharpness(float(np.mean(rises)), float(np.std(rises, ddof=1) / np.sqrt(count)), value, residual)
 

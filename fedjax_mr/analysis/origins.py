@@ -19,7 +19,7 @@ import numpy as np
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data
-from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine import rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> None:
             common, largest = shares(origins)
             units, count = origins.shape
             rows.append((run.name, str(steps), f"{common:.4f}", f"{1 / count:.4f}", f"{largest:.4f}", str(units)))
-    print(text.table(rows))
+    print(tables.aligned(rows))
 
 
 def replay(run: runs.Run, *, last: int, back: int, data_dir: str | None = None) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ def replay(run: runs.Run, *, last: int, back: int, data_dir: str | None = None) 
         raise UserError(f"{run.path}: only the server's recombination of fedmr can be replayed")
     if last < 0:
         raise UserError(f"--round={last} is too small: at least 0")
-    config = run.config if data_dir is None else runs.elsewhere(run.config, data_dir)
+    config = run.config if data_dir is None else runs.with_data_dir(run.config, data_dir)
     model = build_model(config, data.prepare(config))
     units, count = fedmr.recombination_units(hyper, model.layers()), config.cohort
     origins = np.tile(np.arange(count), (len(units), 1))

@@ -1,11 +1,11 @@
 """How pFedHR took the clients' networks apart and reassembled them: pictures from a run's folder.
 
-Drawn are ``alike.png`` (the mean CKA of what enters and leaves every two blocks of the last round, sorted by group),
-``candidates.png`` (the candidates of each round as strips of blocks, coloured by the client that they are from, squares
-for convolutions and discs for dense blocks, with the block's place in the client's network) and ``teachers.png`` (from
-whose blocks each client's teacher was made, round by round and in total). Rounds are those with a checkpoint: train
-with ``--checkpoint_every=1 --keep_checkpoints=100``. ``--seconds`` reassembles the last round's networks twice more and
-prints how long each step of the second time took, when everything was compiled.
+Drawn are ``alike.png`` (the mean CKA of the inputs and of the outputs of every two blocks of the last round, sorted by
+group), ``candidates.png`` (the candidates of each round as strips of blocks, coloured by the client that they are from,
+squares for convolutions and discs for dense blocks, with the block's place in the client's network) and
+``teachers.png`` (the owners of the blocks in each client's teacher, round by round and in total). Rounds are those with
+a checkpoint: train with ``--checkpoint_every=1 --keep_checkpoints=100``. ``--seconds`` reassembles the last round's
+networks twice more and prints how long each step of the second time took, when everything was compiled.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import numpy as np
 
 from fedjax_mr import config as configuration
 from fedjax_mr import plots
-from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import read_info
@@ -23,7 +23,7 @@ from fedjax_mr.strategies.pfedhr import strategy as pfedhr
 from fedjax_mr.strategies.pfedhr.strategy import Account
 
 Strip = list[tuple[int, int, bool]]
-"""Blocks in order: whose, at which place, and whether it is a dense one."""
+"""Blocks in order: the owner, the place in its network, and whether it is a dense one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw and print what the server did."""
+    """Draw the server's work and print its numbers."""
     if arguments.rounds < 1:
         raise UserError(f"--rounds={arguments.rounds} is too small: at least 1")
     (run,) = chosen = runs.read(arguments.runs)
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> None:
     accounts = {number: Account(**read_info(run.path, number)) for number in numbers}
     last = accounts[numbers[-1]]
 
-    folder, num_clients = runs.results(arguments.out, chosen), run.config.clients
+    folder, num_clients = runs.output_folder(arguments.out, chosen), run.config.clients
     blocks = blocks_of(last)
     order = sorted(range(len(blocks)), key=lambda i: (last.groups[i], blocks[i]))
     names = [f"{owner}.{place}{' fc' if dense else ''}" for owner, place, dense in (blocks[i] for i in order)]
@@ -66,11 +66,11 @@ def main(arguments: argparse.Namespace) -> None:
         clients = ",".join(map(str, account.clients))
         span = f"{min(lengths)} to {max(lengths)}" if lengths else ""
         rows.append((str(number), clients, str(len(blocks_of(account))), str(len(lengths)), span, str(different)))
-    print(text.table(rows))
+    print(tables.aligned(rows))
     if arguments.seconds:
-        prepared = runs.prepare(run, data_dir=arguments.data_dir)
-        state = Checkpoints(run.path / "checkpoints").restore(prepared.engine.shapes(), numbers[-1])[0].server
-        print(text.table([("step of the server", "seconds"), *measured(prepared, state)]))
+        rebuilt = runs.rebuild(run, data_dir=arguments.data_dir)
+        state = Checkpoints(run.path / "checkpoints").restore(rebuilt.engine.shapes(), numbers[-1])[0].server
+        print(tables.aligned([("step of the server", "seconds"), *measured(rebuilt, state)]))
     print(f"drawn in {folder}")
 
 
@@ -93,9 +93,9 @@ def teachers_of(account: Account) -> dict[int, Strip]:
     return {client: strips[teacher] for client, teacher in pairs if teacher >= 0}
 
 
-def measured(prepared: runs.Prepared, state: pfedhr.State) -> list[tuple[str, str]]:
+def measured(rebuilt: runs.Rebuilt, state: pfedhr.State) -> list[tuple[str, str]]:
     """Return the seconds of each step of a reassembly once everything is compiled, and the number of programs."""
-    problem, hyper = prepared.engine.given.problem, configuration.hyper(prepared.config)
+    problem, hyper = rebuilt.engine.given.problem, configuration.hyper(rebuilt.config)
     assert isinstance(hyper, pfedhr.Hyper)
     server, rows = pfedhr.Server(hyper, problem), range(problem.cohort_size)
     take = lambda row: jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.models)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fedjax_mr import config as configuration
 from fedjax_mr import files
-from fedjax_mr.analysis import table
+from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
@@ -31,7 +31,7 @@ TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder to keep, or a folder that holds some")
-    parser.add_argument("--name", help="what the kept runs are called; runs of that name are replaced one by one")
+    parser.add_argument("--name", help="name of the kept runs; runs of that name are replaced one by one")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help=f"the file with the tables ({DOCUMENT})")
 
 
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("--name=NAME says where the metrics of RUN are kept: give both or none")
     document = arguments.document
     text = read(document)
-    for run in table.find(arguments.runs) if arguments.runs else []:
+    for run in groups.find(arguments.runs) if arguments.runs else []:
         print(f"kept {keep(run, document.parent / 'results' / arguments.name)}")
     with files.whole(document) as path:
         path.write_text(fill(text, document.parent / "results"), encoding="utf-8")
@@ -117,11 +117,11 @@ def fill(text: str, folder: Path) -> str:
     def fresh(found: re.Match) -> str:
         begin, name, options, end = found.groups()
         parser = argparse.ArgumentParser(exit_on_error=False)
-        table.add_arguments(parser)
+        tables.add_accuracy_arguments(parser)
         try:
             chosen = parser.parse_args([str(folder / name), "--format=markdown", *shlex.split(options)])
         except argparse.ArgumentError as error:
             raise UserError(f"{begin.strip()}: {error}") from None
-        return f"{begin}{table.table(chosen.runs, format=chosen.format, target=chosen.target)}\n{end}"
+        return f"{begin}{tables.accuracy_table(chosen.runs, format=chosen.format, target=chosen.target)}\n{end}"
 
     return TABLE.sub(fresh, text)

@@ -27,8 +27,8 @@ class Run:
 
     Attributes:
       path: the folder.
-      name: what tables and pictures call it: the folder's name, or its path where two names are the same.
-      config: what the run was told.
+      name: in tables and pictures: the folder's name, or its path where two names are the same.
+      config: its configuration.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class Run:
         return rows
 
     def summary(self) -> dict[str, Any]:
-        """Return what the run came to.
+        """Return the results of the run.
 
         Raises:
           UserError: it is not finished, or the file is damaged.
@@ -96,7 +96,7 @@ def read(paths: Sequence[str]) -> list[Run]:
     return [Run(path, name, configuration.load(path)) for path, name in zip(folders, named, strict=True)]
 
 
-def results(out: str | None, runs: Sequence[Run]) -> Path:
+def output_folder(out: str | None, runs: Sequence[Run]) -> Path:
     """Return the folder of the results, made if need be: the one asked for, or ``analysis`` of the first run.
 
     Raises:
@@ -110,13 +110,13 @@ def results(out: str | None, runs: Sequence[Run]) -> Path:
     return folder
 
 
-def elsewhere(config: Config, data_dir: str) -> Config:
+def with_data_dir(config: Config, data_dir: str) -> Config:
     """Return the configuration with its data sets in another folder."""
     return dataclasses.replace(config, data_dir=data_dir)
 
 
-class Prepared(NamedTuple):
-    """A run's data, network and compiled rounds on one device."""
+class Rebuilt(NamedTuple):
+    """A run's data, network and rounds on one device."""
 
     config: Config
     federated: FederatedData
@@ -124,14 +124,14 @@ class Prepared(NamedTuple):
     engine: Rounds
 
 
-def prepare(run: Run, *, data_dir: str | None = None) -> Prepared:
-    """Return what a run's checkpoints are read with; nothing is computed."""
-    config = run.config if data_dir is None else elsewhere(run.config, data_dir)
+def rebuild(run: Run, *, data_dir: str | None = None) -> Rebuilt:
+    """Return a run's data, network and rounds, with which its checkpoints are read; nothing is computed."""
+    config = run.config if data_dir is None else with_data_dir(run.config, data_dir)
     set_up_jax(devices=1, cohort_size=1)
     federated = data.prepare(config)
     model = build_model(config, federated)
     axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
-    return Prepared(config, federated, model, build_rounds(config, federated, model, axis))
+    return Rebuilt(config, federated, model, build_rounds(config, federated, model, axis))
 
 
 def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) -> Trained:
@@ -140,7 +140,7 @@ def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) 
     Raises:
       UserError: there is no such checkpoint, it is damaged, or the data are no longer those of the run.
     """
-    _, federated, model, engine = prepare(run, data_dir=data_dir)
+    _, federated, model, engine = rebuild(run, data_dir=data_dir)
     progress, meta = Checkpoints(run.path / "checkpoints").restore(engine.shapes(), round)
     if meta["data"] != federated.hash():
         raise UserError(f"{run.path} was made with other data: its partition hash is {meta['data']}")

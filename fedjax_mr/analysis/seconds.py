@@ -1,7 +1,7 @@
 """Seconds per round that the clients and the server take, method by method (FedMe, Figure 4): table and picture.
 
-RUN may also be a folder of run folders, at any depth. Means over the seeds, without evaluation and without compilation
-but for what a method compiles between two rounds (FedMe's outputs, once). The two sides are known where they are
+RUN may also be a folder of run folders, at any depth. Means over the seeds, without evaluation and without compilation,
+except of a method's programs between two rounds (FedMe's outputs, once). The two sides are known where they are
 programs of their own: on several CPU devices, with the samples on the devices. Runs are only comparable if nothing else
 was at work on the machine.
 """
@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Sequence
 
 from fedjax_mr import plots
-from fedjax_mr.analysis import runs, table
+from fedjax_mr.analysis import groups, runs, tables
+from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.runs import Run
-from fedjax_mr.analysis.table import Statistic
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import run_state
 
@@ -21,20 +21,20 @@ SIDES = {"clients": "clients_seconds_per_round", "server": "server_seconds_per_r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    table.add_runs_argument(parser)
-    table.add_format_argument(parser)
+    groups.add_arguments(parser)
+    tables.add_format_argument(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: the first run's analysis/)")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Print the seconds and draw them."""
-    chosen = table.find(arguments.runs)
+    chosen = groups.find(arguments.runs)
     found = seconds(chosen)
     rows = [["setting", "seeds", *(f"{part}, s per round" for part in next(iter(found.values()))[1])]]
     for name, (count, parts) in found.items():
-        rows.append([name, str(count), *(table.plus_minus(*value, digits=4) for value in parts.values())])
-    print(table.FORMATS[arguments.format](rows))
-    path = runs.results(arguments.out, chosen) / "seconds.png"
+        rows.append([name, str(count), *(tables.plus_minus(*value, digits=4) for value in parts.values())])
+    print(tables.FORMATS[arguments.format](rows))
+    path = runs.output_folder(arguments.out, chosen) / "seconds.png"
     means = {side: {name: parts[side].mean for name, (_, parts) in found.items()} for side in SIDES}
     sides = {side: {name: mean for name, mean in each.items() if mean is not None} for side, each in means.items()}
     if sides != means:
@@ -50,8 +50,8 @@ def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]
     Raises:
       UserError: no run is finished.
     """
-    found, settings = {}, table.settings(chosen)
-    names = table.short_names([setting for setting, _ in settings])
+    found, settings = {}, groups.by_setting(chosen)
+    names = groups.short_names([setting for setting, _ in settings])
     for name, (_, members) in zip(names, settings, strict=True):
         summaries = [run.summary() for run in members if run_state(run.path) == "finished"]
         if summaries:

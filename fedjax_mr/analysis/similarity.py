@@ -1,10 +1,10 @@
 """Mean pairwise cosine of the K models over the rounds (KDD'24, Figure 6): picture and table.
 
 The default is the cosine of all trained parameters of the K uploaded models, which every run records; 1 means that all
-models point the same way. ``--definition=authors`` is that of the released code: the tensors of a model, in forward
-order, in runs of five; the cosine of each full run, and of the last run (once more if it was full), their mean over
-runs and pairs. It is computed from the models in the checkpoints (FedMR's: recombined), of which a run keeps
-``--keep_checkpoints``.
+models point in the same direction. ``--definition=authors`` is that of the released code: the tensors of a model, in
+forward order, in groups of five; the cosine of each full group, and of the last group (once more if it was full), their
+mean over groups and pairs. It is computed from the models in the checkpoints (FedMR's: recombined), of which a run
+keeps ``--keep_checkpoints``.
 """
 
 import argparse
@@ -14,14 +14,12 @@ import jax
 import numpy as np
 
 from fedjax_mr import plots
-from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.models.base import Layer
 
-RUN = 5  # tensors, in the authors' code
-
-
+GROUP = 5  # tensors, in the authors' code
 LABELS = {"cosine": "mean pairwise cosine", "authors": "similarity as in the authors' code"}
 
 
@@ -35,15 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw the similarity of each run and print its course."""
+    """Draw the similarity of each run and print its history in short."""
     chosen = runs.read(arguments.runs)
     if arguments.definition == "cosine":
         series = {run.name: recorded(run) for run in chosen}
     else:
         series = {run.name: of_checkpoints(run, arguments.data_dir) for run in chosen}
-    path = runs.results(arguments.out, chosen) / "similarity.png"
+    path = runs.output_folder(arguments.out, chosen) / "similarity.png"
     plots.lines({"": series}, path, x_label="round", y_label=LABELS[arguments.definition])
-    print(table(series))
+    print(tables.aligned(cells(series)))
     print(f"drawn in {path}")
 
 
@@ -76,8 +74,8 @@ def authors_similarity(models: Variables, layers: tuple[Layer, ...]) -> float:
     """Return the similarity of K stacked models, leaves [K, ...], as the released code computes it."""
     leaves = jax.tree.leaves(models)
     ordered = [np.asarray(leaves[leaf], np.float64) for layer in layers for leaf in layer.leaves]
-    full = [ordered[start : start + RUN] for start in range(0, len(ordered) - RUN + 1, RUN)]
-    last = ordered[len(full) * RUN :] or full[-1]
+    full = [ordered[start : start + GROUP] for start in range(0, len(ordered) - GROUP + 1, GROUP)]
+    last = ordered[len(full) * GROUP :] or full[-1]
     return float(np.mean([_mean_cosine(part) for part in (*full, last)]))
 
 
@@ -90,11 +88,11 @@ def _mean_cosine(tensors: list[np.ndarray]) -> float:
     return float((flat @ flat.T)[~np.eye(count, dtype=bool)].mean()) if count > 1 else 1.0
 
 
-def table(series: dict[str, tuple[list[int], list[float]]]) -> str:
-    """Return first, lowest and last similarity of each run."""
+def cells(series: dict[str, tuple[list[int], list[float]]]) -> list[tuple[str, ...]]:
+    """Return first, lowest and last similarity of each run as cells, the head first."""
     rows: list[tuple[str, ...]] = [("run", "first", "lowest", "in round", "last", "in round")]
     for name, (rounds, values) in series.items():
         lowest = min(range(len(values)), key=lambda i: math.inf if math.isnan(values[i]) else values[i])
         numbers = f"{values[0]:.4f}", f"{values[lowest]:.4f}", f"{rounds[lowest]}", f"{values[-1]:.4f}", f"{rounds[-1]}"
         rows.append((name, *numbers))
-    return text.table(rows)
+    return rows

@@ -2,7 +2,7 @@
 
 The spread of a layer is the root mean square, over the K models, of the distance of its trained tensors from their
 mean, divided by the norm of that mean: 0 means K equal layers. FedMR's recombination leaves it unchanged (KDD'24, Lemma
-4.4), so the models that the server keeps tell what the uploaded ones did.
+4.4), so the spread of the models that the server keeps is that of the uploaded ones.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedjax_mr import plots
-from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.models.base import Layer
@@ -36,11 +36,11 @@ def main(arguments: argparse.Namespace) -> None:
     first = list(next(iter(found.values())))
     if any(list(each) != first for each in found.values()):
         raise UserError("the runs have different networks: their layers cannot stand side by side")
-    path = runs.results(arguments.out, chosen) / "spread.png"
+    path = runs.output_folder(arguments.out, chosen) / "spread.png"
     series = {name: (range(len(first)), list(each.values())) for name, each in found.items()}
     plots.lines({"": series}, path, x_label="layer", y_label="spread / norm of the mean", x_names=first)
     rows = [(layer, *(f"{each[layer]:.4f}" for each in found.values())) for layer in first]
-    print(text.table([("layer", *found), *rows]))
+    print(tables.aligned([("layer", *found), *rows]))
     print(f"drawn in {path}")
 
 

@@ -8,11 +8,11 @@ eta_t <= 1 / (4 L) and eta_t <= 2 eta_(t+E), as the proof asks. After T = n E st
     f(mean of the K models) - f*  <=  L / (2 mu (T + gamma)) [4 B / mu + mu (gamma + 1) / 2 Delta_1],
     B = 10 L Gamma + 4 (E - 1)^2 G^2.
 
-What the theorem prints otherwise: the mean without its 1/K, and eta with T in place of t. Its last term is half of what
-the proof of Li et al. yields; the bound here is the printed one, the smaller of the two. Its B has no variance of the
+The theorem prints the mean without its 1/K, and eta with T in place of t. Its last term is half of the one that the
+proof of Li et al. yields; the bound here is the printed one, the smaller of the two. Its B has no variance of the
 gradients (the proof uses ||grad f_k||^2 <= 2 L (f_k - f_k*), true of full gradients only), so gradients here are full.
 
-The constants come from the problem, not from the course of training: f is the uniform mean of the K clients' losses
+The constants come from the problem, not from the history of a training: f is the uniform mean of the K clients' losses
 f_k; L the largest smoothness and mu the smallest convexity of any f_k; Gamma = f* - mean of f_k*; Delta_1 the mean of
 ||w_1 - w*||^2. G^2 has to bound the mean of ||grad f_k||^2 over the clients, which is all that Lemma A.2 asks for. Let
 S and Q be the root mean squares over k of ||grad f_k(w*)|| and of ||w^k - w*||. A step changes Q to at most
@@ -37,7 +37,7 @@ import scipy.optimize
 import scipy.special
 
 from fedjax_mr import plots
-from fedjax_mr.analysis import runs, text
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.data import Split
 from fedjax_mr.engine import local, rounds
 from fedjax_mr.engine.clients import client_axis
@@ -71,8 +71,8 @@ class Convex(NamedTuple):
         """Return the gradient of f_k at w [d] or at a point for each client [K, d]: [K, d]."""
         w = np.broadcast_to(w, (len(self.x), self.x.shape[-1]))
         margins = np.einsum("knd,kd->kn", self.x, w)
-        slopes = margins - self.y if self.kind == "quadratic" else -self.y * scipy.special.expit(-self.y * margins)
-        return np.einsum("knd,kn->kd", self.x, slopes) / self.x.shape[1] + self.ridge * w
+        derivatives = margins - self.y if self.kind == "quadratic" else -self.y * scipy.special.expit(-self.y * margins)
+        return np.einsum("knd,kn->kd", self.x, derivatives) / self.x.shape[1] + self.ridge * w
 
     def minimum(self, clients: slice = slice(None)) -> tuple[np.ndarray, float]:
         """Return the minimiser [d] and the minimum of the mean loss of some clients."""
@@ -82,9 +82,9 @@ class Convex(NamedTuple):
             w = np.linalg.solve(hessian, right)
         else:
             value = lambda w: part.losses(w).mean()
-            slope = lambda w: part.gradients(w).mean(axis=0)
+            gradient = lambda w: part.gradients(w).mean(axis=0)
             w = np.zeros(self.x.shape[-1])
-            w = scipy.optimize.minimize(value, w, jac=slope, hess=part._hessian, method="trust-exact", tol=1e-13).x
+            w = scipy.optimize.minimize(value, w, jac=gradient, hess=part._hessian, method="trust-exact", tol=1e-13).x
         return w, float(part.losses(w).mean())
 
     def smoothness(self) -> float:
@@ -127,12 +127,12 @@ def logistic(clients: int, *, seed: int, samples: int = 40, dimension: int = 20)
 
 
 def _single(values: np.ndarray) -> np.ndarray:
-    """Return float64 values that single precision holds exactly: what the engine sees is what is analysed here."""
+    """Return float64 values that single precision holds exactly, so that engine and analysis see the same problem."""
     return values.astype(np.float32).astype(np.float64)
 
 
 class Constants(NamedTuple):
-    """What the theorem's bound is made of; see the head of this file."""
+    """The constants of the theorem's bound; see the head of this file."""
 
     steps: int  # E, local steps per round
     smoothness: float  # L
@@ -205,7 +205,7 @@ def regularised(problem: Convex, model: Model) -> local.Loss:
     return loss
 
 
-def engine(name: str, problem: Convex, known: Constants, *, seed: int) -> rounds.Rounds:
+def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> rounds.Rounds:
     """Return the rounds of a registered strategy on a convex problem, with the theorem's learning rates."""
     clients, samples, dimension = problem.x.shape
     model = Model(Linear(), (dimension + 1,))
@@ -242,7 +242,7 @@ def engine(name: str, problem: Convex, known: Constants, *, seed: int) -> rounds
     return rounds.Rounds(build, rounds.Given(given, federation, jax.random.key(seed)), axis)
 
 
-class Course(NamedTuple):
+class History(NamedTuple):
     """A training seen at some of its steps T [P]."""
 
     steps: np.ndarray
@@ -251,9 +251,9 @@ class Course(NamedTuple):
     squared_gradient: np.ndarray  # mean over the clients of ||grad f_k||^2 at the models that they receive
 
 
-def train(name: str, problem: Convex, known: Constants, *, looks: Sequence[int], seed: int) -> Course:
-    """Train with a strategy and look at the models after some numbers of rounds."""
-    trained = engine(name, problem, known, seed=seed)
+def history_of(name: str, problem: Convex, known: Constants, *, looks: Sequence[int], seed: int) -> History:
+    """Train with a strategy and return the history of its models at some numbers of rounds."""
+    trained = rounds_of(name, problem, known, seed=seed)
     progress, done, rows = trained.init(), 0, []
     for look in looks:
         if look > done:
@@ -266,7 +266,7 @@ def train(name: str, problem: Convex, known: Constants, *, looks: Sequence[int],
         gap = problem.losses(deployed).mean() - known.minimum
         models_gap = problem.losses(models).mean() - known.minimum
         rows.append((look * known.steps, gap, models_gap, (problem.gradients(models) ** 2).sum(axis=1).mean()))
-    return Course(*map(np.array, zip(*rows, strict=True)))
+    return History(*map(np.array, zip(*rows, strict=True)))
 
 
 def _vector(variables: Any, leading: tuple[int, ...]) -> np.ndarray:
@@ -275,10 +275,10 @@ def _vector(variables: Any, leading: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(leaves, axis=-1)
 
 
-def slope(course_steps: np.ndarray, gap: np.ndarray) -> float:
-    """Return the exponent a of gap ~ T^a, fitted to the last nine tenths of the steps (one decade)."""
-    late = course_steps >= course_steps[-1] / 10
-    return float(np.polyfit(np.log(course_steps[late]), np.log(gap[late]), 1)[0])
+def slope(steps: np.ndarray, gap: np.ndarray) -> float:
+    """Return the slope of log(gap) over log(T), the exponent a of gap ~ T^a, in the last nine tenths of the steps."""
+    late = steps >= steps[-1] / 10
+    return float(np.polyfit(np.log(steps[late]), np.log(gap[late]), 1)[0])
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -301,20 +301,22 @@ def main(arguments: argparse.Namespace) -> None:
     for name, least in lowest.items():
         if getattr(arguments, name) < least:
             raise UserError(f"--{name}={getattr(arguments, name)} is too small: at least {least}")
-    path = runs.results(arguments.out, ()) / "theorem1.png"
+    path = runs.output_folder(arguments.out, ()) / "theorem1.png"
     set_up_jax(devices=1, cohort_size=1)
     looks = np.unique(np.geomspace(1, arguments.rounds, 60).round().astype(int)).tolist()
     panels: dict[str, plots.Series] = {}
     for title, make in PROBLEMS.items():
         problem = make(arguments.clients, seed=arguments.seed)
         known = constants(problem, steps=arguments.steps)
-        courses = {name: train(name, problem, known, looks=looks, seed=arguments.seed) for name in ("fedmr", "fedavg")}
-        print(f"{title}: {describe(known)}\n{table(known, courses)}\n", flush=True)
-        steps = courses["fedmr"].steps
+        histories = {
+            name: history_of(name, problem, known, looks=looks, seed=arguments.seed) for name in ("fedmr", "fedavg")
+        }
+        print(f"{title}: {describe(known)}\n{tables.aligned(cells(known, histories))}\n", flush=True)
+        steps = histories["fedmr"].steps
         panels[title] = {
-            "FedMR, mean of the models": (steps, courses["fedmr"].gap),
-            "FedAvg": (steps, courses["fedavg"].gap),
-            "FedMR, the models one by one": (steps, courses["fedmr"].models_gap),
+            "FedMR, mean of the models": (steps, histories["fedmr"].gap),
+            "FedAvg": (steps, histories["fedavg"].gap),
+            "FedMR, the models one by one": (steps, histories["fedmr"].models_gap),
             "bound of Theorem 1": (steps, known.bound(steps)),
         }
     labels = {"x_label": "local steps T", "y_label": "f - f*"}
@@ -331,16 +333,16 @@ def describe(known: Constants) -> str:
     )
 
 
-def table(known: Constants, courses: dict[str, Course]) -> str:
-    """Return for each course its last gap, the bound, their largest ratio, and the slopes."""
+def cells(known: Constants, histories: dict[str, History]) -> list[tuple[str, ...]]:
+    """Return each history's last gap, the bound there, their largest ratio and the slope as cells, the head first."""
     rows: list[tuple[str, ...]] = [
         ("", "gap at the end", "bound there", "largest gap / bound", "slope", "largest G seen")
     ]
-    for name, course in courses.items():
-        seen = np.sqrt(course.squared_gradient.max())
-        bound = known.bound(course.steps)
-        gaps = {name: course.gap} | ({f"{name}, one by one": course.models_gap} if name == "fedmr" else {})
+    for name, history in histories.items():
+        seen = np.sqrt(history.squared_gradient.max())
+        bound = known.bound(history.steps)
+        gaps = {name: history.gap} | ({f"{name}, one by one": history.models_gap} if name == "fedmr" else {})
         for label, gap in gaps.items():
-            numbers = gap[-1], bound[-1], (gap / bound).max(), slope(course.steps, gap), seen
+            numbers = gap[-1], bound[-1], (gap / bound).max(), slope(history.steps, gap), seen
             rows.append((label, *(f"{number:.3g}" for number in numbers)))
-    return text.table(rows)
+    return rows

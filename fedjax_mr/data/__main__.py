@@ -9,8 +9,8 @@ from fedjax_mr import config as configuration
 from fedjax_mr import data, plots
 from fedjax_mr.data import plan
 from fedjax_mr.data.federated import Request
+from fedjax_mr.data.partition_table import partition_table
 from fedjax_mr.data.sources import tfds
-from fedjax_mr.data.table import table
 from fedjax_mr.errors import UserError, unknown_name
 
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
@@ -59,7 +59,7 @@ def _show(arguments: list[str]) -> None:
         plan.save(federated.plan, folder / "partition.npz")  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {error.strerror or error}; choose another --run_dir") from None
-    print(table(federated))
+    print(partition_table(federated))
     print(f"drawn in {pictured}, kept in {folder / 'partition.npz'}")
 
 

@@ -197,21 +197,21 @@ def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator
     return _deal(rows, np.diff(shares, axis=0, prepend=0).astype(int), rng)
 
 
-class Row(NamedTuple):
+class Partitioner(NamedTuple):
     """A registry row: a partition of labels and the names of the settings that it reads."""
 
     divide: Callable[..., Parts]
     settings: tuple[str, ...] = ()
 
 
-PARTITIONS: dict[str, Row] = {
-    "iid": Row(iid),
-    "dirichlet": Row(dirichlet, ("alpha", "report")),
-    "dirichlet_size": Row(dirichlet_size, ("alpha", "alpha_size", "report")),
-    "shards": Row(shards, ("shards_per_client",)),
-    "classes": Row(classes, ("classes_per_client", "report")),
-    "quantity": Row(quantity, ("quantity_power",)),
-    "natural": Row(natural),
+PARTITIONS: dict[str, Partitioner] = {
+    "iid": Partitioner(iid),
+    "dirichlet": Partitioner(dirichlet, ("alpha", "report")),
+    "dirichlet_size": Partitioner(dirichlet_size, ("alpha", "alpha_size", "report")),
+    "shards": Partitioner(shards, ("shards_per_client",)),
+    "classes": Partitioner(classes, ("classes_per_client", "report")),
+    "quantity": Partitioner(quantity, ("quantity_power",)),
+    "natural": Partitioner(natural),
 }
 """Every partition; `natural` alone reads client numbers instead of labels."""
 

@@ -191,7 +191,7 @@ def _kernel_gradient(x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array,
     turned = jnp.transpose(gradient.reshape(batch, rows, runs, columns * features), (2, 1, 0, 3))
     turned = turned.reshape(runs, 1, rows * batch, 1, columns * features)
 
-    def product(run: jax.Array) -> jax.Array:
+    def product(run: jax.Array | int) -> jax.Array:
         part = lax.dynamic_slice_in_dim(lines, run * (columns * channels), reach * channels)
         return lax.conv_general_dilated(
             part, turned[run], (1, batch), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")

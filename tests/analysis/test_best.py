@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fedjax_mr import config as configuration
-from fedjax_mr.analysis import best, curves, seconds, table
+from fedjax_mr.analysis import best, curves, groups, seconds, tables
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
@@ -56,7 +56,7 @@ def grid(keep):
 
 
 def test_the_best_learning_rate_of_each_method(grid):
-    rows = best.cells(best.choose(table.find(["runs"]), over=["lr"]), over=["lr"])
+    rows = best.cells(groups.choose(groups.find(["runs"]), over=["lr"]), over=["lr"])
     assert rows == [
         ["setting", "lr", "validation %", "test %", "fine-tuned %", "seeds", "tried"],
         ["fedavg", "0.1", "70.00 ± 14.14", "60.00 ± 14.14", "80.00 ± 14.14", "2", "3"],
@@ -70,12 +70,12 @@ def test_what_diverged_is_out_and_seeds_must_be_shared(grid, keep):
         keep(one, validation_accuracy=0.9, personal_accuracy=0.9, finished=lr == 3.0)
     keep(Config(strategy="fedavg", lr=3.0, seed=1), diverged=True)
     only = keep(Config(strategy="fedavg", lr=0.3, seed=1), validation_accuracy=0.65, personal_accuracy=0.65)
-    rows = best.cells(best.choose(table.find(["runs"]), over=["lr"]), over=["lr"])
+    rows = best.cells(groups.choose(groups.find(["runs"]), over=["lr"]), over=["lr"])
     # With seed 1 alone, which all have: 0.01 has 0.7 and is the best, shown with the mean of its own seeds.
     assert rows[1] == ["fedavg", "0.01 (least)", "65.00 ± 7.07", "55.00 ± 7.07", "75.00 ± 7.07", "2",
                        "6, 1 diverged, 1 unfinished"]  # fmt: skip
     (only / "summary.json").unlink()
-    rows = best.cells(best.choose(table.find(["runs"]), over=["lr"]), over=["lr"])
+    rows = best.cells(groups.choose(groups.find(["runs"]), over=["lr"]), over=["lr"])
     assert rows[1][:2] == ["fedavg", "0.1"] and rows[1][-1] == "6, 1 diverged, 2 unfinished"
 
 
@@ -83,25 +83,25 @@ def test_other_settings_are_other_lines(keep):
     for alpha in (0.1, 0.5):
         for lr in (0.1, 0.2):
             keep(Config(strategy="fedavg", lr=lr, alpha=alpha), validation_accuracy=alpha * lr, personal_accuracy=0.5)
-    rows = best.cells(best.choose(table.find(["runs"]), over=["lr"]), over=["lr"])
+    rows = best.cells(groups.choose(groups.find(["runs"]), over=["lr"]), over=["lr"])
     assert sorted(row[:2] for row in rows[1:]) == [
         ["fedavg alpha=0.1", "0.2 (largest)"],
         ["fedavg alpha=0.5", "0.2 (largest)"],
     ]
-    (row,) = best.cells(best.choose(table.find(["runs"]), over=["lr", "alpha"]), over=["lr", "alpha"])[1:]
+    (row,) = best.cells(groups.choose(groups.find(["runs"]), over=["lr", "alpha"]), over=["lr", "alpha"])[1:]
     assert row[:3] == ["fedavg", "0.2 (largest)", "0.5 (largest)"] and row[-1] == "4"
 
 
 def test_a_method_without_the_flag_has_one_value(keep):
     keep(Config(strategy="fedavg"), validation_accuracy=0.5, personal_accuracy=0.5)
     keep(Config(strategy="fedme", hyper=fedme.Hyper()), validation_accuracy=0.5, personal_accuracy=0.5)
-    rows = best.cells(best.choose(table.find(["runs"]), over=["fedme_tuning"]), over=["fedme_tuning"])
+    rows = best.cells(groups.choose(groups.find(["runs"]), over=["fedme_tuning"]), over=["fedme_tuning"])
     assert sorted(row[:2] for row in rows[1:]) == [["fedavg", "-"], ["fedme", "True"]]
 
 
 def test_nothing_to_choose_from(keep):
     keep(Config(strategy="fedavg"), diverged=True)
-    rows = best.cells(best.choose(table.find(["runs"]), over=["lr"]), over=["lr"])
+    rows = best.cells(groups.choose(groups.find(["runs"]), over=["lr"]), over=["lr"])
     assert rows == [["setting", "lr", "tried"], ["fedavg", "none", "1, 1 diverged"]]
 
 
@@ -126,7 +126,7 @@ def test_the_command_and_the_curves_of_the_best(grid, capsys):
     assert main(["best", "runs", "--over=lr", "--format=csv"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("fedavg,0.1,70.00")
     assert main(["curves", "runs", "--column=validation_accuracy", "--best=lr", "--out=here"]) == 0
-    chosen = [run for choice in best.choose(table.find(["runs"]), over=["lr"]) for run in choice.best.runs]
+    chosen = [run for choice in groups.choose(groups.find(["runs"]), over=["lr"]) for run in choice.best.runs]
     (series,) = curves.curves(chosen, column="validation_accuracy").values()
     assert {name: means for name, (_, means, _) in series.items()} == {
         "fedavg lr=0.1": [pytest.approx(0.7)], "fedme lr=1.0": [pytest.approx(0.8)],
@@ -134,7 +134,7 @@ def test_the_command_and_the_curves_of_the_best(grid, capsys):
 
 
 def test_the_table_has_the_clients_own_accuracies(grid):
-    rows = table.cells(table.lines(table.find(["runs"])))
+    rows = tables.accuracy_cells(tables.accuracy_lines(groups.find(["runs"])))
     assert rows[0] == ["setting", "seeds", "rounds", "last %", "best %", "last 10 %", "clients' own %", "fine-tuned %"]
     cells = {row[0]: row[-2:] for row in rows}
     assert cells["fedavg lr=0.1"] == ["60.00 ± 14.14", "80.00 ± 14.14"] and cells["fedme lr=0.01"][1] == ""
@@ -146,7 +146,7 @@ def test_names_leave_out_what_is_the_same_in_all_runs_of_a_strategy():
         {"strategy": "fedavg", "model": "mlp", "alpha": 0.5},
         {"strategy": "fedme", "model": "mlp,logistic", "alpha": 0.1, "architectures_from": ["runs"]},
     ]
-    assert table.short_names(settings) == ["fedavg alpha=0.1", "fedavg alpha=0.5", "fedme"]
+    assert groups.short_names(settings) == ["fedavg alpha=0.1", "fedavg alpha=0.5", "fedme"]
 
 
 # --- Seconds ---------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_seconds_of_both_sides(keep, capsys):
         keep(Config(strategy="fedavg", seed=seed), seconds_per_round=3.0, clients_seconds_per_round=2.0 + seed,
              server_seconds_per_round=0.5)  # fmt: skip
     keep(Config(strategy="fedavg", seed=2), finished=False)
-    count, parts = seconds.seconds(table.find(["runs"]))["fedavg"]
+    count, parts = seconds.seconds(groups.find(["runs"]))["fedavg"]
     assert (count, parts["clients"].mean, parts["server"], parts["all"].mean) == (2, 2.5, (0.5, 0.0), 3.0)
     assert main(["seconds", "runs", "--out=here"]) == 0
     assert "2.5000 ± 0.7071" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fedjax_mr import config as configuration
-from fedjax_mr.analysis import curves, table
+from fedjax_mr.analysis import curves, groups
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.config import Config
 from fedjax_mr.strategies import fedmr
@@ -28,7 +28,7 @@ def root(tmp_path):
 
 
 def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
-    panels = curves.curves(table.find([root]), column="accuracy", panels="alpha")
+    panels = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
     assert set(panels) == {"alpha = 0.1", "alpha = 0.5"}
     rounds, means, deviations = panels["alpha = 0.1"]["fedmr"]
     assert rounds == [5, 10]
@@ -39,7 +39,7 @@ def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
 
 
 def test_without_panels_the_settings_name_the_curves(root):
-    (series,) = curves.curves(table.find([root]), column="accuracy").values()
+    (series,) = curves.curves(groups.find([root]), column="accuracy").values()
     assert set(series) == {f"{name} alpha={alpha}" for name in ("fedavg", "fedmr") for alpha in (0.1, 0.5)}
 
 
@@ -49,7 +49,7 @@ def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
     folder.mkdir()
     configuration.save(dataclasses.replace(config, seed=0), folder)
     (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
-    (series,) = curves.curves(table.find([root]), column="accuracy").values()
+    (series,) = curves.curves(groups.find([root]), column="accuracy").values()
     assert series["fedmr alpha=0.1 unit=layer"] == ([5], [0.25])
 
 
@@ -60,7 +60,7 @@ def test_a_division_is_a_panel(root):
         folder.mkdir()
         configuration.save(config, folder)
         (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
-    panels = curves.curves(table.find([root]), column="accuracy", panels="partition,alpha")
+    panels = curves.curves(groups.find([root]), column="accuracy", panels="partition,alpha")
     dirichlet = [f"partition = dirichlet\nalpha = {alpha}" for alpha in (0.1, 0.5)]
     assert sorted(panels) == [*dirichlet, "partition = iid"]
     assert panels["partition = iid"] == {"fedavg": ([5], [0.25])}  # one setting and seed twice counts once

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_mr.analysis import results, runs, table
+from fedjax_mr.analysis import groups, results, runs, tables
 from fedjax_mr.analysis.__main__ import main
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -54,8 +54,8 @@ def test_runs_are_kept_and_tabled(finished, document, capsys):
     before, rest = document.read_text().split("<!-- table digits --target=0.2 -->\n")
     shown, after = rest.split("<!-- end -->")
     assert (before, after) == ("Before.\n\n", "\n\nAfter.\n")
-    assert shown == table.table(folders, format="markdown", target=0.2) + "\n"
-    kept = table.find([document.parent / "results" / "digits"])
+    assert shown == tables.accuracy_table(folders, format="markdown", target=0.2) + "\n"
+    kept = groups.find([document.parent / "results" / "digits"])
     assert len(kept) == 2 and all("seed=0" in run.path.name for run in kept)
     assert main(["results", f"--document={document}"]) == 0
     assert shown in document.read_text()

@@ -22,7 +22,7 @@ def known(problem):
 
 def test_losses_and_gradients_are_those_of_the_engine(problem):
     """The analysis in double precision and the engine's loss are written separately."""
-    engine = theorem1.engine("fedmr", problem, theorem1.constants(problem, steps=3), seed=0)
+    engine = theorem1.rounds_of("fedmr", problem, theorem1.constants(problem, steps=3), seed=0)
     model = engine.given.problem.model
     loss = theorem1.regularised(problem, model)
     w = np.random.default_rng(0).normal(size=5).astype(np.float32)
@@ -55,13 +55,13 @@ def test_constants_are_what_they_claim(problem, known):
 
 def test_the_bound_holds_and_the_gap_falls_like_1_over_t(problem, known):
     looks = np.unique(np.geomspace(1, 3000, 25).astype(int)).tolist()
-    fedmr, fedavg = (theorem1.train(name, problem, known, looks=looks, seed=0) for name in ("fedmr", "fedavg"))
-    for course in (fedmr, fedavg):
-        assert course.steps[-1] == 9000
-        assert np.all(course.gap > 0) and np.all(course.gap <= known.bound(course.steps))
-        assert np.all(course.models_gap <= known.bound(course.steps))
-        assert np.all(course.squared_gradient <= known.gradient**2)
-        assert theorem1.slope(course.steps, course.gap) < -0.8
+    fedmr, fedavg = (theorem1.history_of(name, problem, known, looks=looks, seed=0) for name in ("fedmr", "fedavg"))
+    for history in (fedmr, fedavg):
+        assert history.steps[-1] == 9000
+        assert np.all(history.gap > 0) and np.all(history.gap <= known.bound(history.steps))
+        assert np.all(history.models_gap <= known.bound(history.steps))
+        assert np.all(history.squared_gradient <= known.gradient**2)
+        assert theorem1.slope(history.steps, history.gap) < -0.8
     assert fedmr.gap[-1] < 1e-3 * fedmr.gap[0]
     assert np.all(fedmr.models_gap >= fedmr.gap)  # f is convex
     np.testing.assert_allclose(fedavg.models_gap, fedavg.gap, atol=1e-14)  # FedAvg has one model

@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_mr import data, plots
 from fedjax_mr.data.__main__ import main
-from fedjax_mr.data.table import table
+from fedjax_mr.data.partition_table import partition_table
 
 
 def test_shows_a_partition(tmp_path, capsys):
@@ -38,7 +38,7 @@ def test_table_counts_samples_and_classes():
     x, y = np.zeros((100, 2), np.float32), np.repeat([0, 1], 50)
     client = np.repeat([0, 1, 2], [50, 30, 20])
     dataset = data.from_arrays(x, y, client=client, x_test=x, y_test=y, name="mine")
-    lines = table(data.federate(dataset, partition="natural", num_clients=0)).splitlines()
+    lines = partition_table(data.federate(dataset, partition="natural", num_clients=0)).splitlines()
     assert lines[0] == "mine: 3 clients, 100 training samples, 100 test samples, 2 classes, float32 2"
     assert lines[2].split() == ["training", "samples", "20", "30", "33.3", "50", "12.5", "100"]
     assert lines[4].split() == ["samples", "together", "40", "60", "66.7", "100", "24.9", "200"]
@@ -49,7 +49,7 @@ def test_table_repeats_what_was_repaired():
     x, y = np.zeros((60, 2), np.float32), np.arange(60) % 10
     federated = data.federate(data.from_arrays(x, y), num_clients=12, alpha=0.01)
     assert federated.notes
-    assert federated.notes[0] in table(federated)
+    assert federated.notes[0] in partition_table(federated)
 
 
 @pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 2), (20, 10), (100, 62), (3400, 10)])

@@ -5,7 +5,7 @@ import numpy as np
 from fedjax_mr.data.federated import FederatedData, Split
 
 
-def table(federated: FederatedData) -> str:
+def partition_table(federated: FederatedData) -> str:
     """Return a few lines about the division of a data set, with min, median, mean, max and std over the clients."""
     dataset = federated.dataset
     others = {name: split.sizes for name, split in _others(federated)}

@@ -1,0 +1,206 @@
+"""Runs found in folders and grouped by their settings, so that the seeds of a setting stand together."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_mr import config as configuration
+from fedjax_mr.analysis import runs
+from fedjax_mr.analysis.runs import Run
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment.folder import STATES, run_state
+
+SEEDS = ("seed", "partition_seed")
+VALIDATION = "validation_accuracy"
+# Settings of one division only; the others ignore them.
+DIVISIONS = {
+    "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
+    "classes_per_client": ("classes",), "quantity_power": ("quantity",),
+}  # fmt: skip
+
+
+class Statistic(NamedTuple):
+    """Mean and sample standard deviation over the seeds; None where there is nothing to say."""
+
+    mean: float | None
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Statistic":
+        """Return the statistic of values; if one of them is missing there is none."""
+        known = []
+        for value in values:
+            if value is None:
+                return cls(None, None)
+            known.append(value)
+        if not known:
+            return cls(None, None)
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run folders of a command that joins the seeds of a setting."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder that holds some")
+
+
+# --- Runs and their settings ------------------------------------------------------------------------------------------
+
+
+def find(paths: Iterable[Path | str]) -> list[Run]:
+    """Return the runs of run folders and of folders that hold some, at any depth.
+
+    They come in the order of the paths, and those of one folder by strategy and by the values of their settings.
+
+    Raises:
+      UserError: a path holds no run folder.
+    """
+    ordered: dict[Path, None] = {}
+    for path in map(Path, paths):
+        folders = sorted(each.parent for each in path.rglob("config.json"))
+        if not folders:
+            raise UserError(f"{path} is no run folder and holds none (no config.json)")
+        found = runs.read(list(map(str, folders)))
+        ordered |= dict.fromkeys(run.path for run in sorted(found, key=_order))
+    return runs.read(list(map(str, ordered)))
+
+
+def _order(run: Run) -> tuple[str, list[tuple[str, str, Any]]]:
+    values = facts(run.config)
+    # The types first: values of two types, such as a number and None, have no order.
+    return run.config.strategy, [(flag, type(value).__name__, value) for flag, value in values.items()]
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """Return the settings that mean something to a run, by flag, without its seeds."""
+    return {
+        flag: value
+        for flag, value in configuration.decisive(config).items()
+        if flag not in SEEDS and config.partition in DIVISIONS.get(flag, (config.partition,))
+    }
+
+
+def seeds(config: Config) -> list[int]:
+    """Return the two seeds of all random draws of a run: its own, and that of its partition."""
+    return [config.seed, config.seed if config.partition_seed is None else config.partition_seed]
+
+
+def by_setting(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
+    """Return the runs by setting, in their order; runs of one setting differ in nothing but seeds.
+
+    A setting names the strategy, and the flags whose values differ between runs that know them. Of several runs of
+    one setting and seed, one counts: the last of those that are furthest.
+    """
+    once = {
+        json.dumps([facts(run.config), *seeds(run.config)]): run.path
+        for run in sorted(chosen, key=lambda run: STATES.index(run_state(run.path)))
+    }
+    chosen = [run for run in chosen if run.path in once.values()]
+    decisive = [facts(run.config) for run in chosen]
+    flags = list(dict.fromkeys(flag for each in decisive for flag in each))
+    groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
+    for each, run in zip(decisive, chosen, strict=True):
+        key = json.dumps({flag: each.get(flag, "-") for flag in flags})
+        groups.setdefault(key, (each, []))[1].append(run)
+    values = {flag: {json.dumps(each[flag]) for each in decisive if flag in each} for flag in flags}
+    varied = [flag for flag in flags if len(values[flag]) > 1 and flag != "strategy"]
+    return [
+        ({"strategy": each["strategy"]} | {flag: each[flag] for flag in varied if flag in each}, members)
+        for each, members in groups.values()
+    ]
+
+
+def name(setting: Mapping[str, Any]) -> str:
+    """Return a setting in words: the strategy and the flags that differ, such as ``fedmr alpha=0.1 unit=layer``."""
+    strategy, *others = setting.items()
+    prefix = f"{strategy[1]}_"
+    return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
+
+
+def short_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings in words, without the flags that have one value in all settings of a strategy."""
+
+    def tells_apart(flag: str, strategy: str) -> bool:
+        values = [json.dumps(each.get(flag, "-")) for each in settings if each["strategy"] == strategy]
+        return flag == "strategy" or len(set(values)) > 1
+
+    return [name({flag: each[flag] for flag in each if tells_apart(flag, each["strategy"])}) for each in settings]
+
+
+# --- The best of some settings ----------------------------------------------------------------------------------------
+
+
+class Tried(NamedTuple):
+    """One value of the flags and its runs, one per seed."""
+
+    values: dict[str, Any]
+    runs: list[Run]
+
+    def count(self, state: str) -> int:
+        """Return how many of the runs are in a state of `STATES`."""
+        return sum(run_state(run.path) == state for run in self.runs)
+
+    def finished(self) -> dict[str, Run]:
+        """Return the finished runs by their seeds."""
+        return {str(seeds(run.config)): run for run in self.runs if run_state(run.path) == "finished"}
+
+    def mean(self, column: str, seeds: Sequence[str] | None = None) -> Statistic:
+        """Return the statistic of a last result, over some seeds (None: all that are finished)."""
+        finished = self.finished()
+        chosen = finished.values() if seeds is None else [finished[seed] for seed in seeds]
+        return Statistic.of((run.summary() | run.rows()[-1]).get(column) for run in chosen)
+
+
+class Choice(NamedTuple):
+    """A setting, all values tried in it and the best of them; None if no value has a finished run."""
+
+    setting: dict[str, Any]
+    tried: list[Tried]
+    best: Tried | None
+
+
+def choose(chosen: Sequence[Run], *, over: Sequence[str]) -> list[Choice]:
+    """Return the choice of each setting.
+
+    Args:
+      chosen: as `find` returns them.
+      over: the flags whose values are compared.
+
+    Raises:
+      UserError: no run knows a flag, or a run has no validation accuracy.
+    """
+    flags = {flag for run in chosen for flag in configuration.decisive(run.config)}
+    for flag in over:
+        if flag not in flags:
+            raise unknown_name("flag in --over", flag, sorted(flags))
+    grids: dict[str, tuple[dict[str, Any], list[Tried]]] = {}
+    for setting, members in by_setting(chosen):
+        known = facts(members[0].config)
+        values = {flag: known[flag] for flag in over if flag in known}
+        rest = {flag: value for flag, value in setting.items() if flag not in over}
+        grids.setdefault(json.dumps(rest), (rest, []))[1].append(Tried(values, members))
+    return [Choice(setting, tried, _best(tried)) for setting, tried in grids.values()]
+
+
+def _best(tried: Sequence[Tried]) -> Tried | None:
+    candidates = [each for each in tried if each.finished() and not each.count("diverged")]
+    if not candidates:
+        return None
+    common = sorted(set.intersection(*(set(each.finished()) for each in candidates)))
+    if not common:
+        names = ", ".join(map(str, candidates[0].values))
+        raise UserError(f"no seed has all values of {names} (see {candidates[0].runs[0].path}): run the same seeds")
+
+    def validation(each: Tried) -> float:
+        mean = each.mean(VALIDATION, common).mean
+        if mean is None:
+            raise UserError(
+                f"{each.runs[0].path} has no {VALIDATION}: train with --validation_share and, where clients have no "
+                "models of their own, --eval_clients"
+            )
+        return mean
+
+    return max(candidates, key=validation)

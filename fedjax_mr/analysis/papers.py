@@ -1,0 +1,84 @@
+"""The numbers that the papers print, and the one that stands beside a run."""
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fedjax_mr import config as configuration
+from fedjax_mr.config import Config
+
+TABLES = Path(__file__).parents[2] / "experiments" / "paper_tables.csv"
+
+# The papers' names. A "CNN" is LeNet-5 in the FedMR authors' code and McMahan's network in the papers' text.
+MODELS = {
+    "lenet5": "CNN", "cnn_mcmahan": "CNN", "cnn_femnist": "CNN", "resnet20": "ResNet-20", "vgg16": "VGG-16",
+    "vgg_femnist": "VGG-16", "pfedhr_m1,pfedhr_m2,pfedhr_m3,pfedhr_m4": "M1 to M4", "cnn1,cnn2,cnn3,cnn4": "1 to 4",
+    "vgg11_fedma,vgg13_fedma,vgg16_fedma,vgg19_fedma": "1 to 4", "lstm1,lstm2,lstm3,lstm4": "1 to 4",
+}  # fmt: skip
+DATASETS = {
+    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "femnist": "FEMNIST", "mnist": "MNIST", "svhn_cropped": "SVHN",
+    "shakespeare": "Shakespeare",
+}  # fmt: skip
+# The papers' clients and how many of them are drawn, but for natural clients. Of several papers that have a number for
+# a setting the first one's is shown.
+PAPERS = {
+    "fedmr_kdd": (100, 10), "fedmr_v1": (100, 10), "fedcross": (100, 10), "pfedhr": (12, 4), "fedme": (20, 20),
+}  # fmt: skip
+
+
+class Published(NamedTuple):
+    """A number of a paper, in percent as printed."""
+
+    paper: str
+    mean: float
+    deviation: float | None
+    source: str
+
+
+def rows(path: Path | str | None = None) -> list[dict[str, str]]:
+    """Return the rows of the papers' tables; none where the file is not there (an installed package)."""
+    path = TABLES if path is None else Path(path)
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lookup(config: Config, published: Iterable[Mapping[str, str]]) -> Published | None:
+    """Return the papers' number for a configuration, or None.
+
+    Data set, model, division, strategy, its settings that the table names and, without natural clients, the numbers of
+    clients must be the paper's. Rounds, momentum and labels need not: the papers leave them open or contradict their
+    code.
+
+    Args:
+      config: a run's.
+      published: as `rows` returns them.
+    """
+    own = configuration.decisive(config)
+    wanted = (DATASETS.get(config.dataset), MODELS.get(config.model), division(config), config.strategy)
+    sizes = (config.clients, config.cohort)
+
+    def fits(row: Mapping[str, str]) -> bool:
+        if config.partition != "natural" and PAPERS.get(row["paper"]) != sizes:
+            return False
+        pairs = (pair.split("=") for pair in row["setting"].split())
+        same = all(str(own.get(f"{config.strategy}_{name}")) == value for name, value in pairs)
+        return same and (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) == wanted
+
+    found = {row["paper"]: row for row in published if fits(row)}
+    row = next((found[paper] for paper in PAPERS if paper in found), None)
+    if row is None:
+        return None
+    return Published(row["paper"], float(row["mean"]), float(row["std"]) if row["std"] else None, row["source"])
+
+
+def division(config: Config) -> str:
+    """Return the name that the papers' tables give the division of the samples."""
+    parts = {
+        "dirichlet": f"dir_{float(config.alpha)}",
+        "dirichlet_size": f"dir_{float(config.alpha)}_size_{float(config.alpha_size)}",
+        "classes": f"classes_{config.classes_per_client}",
+    }
+    return parts.get(config.partition, config.partition)

@@ -1,0 +1,240 @@
+"""Tables as texts: plain, Markdown, CSV or LaTeX; and the table of accuracies beside the papers' numbers.
+
+A table is rows of cells, the first row its titles.
+"""
+
+import argparse
+import csv
+import dataclasses
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_mr.analysis import groups, papers
+from fedjax_mr.analysis.groups import Statistic
+from fedjax_mr.analysis.papers import Published
+from fedjax_mr.analysis.runs import Run
+from fedjax_mr.experiment.folder import MetricsRow, run_state
+from fedjax_mr.experiment.report import summarise
+
+# --- Cells -----------------------------------------------------------------------------------------------------------
+
+
+def percent(value: Statistic) -> str:
+    """Return a fraction over the seeds in percent."""
+    return plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
+
+
+def plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> str:
+    """Return a mean with its deviation, as far as they are known."""
+    if mean is None:
+        return ""
+    return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = zip(cells, widths, strict=True)
+        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
+
+    return "\n".join(map(line, rows))
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    head, *body = [[text.replace("|", r"\|") for text in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
+
+
+def comma_separated(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().removesuffix("\n")
+
+
+def latex(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as a LaTeX ``tabular``, with rules of the package booktabs."""
+    escaped = str.maketrans({"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$", "$": r"\$"})
+    head, *body = [" & ".join(text.translate(escaped) for text in row) + r" \\" for row in rows]
+    begin = rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
+    return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
+
+
+FORMATS: dict[str, Callable[[Sequence[Sequence[str]]], str]] = {
+    "text": aligned,
+    "markdown": markdown,
+    "csv": comma_separated,
+    "latex": latex,
+}
+
+
+def add_format_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of `FORMATS`."""
+    parser.add_argument("--format", choices=FORMATS, default="text", help="how it is written (default: text)")
+
+
+# --- Accuracies ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One setting of the table of accuracies, over its seeds; accuracies are fractions.
+
+    Attributes:
+      setting: the values, by flag, in which it differs from other lines; the strategy first.
+      runs: its runs, by seed.
+      finished, diverged, unfinished: how many of them are; only finished ones enter the statistics.
+      last, best, last_10: accuracy of the last evaluation, of the best, mean of the last ten.
+      personal, finetuned: mean over the clients of each one's last accuracy on its own test samples, and after
+        fine-tuning.
+      rounds: rounds of the finished runs.
+      reached: how many finished runs reached the target accuracy.
+      rounds_to_target, bytes_to_target: if all finished runs reached it; bytes of both directions.
+      published: the paper's number for this setting, if there is one.
+    """
+
+    setting: dict[str, Any]
+    runs: tuple[Run, ...]
+    finished: int
+    diverged: int
+    unfinished: int
+    last: Statistic
+    best: Statistic
+    last_10: Statistic
+    personal: Statistic
+    finetuned: Statistic
+    rounds: int
+    reached: int
+    rounds_to_target: Statistic
+    bytes_to_target: Statistic
+    published: Published | None
+
+
+def accuracy_lines(
+    chosen: Sequence[Run], *, target: float | None = None, published: Sequence[Mapping[str, str]] = ()
+) -> list[Line]:
+    """Return the lines of the table of accuracies.
+
+    Args:
+      chosen: as `groups.find` returns them.
+      target: the accuracy to reach, a fraction.
+      published: as `papers.rows` returns them.
+    """
+    return [_line(setting, members, target, published) for setting, members in groups.by_setting(chosen)]
+
+
+def _line(setting: dict, chosen: Sequence[Run], target: float | None, published: Sequence[Mapping[str, str]]) -> Line:
+    chosen = sorted(chosen, key=lambda run: run.config.seed)
+    states = [run_state(run.path) for run in chosen]
+    ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]
+    histories = [run.rows() for run in ended]
+    summaries = [summarise(rows, target) for rows in histories]
+    reached = [_first_at(rows, target) for rows in histories]
+    return Line(
+        setting=setting,
+        runs=tuple(chosen),
+        finished=len(histories),
+        diverged=states.count("diverged"),
+        unfinished=states.count("started") + states.count("new"),
+        last=Statistic.of(each["accuracy_last"] for each in summaries),
+        best=Statistic.of(each["accuracy_best"] for each in summaries),
+        last_10=Statistic.of(each["accuracy_mean_last_10"] for each in summaries),
+        personal=Statistic.of(rows[-1].get("personal_accuracy") for rows in histories),
+        finetuned=Statistic.of(run.summary().get("finetuned_accuracy") for run in ended),
+        rounds=max((each["rounds"] for each in summaries), default=0),
+        reached=sum(row is not None for row in reached),
+        rounds_to_target=Statistic.of(row["round"] if row else None for row in reached),
+        bytes_to_target=Statistic.of(_bytes(row) if row else None for row in reached),
+        published=papers.lookup(chosen[0].config, published),
+    )
+
+
+def _first_at(rows: Iterable[MetricsRow], target: float | None) -> MetricsRow | None:
+    """Return the first evaluation that reaches an accuracy, or None."""
+    if target is None:
+        return None
+    return next((row for row in rows if (row["accuracy"] or 0.0) >= target), None)
+
+
+def _bytes(row: MetricsRow) -> int:
+    """Return the bytes sent up to an evaluation, in all directions."""
+    return row["bytes_down"] + row["bytes_up"] + row.get("bytes_peer", 0)
+
+
+def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[str]]:
+    """Return the table of accuracies as cells, the head first; a column in which nothing stands is left out.
+
+    Accuracies are in percent, and the difference in percentage points: the mean of the last ten minus the paper's
+    number.
+    """
+    columns: dict[str, Callable[[Line], str]] = {
+        "setting": lambda line: groups.name(line.setting),
+        "seeds": _seeds,
+        "rounds": lambda line: str(line.rounds) if line.finished else "",
+        "last %": lambda line: percent(line.last),
+        "best %": lambda line: percent(line.best),
+        "last 10 %": lambda line: percent(line.last_10),
+        "clients' own %": lambda line: percent(line.personal),
+        "fine-tuned %": lambda line: percent(line.finetuned),
+    }
+    if target is not None:
+        columns |= {
+            f"rounds to {100 * target:g} %": lambda line: _to_target(line, line.rounds_to_target, 1, 0),
+            "MB to it": lambda line: _to_target(line, line.bytes_to_target, 1e6, 1),
+        }
+    columns |= {
+        "paper %": lambda line: _paper(line.published),
+        "difference": _difference,
+        "paper": lambda line: line.published.source if line.published else "",
+    }
+    filled = {head: [show(line) for line in lines] for head, show in columns.items()}
+    filled = {head: texts for head, texts in filled.items() if any(texts) or head == "setting"}
+    return [list(filled), *map(list, zip(*filled.values(), strict=True))]
+
+
+def _seeds(line: Line) -> str:
+    others = {"diverged": line.diverged, "unfinished": line.unfinished}
+    return ", ".join([str(line.finished), *(f"{count} {word}" for word, count in others.items() if count)])
+
+
+def _to_target(line: Line, value: Statistic, unit: float, digits: int) -> str:
+    if line.finished and line.reached < line.finished:
+        return f"{line.reached} of {line.finished} reach it"
+    return plus_minus(*(None if part is None else part / unit for part in value), digits=digits)
+
+
+def _paper(number: Published | None) -> str:
+    return plus_minus(number.mean, number.deviation, digits=2) if number else ""
+
+
+def _difference(line: Line) -> str:
+    if line.published is None or line.last_10.mean is None:
+        return ""
+    return f"{100 * line.last_10.mean - line.published.mean:+.2f}"
+
+
+def accuracy_table(paths: Iterable[Path | str], *, format: str = "text", target: float | None = None) -> str:
+    """Return the table of accuracies of some runs as a text.
+
+    Args:
+      paths: run folders, or folders that hold some.
+      format: a key of `FORMATS`.
+      target: the accuracy to reach, a fraction.
+
+    Raises:
+      UserError: a path holds no run folder, or its files cannot be read.
+    """
+    lines = accuracy_lines(groups.find(paths), target=target, published=papers.rows())
+    return FORMATS[format](accuracy_cells(lines, target=target))
+
+
+def add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the table of accuracies."""
+    groups.add_arguments(parser)
+    add_format_argument(parser)
+    parser.add_argument("--target", type=float, metavar="FRACTION", help="accuracy whose rounds and bytes are listed")

@@ -1,0 +1,58 @@
+"""Runs are found in folders, grouped by their settings, and named by the settings that differ."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from fedjax_mr.analysis import groups, tables
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import fedcross, fedmr
+
+
+def test_a_run_that_was_made_twice_is_one_seed(keep):
+    """Under another name, by a version without some option, or with another value of what means nothing to it."""
+    config = Config(strategy="fedmr", partition="iid")
+    first = keep(config, [0.5, 0.5])
+    keep(dataclasses.replace(config, seed=1), [0.7, 0.7])
+    keep(dataclasses.replace(config, alpha=0.1), [0.2], end=None)  # alpha means nothing to iid; not finished
+    values = json.loads((first / "config.json").read_text())
+    again = first.rename("runs/fedmr-of-an-earlier-version")
+    del values["fedmr_unit"], values["public_max"]
+    (again / "config.json").write_text(json.dumps(values))
+    keep(config, [0.5, 0.5])
+    (only,) = tables.accuracy_lines(groups.find(["runs"]))
+    assert (only.finished, only.unfinished, only.last.mean) == (2, 0, 0.6)
+
+
+def test_settings_are_named_by_what_differs(keep):
+    for unit in ("leaf", "layer"):
+        for alpha in (0.1, 0.5):
+            keep(Config(strategy="fedmr", alpha=alpha, hyper=fedmr.Hyper(unit=unit)), [0.5])
+    keep(Config(strategy="fedcross", alpha=0.5, hyper=fedcross.Hyper()), [0.5])
+    names = [groups.name(line.setting) for line in tables.accuracy_lines(groups.find(["runs"]))]
+    assert sorted(names) == [
+        "fedcross alpha=0.5",
+        "fedmr alpha=0.1 unit=layer",
+        "fedmr alpha=0.1 unit=leaf",
+        "fedmr alpha=0.5 unit=layer",
+        "fedmr alpha=0.5 unit=leaf",
+    ]
+
+
+def test_runs_of_a_folder_come_in_the_order_of_their_settings(keep):
+    cohorts = [keep(Config(strategy="fedmr", cohort=cohort), [0.5]) for cohort in (100, 5, 20)]
+    iid = keep(Config(strategy="fedavg", partition="iid"), [0.5])
+    skewed = keep(Config(strategy="fedavg"), [0.5])
+    in_order = [skewed, iid, cohorts[1], cohorts[2], cohorts[0]]
+    assert [run.path for run in groups.find(["runs"])] == in_order
+    assert [run.path for run in groups.find([iid, "runs"])] == [iid, skewed, *in_order[2:]]  # what is named comes first
+
+
+def test_a_folder_without_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match="empty is no run folder and holds none"):
+        groups.find(["empty"])

@@ -1,0 +1,92 @@
+"""The table of accuracies beside one computed by hand, and the formats of tables."""
+
+import csv
+import dataclasses
+
+import pytest
+
+from fedjax_mr.analysis import groups, papers, tables
+from fedjax_mr.config import Config
+from fedjax_mr.strategies import fedmr
+
+CIFAR = Config(dataset="cifar10", model="lenet5", clients=100, cohort=10, alpha=0.5, rounds=60, eval_every=5)
+
+# Twelve evaluations each, so that the mean of the last ten leaves two out.
+# FedMR: last 0.60, 0.62, 0.58, whose mean is 0.60 and sample standard deviation sqrt((0.02^2 + 0.02^2) / 2) = 0.02.
+# Last ten: (9 x 0.50 + last) / 10 = 0.510, 0.512, 0.508: mean 0.510, standard deviation 0.002.
+FEDMR = [[0.1, 0.65, *[0.5] * 9, 0.60], [0.1, 0.40, *[0.5] * 9, 0.62], [0.1, 0.40, *[0.5] * 9, 0.58]]
+FEDAVG = [[0.3] * 12, [0.4] * 12]
+
+
+@pytest.fixture
+def some_runs(keep):
+    for strategy, hyper, curves in (("fedmr", fedmr.Hyper(), FEDMR), ("fedavg", None, FEDAVG)):
+        for seed, accuracies in enumerate(curves):
+            keep(dataclasses.replace(CIFAR, strategy=strategy, hyper=hyper, seed=seed), accuracies)
+    return groups.find(["runs"])
+
+
+def line(lines, name):
+    (found,) = [line for line in lines if groups.name(line.setting) == name]
+    return found
+
+
+def test_a_table_computed_by_hand(some_runs):
+    lines = tables.accuracy_lines(some_runs, target=0.5, published=papers.rows())
+    ours = line(lines, "fedmr")
+    assert (ours.finished, ours.diverged, ours.unfinished, ours.rounds) == (3, 0, 0, 60)
+    assert ours.last == pytest.approx((0.60, 0.02))
+    assert ours.best == pytest.approx((1.85 / 3, 0.0351188), rel=1e-4)  # 0.65, 0.62, 0.58
+    assert ours.last_10 == pytest.approx((0.510, 0.002))
+    # 0.5 is first reached at rounds 10, 15, 15 with 30 bytes per round.
+    assert ours.reached == 3
+    assert ours.rounds_to_target == pytest.approx((40 / 3, 2.886751))
+    assert ours.bytes_to_target == pytest.approx((400, 86.60254))
+    assert ours.published == ("fedmr_kdd", 59.81, 0.60, "FedMR KDD'24, Table 1")
+    average = line(lines, "fedavg")
+    assert (average.reached, average.rounds_to_target.mean) == (0, None)
+    assert average.last == pytest.approx((0.35, 0.0707107))
+
+
+def test_the_text_beside_the_paper(some_runs):
+    rows = tables.accuracy_cells(tables.accuracy_lines(some_runs, target=0.5, published=papers.rows()), target=0.5)
+    cells = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[1:]}
+    assert cells["fedmr"] == {
+        "setting": "fedmr",
+        "seeds": "3",
+        "rounds": "60",
+        "last %": "60.00 ± 2.00",
+        "best %": "61.67 ± 3.51",
+        "last 10 %": "51.00 ± 0.20",
+        "rounds to 50 %": "13 ± 3",
+        "MB to it": "0.0 ± 0.0",
+        "paper %": "59.81 ± 0.60",
+        "difference": "-8.81",
+        "paper": "FedMR KDD'24, Table 1",
+    }
+    assert cells["fedavg"]["rounds to 50 %"] == "0 of 2 reach it"
+    assert cells["fedavg"]["difference"] == "-19.42"  # 35 - 54.42
+
+
+def test_one_seed_has_no_deviation_and_other_data_no_paper(keep):
+    keep(Config(strategy="fedavg"), [0.25, 0.75])
+    rows = tables.accuracy_cells(tables.accuracy_lines(groups.find(["runs"]), published=papers.rows()))
+    assert rows == [["setting", "seeds", "rounds", "last %", "best %", "last 10 %"],
+                    ["fedavg", "1", "10", "75.00", "75.00", "50.00"]]  # fmt: skip
+
+
+def test_only_finished_runs_count(keep):
+    config = Config(strategy="fedmr", hyper=fedmr.Hyper())
+    keep(config, [0.5, 0.5])
+    keep(dataclasses.replace(config, seed=1), [0.1], end="diverged.txt")
+    keep(dataclasses.replace(config, seed=2), [0.2], end=None)
+    (only,) = tables.accuracy_lines(groups.find(["runs"]))
+    assert (only.finished, only.diverged, only.unfinished, only.last.mean) == (1, 1, 1, 0.5)
+    assert tables.accuracy_cells([only])[1][1] == "1, 1 diverged, 1 unfinished"
+
+
+def test_formats():
+    rows = [["setting", "last %"], ["fedmr a|b_c", "51.00 ± 0.20"]]
+    assert tables.markdown(rows) == "| setting | last % |\n| --- | --- |\n| fedmr a\\|b_c | 51.00 ± 0.20 |"
+    assert list(csv.reader(tables.comma_separated(rows).splitlines())) == rows
+    assert "fedmr a|b\\_c & 51.00 $\\pm$ 0.20 \\\\" in tables.latex(rows)
