@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The queue behind the table of record: which published results replicate, with seeds. LeNet-5, the FedMR authors'
+# protocol, 500 rounds, tested every 5.
+#
+#   experiments/record.sh DATA_DIR [FOLDER]      # FOLDER: of the runs, default runs/record
+#
+# DATA_DIR holds cifar10/3.0.2 and cifar100/3.0.2 as TensorFlow Datasets writes them. Finished runs are skipped and broken
+# ones go on, so the same command continues the queue after any interruption; started twice with the same FOLDER, the two
+# share the work, one core each:
+#
+#   nice taskset -c 0 experiments/record.sh DATA_DIR & nice taskset -c 1 experiments/record.sh DATA_DIR &
+#
+# python -m fedjax_mr.analysis results FOLDER/cifar10 --name=NAME then keeps the metrics in experiments/results/.
+set -euo pipefail
+data="$1" folder="${2:-runs/record}"
+cd "$(dirname "$0")/.."
+
+sweep() { # name of the sub-folder, then flags
+  local name="$1"
+  shift
+  "${PYTHON:-python}" -m fedjax_mr.sweep --data_dir="$data" --devices=1 --sweep_dir="$folder/$name" "$@" || echo "$name: code $?"
+}
+
+divisions=partition=dirichlet+alpha=0.5,iid,dirichlet+alpha=0.1,dirichlet+alpha=1.0
+three=fedmr,fedavg,fedcross
+# 1. CIFAR-10: three methods x four divisions x three seeds
+sweep cifar10 --flagfile=exp/cifar10.flags --strategies=$three --seeds=0:3 --grid=$divisions
+# 2. CIFAR-100, 20 coarse labels: two divisions with three seeds, the other two with one
+sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0:3 --grid=partition=dirichlet+alpha=0.5,iid
+sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0 --grid=partition=dirichlet+alpha=0.1,dirichlet+alpha=1.0
+# 3. The other global methods on CIFAR-10, Dirichlet(0.5)
+sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedprox,scaffold,moon,fedgen,clusamp,fedexp,fedasam,fedmut --seeds=0
+# 4. Server optimizers on FedAvg and FedCross
+sweep optimizers --flagfile=exp/cifar10.flags --strategies=fedavg,fedcross --seeds=0 --grid=server_optimizer=momentum,adam,yogi,adagrad
