@@ -1,8 +1,8 @@
 """Multi-model federated learning in one XLA program.
 
 ``run(Config(strategy="fedmr"))`` is the command ``python -m fedjax_mr.main --strategy=fedmr``. A method of one's own is
-a function ``build(hyper, problem) -> Strategy`` and one row in ``STRATEGIES``; networks and data sets of one's own are
-rows in ``MODELS`` and ``SOURCES``.
+a function ``build(hyper, problem) -> Strategy``, from nothing or from other methods (`transforms`), and one row in
+``STRATEGIES``; networks and data sets of one's own are rows in ``MODELS`` and ``SOURCES``.
 """
 
 from fedjax_mr import models, strategies, trees
@@ -14,7 +14,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.run import Interrupted, Result, run
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.models import MODELS, BlockNet, Model, Variables
-from fedjax_mr.strategies import STRATEGIES, Cohort, Problem, Row, Strategy
+from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "FederatedData",
     "Interrupted",
     "Model",
+    "Parcels",
     "Problem",
     "Result",
     "Row",
@@ -42,5 +43,6 @@ __all__ = [
     "run",
     "run_seeds",
     "strategies",
+    "transforms",
     "trees",
 ]

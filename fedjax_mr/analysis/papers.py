@@ -61,6 +61,8 @@ def lookup(config: Config, published: Iterable[Mapping[str, str]]) -> Published 
     sizes = (config.clients, config.cohort)
 
     def fits(row: Mapping[str, str]) -> bool:
+        if config.server_optimizer != "none":  # no method of these tables has one
+            return False
         if config.partition != "natural" and PAPERS.get(row["paper"]) != sizes:
             return False
         pairs = (pair.split("=") for pair in row["setting"].split())

@@ -144,5 +144,6 @@ def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) 
     progress, meta = Checkpoints(run.path / "checkpoints").restore(engine.shapes(), round)
     if meta["data"] != federated.hash():
         raise UserError(f"{run.path} was made with other data: its partition hash is {meta['data']}")
-    models: Any = getattr(progress.server, "models", None)
+    server = getattr(progress.server, "inner", progress.server)  # the strategy's own beside a server's optimizer
+    models: Any = getattr(server, "models", None)
     return Trained(int(progress.round), federated, model, engine.deployed(progress), models)

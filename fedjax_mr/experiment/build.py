@@ -19,6 +19,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.architectures import architectures
 from fedjax_mr.models import Model, Zoo
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
 
 def build_model(config: Config, federated: FederatedData) -> Model:
@@ -75,16 +76,30 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
     )
     dataset, split = federated.dataset, federated.train_and_validation()
     federation = rounds.Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
-    hyper, build = configuration.hyper(config), STRATEGIES[config.strategy].build
-    bound = functools.partial(build, hyper)
+    build = functools.partial(build_strategy, config)
     return rounds.Rounds(
-        bound,
+        build,
         rounds.Given(problem, federation, jax.random.key(config.seed)),
         axis,
         stop_at_divergence=not config.allow_nonfinite,
-        memory_on_host=memory_on_host(config, bound(problem), axis),
+        memory_on_host=memory_on_host(config, build(problem), axis),
         data_on_host=data_on_host(config, federated, axis),
     )
+
+
+def build_strategy(config: Config, problem: Problem) -> Strategy:
+    """Return a configuration's strategy, with the server's optimizer if there is one."""
+    strategy = STRATEGIES[config.strategy].build(configuration.hyper(config), problem)
+    if config.server_optimizer == "none":
+        return strategy
+    optimizer = make_server_optimizer(
+        config.server_optimizer,
+        lr=config.server_lr,
+        momentum=config.server_momentum,
+        beta2=config.server_beta2,
+        tau=config.server_tau,
+    )
+    return server_optimizer(strategy, optimizer)
 
 
 def public_samples(federated: FederatedData) -> local.Samples | None:

@@ -1,4 +1,4 @@
-"""Exchange of layers among the clients of a round: what FedMR's secure recombination does, as one array program.
+"""Exchange of layers among the clients of a round: FedMR's secure recombination as one array program.
 
 Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via Layer-wise Model
 Recombination, KDD 2024, Appendix B (no code released). Every client has a buffer per layer.
@@ -17,13 +17,13 @@ where they were is the expected number of buffers in use, divided by K: 1 - q (1
 below 1 - (1 - 1/K)^K, which is more than 1 - 1/e = 0.63; repetitions take it on to 1/K (`expected_unmoved`).
 
 What it does not hide. The server knows which copy of a layer it sent to whom, and a trained layer is mostly still
-closest to the copy that its training started from (tests/test_exchange.py). So a server that compares finds the owner
-after an exchange before the upload, and the start after one before the training; only both together leave it with the
-odds above.
+closest to the copy that its training started from (tests/secure/test_exchange.py). So a server that compares finds the
+owner after an exchange before the upload, and the start after one before the training; only both together leave it with
+the odds above.
 
 The paper leaves open how many layers are picked (here each with the same probability, independently) and whether
 normalisation statistics count as layers (here they stay with the module that owns them). The real messages, with the
-encryption, are in secure.py; for the same choices both give the same models.
+encryption, are in messages.py; for the same choices both give the same models.
 """
 
 from typing import NamedTuple

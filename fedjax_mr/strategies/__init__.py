@@ -28,6 +28,7 @@ from fedjax_mr.strategies import (
     pfedhr,
     pfedme,
     scaffold,
+    transforms,
 )
 from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Strategy, Traffic
 
@@ -75,4 +76,4 @@ STRATEGIES: dict[str, Row] = {
     "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True),
 }
 
-__all__ = ["STRATEGIES", "Cohort", "Parcels", "Problem", "Row", "Strategy", "Traffic"]
+__all__ = ["STRATEGIES", "Cohort", "Parcels", "Problem", "Row", "Strategy", "Traffic", "transforms"]

@@ -61,11 +61,11 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """The global model and the mean of those at the ends of cycles."""
+    """The global model and, with SWA, the mean of those at the ends of cycles."""
 
     model: Variables
     mean: Variables | None  # None without SWA
-    cycles: jax.Array  # how many models are in the mean
+    cycles: jax.Array | None  # how many models are in the mean; None without SWA
 
 
 def scale_of(path: tuple, leaf: jax.Array, eta: float) -> jax.Array:
@@ -104,7 +104,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def init(key):
         model = problem.model.init(key)
-        return State(model, model if averages else None, jnp.zeros((), jnp.int32))
+        return State(model, model, jnp.zeros((), jnp.int32)) if averages else State(model, None, None)
 
     def dispatch(state, cohort, key):
         return {"model": trees.broadcast(state.model, problem.cohort_size)}

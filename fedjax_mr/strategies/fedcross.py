@@ -80,10 +80,10 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """K middleware models, leaves [K, ...], and the model that is deployed."""
+    """K middleware models, leaves [K, ...]."""
 
     models: Variables
-    deployed: Variables
+    deployed: Variables | None  # the mean of the uploaded models; None if the mean of ``models`` is deployed
 
 
 def similarities(models: Variables, kind: str, layers: tuple[Layer, ...]) -> jax.Array:
@@ -184,10 +184,11 @@ def mixing(hyper: Hyper, table: jax.Array, round: jax.Array) -> jax.Array:
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedCross."""
+    deploys_uploaded = hyper.deployed == "uploaded"
 
     def init(key):
         models = copies_of_one(problem, key)
-        return State(models, trees.mean(models))
+        return State(models, trees.mean(models) if deploys_uploaded else None)
 
     def dispatch(state, cohort, key):
         return {"model": state.models}
@@ -195,6 +196,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def server_update(state, uploads, cohort, round, key):
         table = similarities(uploads["model"], hyper.similarity, problem.layers)
         models = trees.mix(uploads["model"], mixing(hyper, table, round))
-        return State(models, trees.mean(models if hyper.deployed == "mixed" else uploads["model"])), {}
+        return State(models, trees.mean(uploads["model"]) if deploys_uploaded else None), {}
 
-    return Strategy(init, dispatch, plain_training(problem), server_update, global_model=lambda state: state.deployed)
+    def global_model(state):
+        return state.deployed if deploys_uploaded else trees.mean(state.models)
+
+    return Strategy(init, dispatch, plain_training(problem), server_update, global_model=global_model)

@@ -9,12 +9,9 @@ recombines whole layers (``layer``). The K models start as copies of one initial
 writes K models (``independent``). From the released code: BatchNorm has no integer batch counter here, so ResNets have
 one leaf less per BatchNorm.
 
-Secure recombination (``secure``; KDD'24, Appendix B): the K clients exchange layers among themselves, so that what a
-client uploads is not all its own. Whole layers are exchanged, as in the paper, whatever the unit of the server's
-recombination, which goes on; so the models of the next round have the same distribution with and without the exchange.
-Before the upload the layers are encrypted for the server. Before the training they are in clear, because nobody trains
-on what it cannot read. exchange.py says how far this hides owners, and from whom it does not; secure.py has the real
-encrypted messages.
+Secure recombination (``secure``; KDD'24, Appendix B): the K clients exchange whole layers among themselves beside what
+the server does, so the models of the next round have the same distribution with and without it: see `secure_exchange`
+in transforms.py.
 """
 
 import dataclasses
@@ -22,14 +19,11 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Layer, Variables
-from fedjax_mr.secure.exchange import exchange
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import (
-    Parcels,
     Problem,
     Strategy,
     copies_of_one,
@@ -37,6 +31,7 @@ from fedjax_mr.strategies.base import (
     plain_training,
     unit_permutations,
 )
+from fedjax_mr.strategies.transforms import secure_exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,56 +140,31 @@ def recombine(models: Variables, units: trees.Units, key: jax.Array) -> Variable
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedMR."""
     units = recombination_units(hyper, problem.layers)
-    whole_layers = tuple(layer.leaves for layer in problem.layers)
-
-    def among_clients(models, key):
-        outcome = exchange(
-            key,
-            num_units=len(whole_layers),
-            count=problem.cohort_size,
-            share=hyper.secure_share,
-            repetitions=hyper.secure_repetitions,
-        )
-        owners, others = jnp.arange(problem.cohort_size)[None, :], ~jnp.eye(problem.cohort_size, dtype=bool)[None]
-        metrics = {
-            "layers_unmoved": jnp.mean(outcome.permutations == owners),
-            "layers_held_by_others": jnp.mean(jnp.any(outcome.held & others, axis=1)),
-        }
-        return trees.permute(models, units=whole_layers, permutations=outcome.permutations), metrics
 
     def init(key):
         start = copies_of_one if hyper.start == "copies" else independent_starts
         return State(start(problem, key))
 
     def dispatch(state, cohort, key):
-        if hyper.secure and hyper.secure_when != "before_upload":
-            return {"model": among_clients(state.models, key)[0]}
         return {"model": state.models}
 
     def server_update(state, uploads, cohort, round, key):
-        models, metrics = uploads["model"], {}
-        if hyper.secure and hyper.secure_when != "before_training":
-            exchange_key, key = jax.random.split(key)
-            models, metrics = among_clients(models, exchange_key)
         models = jax.lax.cond(
             round < hyper.stage1_rounds,
             lambda models: trees.broadcast(trees.mean(models), problem.cohort_size),
             lambda models: recombine(models, units, key) if hyper.server_recombines else models,
-            models,
+            uploads["model"],
         )
-        return State(models), metrics
+        return State(models), {}
 
-    def traffic(usual, state, uploads, cohort, round):
-        """Every picked layer goes to another client and one comes back: expected bytes, without the encryption's."""
-        exchanges = hyper.secure_repetitions * (2 if hyper.secure_when == "both" else 1)
-        peer = 2 * hyper.secure_share * exchanges * trees.num_bytes(state.models)
-        return usual._replace(peer=(Parcels.of(1, int(peer + 0.5)),))
-
-    return Strategy(
+    strategy = Strategy(
         init,
         dispatch,
         plain_training(problem),
         server_update,
         global_model=lambda state: trees.mean(state.models),
-        traffic=traffic if hyper.secure and problem.cohort_size > 1 else None,
     )
+    if not hyper.secure:
+        return strategy
+    when, share, repetitions = hyper.secure_when, hyper.secure_share, hyper.secure_repetitions
+    return secure_exchange(strategy, problem, when=when, share=share, repetitions=repetitions)

@@ -24,15 +24,31 @@ def test_alpha_one_is_indep(engine, close, selection):
 
 
 def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close):
-    crossed = after(engine("fedcross", cohort=2, hyper=Hyper(alpha=0.5)), 3).server
+    crossing = engine("fedcross", cohort=2, hyper=Hyper(alpha=0.5))
+    crossed = after(crossing, 3)
     averaged = after(engine("fedavg", cohort=2, hyper=fedavg.Hyper(weights="uniform")), 3).server.model
-    close(crossed.deployed, averaged)
-    close(trees.take(crossed.models, 1), averaged)
+    close(crossing.deployed(crossed), averaged)
+    close(trees.take(crossed.server.models, 1), averaged)
 
 
 def test_warmup_is_uniform_fedavg(engine, close):
-    warm = after(engine("fedcross", hyper=Hyper(warmup_rounds=2)), 2).server.deployed
-    close(warm, after(engine("fedavg", hyper=fedavg.Hyper(weights="uniform")), 2).server.model)
+    warming = engine("fedcross", hyper=Hyper(warmup_rounds=2))
+    close(warming.deployed(after(warming, 2)), after(engine("fedavg", hyper=fedavg.Hyper(weights="uniform")), 2).server.model)
+
+
+@pytest.mark.parametrize("deployed", ["mixed", "uploaded"])
+def test_the_deployed_model_is_a_mean_after_or_before_the_mixing(federation, close, deployed):
+    """Only the mean of the uploads is kept: that of the models follows from the state."""
+    problem = federation("perceptron").problem
+    strategy = fedcross.build(Hyper(alpha=0.7, selection="highest", deployed=deployed), problem)
+    state = strategy.init(jax.random.key(0))
+    close(strategy.global_model(state), trees.take(state.models, 0))
+    uploads = {"model": jax.tree.map(lambda leaf: leaf + jax.random.normal(jax.random.key(1), leaf.shape), state.models)}
+    state, _ = strategy.server_update(state, uploads, None, jnp.int32(0), None)
+    assert (state.deployed is None) == (deployed == "mixed")
+    means = {"mixed": trees.mean(state.models), "uploaded": trees.mean(uploads["model"])}
+    close(strategy.global_model(state), means[deployed])
+    assert not np.allclose(*(jax.tree.leaves(mean)[1] for mean in means.values()), atol=1e-3)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])

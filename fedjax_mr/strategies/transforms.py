@@ -1,0 +1,259 @@
+"""Strategies made from strategies: an optimizer on the server, and an exchange of layers among the clients of a round.
+
+Each function takes a strategy and returns one that differs from it in a few members; everything else is passed through.
+They may be put around each other, as in ``server_optimizer(secure_exchange(fedcross, problem), optax.sgd(1.0))``.
+
+The server's optimizer. Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification, arXiv 1909.06335, 2019 (FedAvgM). Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan:
+Adaptive Federated Optimization, ICLR 2021, Algorithm 2 (FedAdagrad, FedYogi, FedAdam).
+
+The exchange. Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via
+Layer-wise Model Recombination, KDD 2024, Appendix B (secure recombination). secure/exchange.py says how far it hides
+owners, and from whom it does not; secure/messages.py has the real encrypted messages.
+
+Deviations. The papers of the optimizers know one global model; here each of K models has an optimizer of its own. They
+leave BatchNorm open; here its statistics are those of the inner strategy, since a step beyond a mean of variances could
+be negative. The paper of the exchange knows FedMR alone.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_mr import trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.models.base import Variables
+from fedjax_mr.secure.exchange import exchange
+from fedjax_mr.strategies import base
+from fedjax_mr.strategies.base import Info, Parcels, Payload, Problem, Strategy
+
+# --- An optimizer on the server --------------------------------------------------------------------------------------
+
+LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
+"""The default learning rate of each optimizer: Hsu et al. 2019; Flower's FedAdam, FedYogi and FedAdagrad."""
+
+
+class State(NamedTuple):
+    """The state of the inner strategy and that of the server's optimizer."""
+
+    inner: base.State
+    optimizer: optax.OptState  # of K models: leaves [K, ...]
+
+
+class Moments(NamedTuple):
+    """The state of `adaptive`, two trees like the parameters."""
+
+    first: trees.Params  # m
+    second: trees.Params  # v
+
+
+def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -> Strategy:
+    """Return a strategy whose server takes the inner server's change of the parameters as a negative gradient.
+
+    With the parameters x before a round and y after the inner server's update, the new ones are x + u, where u is the
+    update that ``optimizer`` makes of the gradient x - y; plain SGD of rate 1 gives y again. The other collections
+    (BatchNorm statistics) are those of the inner server: they are never extrapolated.
+
+    Each of K models has its own optimizer, by ``vmap``, so that a norm is that of one model. In FedMR the change of
+    model j includes that its layers came from other models. A model that the inner server leaves as it is (a cluster
+    of HypCluster without clients) has the gradient zero, but may go on by momentum.
+
+    Args:
+      inner: a strategy whose server keeps one model or K stacked models: a NamedTuple with a field ``model`` or
+        ``models``, every other field None.
+      optimizer: from `make_server_optimizer` or any other of optax.
+
+    Raises:
+      UserError: the server of the inner strategy keeps something else; raised by ``init``.
+    """
+
+    def init(key):
+        state = inner.init(key)
+        name = _name_of_models(state)
+        start = jax.vmap(optimizer.init) if name == "models" else optimizer.init
+        return State(state, start(getattr(state, name)["params"]))
+
+    def step(old, new, state):
+        updates, state = optimizer.update(trees.subtract(old, new), state, old)
+        return optax.apply_updates(old, updates), state
+
+    def server_update(state, uploads, cohort, round, key):
+        new, info = inner.server_update(state.inner, uploads, cohort, round, key)
+        name = _name_of_models(new)
+        before, after = getattr(state.inner, name), getattr(new, name)
+        step_all = jax.vmap(step) if name == "models" else step
+        params, moments = step_all(before["params"], after["params"], state.optimizer)
+        return State(new._replace(**{name: after | {"params": params}}), moments), info
+
+    def of_inner(member: Callable | None) -> Any:
+        return member and (lambda state, *rest: member(state.inner, *rest))
+
+    def between_rounds_of(member: Callable) -> Any:
+        def between_rounds(state, round, key):
+            new, info = member(state.inner, round, key)
+            return state._replace(inner=new), info
+
+        return between_rounds
+
+    def traffic_of(member: Callable) -> Any:
+        return lambda usual, state, *rest: member(usual, state.inner, *rest)
+
+    return inner._replace(
+        init=init,
+        dispatch=of_inner(inner.dispatch),
+        server_update=server_update,
+        global_model=of_inner(inner.global_model),
+        individual_models=of_inner(inner.individual_models),
+        select=of_inner(inner.select),
+        between_rounds=inner.between_rounds and between_rounds_of(inner.between_rounds),
+        traffic=inner.traffic and traffic_of(inner.traffic),
+        personal_model=of_inner(inner.personal_model),
+    )
+
+
+def _name_of_models(state: base.State) -> str:
+    """Return ``model`` or ``models``, the field of a server's state that is all of it.
+
+    Raises:
+      UserError: there is no such field, or others beside it.
+    """
+    kept = [name for name, value in state._asdict().items() if value is not None]
+    if kept in (["model"], ["models"]):
+        return kept[0]
+    extra = [name for name in kept if name not in ("model", "models")]
+    found = f"also keeps {', '.join(extra)}" if len(extra) < len(kept) else f"keeps {', '.join(extra) or 'no model'}"
+    raise UserError(
+        f"a server optimizer needs a server that keeps one model, or K models, and nothing else; that of this strategy "
+        f"{found}: use --server_optimizer=none"
+    )
+
+
+def make_server_optimizer(
+    name: str, *, lr: float | None = None, momentum: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
+) -> optax.GradientTransformation:
+    """Return an optimizer for `server_optimizer` by its name.
+
+    ``momentum`` (FedAvgM): v = beta v + delta, w = w + lr v, which is optax's SGD with momentum. ``adam``, ``yogi`` and
+    ``adagrad``: see `adaptive`.
+
+    Args:
+      name: one of `LEARNING_RATES`.
+      lr: learning rate; None: that of `LEARNING_RATES`.
+      momentum: beta of momentum, beta_1 of the others. Reddi et al. run FedAdagrad with 0.
+      beta2: beta_2 of adam and yogi.
+      tau: tau of adam, yogi and adagrad.
+    """
+    lr = LEARNING_RATES[name] if lr is None else lr
+    if name == "momentum":
+        return optax.sgd(lr, momentum=momentum)
+    return optax.chain(adaptive(name, beta1=momentum, beta2=beta2, tau=tau), optax.scale_by_learning_rate(lr))
+
+
+def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.GradientTransformation:
+    """Return m / (sqrt(v) + tau) of Algorithm 2 of Reddi et al., as a transformation of gradients.
+
+    From m = 0 and v = tau^2, with the gradient g: m = beta1 m + (1 - beta1) g, and v becomes v + g^2 (``adagrad``),
+    beta2 v + (1 - beta2) g^2 (``adam``) or v - (1 - beta2) g^2 sign(v - g^2) (``yogi``). optax's own of these names
+    differ: its Adam and Yogi correct the bias of both moments and start v at 0 and 1e-6; its Adagrad has no m and puts
+    the small number under the root.
+    """
+    second_moment = {
+        "adagrad": lambda v, square: v + square,
+        "adam": lambda v, square: beta2 * v + (1 - beta2) * square,
+        "yogi": lambda v, square: v - (1 - beta2) * square * jnp.sign(v - square),
+    }[kind]
+
+    def init(params):
+        return Moments(trees.zeros_like(params), jax.tree.map(lambda leaf: jnp.full_like(leaf, tau**2), params))
+
+    def update(updates, state, params=None):
+        first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.first, updates)
+        second = jax.tree.map(lambda v, g: second_moment(v, jnp.square(g)), state.second, updates)
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + tau), first, second), Moments(first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+# --- An exchange of layers among the clients --------------------------------------------------------------------------
+
+
+def secure_exchange(
+    inner: Strategy, problem: Problem, *, when: str = "before_upload", share: float = 0.5, repetitions: int = 1
+) -> Strategy:
+    """Return a strategy whose K clients exchange layers among themselves, so that an upload is not all a client's own.
+
+    Every layer's copies are permuted, so means and sums over the K models stay. Whole layers are exchanged, as in the
+    paper, whatever the server does with the models afterwards. Before the upload the layers are encrypted for the
+    server. Before the training they are in clear, because no client can train a model that it cannot read; there the
+    exchange changes nothing but bytes if all clients receive the same model.
+
+    The server takes an upload to be that of the client that sent it: weights by numbers of samples then belong to the
+    senders of layers instead of their owners, so that uniform weights are the ones to combine with an exchange.
+
+    What the clients tell: ``layers_unmoved``, the share of layers that are uploaded by their owners, and
+    ``layers_held_by_others``, the share of layers that another client had in its hands.
+
+    Args:
+      inner: a strategy whose payloads and uploads hold ``model``, one per client [K, ...], all of one network.
+      problem: of the inner strategy.
+      when: ``before_upload``, ``before_training`` or ``both``.
+      share: the probability with which a client sends a layer, in 0..1.
+      repetitions: exchanges each time.
+
+    Raises:
+      UserError: the clients have different networks; a payload or upload without ``model`` (in a round).
+    """
+    if not problem.layers:
+        raise UserError("clients of different networks have no layers to exchange: take one network (--model)")
+    layers, count = tuple(layer.leaves for layer in problem.layers), problem.cohort_size
+
+    def among_clients(models: Variables, key: jax.Array) -> tuple[Variables, Info]:
+        outcome = exchange(key, num_units=len(layers), count=count, share=share, repetitions=repetitions)
+        owners, others = jnp.arange(count)[None, :], ~jnp.eye(count, dtype=bool)[None]
+        info = {
+            "layers_unmoved": jnp.mean(outcome.permutations == owners),
+            "layers_held_by_others": jnp.mean(jnp.any(outcome.held & others, axis=1)),
+        }
+        return trees.permute(models, units=layers, permutations=outcome.permutations), info
+
+    def dispatch(state, cohort, key):
+        if when == "before_upload":
+            return inner.dispatch(state, cohort, key)
+        payload = inner.dispatch(state, cohort, jax.random.fold_in(key, 0))
+        return payload | {"model": among_clients(_model_of(payload), key)[0]}
+
+    def server_update(state, uploads, cohort, round, key):
+        if when == "before_training":
+            return inner.server_update(state, uploads, cohort, round, key)
+        exchange_key, key = jax.random.split(key)
+        models, exchanged = among_clients(_model_of(uploads), exchange_key)
+        state, info = inner.server_update(state, uploads | {"model": models}, cohort, round, key)
+        return state, info | exchanged
+
+    def traffic(usual, state, uploads, cohort, round):
+        """Every picked layer goes to another client and one comes back: expected bytes, without the encryption's."""
+        counted = inner.traffic(usual, state, uploads, cohort, round) if inner.traffic else usual
+        exchanges = repetitions * (2 if when == "both" else 1)
+        size = 2 * share * exchanges * trees.num_bytes(_model_of(uploads))
+        return counted._replace(peer=(*counted.peer, Parcels.of(1, int(size + 0.5))))
+
+    return inner._replace(
+        dispatch=dispatch, server_update=server_update, traffic=traffic if count > 1 else inner.traffic
+    )
+
+
+def _model_of(sent: Payload) -> Variables:
+    """Return the models [K, ...] of a payload or upload.
+
+    Raises:
+      UserError: there are none.
+    """
+    if "model" not in sent:
+        raise UserError(
+            "the exchange of layers needs payloads and uploads that hold a model of each client ('model'); this "
+            f"strategy sends {', '.join(sent) or 'nothing'}"
+        )
+    return sent["model"]

@@ -1,0 +1,388 @@
+"""Strategies made from strategies: the server's optimizers against their papers, the exchange of layers, refusals."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_mr import main, trees
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Row, Strategy, Traffic, fedavg, fedcross, indep
+from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, secure_exchange, server_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimized:
+    """A registered strategy with an optimizer of the server."""
+
+    inner: str = "fedavg"
+    own: Any = None
+    optimizer: str = "momentum"
+    lr: float | None = None
+    momentum: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+
+def inner_strategy(name, problem, hyper=None):
+    row = STRATEGIES[name]
+    return row.build(hyper or (row.hyper() if row.hyper else None), problem)
+
+
+def build(hyper, problem):
+    optimizer = make_server_optimizer(
+        hyper.optimizer, lr=hyper.lr, momentum=hyper.momentum, beta2=hyper.beta2, tau=hyper.tau
+    )
+    return server_optimizer(inner_strategy(hyper.inner, problem, hyper.own), optimizer)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(STRATEGIES, "optimized", Row(build, Optimized, "a test"))
+
+
+@pytest.fixture
+def problem(federation):
+    """A federation whose network has BatchNorm."""
+    return federation().problem
+
+
+def random_like(models, seed=0, *, scale=0.1):
+    """Return K different models near some; their running variances stay positive."""
+    leaves, structure = jax.tree.flatten(models)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    near = [leaf * (1 + scale * jax.random.uniform(key, leaf.shape)) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, near)
+
+
+def cohort_of(problem):
+    return Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
+
+
+# --- The optimizers against their papers ------------------------------------------------------------------------------
+
+
+def second_moment(kind, v, square, beta2):
+    if kind == "adagrad":
+        return v + square
+    if kind == "adam":
+        return beta2 * v + (1 - beta2) * square
+    return v - (1 - beta2) * square * (v - square).sign()
+
+
+class ByHand:
+    """FedAvgM, or Algorithm 2 of Reddi et al., for lists of tensors."""
+
+    def __init__(self, hyper, model):
+        self.hyper = hyper
+        self.m = [0 * each for each in model]
+        self.v = [0 * each + hyper.tau**2 for each in model]
+
+    def step(self, model, new):
+        hyper = self.hyper
+        deltas = [b - a for a, b in zip(model, new, strict=True)]
+        if hyper.optimizer == "momentum":
+            self.m = [hyper.momentum * m + delta for m, delta in zip(self.m, deltas, strict=True)]
+            return [w + hyper.lr * m for w, m in zip(model, self.m, strict=True)]
+        self.m = [hyper.momentum * m + (1 - hyper.momentum) * delta for m, delta in zip(self.m, deltas, strict=True)]
+        self.v = [second_moment(hyper.optimizer, v, d**2, hyper.beta2) for v, d in zip(self.v, deltas, strict=True)]
+        moments = zip(model, self.m, self.v, strict=True)
+        return [w + hyper.lr * m / (v**0.5 + hyper.tau) for w, m, v in moments]
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        Optimized(optimizer="momentum", lr=0.7, momentum=0.8),
+        Optimized(optimizer="adam", lr=0.05, momentum=0.7, beta2=0.6, tau=0.02),
+        Optimized(optimizer="yogi", lr=0.05, momentum=0.7, beta2=0.6, tau=0.02),
+        Optimized(optimizer="adagrad", lr=0.05, momentum=0.7, tau=0.02),
+    ],
+    ids=lambda hyper: hyper.optimizer,
+)
+def test_three_rounds_equal_the_equations(transcription, hyper):
+    by_hand = transcription("optimized", hyper)
+    model = by_hand.read(by_hand.progress.server.inner.model)
+    server = ByHand(hyper, model)
+    for clients in by_hand.rounds(3):
+        mean = by_hand.mean([by_hand.train(model, client) for client in clients], by_hand.sizes_of(clients))
+        model = server.step(model, mean)
+        by_hand.check(by_hand.progress.server.inner.model, model)
+        by_hand.check(by_hand.engine.deployed(by_hand.progress), model)
+
+
+def test_fedcross_with_momentum_is_momentum_per_model(transcription):
+    """v_j = beta v_j + (mixed_j - w_j) and w_j = w_j + v_j, for each of the K models; their mean is deployed."""
+    own = fedcross.Hyper(alpha=0.8, selection="in_order")
+    hyper = Optimized("fedcross", own, "momentum", lr=1.0, momentum=0.8)
+    by_hand = transcription("optimized", hyper)
+    models = [by_hand.read(trees.take(by_hand.progress.server.inner.models, row)) for row in range(3)]
+    servers = [ByHand(hyper, model) for model in models]
+    for round, clients in enumerate(by_hand.rounds(3)):
+        trained = [by_hand.train(model, client) for model, client in zip(models, clients, strict=True)]
+        others = [trained[(row + round % 2 + 1) % 3] for row in range(3)]
+        mixed = [by_hand.mean(pair, [0.8, 0.2]) for pair in zip(trained, others, strict=True)]
+        models = [server.step(model, new) for server, model, new in zip(servers, models, mixed, strict=True)]
+        for row, model in enumerate(models):
+            by_hand.check(trees.take(by_hand.progress.server.inner.models, row), model)
+        by_hand.check(by_hand.engine.deployed(by_hand.progress), by_hand.mean(models))
+
+
+def test_the_default_learning_rates_are_those_of_the_help():
+    (setting,) = [each for each in dataclasses.fields(Config) if each.name == "server_lr"]
+    assert "none: 1 (momentum), 0.1 (adam, adagrad) or 0.01 (yogi)" in setting.metadata["fedjax_mr"].help
+    assert LEARNING_RATES == {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
+    params, gradient = {"a": jnp.zeros(2)}, {"a": jnp.asarray([0.3, -0.2])}
+    for name, lr in LEARNING_RATES.items():
+        default, same = make_server_optimizer(name), make_server_optimizer(name, lr=lr)
+        first, second = (each.update(gradient, each.init(params), params)[0]["a"] for each in (default, same))
+        np.testing.assert_array_equal(first, second)
+
+
+# --- What is the inner strategy's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["fedavg", "fedcross", "fedmr"])
+def test_plain_sgd_of_rate_one_is_the_identity(problem, equal, inner):
+    """To one unit in the last place of the larger number: w + (new - w) is rounded twice where w is not near new."""
+    plain = inner_strategy(inner, problem)
+    wrapped = server_optimizer(plain, optax.sgd(1.0))
+    state = plain.init(jax.random.key(0))
+    (name,) = [name for name, value in state._asdict().items() if value is not None]
+    uploads = {"model": random_like(trees.broadcast(problem.model.init(jax.random.key(1)), 3), scale=5.0)}
+    arguments = uploads, cohort_of(problem), jnp.int32(1), jax.random.key(2)
+    expected, info = plain.server_update(state, *arguments)
+    start = wrapped.init(jax.random.key(0))
+    equal(start.inner, state)
+    found, told = wrapped.server_update(start, *arguments)
+    equal(told, info)
+    old, new, ours = (getattr(each, name) for each in (state, expected, found.inner))
+    equal({**ours, "params": None}, {**new, "params": None})
+
+    def to_one_unit(old, new, ours):
+        bound = np.spacing(np.maximum(np.abs(old), np.abs(new)))
+        assert np.all(np.abs(np.asarray(ours, np.float64) - np.asarray(new, np.float64)) <= bound)
+
+    jax.tree.map(to_one_unit, old["params"], new["params"], ours["params"])
+    equal(wrapped.global_model(found), plain.global_model(found.inner))
+
+
+@pytest.mark.parametrize("optimizer", LEARNING_RATES)
+def test_statistics_are_those_of_the_inner_strategy(problem, equal, optimizer):
+    plain = inner_strategy("fedavg", problem)
+    wrapped = server_optimizer(plain, make_server_optimizer(optimizer))
+    state = wrapped.init(jax.random.key(0))
+    for round in range(3):
+        uploads = {"model": random_like(trees.broadcast(state.inner.model, 3), round)}
+        arguments = uploads, cohort_of(problem), jnp.int32(round), jax.random.key(round)
+        expected = plain.server_update(state.inner, *arguments)[0].model
+        state = wrapped.server_update(state, *arguments)[0]
+        equal(state.inner.model["batch_stats"], expected["batch_stats"])
+    assert any(
+        np.any(a != b)
+        for a, b in zip(*map(jax.tree.leaves, (state.inner.model["params"], expected["params"])), strict=True)
+    )
+
+
+def test_each_of_k_models_has_an_optimizer_of_its_own(problem):
+    """A norm is that of one model: changes longer than 1 are clipped to 1, shorter ones are not."""
+    wrapped = server_optimizer(indep.build(None, problem), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    state = wrapped.init(jax.random.key(0))
+    lengths = jnp.asarray([0.5, 2.0, 30.0])
+    old = state.inner.models["params"]
+    count = sum(leaf[0].size for leaf in jax.tree.leaves(old))
+    new = jax.tree.map(
+        lambda leaf: leaf + (lengths / np.sqrt(count)).reshape(-1, *(1,) * (leaf.ndim - 1)).astype(leaf.dtype), old
+    )
+    uploads = {"model": state.inner.models | {"params": new}}
+    after = wrapped.server_update(state, uploads, cohort_of(problem), jnp.int32(0), jax.random.key(0))[0]
+    changes = jax.vmap(trees.squared_norm)(trees.subtract(after.inner.models["params"], old)) ** 0.5
+    np.testing.assert_allclose(changes, [0.5, 1.0, 1.0], rtol=1e-4)
+
+
+class Counter(NamedTuple):
+    model: Any
+
+
+def test_every_other_member_sees_the_inner_state():
+    """Including the code on the host between two rounds, whose new state the optimizer goes on with."""
+    parcels = Parcels.of(2, 7)
+    inner = Strategy(
+        init=lambda key: Counter({"params": jnp.ones(3)}),
+        dispatch=lambda state, cohort, key: {"model": state.model},
+        client_update=lambda payload, memory, data, round, key: (payload, memory, data),
+        server_update=lambda state, uploads, cohort, round, key: (Counter({"params": jnp.zeros(3)}), {}),
+        global_model=lambda state: state.model,
+        individual_models=lambda state: state.model,
+        select=lambda state, key: state.model,
+        init_memory=lambda key: "memory",
+        between_rounds=lambda state, round, key: (Counter({"params": state.model["params"] + round}), {"told": 1}),
+        traffic=lambda usual, state, uploads, cohort, round: usual._replace(down=(parcels, state.model)),
+        personal_model=lambda state, memory, data, key: (state.model, memory),
+    )
+    wrapped, key = server_optimizer(inner, optax.sgd(1.0, momentum=0.5)), jax.random.key(0)
+    state = wrapped.init(key)
+    model = state.inner.model
+    assert wrapped.dispatch(state, None, key)["model"] is model
+    assert wrapped.select(state, key) is model
+    assert wrapped.global_model(state) is model and wrapped.individual_models(state) is model
+    assert wrapped.personal_model(state, "own", None, key) == (model, "own")
+    assert wrapped.traffic(Traffic(), state, {}, None, 0).down == (parcels, model)
+    assert (wrapped.init_memory, wrapped.client_update) == (inner.init_memory, inner.client_update)
+    state, _ = wrapped.server_update(state, {}, None, 0, key)
+    later, told = wrapped.between_rounds(state, 4, key)
+    assert told == {"told": 1} and later.optimizer is state.optimizer
+    np.testing.assert_array_equal(later.inner.model["params"], 4)
+    bare = server_optimizer(inner_strategy("fedavg", None), optax.sgd(1.0))
+    assert (bare.select, bare.between_rounds, bare.traffic, bare.personal_model, bare.individual_models) == (None,) * 5
+
+
+# --- Which strategies -----------------------------------------------------------------------------------------------
+
+
+TAKES_ONE = ("fedavg", "fedprox", "moon", "fedasam", "fedcross", "fedmr", "indep")
+TAKES_ONE += ("centralized", "hypcluster", "pfedme", "fml", "mapper")
+
+
+@pytest.mark.parametrize("inner", TAKES_ONE)
+def test_strategies_of_models_alone_take_an_optimizer(problem, inner):
+    wrapped = server_optimizer(inner_strategy(inner, problem), make_server_optimizer("adam"))
+    state = jax.eval_shape(wrapped.init, jax.random.key(0))
+    (model,) = [value for value in state.inner if value is not None]
+    count = len(jax.tree.leaves(model["params"]))
+    assert len(jax.tree.leaves(state.optimizer)) == 2 * count  # m and v, and no counter
+
+
+@pytest.mark.parametrize(
+    "inner, hyper, extra",
+    [
+        ("scaffold", None, "also keeps control:"),
+        ("fedexp", None, "also keeps previous:"),
+        ("fedmut", None, "also keeps change, beta:"),
+        ("fedgen", None, "also keeps generator"),
+        ("clusamp", None, "also keeps changes, distances, distributions:"),
+        ("fedcross", fedcross.Hyper(deployed="uploaded"), "also keeps deployed:"),
+        ("fedme", None, "also keeps clusters:"),
+        ("pfedhr", None, "also keeps rows"),
+        ("fedgh", None, "keeps header"),
+        ("local", None, "keeps no model:"),
+    ],
+)
+def test_others_are_refused_in_one_line(problem, inner, hyper, extra):
+    wrapped = server_optimizer(inner_strategy(inner, problem, hyper), optax.sgd(1.0))
+    with pytest.raises(UserError) as caught:
+        jax.eval_shape(wrapped.init, jax.random.key(0))
+    message = str(caught.value)
+    assert extra in message and "--server_optimizer=none" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("flags", [["--strategy=pfedhr", "--public_share=0.1"], ["--strategy=scaffold"]])
+def test_the_command_refuses_them_before_a_folder_exists(tmp_path, capsys, flags):
+    folder = tmp_path / "run"
+    assert main.main([*flags, "--server_optimizer=adam", "--noprogress", f"--run_dir={folder}"]) == 2
+    out, shown = capsys.readouterr()
+    assert (out, shown.count("\n")) == ("", 1) and "also keeps" in shown
+    assert not folder.exists()
+
+
+# --- With BatchNorm, in rounds --------------------------------------------------------------------------------------
+
+
+SETTINGS = [
+    Optimized("fedavg", optimizer="momentum"),
+    Optimized("fedcross", optimizer="momentum"),
+    Optimized("fedavg", optimizer="adam"),
+    Optimized("fedavg", optimizer="yogi"),
+    Optimized("fedavg", optimizer="adagrad"),
+]
+
+
+@pytest.mark.parametrize("hyper", SETTINGS, ids=lambda hyper: f"{hyper.inner}-{hyper.optimizer}")
+def test_variances_stay_positive_and_models_finite(engine, hyper):
+    engine = engine("optimized", hyper=hyper)
+    progress, _ = engine.run(engine.init(), 20)
+    variances = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(progress.server.inner):
+        if path[-1].key == "var":
+            variances += 1
+            assert np.all(np.asarray(leaf) >= 0)
+    assert variances
+    assert bool(trees.all_finite(engine.deployed(progress)))
+
+
+def test_a_checkpoint_continues_bit_for_bit(engine, equal, tmp_path):
+    engine = engine("optimized", hyper=SETTINGS[1])
+    progress, _ = engine.run(engine.init(), 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, progress, {})
+    straight, _ = engine.run(progress, 2)
+    restored, _ = checkpoints.restore(engine.shapes())
+    resumed, _ = engine.run(engine.place(restored), 2)
+    equal(straight, resumed)
+    velocity, _ = resumed.server.optimizer
+    assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(velocity)) > 0
+
+
+# --- The exchange of layers -----------------------------------------------------------------------------------------
+
+
+def rows_of_layers(models, problem):
+    """Return each layer's copies as rows of numbers: arrays [K, numbers]."""
+    leaves = [np.asarray(leaf, np.float64).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(models)]
+    return [np.concatenate([leaves[leaf] for leaf in layer.leaves], axis=1) for layer in problem.layers]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_exchange_around_fedcross_keeps_every_sum_and_whole_layers(problem, close, seed):
+    crossed = inner_strategy("fedcross", problem, fedcross.Hyper(selection="in_order"))
+    secure = secure_exchange(crossed, problem, when="both", share=0.9, repetitions=2)
+    state, key = crossed.init(jax.random.key(seed)), jax.random.key(100 + seed)
+    state = state._replace(models=random_like(state.models, seed))
+    sent = secure.dispatch(state, cohort_of(problem), key)["model"]
+    for before, after in zip(rows_of_layers(state.models, problem), rows_of_layers(sent, problem), strict=True):
+        assert sorted(map(tuple, before)) == sorted(map(tuple, after))
+    arguments = {"model": sent}, cohort_of(problem), jnp.int32(seed), key
+    ours, info = secure.server_update(state, *arguments)
+    theirs, _ = crossed.server_update(state, *arguments)
+    close(crossed.global_model(ours), crossed.global_model(theirs))  # mixing in order keeps the sums, too
+    assert 0 <= float(info["layers_unmoved"]) <= 1 and 0 <= float(info["layers_held_by_others"]) <= 1
+
+
+def test_equal_clients_exchange_and_average_to_the_same_model(engine, problem, close, sent):
+    """And the traffic among clients comes beside what the inner strategy counts."""
+    average = inner_strategy("fedavg", problem, fedavg.Hyper(weights="uniform"))
+    counts = average._replace(traffic=lambda usual, state, uploads, cohort, round: Traffic(peer=(Parcels.of(1, 5),)))
+    secure = secure_exchange(counts, problem, share=0.5, repetitions=3)
+    state, key = average.init(jax.random.key(0)), jax.random.key(1)
+    arguments = {"model": random_like(trees.broadcast(state.model, 3))}, cohort_of(problem), jnp.int32(0), key
+    close(secure.server_update(state, *arguments)[0], average.server_update(state, *arguments)[0])
+    peer = 3 * 3 * trees.num_bytes(state.model)  # half of the layers of 3 clients go and come, 3 times
+    assert secure.traffic(Traffic(), state, *arguments[:3]).num_bytes() == (0, 0, peer + 5)
+
+
+def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation, problem):
+    for name in ("fccl", "hypcluster"):  # logits; k models for every client
+        secure = secure_exchange(inner_strategy(name, problem), problem, when="both")
+        with pytest.raises(UserError, match=r"a model of each client.*this strategy sends"):
+            jax.eval_shape(
+                lambda key, secure=secure: secure.dispatch(secure.init(key), cohort_of(problem), key), jax.random.key(0)
+            )
+    several = federation("thin,perceptron").problem
+    with pytest.raises(UserError, match="different networks"):
+        secure_exchange(inner_strategy("fml", several), several)
+
+
+# --- Both, as flags -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_runs_fedcross_with_server_momentum(tmp_path, capsys):
+    flags = ["--strategy=fedcross", "--server_optimizer=momentum", "--server_lr=0.5", "--rounds=2", "--noprogress"]
+    assert main.main([*flags, "--local_epochs=1", "--clients=6", "--cohort=3", f"--run_dir={tmp_path / 'run'}"]) == 0
+    assert "--server_optimizer=momentum" in (tmp_path / "run" / "run.flags").read_text()
+    assert "accuracy" in capsys.readouterr().out
