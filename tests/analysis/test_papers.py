@@ -32,6 +32,7 @@ REASSEMBLY = {
         ({"strategy": "fedcross"}, ("fedcross", 58.74)),
         ({"strategy": "fedcross", "hyper": fedcross.Hyper(alpha=0.5)}, None),  # Table 2 has it for Dirichlet(1) alone
         ({"strategy": "fedcross", "hyper": fedcross.Hyper(alpha=0.5), "alpha": 1.0}, ("fedcross", 56.81)),
+        ({"strategy": "fedcross", "server_optimizer": "momentum"}, None),
         ({"strategy": "indep"}, None),
         (REASSEMBLY, ("pfedhr", 93.76)),
         (REASSEMBLY | {"classes_per_client": 3}, None),

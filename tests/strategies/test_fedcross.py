@@ -33,7 +33,10 @@ def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close):
 
 def test_warmup_is_uniform_fedavg(engine, close):
     warming = engine("fedcross", hyper=Hyper(warmup_rounds=2))
-    close(warming.deployed(after(warming, 2)), after(engine("fedavg", hyper=fedavg.Hyper(weights="uniform")), 2).server.model)
+    close(
+        warming.deployed(after(warming, 2)),
+        after(engine("fedavg", hyper=fedavg.Hyper(weights="uniform")), 2).server.model,
+    )
 
 
 @pytest.mark.parametrize("deployed", ["mixed", "uploaded"])
@@ -43,7 +46,9 @@ def test_the_deployed_model_is_a_mean_after_or_before_the_mixing(federation, clo
     strategy = fedcross.build(Hyper(alpha=0.7, selection="highest", deployed=deployed), problem)
     state = strategy.init(jax.random.key(0))
     close(strategy.global_model(state), trees.take(state.models, 0))
-    uploads = {"model": jax.tree.map(lambda leaf: leaf + jax.random.normal(jax.random.key(1), leaf.shape), state.models)}
+    uploads = {
+        "model": jax.tree.map(lambda leaf: leaf + jax.random.normal(jax.random.key(1), leaf.shape), state.models)
+    }
     state, _ = strategy.server_update(state, uploads, None, jnp.int32(0), None)
     assert (state.deployed is None) == (deployed == "mixed")
     means = {"mixed": trees.mean(state.models), "uploaded": trees.mean(uploads["model"])}
