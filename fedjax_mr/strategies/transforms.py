@@ -193,8 +193,8 @@ def secure_exchange(
     The server takes an upload to be that of the client that sent it: weights by numbers of samples then belong to the
     senders of layers instead of their owners, so that uniform weights are the ones to combine with an exchange.
 
-    What the clients tell: ``layers_unmoved``, the share of layers that are uploaded by their owners, and
-    ``layers_held_by_others``, the share of layers that another client had in its hands.
+    The information of a round, with an exchange before the upload: ``layers_unmoved``, the share of layers that are
+    uploaded by their owners, and ``layers_held_by_others``, the share of layers that another client has had in hand.
 
     Args:
       inner: a strategy whose payloads and uploads hold ``model``, one per client [K, ...], all of one network.
