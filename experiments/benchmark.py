@@ -46,7 +46,7 @@ from fedjax_mr.engine.clients import assign, client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.experiment.build import build_model, build_rounds, samples
-from fedjax_mr.experiment.run import peak_memory_bytes
+from fedjax_mr.experiment.experiment import peak_memory_bytes
 from fedjax_mr.models import MODELS, windows
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.strategies import fedme

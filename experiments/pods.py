@@ -32,10 +32,11 @@ import numpy as np
 
 import fedjax_mr as fmr
 from fedjax_mr import data, trees
-from fedjax_mr.engine import rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.program import Program
+from fedjax_mr.engine.round import begin
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.experiment.build import build_model, build_rounds
 
 KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
@@ -86,7 +87,7 @@ class Compiled(Exception):
     """Carries a program that was compiled instead of called."""
 
 
-def compiled_rounds(engine: rounds.Rounds) -> str:
+def compiled_rounds(engine: Rounds) -> str:
     """Return the HLO text of the program that runs whole rounds."""
 
     def stop(self: Program, *args: Any) -> None:
@@ -108,10 +109,10 @@ def leaf_type(leaf: Any) -> tuple[Any, Any]:
     return leaf.shape, leaf.dtype
 
 
-def compiled_clients(engine: rounds.Rounds) -> str:
+def compiled_clients(engine: Rounds) -> str:
     """Return the HLO text of the program that trains the clients."""
-    begin = lambda given, progress: rounds.begin(engine.build, engine.axis, given, progress)[1]
-    rows = jax.eval_shape(begin, engine.given, engine.shapes())
+    rows_of = lambda given, progress: begin(engine.build, engine.axis, given, progress)[1]
+    rows = jax.eval_shape(rows_of, engine.given, engine.shapes())
     sharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=engine.axis.sharded), rows)
     number = jax.ShapeDtypeStruct((), np.int32, sharding=engine.axis.replicated)
     return jax.jit(engine.train_all()).lower((engine.given, number), sharded).compile().as_text() or ""
@@ -146,7 +147,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     return row
 
 
-def seconds_per_round(engine: rounds.Rounds) -> float | None:
+def seconds_per_round(engine: Rounds) -> float | None:
     """Return the median of three rounds after the first, or None where cores do not back the devices."""
     if engine.axis.num_devices > usable_cores():
         return None

@@ -11,7 +11,8 @@ from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.engine import local
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment.run import Interrupted, Result, run
+from fedjax_mr.experiment.experiment import Result
+from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.models import MODELS, BlockNet, Model, Variables
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms

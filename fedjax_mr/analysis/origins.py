@@ -20,7 +20,7 @@ import numpy as np
 from fedjax_mr import config as configuration
 from fedjax_mr import data
 from fedjax_mr.analysis import runs, tables
-from fedjax_mr.engine import rounds
+from fedjax_mr.engine.round import SERVER
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.strategies import fedmr
@@ -70,7 +70,7 @@ def replay(run: runs.Run, *, last: int, back: int, data_dir: str | None = None) 
     origins = np.tile(np.arange(count), (len(units), 1))
     found = [origins]
     for round in range(last - 1, max(hyper.stage1_rounds, last - back) - 1, -1):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), rounds.SERVER), round)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), SERVER), round)
         permutations = np.asarray(unit_permutations(key, len(units), count))
         origins = np.take_along_axis(permutations, origins, axis=1)
         found.append(origins)

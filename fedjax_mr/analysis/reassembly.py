@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(tables.aligned(rows))
     if arguments.seconds:
         rebuilt = runs.rebuild(run, data_dir=arguments.data_dir)
-        state = Checkpoints(run.path / "checkpoints").restore(rebuilt.engine.shapes(), numbers[-1])[0].server
+        state = Checkpoints(run.path / "checkpoints").restore(rebuilt.rounds.shapes(), numbers[-1])[0].server
         print(tables.aligned([("step of the server", "seconds"), *measured(rebuilt, state)]))
     print(f"drawn in {folder}")
 
@@ -95,7 +95,7 @@ def teachers_of(account: Account) -> dict[int, Strip]:
 
 def measured(rebuilt: runs.Rebuilt, state: pfedhr.State) -> list[tuple[str, str]]:
     """Return the seconds of each step of a reassembly once everything is compiled, and the number of programs."""
-    problem, hyper = rebuilt.engine.given.problem, configuration.hyper(rebuilt.config)
+    problem, hyper = rebuilt.rounds.given.problem, configuration.hyper(rebuilt.config)
     assert isinstance(hyper, pfedhr.Hyper)
     server, rows = pfedhr.Server(hyper, problem), range(problem.cohort_size)
     take = lambda row: jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.models)

@@ -121,7 +121,7 @@ class Rebuilt(NamedTuple):
     config: Config
     federated: FederatedData
     model: Model
-    engine: Rounds
+    rounds: Rounds
 
 
 def rebuild(run: Run, *, data_dir: str | None = None) -> Rebuilt:
@@ -140,10 +140,10 @@ def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) 
     Raises:
       UserError: there is no such checkpoint, it is damaged, or the data are no longer those of the run.
     """
-    _, federated, model, engine = rebuild(run, data_dir=data_dir)
-    progress, meta = Checkpoints(run.path / "checkpoints").restore(engine.shapes(), round)
+    _, federated, model, rounds = rebuild(run, data_dir=data_dir)
+    progress, meta = Checkpoints(run.path / "checkpoints").restore(rounds.shapes(), round)
     if meta["data"] != federated.hash():
         raise UserError(f"{run.path} was made with other data: its partition hash is {meta['data']}")
     server = getattr(progress.server, "inner", progress.server)  # the strategy's own beside a server's optimizer
     models: Any = getattr(server, "models", None)
-    return Trained(int(progress.round), federated, model, engine.deployed(progress), models)
+    return Trained(int(progress.round), federated, model, rounds.deployed(progress), models)

@@ -39,9 +39,11 @@ import scipy.special
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.data import Split
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.round import Federation, Given
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
@@ -205,7 +207,7 @@ def regularised(problem: Convex, model: Model) -> local.Loss:
     return loss
 
 
-def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> rounds.Rounds:
+def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rounds:
     """Return the rounds of a registered strategy on a convex problem, with the theorem's learning rates."""
     clients, samples, dimension = problem.x.shape
     model = Model(Linear(), (dimension + 1,))
@@ -238,8 +240,8 @@ def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> rou
     pool = local.Samples(x, np.zeros(len(x), np.int32), np.ones(1, np.float32), np.zeros(1, np.float32))
     split = Split.of(np.split(np.arange(len(x)), clients))
     axis = client_axis(devices=1, lanes=clients, cohort_size=clients)
-    federation = rounds.Federation(pool, split.index, split.offsets)
-    return rounds.Rounds(build, rounds.Given(given, federation, jax.random.key(seed)), axis)
+    federation = Federation(pool, split.index, split.offsets)
+    return Rounds(build, Given(given, federation, jax.random.key(seed)), axis)
 
 
 class History(NamedTuple):

@@ -10,7 +10,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.engine.local import Samples, Score
 from fedjax_mr.engine.placement import place
-from fedjax_mr.engine.program import Program
+from fedjax_mr.engine.program import Program, Programs
 from fedjax_mr.models.base import Model, Variables
 
 
@@ -48,7 +48,7 @@ class Evaluation:
         def score_all(models: Variables, samples: Samples, mask: jax.Array) -> Score:
             return jax.lax.map(lambda variables: score(variables, samples, mask), models)
 
-        self.programs = {"test": Program(self._on_devices(score)), "test_all": Program(self._on_devices(score_all))}
+        self.programs = Programs(test=Program(self._on_devices(score)), test_all=Program(self._on_devices(score_all)))
 
     def one(self, variables: Variables) -> Result:
         """Test one model."""

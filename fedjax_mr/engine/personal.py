@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.data.federated import FederatedData
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import map_clients
 from fedjax_mr.engine.local import Array, ClientData, Samples, Score
 from fedjax_mr.engine.placement import place
-from fedjax_mr.engine.program import Program
-from fedjax_mr.engine.rounds import Given, Progress, Rounds, State
+from fedjax_mr.engine.program import Programs
+from fedjax_mr.engine.round import PERSONAL, Given, Progress, round_key
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import kept_for_validation
+from fedjax_mr.strategies.base import State, kept_for_validation
 
 BATCH_OF_ONE = 64  # test samples per step of one client; most have few
 
@@ -52,7 +53,7 @@ def worst_tenth(values: np.ndarray) -> float:
     return float(np.sort(values)[: math.ceil(len(values) / 10)].mean())
 
 
-class _Row(NamedTuple):
+class _ClientToTest(NamedTuple):
     """What travels to the device that tests one client; NumPy arrays before that."""
 
     memory: Any
@@ -75,11 +76,11 @@ class _Shared(NamedTuple):
 class PersonalEvaluation:
     """The compiled test of all N clients, over the client axis."""
 
-    def __init__(self, engine: Rounds, federated: FederatedData, test: Samples) -> None:
+    def __init__(self, rounds: Rounds, federated: FederatedData, test: Samples) -> None:
         """Place the clients' test samples on the devices.
 
         Args:
-          engine: the rounds whose clients are tested.
+          rounds: the rounds whose clients are tested.
           federated: who owns which test samples.
           test: the samples that ``federated.client_test`` divides.
 
@@ -89,14 +90,14 @@ class PersonalEvaluation:
         split = federated.client_test.split
         if not len(split.index):
             raise UserError(f"the clients of {federated.dataset.name} have no test samples: give --client_test_share")
-        if engine.data_on_host:
+        if rounds.data_on_host:
             raise UserError("tests of each client's own model need the samples on the device: --data_placement=device")
-        self.engine = engine
-        self.axis = engine.axis
-        self.programs: dict[str, Program] = {}
+        self.rounds = rounds
+        self.axis = rounds.axis
+        self.programs = Programs()
         self._split = split
-        samples = engine.given.federation.samples if federated.own_test else test
-        self._test, self._test_index = place((samples, split.index), engine.axis.replicated)
+        samples = rounds.given.federation.samples if federated.own_test else test
+        self._test, self._test_index = place((samples, split.index), rounds.axis.replicated)
 
     def test(self, progress: Progress) -> Clients:
         """Test every client's own model; that of all where the method has a single one."""
@@ -107,12 +108,12 @@ class PersonalEvaluation:
         return self._run(progress, epochs)
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
-        axis, problem = self.axis, self.engine.given.problem
+        axis, problem = self.axis, self.rounds.given.problem
         count = problem.num_clients
         order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client fills up
-        offsets = np.asarray(self.engine.given.federation.offsets)
+        offsets = np.asarray(self.rounds.given.federation.offsets)
         sizes, test_offsets = np.asarray(problem.sizes), self._split.offsets
-        row = _Row(
+        row = _ClientToTest(
             progress.memory,
             np.arange(count, dtype=np.int32),
             offsets[:-1],
@@ -123,11 +124,9 @@ class PersonalEvaluation:
         )
         rows = place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
         server, round = place((progress.server, progress.round), axis.replicated)
-        shared = _Shared(self.engine.given, server, self._test, self._test_index, round)
-        name = f"personal_{epochs}"
-        if name not in self.programs:
-            self.programs[name] = Program(map_clients(axis, lambda shared, row: self._one(shared, row, epochs)))
-        out = self.programs[name](shared, rows)
+        shared = _Shared(self.rounds.given, server, self._test, self._test_index, round)
+        program = map_clients(axis, lambda shared, row: self._one(shared, row, epochs))
+        out = self.programs.call(f"personal_{epochs}", program, shared, rows)
         if not out[2].is_fully_addressable:
             out = jax.device_put(out, axis.replicated)
         test, validation, architecture = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], out)
@@ -140,11 +139,11 @@ class PersonalEvaluation:
                 architecture,
             )
 
-    def _one(self, shared: _Shared, row: _Row, epochs: int) -> tuple[Score, Score, jax.Array]:
+    def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
         given = shared.given
         problem, federation = given.problem, given.federation
-        strategy, model = self.engine.build(problem), problem.model
-        key = jax.random.fold_in(jax.random.fold_in(given.key, rounds.PERSONAL), shared.round)
+        strategy, model = self.rounds.build(problem), problem.model
+        key = round_key(given.key, PERSONAL, shared.round)
         own_key, key = jax.random.split(jax.random.fold_in(key, row.client_id))
         data = ClientData(
             federation.samples, federation.index, row.offset, row.size, row.client_id, row.validation_size

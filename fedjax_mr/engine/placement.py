@@ -1,4 +1,4 @@
-"""Client data larger than a device: they stay on the host, and a cohort's samples are sent ahead of its round."""
+"""Placement: on the devices, or on the host for what is larger than they are; then only a cohort's rows travel."""
 
 from typing import Any, NamedTuple
 
@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class Sent(NamedTuple):
+class CohortSamples(NamedTuple):
     """The samples of the clients of a round in the order of the layout, each filled up to the largest client's number.
 
-    What fills up is never trained on.
+    The filling is never trained on.
     """
 
     x: Any  # [K', largest client, ...]
     y: Any  # [K', largest client]
 
 
-class HostData:
-    """The federation's samples in the host's memory, or in files mapped into it."""
+class HostSamples:
+    """The federation's samples in the host's memory, or in files mapped into it; a cohort's are sent to the devices."""
 
     def __init__(self, x: Any, y: Any, index: Any, offsets: Any, *, sharding: jax.sharding.Sharding) -> None:
         """Keep the samples [M, ...], the clients' rows in a flat index array and their offsets [N + 1].
@@ -34,16 +34,9 @@ class HostData:
         self._index, self._offsets = np.asarray(index), np.asarray(offsets)
         self._width = max(1, int(np.diff(self._offsets).max()))
         self._sharding = sharding
+        self._ahead: dict[int, CohortSamples] = {}  # by round; at most one
 
-    def shapes(self, count: int) -> Sent:
-        """Return the shapes of what is sent for ``count`` = K' clients."""
-        shape = (count, self._width)
-        return Sent(
-            jax.ShapeDtypeStruct((*shape, *self._x.shape[1:]), self._x.dtype),
-            jax.ShapeDtypeStruct(shape, self._y.dtype),
-        )
-
-    def send(self, ids: np.ndarray) -> Sent:
+    def send(self, ids: np.ndarray) -> CohortSamples:
         """Begin to send the samples of clients ``ids`` [K']; each process gathers those of its own devices alone."""
         positions = self._offsets[ids][:, None] + np.arange(self._width)
         rows = self._index[np.minimum(positions, len(self._index) - 1)]
@@ -52,7 +45,27 @@ class HostData:
             shape = (*rows.shape, *array.shape[1:])
             return jax.make_array_from_callback(shape, self._sharding, lambda part: array[rows[(part or ())[:2]]])
 
-        return Sent(put(self._x), put(self._y))
+        return CohortSamples(put(self._x), put(self._y))
+
+    def send_ahead(self, round: int, ids: np.ndarray) -> None:
+        """Begin to send the samples of a later round."""
+        self._ahead = {round: self.send(ids)}
+
+    def sent_ahead(self, round: int) -> CohortSamples | None:
+        """Return a round's samples if they were sent ahead; forget all that were."""
+        ahead, self._ahead = self._ahead, {}
+        return ahead.get(round)
+
+
+def rows_of(memory: Any, ids: np.ndarray) -> Any:
+    """Return the rows [R, ...] of some clients from a memory [N, ...] that the host keeps."""
+    return jax.tree.map(lambda leaf: leaf[ids], memory)
+
+
+def write_rows(memory: Any, ids: np.ndarray, rows: Any) -> None:
+    """Write the rows [R, ...] of some clients into a memory [N, ...] that the host keeps."""
+    for leaf, new in zip(jax.tree.leaves(memory), jax.tree.leaves(rows), strict=True):
+        leaf[ids] = np.asarray(new)
 
 
 def place(tree: Any, shardings: Any) -> Any:

@@ -1,8 +1,9 @@
-"""A compiled function that is traced exactly once."""
+"""Compiled functions, each traced exactly once, and the time that they take."""
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -46,3 +47,54 @@ class Program:
     def _traced(self, *args: Any) -> Any:
         self.traces += 1
         return self._function(*args)
+
+
+class Programs(dict[str, Program]):
+    """Programs by name, each made at its first call."""
+
+    def call(self, name: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
+        """Run the program of a name; ``function``, ``donate`` and ``out`` matter at its first call (see `Program`)."""
+        if name not in self:
+            self[name] = Program(function, donate=donate, out=out)
+        return self[name](*args)
+
+    @property
+    def compile_seconds(self) -> float:
+        """The time spent in tracing and compiling."""
+        return sum(program.compile_seconds for program in self.values())
+
+
+class Clock:
+    """The seconds of rounds on the clients' side and on the server's, without compilation.
+
+    Attributes:
+      rounds: how many were timed.
+    """
+
+    def __init__(self, programs: Programs, *, waits: bool) -> None:
+        """Time nothing yet.
+
+        Args:
+          programs: whose compilation is not counted.
+          waits: wait for the results of each side; without this the seconds mean nothing and are not reported.
+        """
+        self.rounds = 0
+        self._programs = programs
+        self._waits = waits
+        self._seconds = {"clients": 0.0, "server": 0.0}
+
+    @contextlib.contextmanager
+    def side(self, side: str) -> Iterator[list[Any]]:
+        """Add the time of the body to a side; the body lists its results, which are waited for."""
+        results: list[Any] = []
+        compiled, started = self._programs.compile_seconds, time.perf_counter()
+        yield results
+        if self._waits:
+            jax.block_until_ready(results)
+        self._seconds[side] += time.perf_counter() - started - (self._programs.compile_seconds - compiled)
+
+    def seconds_per_round(self) -> dict[str, float]:
+        """Return ``clients_seconds_per_round`` and ``server_seconds_per_round``; nothing if no round was timed."""
+        if not (self._waits and self.rounds):
+            return {}
+        return {f"{side}_seconds_per_round": total / self.rounds for side, total in self._seconds.items()}

@@ -13,8 +13,10 @@ from fedjax_mr import models, trees
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.augment import crop_flip
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import ClientAxis
+from fedjax_mr.engine.round import Federation, Given
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.architectures import architectures
 from fedjax_mr.models import Model, Zoo
@@ -43,7 +45,7 @@ def _build_one(name: str, config: Config, federated: FederatedData) -> Model:
     )
 
 
-def build_rounds(config: Config, federated: FederatedData, model: Model, axis: ClientAxis) -> rounds.Rounds:
+def build_rounds(config: Config, federated: FederatedData, model: Model, axis: ClientAxis) -> Rounds:
     """Return the compiled programs of a configuration's strategy on a layout."""
     setting = local.LocalSetting(
         optimizer=local.make_optimizer(
@@ -75,11 +77,11 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
         validation_sizes=None if validation is None else jnp.asarray(validation.sizes, jnp.int32),
     )
     dataset, split = federated.dataset, federated.train_and_validation()
-    federation = rounds.Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
+    federation = Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
     build = functools.partial(build_strategy, config)
-    return rounds.Rounds(
+    return Rounds(
         build,
-        rounds.Given(problem, federation, jax.random.key(config.seed)),
+        Given(problem, federation, jax.random.key(config.seed)),
         axis,
         stop_at_divergence=not config.allow_nonfinite,
         memory_on_host=memory_on_host(config, build(problem), axis),

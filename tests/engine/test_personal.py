@@ -9,7 +9,8 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.data import Dataset, FederatedData, Split
-from fedjax_mr.engine import local, personal, rounds
+from fedjax_mr.engine import local, personal
+from fedjax_mr.engine.round import PERSONAL
 
 
 def federated(given):
@@ -33,7 +34,7 @@ def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
     tested, tuned = clients.test(progress), clients.finetuned(progress, 3)
     given, progress, deployed = jax.device_get((engine.given, progress, engine.deployed(progress)))
     problem, (samples, index, offsets) = given.problem, given.federation
-    key = jax.random.fold_in(jax.random.fold_in(given.key, rounds.PERSONAL), 2)
+    key = jax.random.fold_in(jax.random.fold_in(given.key, PERSONAL), 2)
     for client, rows in enumerate(data.test.parts()):
         if not len(rows):
             assert np.isnan(tested.accuracy[client]) and tested.count[client] == 0

@@ -29,7 +29,7 @@ def test_the_next_cohort_is_sent_while_this_one_trains(engine, monkeypatch):
         return call
 
     monkeypatch.setattr(type(rounds), "_fused", noting("train", type(rounds)._fused))
-    monkeypatch.setattr(placement.HostData, "send", noting("send", placement.HostData.send))
+    monkeypatch.setattr(placement.HostSamples, "send", noting("send", placement.HostSamples.send))
     progress, _ = rounds.run(rounds.init(), 2)
     rounds.run(progress, 1)
     assert order == ["send", "train", "send", "train", "send", "train", "send"]
@@ -39,9 +39,9 @@ def test_what_is_sent(federation):
     given = federation("linear")
     samples, index, offsets = given.federation
     device = placement.jax.sharding.SingleDeviceSharding(placement.jax.devices()[0])
-    data = placement.HostData(samples.x, samples.y, index, offsets, sharding=device)
+    data = placement.HostSamples(samples.x, samples.y, index, offsets, sharding=device)
     sent = data.send(np.array([2, 5, 2]))
-    assert sent.x.shape == (3, 12, 4, 4, 1) and sent.x.shape == data.shapes(3).x.shape
+    assert sent.x.shape == (3, 12, 4, 4, 1)
     for row, client in enumerate((2, 5, 2)):
         own = index[offsets[client] : offsets[client + 1]]
         np.testing.assert_array_equal(sent.x[row, : len(own)], samples.x[own])

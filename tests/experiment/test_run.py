@@ -15,8 +15,9 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import main as command
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.folder import run_state
-from fedjax_mr.experiment.run import Experiment, Interrupted
+from fedjax_mr.experiment.run import Interrupted, Run
 
 SMALL = dict(model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, progress=False)
 FLAGS = [f"--{name}={value}" for name, value in SMALL.items() if name != "progress"]
@@ -106,14 +107,14 @@ def test_an_exception_in_any_call_loses_only_the_rounds_since_the_checkpoint(str
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
-    ordinary = Experiment._train
+    ordinary = Run._advance
 
     def interrupt(self, progress, count):
-        if int(progress.round) == 3 and not self.folder.resumed:
+        if int(progress.round) == 3 and not self.experiments[0].folder.resumed:
             os.kill(os.getpid(), signal.SIGINT)
         return ordinary(self, progress, 1)
 
-    monkeypatch.setattr(Experiment, "_train", interrupt)
+    monkeypatch.setattr(Run, "_advance", interrupt)
     monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
     with pytest.raises(Interrupted, match=r"stopped after round 4 of 6, saved; .*--run_dir=a --resume") as stop:
         fmr.run(fmr.Config(**SMALL, run_dir="a"))

@@ -1,89 +1,13 @@
-"""Seeds in one program train as they do one by one."""
+"""Runs of several seeds in one program: their folders, and what they may differ in."""
 
 import dataclasses
-import functools
 
-import jax
 import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.data import Split
-from fedjax_mr.engine import rounds
-from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import COLUMNS, run_state
-from fedjax_mr.experiment.seeds import SeedRounds
-from fedjax_mr.strategies import STRATEGIES
-
-SEEDS = 3
-
-
-def divided(federation, network, seed):
-    """Return a federation whose samples each seed divides among the clients in its own way."""
-    one = federation(network, seed=seed)
-    sizes = np.roll(np.asarray(one.problem.sizes), seed) + (seed == 1) * np.array([3, -1, 0, -2, 0, 0])
-    rows = np.random.default_rng(seed).permutation(one.federation.index)
-    split = Split.of(np.split(rows, np.cumsum(sizes)[:-1]))
-    labels = np.stack([np.bincount(one.federation.samples.y[split.rows(i)], minlength=3) for i in range(len(sizes))])
-    problem = dataclasses.replace(
-        one.problem,
-        local=dataclasses.replace(one.problem.local, max_size=int(sizes.max())),
-        sizes=jax.numpy.asarray(sizes, jax.numpy.int32),
-        label_counts=jax.numpy.asarray(labels, jax.numpy.int32),
-    )
-    return rounds.Given(problem, rounds.Federation(one.federation.samples, split.index, split.offsets), one.key)
-
-
-def of(tree, seed):
-    return jax.tree.map(lambda leaf: leaf[seed], tree)
-
-
-def engines(strategy, federation, *, lanes=1, network="linear"):
-    row = STRATEGIES[strategy]
-    build = functools.partial(row.build, row.hyper() if row.hyper else None)
-    givens = [divided(federation, network, seed) for seed in range(SEEDS)]
-    cohort = givens[0].problem.cohort_size
-    alone = client_axis(devices=1, lanes=1, cohort_size=cohort)
-    together = client_axis(devices=1, lanes=lanes, cohort_size=SEEDS * cohort)
-    return SeedRounds(build, givens, together), lambda seed: rounds.Rounds(build, givens[seed], alone)
-
-
-@pytest.mark.parametrize(("strategy", "lanes"), [("fedmr", 1), ("scaffold", 4)])
-def test_the_numbers_of_the_seeds_one_by_one(strategy, lanes, federation, close):
-    together, one = engines(strategy, federation, lanes=lanes)
-    progress, report = together.run(together.init(), 3, [True] * SEEDS)
-    for seed in range(SEEDS):
-        engine = one(seed)
-        expected, its_report = engine.run(engine.init(), 3)
-        close(of(progress, seed), expected)
-        close(of(report, seed), its_report)
-    assert together.programs["rounds"].traces == 1
-
-
-def test_a_seed_that_diverges_ends_the_call_and_then_no_longer_matters(federation, close):
-    together, one = engines("fedmr", federation)
-    progress = together.init()
-    broken = jax.tree.map(lambda leaf: leaf.at[1].set(np.nan), progress.server)
-    progress, report = together.run(progress._replace(server=broken), 3, [True] * SEEDS)
-    assert int(progress.round[0]) == 1
-    assert list(np.asarray(report.bad_client) >= 0) == [False, True, False]
-    progress, report = together.run(progress, 2, [True, False, True])
-    assert int(progress.round[0]) == 3
-    assert int(report.steps[1]) == 0
-    for seed in (0, 2):
-        engine = one(seed)
-        close(of(progress, seed), engine.run(engine.init(), 3)[0])
-
-
-def test_what_cannot_be_batched(federation):
-    with pytest.raises(UserError, match="works on the host between rounds"):
-        engines("clusamp", federation)
-    givens = [divided(federation, "linear", seed) for seed in range(SEEDS)]
-    build = functools.partial(STRATEGIES["indep"].build, None)
-    with pytest.raises(UserError, match="one CPU device"):
-        SeedRounds(build, givens, client_axis(devices=2, lanes=1, cohort_size=9))
-
 
 CONFIG = fmr.Config(
     strategy="fedmr", model="logistic", clients=6, cohort=3, rounds=4, eval_every=2, local_epochs=1, devices=1,
@@ -102,6 +26,8 @@ def test_folders_are_those_of_single_runs(tmp_path):
     assert [run_state(config.run_dir) for config in configs] == ["finished"] * 2
     assert results[0].rows != results[1].rows
     assert results[0].summary["seed"] == 0 and results[1].summary["seed"] == 5
+    again = fmr.run_seeds([dataclasses.replace(config, resume=True) for config in configs])
+    assert [result.rows for result in again] == [result.rows for result in results]  # nothing was left to do
 
 
 def test_settings_must_be_the_same(tmp_path):

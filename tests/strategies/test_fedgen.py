@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import models, trees
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local
+from fedjax_mr.engine.round import CLIENT, SERVER
 from fedjax_mr.strategies import fedgen
 from fedjax_mr.strategies.fedgen import Hyper
 
@@ -66,7 +67,7 @@ class ByHand:
     def client_gradients(self, number, client):
         """Return the gradient of each local step in turn, as a function of the weights."""
         given = self.by_hand.engine.given
-        key = jax.random.fold_in(jax.random.fold_in(given.key, rounds.CLIENT), number)
+        key = jax.random.fold_in(jax.random.fold_in(given.key, CLIENT), number)
         key = jax.random.fold_in(jax.random.fold_in(key, client), 0)
         epochs = iter(range(3))
 
@@ -83,7 +84,7 @@ class ByHand:
     def train_generator(self, number, uploads, counts):
         """Take the server's steps before the clients' models are averaged."""
         functional, given = self.torch.nn.functional, self.by_hand.engine.given
-        key = jax.random.fold_in(jax.random.fold_in(given.key, rounds.SERVER), number)
+        key = jax.random.fold_in(jax.random.fold_in(given.key, SERVER), number)
         if self.hyper.variant == "authors":
             self.optimizer = self.adam()
         for group in self.optimizer.param_groups:

@@ -1,0 +1,201 @@
+"""One round as pure functions: select -> dispatch -> client_update of each client -> server_update.
+
+Nothing here runs, compiles or places anything: see `fedjax_mr.engine.rounds`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_mr import trees
+from fedjax_mr.engine.clients import ClientAxis, assign, positions
+from fedjax_mr.engine.local import Array, ClientData, Metrics, Samples
+from fedjax_mr.engine.placement import CohortSamples
+from fedjax_mr.strategies.base import (
+    Cohort,
+    Info,
+    Memory,
+    Payload,
+    Problem,
+    State,
+    Strategy,
+    Traffic,
+    kept_for_validation,
+    select_uniformly,
+    usual_traffic,
+)
+
+# Streams of random keys: a key is folded from (seed, stream), then the round, then client id and occurrence.
+INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL = range(8)
+
+Build = Callable[[Problem], Strategy]
+"""A strategy whose settings are chosen; called anew inside every compiled program."""
+
+
+class Federation(NamedTuple):
+    """The clients' data on the devices."""
+
+    samples: Samples
+    index: Array  # int32: each client's training rows, then those that it keeps for validation, client after client
+    offsets: Array  # [N + 1] int32
+
+
+class Given(NamedTuple):
+    """The constants of all rounds: an argument of every compiled program, so that no array is baked into one."""
+
+    problem: Problem
+    federation: Federation
+    key: jax.Array  # the run's key
+
+
+class Progress(NamedTuple):
+    """Everything that changes from round to round."""
+
+    server: State
+    memory: Memory  # leaves [N, ...], or None; NumPy arrays where it lives on the host
+    round: jax.Array  # rounds done, int32
+
+
+class Report(NamedTuple):
+    """The report of one call: counts are of the whole call, all else is of its last round."""
+
+    images: jax.Array  # samples trained in this call
+    steps: jax.Array  # optimiser steps done in this call
+    train_loss: jax.Array  # mean over the samples trained in the last round, in nats
+    similarity: jax.Array  # mean pairwise cosine of the parameters uploaded in the last round; NaN if they have none
+    bad_client: jax.Array  # id of the first client of the last round that diverged, -1 if none
+    bad_step: jax.Array  # its local step
+    traffic: Traffic  # of this call
+    info: Info  # the strategy's, of the last round
+
+
+class ClientRow(NamedTuple):
+    """One client's part of a round, which travels to the device that trains it."""
+
+    payload: Payload
+    memory: Memory
+    client_id: jax.Array
+    occurrence: jax.Array  # how often the client was drawn before in this round
+    offset: jax.Array
+    size: jax.Array  # 0 in padding rows
+    validation_size: jax.Array
+    samples: CohortSamples | None = None  # its own, where the federation's are kept on the host
+
+
+class Plan(NamedTuple):
+    """A round before training: who trains (in the strategy's order) and in which slot."""
+
+    cohort: Cohort
+    slots: jax.Array  # [K'] row of each slot, K in padding
+
+
+def plan(build: Build, axis: ClientAxis, given: Given, server: State, round: jax.Array) -> Plan:
+    """Select the cohort and lay it out."""
+    strategy, key = build(given.problem), round_key(given.key, SELECT, round)
+    cohort = select_uniformly(given.problem, key) if strategy.select is None else strategy.select(server, key)
+    return Plan(cohort, assign(axis, cohort.sizes))
+
+
+def ids_by_slot(given: Given, plan: Plan) -> jax.Array:
+    """Return the client of each slot [K']; that of the cohort's first row in padding."""
+    return plan.cohort.ids[jnp.where(plan.slots < given.problem.cohort_size, plan.slots, 0)]
+
+
+def start(build: Build, given: Given) -> Progress:
+    """Return the progress before the first round."""
+    strategy = build(given.problem)
+    memory = strategy.init_memory(jax.random.fold_in(given.key, MEMORY)) if strategy.init_memory else None
+    return Progress(strategy.init(jax.random.fold_in(given.key, INIT)), memory, jnp.zeros((), jnp.int32))
+
+
+def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> tuple[Plan, ClientRow]:
+    """Select and dispatch: return the plan and the rows [K', ...] in the order of the layout."""
+    chosen = plan(build, axis, given, progress.server, progress.round)
+    cohort, slots = chosen
+    dispatch_key = round_key(given.key, DISPATCH, progress.round)
+    payloads = build(given.problem).dispatch(progress.server, cohort, dispatch_key)
+
+    is_client = slots < given.problem.cohort_size
+    order = jnp.where(is_client, slots, 0)
+    ids = ids_by_slot(given, chosen)
+    rows = ClientRow(
+        payload=trees.take(payloads, order),
+        memory=trees.take(progress.memory, ids),
+        client_id=ids,
+        occurrence=_occurrences(cohort.ids)[order],
+        offset=jnp.asarray(given.federation.offsets)[ids],
+        size=jnp.where(is_client, cohort.sizes[order], 0),
+        validation_size=kept_for_validation(given.problem)[ids],
+    )
+    return chosen, rows
+
+
+def train(build: Build, given: Given, round: jax.Array, row: ClientRow) -> tuple[Payload, Memory, Metrics]:
+    """Train one client."""
+    key = round_key(given.key, CLIENT, round)
+    key = jax.random.fold_in(jax.random.fold_in(key, row.client_id), row.occurrence)
+    samples, index, offset = given.federation.samples, given.federation.index, row.offset
+    if row.samples is not None:
+        samples = samples._replace(x=row.samples.x, y=row.samples.y)
+        index, offset = jnp.arange(row.samples.y.shape[0], dtype=jnp.int32), jnp.zeros((), jnp.int32)
+    data = ClientData(samples, index, offset, row.size, row.client_id, row.validation_size)
+    return build(given.problem).client_update(row.payload, row.memory, data, round, key)
+
+
+def finish(
+    build: Build, given: Given, progress: Progress, plan: Plan, trained: tuple[Payload, Memory, Metrics]
+) -> tuple[Progress, Report]:
+    """Put the trained rows [K', ...] back into the cohort's order and update the server.
+
+    Where the clients' memory is not part of ``progress``, the new one holds the cohort's rows [K, ...] in its place.
+    """
+    strategy = build(given.problem)
+    uploads, memories, metrics = trees.take(trained, positions(plan.slots, given.problem.cohort_size))
+    one_network = "model" in uploads and len(given.problem.model.networks) == 1
+    similarity = trees.mean_pairwise_cosine(uploads["model"]["params"]) if one_network else jnp.float32(jnp.nan)
+
+    if progress.memory is None:
+        memory = trees.agree(memories, plan.cohort.ids)
+    else:
+        memory = trees.put(progress.memory, plan.cohort.ids, memories)
+
+    key = round_key(given.key, SERVER, progress.round)
+    server, info = strategy.server_update(progress.server, uploads, plan.cohort, progress.round, key)
+    traffic = usual_traffic(jax.eval_shape(strategy.dispatch, progress.server, plan.cohort, key), uploads)
+    if strategy.traffic is not None:
+        traffic = strategy.traffic(traffic, progress.server, uploads, plan.cohort, progress.round)
+    images = jnp.sum(metrics.images)
+    first_bad = jnp.argmax(metrics.bad_step >= 0)
+    report = Report(
+        images=images,
+        steps=jnp.sum(metrics.steps),
+        train_loss=jnp.sum(metrics.loss) / jnp.maximum(images, 1).astype(jnp.float32),
+        similarity=similarity,
+        bad_client=jnp.where(jnp.any(metrics.bad_step >= 0), plan.cohort.ids[first_bad], -1),
+        bad_step=metrics.bad_step[first_bad],
+        traffic=traffic,
+        info=info,
+    )
+    return Progress(server, memory, progress.round + 1), report
+
+
+def join(total: Report, new: Report) -> Report:
+    """Return counts added up over the rounds of a call; all else is the last round's."""
+    return new._replace(
+        images=total.images + new.images,
+        steps=total.steps + new.steps,
+        traffic=jax.tree.map(jnp.add, total.traffic, new.traffic),
+    )
+
+
+def round_key(key: jax.Array, stream: int, round: jax.Array | int) -> jax.Array:
+    """Return the key of one of the streams above in one round."""
+    return jax.random.fold_in(jax.random.fold_in(key, stream), round)
+
+
+def _occurrences(ids: jax.Array) -> jax.Array:
+    """Return for each of the ids [K] how many earlier ones equal it."""
+    earlier = jnp.tril(jnp.ones((ids.shape[0], ids.shape[0]), bool), -1)
+    return jnp.sum((ids[:, None] == ids[None, :]) & earlier, axis=1, dtype=jnp.int32)

@@ -1,0 +1,312 @@
+"""One run from the inside: its start or resumption, evaluations, records, checkpoints, and its result."""
+
+import contextlib
+import dataclasses
+import platform
+import resource
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_mr import plots
+from fedjax_mr.config import Config
+from fedjax_mr.data import FederatedData, plan
+from fedjax_mr.engine.evaluation import Evaluation
+from fedjax_mr.engine.personal import Clients, PersonalEvaluation
+from fedjax_mr.engine.round import Progress, Report
+from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment.build import samples
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.folder import RunFolder, read_rows
+from fedjax_mr.experiment.processes import ALONE, Processes
+from fedjax_mr.experiment.report import TensorBoard, summarise
+from fedjax_mr.models import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+      summary: the content of ``summary.json``.
+      rows: the evaluations, as in ``metrics.jsonl``.
+      folder: the run folder.
+      model: the network.
+      variables: the deployed model; None where a method has none.
+      state: the server's state.
+      writes: whether this process wrote the folder; of several processes only the first does.
+    """
+
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+    folder: Path
+    model: Model
+    variables: Any
+    state: Any
+    writes: bool = True
+
+
+class Experiment:
+    """One run: its counts so far, its evaluations and its folder; the order of events is `run.Run`'s."""
+
+    def __init__(
+        self,
+        config: Config,
+        federated: FederatedData,
+        model: Model,
+        rounds: Rounds,
+        folder: RunFolder,
+        processes: Processes = ALONE,
+    ) -> None:
+        """Gather the parts; nothing is computed yet."""
+        self.config = config
+        self.federated = federated
+        self.model = model
+        self.rounds = rounds
+        self.folder = folder
+        self.processes = processes
+        dataset = federated.dataset
+        self.evaluation = Evaluation(model, samples(federated, dataset.test_x, dataset.test_y), rounds.axis)
+        self.personal: PersonalEvaluation | None = None
+        if rounds.strategy.personal_model or config.eval_clients or config.finetune_epochs:
+            own = federated.client_test
+            self.personal = PersonalEvaluation(rounds, federated, samples(federated, own.x, own.y))
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", keep=config.keep_checkpoints, processes=processes)
+        self.images = 0
+        self.traffic = (0, 0, 0)  # bytes down, up and from client to client
+        self.train_seconds = 0.0
+        self.seconds = 0.0  # training and evaluation, without compilation
+        self.compile_seconds_before = 0.0  # of the processes that were interrupted, and of shared programs
+        self.board: TensorBoard | None = None
+
+    def start(self) -> tuple[Progress, int]:
+        """Return the progress to go on from, at round 0 or at the last checkpoint, and the rounds done."""
+        if self.config.tensorboard and self.processes.writes:
+            self.board = TensorBoard(self.folder.path)
+        if not self.folder.resumed:
+            self._keep_partition()
+            progress = self.rounds.init()
+            self._save(progress, 0)
+            return progress, 0
+        progress, meta = self.checkpoints.restore(self.rounds.shapes())
+        if meta["data"] != self.federated.hash():
+            raise UserError(f"{self.folder.path} was made with other data: its partition hash is {meta['data']}")
+        self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
+        self.traffic = tuple(meta["traffic"])
+        self.compile_seconds_before = meta["compile_seconds"]
+        done = int(progress.round)
+        self.folder.cut(done)
+        return self.rounds.place(progress), done
+
+    def _keep_partition(self) -> None:
+        """Write ``partition.npz`` and ``partition.png`` into the run folder."""
+        if not self.folder.writes:
+            return
+        if self.federated.plan is not None:
+            plan.save(self.federated.plan, self.folder.path / "partition.npz")
+        title = f"{self.federated.dataset.name}, {self.federated.num_clients} clients"
+        plots.partition(self.federated.label_counts(), self.folder.path / "partition.png", title=title)
+
+    def _save(self, progress: Progress, done: int) -> None:
+        meta = {
+            "data": self.federated.hash(),
+            "images": self.images,
+            "traffic": self.traffic,
+            "train_seconds": self.train_seconds,
+            "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds(),
+        }
+        self.checkpoints.save(done, progress, meta)
+        self.folder.keep_info(self.checkpoints.rounds())
+
+    def _due(self, done: int, every: int) -> bool:
+        return done % every == 0 or done == self.config.rounds
+
+    def next_event(self, done: int) -> int:
+        """Return the round of the next evaluation or checkpoint."""
+        periods = (self.config.eval_every, self.config.checkpoint_every or self.config.eval_every)
+        return min(self.config.rounds, *((done // every + 1) * every for every in periods))
+
+    def has_ended(self, done: int) -> bool:
+        """Return whether all rounds are done, or the accuracy to stop at is reached."""
+        goal, row = self.config.stop_at_accuracy, self.folder.last_row()
+        return done == self.config.rounds or (goal is not None and row is not None and (row["accuracy"] or 0.0) >= goal)
+
+    def account(self, done: int, report: Report, seconds: float) -> None:
+        """Add up the work and the seconds of a call that ended after ``done`` rounds.
+
+        Raises:
+          DivergedError: a loss or weight is not finite.
+        """
+        self.images += int(report.images)
+        self.traffic = tuple(map(sum, zip(self.traffic, report.traffic.num_bytes(), strict=True)))
+        self.train_seconds += seconds
+        self.seconds += seconds
+        if report.bad_client >= 0 and not self.config.allow_nonfinite:
+            last = self.checkpoints.latest()
+            error = DivergedError(
+                f"round {done} diverged: client {int(report.bad_client)} met a loss or weight that is "
+                f"not finite at its local step {int(report.bad_step)}; the checkpoint of round {last} in "
+                f"{self.folder.path} stays (a smaller --lr or --clip_norm may help; --allow_nonfinite goes on)"
+            )
+            self.folder.note_divergence(str(error))
+            raise error
+
+    def record_due(self, progress: Progress, report: Report, done: int, *, stop: bool = False) -> None:
+        """Evaluate and save what is due after ``done`` rounds, or before the run stops."""
+        if self._due(done, self.config.eval_every):
+            row = self._evaluate(progress, report, done)
+            self.folder.append(row)
+            if self.board:
+                self.board.write(row)
+        if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop:
+            self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
+            self._save(progress, done)
+
+    def _evaluate(self, progress: Progress, report: Report, done: int) -> dict[str, Any]:
+        compiled, started = self.compile_seconds(), time.perf_counter()
+        extra: dict[str, Any] = {name: float(value) for name, value in report.info.items() if np.ndim(value) == 0}
+        if self.tests_clients:
+            assert self.personal is not None
+            clients = self.personal.test(progress)
+            extra |= clients.columns() | self._architecture_counts(clients)
+        variables = self.rounds.deployed(progress)
+        if variables is None:  # nothing is deployed: what counts is the clients' own models
+            accuracy, loss = extra["personal_accuracy"], extra["personal_loss"]
+        else:
+            accuracy, loss = map(float, self.evaluation.one(variables))
+        individual = self.rounds.individual(progress)
+        if individual is not None:
+            each = self.evaluation.each(individual).accuracy
+            extra |= {"individual_mean": each.mean(), "individual_min": each.min(), "individual_max": each.max()}
+        down, up, peer = self.traffic
+        if peer:
+            extra["bytes_peer"] = peer
+        self.seconds += time.perf_counter() - started - (self.compile_seconds() - compiled)
+        return {
+            "round": done,
+            "accuracy": accuracy,
+            "loss": loss,
+            "train_loss": float(report.train_loss),
+            "similarity": float(report.similarity),
+            "bytes_down": down,
+            "bytes_up": up,
+            "images": self.images,
+            "seconds": self.seconds,
+        } | {name: float(value) for name, value in extra.items()}
+
+    @property
+    def tests_clients(self) -> bool:
+        """Whether every evaluation tests each client's own model."""
+        return self.rounds.strategy.personal_model is not None or self.config.eval_clients
+
+    def _architecture_counts(self, clients: Clients) -> dict[str, int]:
+        """Return how many clients have each network of a zoo."""
+        networks = self.model.networks
+        if len(networks) == 1:
+            return {}
+        counts = np.bincount(clients.architecture, minlength=len(networks))
+        return {f"network_{number}_{model.name}": counts[number] for number, model in enumerate(networks)}
+
+    def close(self) -> None:
+        """Close what is open until the end of the process, or of the run."""
+        if self.board:
+            self.board.close()
+
+    def finish(self, progress: Progress, done: int) -> Result:
+        """Test what is tested at the end, write the summary and the pictures, and return the result."""
+        config, rows = self.config, self.folder.rows()
+        if self.checkpoints.latest() != done:
+            self._save(progress, done)
+        summary = summarise(rows, config.target_accuracy) | {
+            "compile_seconds": self.compile_seconds(),
+            "seconds_per_round": self.train_seconds / done,
+            **self.rounds.seconds_per_round(),
+            "images_per_second": self.images / self.train_seconds,
+            "seconds": self.seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "strategy": config.strategy,
+            "dataset": config.dataset,
+            "model": config.model,
+            "parameters": self.model.num_parameters(),
+            "seed": config.seed,
+            "partition_hash": self.federated.hash(),
+            "devices": [device.device_kind for device in self.rounds.axis.mesh.devices.flat],
+            "lanes": self.rounds.axis.lanes,
+            "versions": versions(),
+        }
+        variables = self.rounds.deployed(progress)
+        if variables is not None and (holdout := self.federated.holdout) is not None:
+            own = samples(holdout, holdout.dataset.x, holdout.dataset.y)
+            result = Evaluation(self.model, own, self.rounds.axis).one(variables)
+            summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
+        if self.personal is not None:
+            summary |= self._test_clients(self.personal, progress)
+        if self.folder.writes:
+            self.folder.write_summary(summary)
+            runs = {str(self.folder.path): rows} | {other: read_rows(other) for other in config.compare_to}
+            plots.curves(runs, self.folder.path / "curves.png")
+        return Result(
+            summary, rows, self.folder.path, self.model, variables, progress.server, writes=self.folder.writes
+        )
+
+    def _test_clients(self, personal: PersonalEvaluation, progress: Progress) -> dict[str, float]:
+        """Test every client's last model, fine-tuned too if wanted; keep ``clients.csv`` and a picture."""
+        config, last = self.config, personal.test(progress)
+        summary, results = last.columns(), {"personal": last}
+        if config.finetune_epochs:
+            results["finetuned"] = personal.finetuned(progress, config.finetune_epochs)
+            summary |= results["finetuned"].columns("finetuned")
+        if self.folder.writes:
+            names = self.federated.names or [str(client) for client in range(self.federated.num_clients)]
+            networks = [network.name for network in self.model.networks]
+            table = {
+                "client": list(range(self.federated.num_clients)),
+                "name": list(names),
+                "architecture": last.architecture.tolist(),
+                "network": [networks[number] for number in last.architecture],
+                "samples": self.federated.sizes.tolist(),
+                "test_samples": last.count.astype(int).tolist(),
+                "validation_accuracy": last.validation.tolist(),
+                "accuracy": last.accuracy.tolist(),
+            }
+            if config.finetune_epochs:
+                table["finetuned_accuracy"] = results["finetuned"].accuracy.tolist()
+            self.folder.write_clients(table)
+            plots.personal(
+                self.folder.rows(),
+                {name: clients.accuracy[clients.count > 0].tolist() for name, clients in results.items()},
+                self.folder.path / "personal.png",
+            )
+        return summary
+
+    def compile_seconds(self) -> float:
+        """Return the seconds that the run has spent in tracing and compiling."""
+        personal = self.personal.programs.values() if self.personal else ()
+        programs = (*self.rounds.programs.values(), *self.evaluation.programs.values(), *personal)
+        return self.compile_seconds_before + sum(program.compile_seconds for program in programs)
+
+
+def peak_memory_bytes() -> int:
+    """Return the largest memory in use so far: of the accelerators together, else of this process."""
+    statistics = [device.memory_stats() for device in jax.local_devices()]
+    if all(each and "peak_bytes_in_use" in each for each in statistics):
+        return sum(each["peak_bytes_in_use"] for each in statistics)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that can change numbers."""
+    packages = ("fedjax_mr", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {"python": platform.python_version()} | found

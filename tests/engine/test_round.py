@@ -1,0 +1,60 @@
+"""One round as pure functions: keys, rows and slots, reports."""
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr.engine.round import Report, begin, ids_by_slot, join, round_key, start, train
+from fedjax_mr.strategies.base import Parcels, Traffic
+
+
+def test_rows_carry_each_client_with_its_own_payload_and_data(engine):
+    """Padding rows repeat the first of the cohort and have no samples."""
+    rounds = engine("indep", "linear", lanes=2)
+    given, axis = rounds.given, rounds.axis
+    progress = start(rounds.build, given)
+    plan, rows = begin(rounds.build, axis, given, progress)
+    slots, ids, count = np.asarray(plan.slots), np.asarray(plan.cohort.ids), given.problem.cohort_size
+    assert len(slots) == axis.padded(count) == 4
+    for slot, row in enumerate(slots):
+        client = ids[row if row < count else 0]
+        assert rows.client_id[slot] == ids_by_slot(given, plan)[slot] == client
+        assert rows.offset[slot] == given.federation.offsets[client]
+        assert rows.size[slot] == (given.problem.sizes[client] if row < count else 0)
+        for sent, kept in zip(
+            jax.tree.leaves(rows.payload["model"]), jax.tree.leaves(progress.server.models), strict=True
+        ):
+            np.testing.assert_array_equal(sent[slot], kept[row if row < count else 0])
+
+
+def test_a_client_drawn_twice_trains_with_two_keys(engine):
+    rounds = engine("fedavg", "thin")
+    given = rounds.given
+    progress = start(rounds.build, given)
+    _, rows = begin(rounds.build, rounds.axis, given, progress)
+    row = jax.tree.map(lambda leaf: leaf[0], rows)
+    uploads = [
+        train(rounds.build, given, progress.round, row._replace(occurrence=jnp.int32(number)))[0]
+        for number in (0, 0, 1)
+    ]
+    first, same, other = (jax.flatten_util.ravel_pytree(upload)[0] for upload in uploads)
+    np.testing.assert_array_equal(first, same)
+    assert not np.array_equal(first, other)
+
+
+def test_a_report_adds_up_counts_and_keeps_the_last_of_all_else():
+    def report(number):
+        traffic = Traffic(down=(Parcels.of(number, 8),))
+        return Report(10 * number, number, 0.5 * number, 0.0, -1, -1, traffic, {"column": number})
+
+    total = join(report(1), report(2))
+    assert (total.images, total.steps, total.train_loss, total.info) == (30, 3, 1.0, {"column": 2})
+    assert total.traffic.num_bytes() == (24, 0, 0)
+
+
+@pytest.mark.parametrize("other", [(1, 0), (0, 1)])
+def test_streams_and_rounds_have_keys_of_their_own(other):
+    key = jax.random.key(0)
+    assert not np.array_equal(*(jax.random.key_data(round_key(key, *each)) for each in ((0, 0), other)))
