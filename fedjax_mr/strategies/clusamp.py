@@ -7,10 +7,14 @@ distribution of its own. Client i is expected K n_i / sum n times in a round, so
 unbiased.
 
 Deviations. Before the first round no change is known and the distributions are those of the paper's Algorithm 1, by
-numbers of samples. A client with more than 1/K of all samples fills several distributions (the authors' code stops).
-A client that is drawn twice is represented by the mean of its two changes. ``variant=authors`` is CluSamp as the
-authors of FedMR ran it: models weighted by numbers of samples once more, and of the table of distances only the column
-of the last drawn client is brought up to date, so that it stays almost empty; they take the L1 distance.
+numbers of samples; the released code groups the first round too, by a table of zeros, in which groups are an accident
+of Ward's method. A client with more than 1/K of all samples fills several distributions (the released code stops). A
+client that is drawn twice is represented by the mean of its two changes (there by the last). Groups and weights are
+compared in whole numbers, there in units of 1e-10. Groups of equal weight are taken in the order of scipy's numbers for
+them, and equal clients in Algorithm 1 by descending id: so does the released code wherever its sort keeps the order of
+equals, which numpy's default sort does not promise. ``variant=authors`` is CluSamp as the authors of FedMR ran it:
+models weighted by numbers of samples once more, and of the table of distances only the column of the last drawn client
+is brought up to date, so that it stays almost empty; they take the L1 distance.
 """
 
 import dataclasses
@@ -73,38 +77,43 @@ def distances_to(one: Any, all: Any, *, kind: str) -> jax.Array:
 def by_size(sizes: jax.Array, count: int) -> jax.Array:
     """Return the K = ``count`` distributions [K, N] of the paper's Algorithm 1.
 
-    The clients, each with K n_i / sum n, are poured one after the other into K vessels that hold 1.
+    The clients, each with K n_i / sum n, are poured one after the other, largest first, into K vessels that hold 1. Of
+    equal clients the last is the first, as released.
     """
-    poured = jnp.cumsum(sizes).astype(jnp.float32) * (count / jnp.sum(sizes).astype(jnp.float32))
+    order = jnp.flip(jnp.argsort(sizes))
+    poured = jnp.cumsum(sizes[order]).astype(jnp.float32) * (count / jnp.sum(sizes).astype(jnp.float32))
     before = jnp.concatenate([jnp.zeros(1), poured[:-1]])
     bottoms = jnp.arange(count, dtype=jnp.float32)[:, None]
-    return jnp.clip(poured[None] - bottoms, 0, 1) - jnp.clip(before[None] - bottoms, 0, 1)
+    contents = jnp.clip(poured[None] - bottoms, 0, 1) - jnp.clip(before[None] - bottoms, 0, 1)
+    return jnp.zeros_like(contents).at[:, order].set(contents)
 
 
 def groups(distances: np.ndarray, sizes: np.ndarray, count: int) -> list[list[int]]:
     """Return the largest sub-trees of Ward's tree that hold at most 1/K of all samples, K = ``count``; host code.
 
     As in the authors' code, the rows of the table of distances [N, N] are points between which Ward's method measures
-    Euclidean distances. A client that alone holds more is a group of its own.
+    Euclidean distances, and the groups are in the order of scipy's numbers for them. A client that alone holds more is
+    a group of its own.
     """
-    from scipy.cluster.hierarchy import ward
+    from scipy.cluster.hierarchy import fcluster, ward
     from scipy.spatial.distance import pdist
 
-    found = {client: [client] for client in range(len(sizes))}
-    merges = ward(pdist(distances))[:, :2].astype(int).tolist() if len(sizes) > 1 else []
-    for node, (left, right) in enumerate(merges, start=len(sizes)):
-        together = found.get(left, []) + found.get(right, [])
-        if left in found and right in found and count * sizes[together].sum() <= sizes.sum():
-            found[node] = together
-            del found[left], found[right]
-    return list(found.values())
+    if len(sizes) == 1:
+        return [[0]]
+    tree, weights = ward(pdist(distances)), sizes.tolist()
+    for left, right in tree[:, :2].astype(int):
+        weights.append(weights[left] + weights[right])
+    tree[:, 2] = weights[len(sizes) :]  # in place of heights; whole numbers, so the cut below is exact
+    numbers = fcluster(tree, sizes.sum() // count, criterion="distance")
+    return [np.flatnonzero(numbers == number).tolist() for number in range(1, numbers.max() + 1)]
 
 
 def pour(groups: Sequence[Sequence[int]], sizes: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """Return the distributions [K, N] of K = ``count`` draws for clients in groups; host code.
 
     In whole numbers: every client brings K n_i and every distribution holds sum n. The K largest groups are poured
-    first, each into its own; the others, smallest first and their clients in random order, fill up what is left.
+    first, each into its own; the others, smallest first and their clients in random order, fill up what is left. Of
+    equal groups those are smaller that come first.
     """
     capacity = int(sizes.sum())
     ordered = sorted(groups, key=lambda group: sizes[group].sum())

@@ -6,7 +6,14 @@ Neural Networks, ICML 2021. Optionally the server keeps the mean of its models a
 and deploys that.
 
 Deviations. BatchNorm statistics are those of the first of the two passes (the authors' code updates them in both), and
-SWA averages them as it does the parameters. The authors of FedMR run it with rho 0.1, eta 0 and no SWA.
+SWA averages them as it does the parameters (there they stay those of the model at the start of SWA). The authors of
+FedMR run it with rho 0.1, eta 0 and no SWA.
+
+SWA averages models at the ends of cycles, where the learning rate is lowest, as in the paper. The released code counts
+the cycles of the learning rate from round 0, and those of the mean from the start of SWA: with a start that is a
+multiple of c, often so at the usual 75 % of the rounds, it averages models just after the rate jumped up. Until the
+first of them it tests a copy of the model at the start. ``swa_when=released`` does both. With c = 1 the released code
+leaves the learning rate alone; here it is at its lowest in every round.
 """
 
 import dataclasses
@@ -50,6 +57,13 @@ class Hyper:
     )
     swa_cycle: int = field(
         10, "c, rounds of a cycle, in which the clients' learning rate falls", unit="rounds", low=1, source="same"
+    )
+    swa_when: str = field(
+        "cycle_end",
+        "when a model enters the mean: after the round of lowest learning rate, or as released, c, 2 c, ... rounds "
+        "after the start, before which the model at the start is deployed",
+        choices=("cycle_end", "released"),
+        source="Caldarola et al. 2022; released: their code",
     )
     swa_lr: float = field(
         0.01,
@@ -95,12 +109,19 @@ def sharpness_aware(loss: Loss, *, rho: float, eta: float) -> Callable:
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedASAM."""
-    averages = hyper.swa_start is not None
+    averages, released = hyper.swa_start is not None, hyper.swa_when == "released"
 
     def cycle(round):
         """Return whether SWA has begun, and the share of its cycle that is over after this round."""
         position = (round % hyper.swa_cycle + 1).astype(jnp.float32) / hyper.swa_cycle
         return round >= hyper.swa_start, position
+
+    def enters_mean(round):
+        """Return whether the model of a round becomes a part of the mean."""
+        begun, position = cycle(round)
+        if released:
+            return (round > hyper.swa_start) & ((round - hyper.swa_start) % hyper.swa_cycle == 0)
+        return begun & (position == 1)
 
     def init(key):
         model = problem.model.init(key)
@@ -130,15 +151,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model = trees.mean(uploads["model"], weights=cohort.sizes)
         if not averages:
             return state._replace(model=model), {}
-        begun, position = cycle(round)
-        ends = begun & (position == 1)
-        count = state.cycles.astype(jnp.float32)
-        new = jax.tree.map(lambda old, new: (count * old + new) / (count + 1), state.mean, model)
-        return State(model, trees.where(ends, new, state.mean), state.cycles + ends.astype(jnp.int32)), {}
+        enters, count = enters_mean(round), state.cycles.astype(jnp.float32)
+        kept = round >= hyper.swa_start if released else state.cycles > 0  # until then the model itself is the mean
+        mean = jax.tree.map(lambda old, new: (count * old + new) / (count + 1), state.mean, model)
+        mean = trees.where(enters, mean, trees.where(kept, state.mean, model))
+        return State(model, mean, state.cycles + enters.astype(jnp.int32)), {}
 
     def global_model(state):
-        if not averages:
-            return state.model
-        return trees.where(state.cycles > 0, state.mean, state.model)
+        return state.mean if averages else state.model
 
     return Strategy(init, dispatch, client_update, server_update, global_model=global_model)

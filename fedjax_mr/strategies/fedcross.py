@@ -4,11 +4,15 @@ Hu et al.: FedCross: Towards Accurate Federated Learning via Multi-Model Cross A
 Algorithm 1, Equations 2-7.
 
 Deviations. The similarity called cosine is the true cosine of the parameters; the sum in the denominator of the paper's
-Eq. 5 (``printed``) and what the released code computes (``authors``) are options. The released code tests the mean of
-the uploaded models (``deployed=uploaded``), Eq. 7 the mean of the mixed ones. The K models start as copies of one
-initialisation. The acceleration methods of section 3.2.4 leave weights, offsets and the growth of alpha open: ours are
-named in `mixing`. The released ``authors`` similarity also runs over BatchNorm's integer counters, which do not exist
-here.
+Eq. 5 (``printed``) and what the released code computes (``authors``) are options. The latter runs over consecutive
+pairs of all tensors of the state, so it depends on how many there are: the released ones, with batch counters and
+ResNet-20's unused last BatchNorm, are 119 for ResNet-20 and need ``--authors_state``; without it there are 96, and
+other tensors form the pairs. ``authors`` also breaks ties as the released scan does, in which "highest" may choose the
+model itself. The released code tests the mean of the uploaded models (``deployed=uploaded``), Eq. 7 the mean of the
+mixed ones. The K models start as copies of one initialisation, as released. The paper has alpha below 1; 1 is allowed
+here and mixes nothing. Rounds of plain averaging first (``warmup_rounds``) are in the released code only, the
+acceleration methods of section 3.2.4 in the paper only, which leaves weights, offsets and the growth of alpha open:
+ours are named in `mixing`.
 """
 
 import dataclasses
@@ -43,7 +47,8 @@ class Hyper:
     similarity: str = field(
         "cosine",
         "what highest and lowest compare: cosine of the parameters; printed: Eq. 5, product over the sum of norms; "
-        "authors: the released code, sum of the cosines of consecutive pairs of tensors, the last pair twice; "
+        "authors: the released code, sum of the cosines of consecutive pairs of tensors, the last pair twice, a single "
+        "last tensor once; "
         "or minus the Euclidean or Manhattan distance",
         choices=("cosine", "printed", "authors", "euclidean", "manhattan"),
         source="section 3.2.1",
@@ -104,8 +109,10 @@ def similarities(models: Variables, kind: str, layers: tuple[Layer, ...]) -> jax
     if kind == "authors":
         leaves = jax.tree.leaves(models)
         ordered = [leaves[leaf] for layer in layers for leaf in layer.leaves]
-        pairs = [ordered[start : start + 2] for start in range(0, len(ordered), 2)]
-        return sum((trees.cosines(pair) for pair in pairs), start=trees.cosines(pairs[-1]))
+        chunks = [ordered[start : start + 2] for start in range(0, len(ordered), 2)]
+        if len(ordered) % 2 == 0:  # the released loop adds every pair, and after its end the last chunk, pair or not
+            chunks = [chunks[-1], *chunks]
+        return sum((trees.cosines(chunk) for chunk in chunks[1:]), start=trees.cosines(chunks[0]))
     distance = jnp.square if kind == "euclidean" else jnp.abs
 
     def to_all(row: jax.Array) -> jax.Array:  # one row at a time: K x P numbers, never K x K x P

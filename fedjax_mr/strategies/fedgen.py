@@ -7,8 +7,15 @@ close to those for generated representations of the same labels. Clients send th
 
 Deviations. Of the paper and its code stay the losses and the two decays; the generator's sizes and batches are those of
 the authors of FedMR, its noise is uniform as in both codes (the paper: Gaussian). The generator's last layer is as wide
-as the network's representation, whatever the network. ``variant=authors``: the server's optimizer starts anew in every
-round and nothing decays.
+as the network's representation, whatever the network. The labels of a client are counted once; FedGen's code counts
+those of the batches drawn in a round, from one, and regularises the first 20 local epochs only. Where no client of a
+round has two samples of any label, labels with one sample are drawn; both codes fail.
+
+Both released codes, FedGen's and that of FedMR's authors, weigh the server's cross entropies [B] by label shares
+[B, 1]. That broadcasts to [B, B]: a model's mean share is multiplied by its mean cross entropy, and its knowledge of a
+label does not count more for that label. Here each cross entropy has the share of its own label, the evident intent.
+``variant=authors`` gives the released product. It is FedGen as the authors of FedMR ran it: the server's optimizer also
+starts anew in every round, and nothing decays.
 """
 
 import dataclasses
@@ -80,7 +87,8 @@ class Hyper:
     )
     variant: str = field(
         "original",
-        "authors: the FedMR authors' code, Adam anew in every round and no decay",
+        "authors: the FedMR authors' code, Adam anew in every round, no decay, and label shares that are not tied to "
+        "their samples",
         choices=("original", "authors"),
         source="Zhu et al. 2021 and its code",
     )
@@ -121,6 +129,16 @@ def diversity(noise: jax.Array, latent: jax.Array) -> jax.Array:
     pairs = lambda a: a[:, None] - a[None, :]
     flat = latent.reshape(latent.shape[0], -1)
     return jnp.exp(-jnp.mean(jnp.mean(pairs(noise) ** 2, axis=-1) * jnp.mean(jnp.abs(pairs(flat)), axis=-1)))
+
+
+def teacher_loss(losses: jax.Array, shares: jax.Array, *, released: bool) -> jax.Array:
+    """Return the loss of generated samples: the sum over models of the mean share times cross entropy, both [K, B].
+
+    ``released``: as in both released codes, where shares [B, 1] broadcast against cross entropies [B].
+    """
+    if released:
+        return jnp.sum(jnp.mean(shares, axis=1) * jnp.mean(losses, axis=1))
+    return jnp.sum(jnp.mean(shares * losses, axis=1))
 
 
 class State(NamedTuple):
@@ -191,7 +209,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         shares = counts / jnp.maximum(jnp.sum(counts, axis=0, keepdims=True), 1)
         losses = jax.vmap(lambda model: cross_entropy(network.head(model, latent), labels))(models)  # [K, B]
-        taught = jnp.sum(jnp.mean(shares[:, labels] * losses, axis=1))
+        taught = teacher_loss(losses, shares[:, labels], released=not original)
         return taught + diversity(noise, latent), statistics
 
     def server_update(state, uploads, cohort, round, key):

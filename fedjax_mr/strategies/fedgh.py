@@ -5,9 +5,15 @@ networks end in representations of one width d. A client trains its network with
 uploads the mean representation of each class that it has; the server steps the header on one such pair of
 representation and class after another.
 
-Deviations from the released code: the header moves (the code's server steps another network's optimiser, and its header
-stays as it was drawn); class means are over all samples of a class, not over batches. No public data are needed, though
-pFedHR's Table 1 lists FedGH beside methods that use them.
+Deviations from the released code: the header moves (the code's server steps another network's optimizer, and its header
+stays as it was drawn: clients share a random one); its gradients are neither accumulated from pair to pair nor clipped;
+class means are over all samples of a class, not means of the means of batches. No public data are needed, though
+pFedHR's Table 1 lists FedGH beside methods that use them; how they were used there is not described.
+
+One pass over the pairs (``server_epochs=1``, as released) is at most K C steps of SGD and moves a header little, while
+every client gives up its own header for it. That may be why FedGH is below Local-only in RESULTS.md; it has not been
+measured alone. HtFLlib's code takes 100 passes in batches of 10 and tests clients with the received header; here, as in
+the released code, a client is tested after its training.
 """
 
 import dataclasses
@@ -35,7 +41,12 @@ class Hyper:
         0.01, "the header's learning rate (SGD)", low=0, open_low=True, source="Yi et al. 2023 and HtFLlib's code"
     )
     server_epochs: int = field(
-        1, "passes over the received pairs", unit="epochs", low=0, source="the authors' code; HtFLlib's: 100"
+        1,
+        "passes over the received pairs, one step for each; 1 moves the header little, which may be why clients do "
+        "better alone",
+        unit="epochs",
+        low=0,
+        source="the authors' code, whose header never moves; HtFLlib's: 100",
     )
 
 

@@ -9,10 +9,13 @@ uploads both. The server averages all trained copies of each model, one for all 
 client the average of the model that it took.
 
 Deviations. From the paper: the loss that decides is on the validation split, as in the notebooks (``validation_share``;
-without one, on the training samples, which is the paper's "local data"); the gradient clipping of the notebooks is the
-flag ``clip_norm``. From the notebooks: the clusters come from k-means++ over distinct rows, because theirs
-(``kmeans=authors``) falls into one cluster as soon as two clients with the same model, which exchange brings about, are
-drawn as first centres; where only some clients take part in a round (``cohort``), models are exchanged among these.
+without one, on the training samples, which is the paper's "local data"); averages are uniform, as in the notebooks,
+where the paper says "as in FedAvg"; clusters are of logits, where it says outputs (``outputs``); the gradient clipping
+of the notebooks is the flag ``clip_norm``; by default the first of the paper's two uploads is not counted, because the
+server has these models (``upload_first``). From the notebooks: the clusters come from k-means++ over distinct rows,
+because theirs (``kmeans=authors``) falls into one cluster as soon as two clients with the same model, which exchange
+brings about, are drawn as first centres; where only some clients take part in a round (``cohort``), models are
+exchanged among these.
 """
 
 import dataclasses

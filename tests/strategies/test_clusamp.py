@@ -68,6 +68,65 @@ def test_the_largest_groups_are_poured_first_and_the_smallest_fill_up():
     np.testing.assert_array_equal(poured[:, 3:], [[2, 2], [0, 2]])  # client 3 first; client 4 is split
 
 
+# 28 clients, many of one size, 64 samples: their shares are whole in the released unit of 1e-10.
+TIED = [1] * 8 + [2] * 8 + [3] * 8 + [4] * 4
+UNIT = 10**10
+
+
+def pour_as_released(rows, clients, weights):
+    """The released loop, transcribed: clients in turn fill the rows, the next row as soon as one holds a unit."""
+    row = 0
+    for client in clients:
+        left = weights[client]
+        while left:
+            amount = min(UNIT - rows[row].sum(), left)
+            rows[row, client], left = amount, left - amount
+            row += rows[row].sum() == UNIT
+    return rows / UNIT
+
+
+@pytest.mark.parametrize("count", [2, 4, 5, 8])
+def test_before_the_first_round_as_released(count):
+    """The released Algorithm 1, transcribed; its ascending sort, then reversed, is taken to keep equals in order."""
+    sizes = np.random.default_rng(count).permutation(TIED)
+    order = np.flip(np.argsort(sizes, kind="stable"))
+    expected = pour_as_released(np.zeros((count, 28), np.int64), order, sizes * count * UNIT // 64)
+    np.testing.assert_allclose(clusamp.by_size(jnp.asarray(sizes), count), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("table", ["points", "equal points", "zeros"])
+@pytest.mark.parametrize("count", [4, 5, 8])
+def test_distributions_as_released(count, table):
+    """The released Algorithm 2, transcribed, with equal clients and equal groups; sorts keep equals in order."""
+    rng = np.random.default_rng(count)
+    sizes = rng.permutation(TIED)
+    points = {"points": rng.normal(size=(28, 3)), "equal points": rng.integers(0, 2, (28, 2)), "zeros": [[0]] * 28}
+    distances = squareform(pdist(points[table], "cityblock"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hierarchy.ClusterWarning)
+        tree = hierarchy.linkage(distances, "ward")
+    shares = (sizes / 64).tolist()
+    for left, right in tree[:, :2].astype(int):
+        shares.append(shares[left] + shares[right])
+    tree[:, 2] = [int(share * UNIT) for share in shares[28:]]
+    numbers = hierarchy.fcluster(tree, int(UNIT / count), criterion="distance")
+    weights = sizes * count * UNIT // 64
+    totals = [weights[numbers == number].sum() for number in range(1, numbers.max() + 1)]
+    by_weight = 1 + np.argsort(totals, kind="stable")
+    rows = np.zeros((count, 28), np.int64)
+    for row, number in zip(rows, by_weight[-count:], strict=True):
+        row[numbers == number] = weights[numbers == number]
+    shuffle = np.random.default_rng(7)
+    others = [shuffle.permutation(np.flatnonzero(numbers == number)) for number in by_weight[:-count]]
+    expected = pour_as_released(rows, [client for group in others for client in group], weights)
+    assert len(set(totals)) < len(totals)  # there are ties
+
+    found = clusamp.groups(distances, sizes, count)
+    poured = clusamp.pour(found, sizes, count, np.random.default_rng(7))
+    np.testing.assert_allclose(poured, expected, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["L1", "L2", "arccos"])
 def test_distances(kind):
     rng = np.random.default_rng(0)

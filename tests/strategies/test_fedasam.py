@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_mr.strategies import fedasam
 from fedjax_mr.strategies.fedasam import Hyper
@@ -36,6 +37,30 @@ def test_five_rounds_with_swa_equal_the_equations(transcription):
         by_hand.check(by_hand.progress.server.model, model)
         by_hand.check(by_hand.engine.deployed(by_hand.progress), by_hand.mean(kept) if kept else model)
     assert int(by_hand.progress.server.cycles) == 2
+
+
+@pytest.mark.parametrize("start, cycle, rounds", [(2, 2, 7), (0, 3, 5)])
+def test_released_swa_equals_the_released_loop(transcription, start, cycle, rounds):
+    """As released: the rate cycles from round 0 on, the mean from the start; until its first model a copy is tested."""
+    lr, floor = 0.1, 0.1
+    settings = dict(swa_start=start, swa_cycle=cycle, swa_lr=floor, swa_when="released")
+    by_hand = transcription("fedasam", Hyper(rho=0.0, **settings))
+    model = by_hand.read(by_hand.progress.server.model)
+    tested, averaged = None, 0
+    for number, clients in enumerate(by_hand.rounds(rounds)):
+        rate = lr
+        if number >= start:
+            tested = model if number == start else tested
+            in_cycle = (number % cycle + 1) / cycle
+            rate = (1 - in_cycle) * lr + in_cycle * lr * floor
+        model = by_hand.mean([by_hand.train(model, i, lr=rate) for i in clients], by_hand.sizes_of(clients))
+        if number > start and (number - start) % cycle == 0:
+            share = 1 / (averaged + 1)
+            tested = [(1 - share) * old + share * new for old, new in zip(tested, model, strict=True)]
+            averaged += 1
+        by_hand.check(by_hand.progress.server.model, model)
+        by_hand.check(by_hand.engine.deployed(by_hand.progress), tested or model)
+    assert int(by_hand.progress.server.cycles) == averaged == (rounds - 1 - start) // cycle
 
 
 def test_radius_zero_is_fedavg(engine, close):

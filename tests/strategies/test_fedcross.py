@@ -100,20 +100,46 @@ def test_the_similarities_choose_different_collaborators():
     assert int(worst["manhattan"]) == 1
 
 
-def test_released_similarity_takes_pairs_of_tensors_and_the_last_chunk_again():
-    """Three tensors: one pair and a single one, which counts twice."""
+def cosine(x):
+    x = x.astype(np.float64)
+    norms = np.linalg.norm(x, axis=1)
+    return x @ x.T / (norms[:, None] * norms)
+
+
+def test_released_similarity_takes_pairs_of_tensors_in_forward_order():
+    """Three tensors: one pair and a single one, which counts once."""
     rng = np.random.default_rng(0)
     leaves = [rng.normal(size=(3, 4)).astype(np.float32) for _ in range(3)]
     models = {"params": {name: jnp.asarray(leaf) for name, leaf in zip("abc", leaves, strict=True)}}
     layers = (Layer("c", (2,), ("c",)), Layer("ba", (1, 0), ("b", "a")))  # forward order c, b, a
-
-    def cosine(x):
-        x = x.astype(np.float64)
-        norms = np.linalg.norm(x, axis=1)
-        return x @ x.T / (norms[:, None] * norms)
-
-    expected = cosine(np.concatenate([leaves[2], leaves[1]], 1)) + 2 * cosine(leaves[0])
+    expected = cosine(np.concatenate([leaves[2], leaves[1]], 1)) + cosine(leaves[0])
     np.testing.assert_allclose(fedcross.similarities(models, "authors", layers), expected, rtol=1e-5)
+
+
+def released_similarity(leaves):
+    """The released loop over the tensors of two models, transcribed, here for all pairs of models at once."""
+    total, chunk = 0.0, np.empty(())
+    for number, leaf in enumerate(leaves):
+        if number % 2 == 0:
+            chunk = leaf
+        else:
+            chunk = np.concatenate([chunk, leaf], axis=1)
+            total = total + cosine(chunk)
+    return total + cosine(chunk)  # after the loop: an even number of tensors has its last pair twice
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 24, 25])
+def test_released_similarity_equals_the_released_loop(count):
+    """For even and odd numbers of tensors; and "lowest" and "highest" then choose the same collaborators."""
+    rng = np.random.default_rng(count)
+    leaves = [rng.normal(size=(6, size)).astype(np.float32) for size in rng.integers(1, 9, count)]
+    models = {"params": {f"{number:02}": jnp.asarray(leaf) for number, leaf in enumerate(leaves)}}
+    layers = tuple(Layer(f"{number:02}", (number,), ("leaf",)) for number in range(count))
+    table, expected = fedcross.similarities(models, "authors", layers), released_similarity(leaves)
+    np.testing.assert_allclose(table, expected, rtol=1e-4, atol=1e-5)
+    for lowest, choose in ((True, fedcross.least_similar), (False, fedcross.most_similar)):
+        if count > 1:  # one tensor may be one number, whose cosines are all 1 or -1
+            assert choose(table, released=True).tolist() == scan(expected, lowest=lowest)
 
 
 def scan(table, lowest):

@@ -99,7 +99,8 @@ class ByHand:
             for count, weights in zip(counts, uploads, strict=True):
                 shares = self.number(count / np.maximum(counts.sum(axis=0), 1))[labels]
                 losses = functional.cross_entropy(self.by_hand.head(weights, z), labels, reduction="none")
-                loss = loss + (shares * losses).mean()
+                # The released codes multiply [B, 1] and [B], which is [B, B].
+                loss = loss + ((shares[:, None] if self.hyper.variant == "authors" else shares) * losses).mean()
             apart = ((noise[:, None] - noise[None]) ** 2).mean(2) * (z[:, None] - z[None]).abs().mean(2)
             self.optimizer.zero_grad()
             (loss + self.torch.exp(-apart.mean())).backward()
@@ -125,6 +126,18 @@ def test_three_rounds_equal_the_equations(transcription, variant):
         by_hand.check({"params": server.generator["params"]["latent"]}, generator[2:4])
         by_hand.check({"params": server.generator["params"]["norm"]}, generator[4:])
         by_hand.check({"params": server.generator["params"]["hidden"]["kernel"]}, generator[1:2])
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_label_shares_count_for_their_own_samples_unless_released(released):
+    rng = np.random.default_rng(0)
+    losses, shares = rng.exponential(size=(2, 3, 7))
+    products = [
+        (share[:, None] if released else share) * loss for share, loss in zip(shares, losses, strict=True)
+    ]  # [B, B] or [B] of each model
+    expected = sum(product.mean() for product in products)
+    found = fedgen.teacher_loss(jnp.asarray(losses), jnp.asarray(shares), released=released)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_without_both_terms_it_is_fedavg(engine, close):
