@@ -98,6 +98,11 @@ class Experiment:
         if meta["data"] != self.federated.hash():
             raise UserError(f"{self.folder.path} was made with other data: its partition hash is {meta['data']}")
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
+        if "traffic" not in meta:
+            raise UserError(
+                f"{self.folder.path} was begun by a version whose checkpoints hold no traffic: go on with that version, "
+                "or start anew with --overwrite"
+            )
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
