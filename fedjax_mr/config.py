@@ -65,6 +65,8 @@ class Config:
         10.0, "dirichlet_size: concentration of the sizes", low=0, open_low=True, source="FedMe's code")
     shards_per_client: int = _partition(
         2, "shards: label shards of each client", unit="shards", low=1, source="McMahan et al. 2017")
+    shard_size: int | None = _partition(
+        None, "shards: size of each; none: no sample stays unused", unit="samples", low=1, source="pFedHR's code: 225")
     classes_per_client: int = _partition(
         2, "classes: different classes of each client", unit="classes", low=1, source="pFedHR")
     quantity_power: float = _partition(

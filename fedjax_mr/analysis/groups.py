@@ -19,7 +19,7 @@ VALIDATION = "validation_accuracy"
 # Settings of one division only; the others ignore them.
 DIVISIONS = {
     "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
-    "classes_per_client": ("classes",), "quantity_power": ("quantity",),
+    "shard_size": ("shards",), "classes_per_client": ("classes",), "quantity_power": ("quantity",),
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ def federate(
     alpha: float = 0.5,
     alpha_size: float = 10.0,
     shards_per_client: int = 2,
+    shard_size: int | None = None,
     classes_per_client: int = 2,
     quantity_power: float = 1.0,
     min_samples_per_client: int = 0,
@@ -49,6 +50,7 @@ def federate(
       alpha: the concentration of the labels (`partition.dirichlet`, `partition.dirichlet_size`).
       alpha_size: the concentration of the sizes (`partition.dirichlet_size`).
       shards_per_client: of `partition.shards`.
+      shard_size: of `partition.shards`; None: all samples are dealt.
       classes_per_client: of `partition.classes`.
       quantity_power: of `partition.quantity`.
       min_samples_per_client: natural clients with fewer training and test samples together are left out.
@@ -86,6 +88,7 @@ def federate(
         "alpha": alpha,
         "alpha_size": alpha_size,
         "shards_per_client": shards_per_client,
+        "shard_size": shard_size,
         "classes_per_client": classes_per_client,
         "quantity_power": quantity_power,
         "report": notes.append,

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_mr.errors import UserError
+
 Parts = list[np.ndarray]
 """One row array per client."""
 
@@ -91,19 +93,47 @@ def dirichlet_size(
     return _dirichlet(labels, targets, rng=rng, alpha=alpha, min_samples=min_samples, report=report)
 
 
-def shards(labels: np.ndarray, num_clients: int, *, rng: np.random.Generator, shards_per_client: int) -> Parts:
-    """Sort by label, cut into N * shards_per_client shards and deal them at random (McMahan et al.: two each).
+def shards(
+    labels: np.ndarray,
+    num_clients: int,
+    *,
+    rng: np.random.Generator,
+    shards_per_client: int,
+    shard_size: int | None = None,
+    report: Report = _silent,
+) -> Parts:
+    """Sort by label, cut into shards and deal ``shards_per_client`` different ones to every client at random.
+
+    All samples are cut into N * shards_per_client shards (McMahan et al.: two each), or into shards of ``shard_size``,
+    of which those that nobody is dealt stay unused (pFedHR's code: two of 225 each; there a shard may go to several
+    clients).
 
     Args:
       labels: [M] integer labels.
       num_clients: N.
       rng: consumed.
       shards_per_client: the shards of each client.
+      shard_size: the samples of each shard; None: as many as use all samples.
+      report: told how many samples stay unused.
+
+    Raises:
+      UserError: there are too few samples for shards of ``shard_size``.
     """
     shuffled = rng.permutation(len(labels))
     by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    pieces = np.array_split(by_label, num_clients * shards_per_client)
-    hands = rng.permutation(len(pieces)).reshape(num_clients, shards_per_client)
+    dealt = num_clients * shards_per_client
+    if shard_size is None:
+        pieces = np.array_split(by_label, dealt)
+    else:
+        pieces = list(by_label[: len(labels) // shard_size * shard_size].reshape(-1, shard_size))
+        if len(pieces) < dealt:
+            raise UserError(
+                f"partition 'shards': {num_clients} clients x {shards_per_client} shards of {shard_size} samples are "
+                f"more than the {len(labels)} samples: use a smaller --shard_size, or none"
+            )
+        if unused := len(labels) - dealt * shard_size:
+            report(f"partition 'shards': {dealt} shards of {shard_size} leave {unused} of {len(labels)} samples unused")
+    hands = rng.permutation(len(pieces))[:dealt].reshape(num_clients, shards_per_client)
     return [rng.permutation(np.concatenate([pieces[piece] for piece in hand])) for hand in hands]
 
 
@@ -208,7 +238,7 @@ PARTITIONS: dict[str, Partitioner] = {
     "iid": Partitioner(iid),
     "dirichlet": Partitioner(dirichlet, ("alpha", "report")),
     "dirichlet_size": Partitioner(dirichlet_size, ("alpha", "alpha_size", "report")),
-    "shards": Partitioner(shards, ("shards_per_client",)),
+    "shards": Partitioner(shards, ("shards_per_client", "shard_size", "report")),
     "classes": Partitioner(classes, ("classes_per_client", "report")),
     "quantity": Partitioner(quantity, ("quantity_power",)),
     "natural": Partitioner(natural),

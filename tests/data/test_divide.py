@@ -1,6 +1,7 @@
 """Federations: public set, hold-out clients and splits take each sample once; seeds and files decide, nothing else."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,6 +79,13 @@ class TestShares:
         assert x is federated.dataset.x
         np.testing.assert_array_equal(split.index, federated.test.index)
         assert len(y) == 1000
+
+    def test_what_pfedhrs_code_leaves_a_client_to_train_on(self, monkeypatch):
+        monkeypatch.chdir(Path(__file__).parents[2])
+        flags = ["--flagfile=exp/pfedhr_mnist_shards.flags", "--strategy=local"]
+        federated = data.prepare(config.parse(flags), dataset=numbered(8000))
+        assert (federated.sizes == 288).all() and (federated.test.sizes == 90).all() and federated.own_test
+        assert len(federated.notes) == 1 and "1800 of 7200 samples unused" in federated.notes[0]
 
     def test_a_single_sample_serves_for_training_and_validation(self):
         federated = data.federate(

@@ -1,13 +1,17 @@
 """Partitions: everything is dealt once, the promised statistics hold, impossible wishes are repaired and reported."""
 
 import functools
+import itertools
 import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedjax_mr.data import partition
 from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.errors import UserError
 
 CIFAR = np.repeat(np.arange(10), 5000)  # the labels' histogram of CIFAR-10's training set
 CIFAR_100_COARSE = np.repeat(np.arange(20), 2500)
@@ -15,6 +19,7 @@ SETTINGS = {
     "alpha": 0.5,
     "alpha_size": 10.0,
     "shards_per_client": 2,
+    "shard_size": None,
     "classes_per_client": 2,
     "quantity_power": 1.0,
     "report": lambda note: pytest.fail(f"unexpected repair: {note}"),
@@ -135,6 +140,34 @@ class TestShards:
         parts = divide("shards", CIFAR, 100)
         assert (sizes(parts) == 500).all()
         assert (counts(parts, CIFAR) > 0).sum(axis=1).max() == 2
+
+    def test_the_shards_of_pfedhrs_authors(self):
+        """200 shards of 225 images from 4,500 of each class, two for each of 12 clients; no shard has two classes."""
+        notes, labels = [], np.repeat(np.arange(10), 4500)
+        parts = divide("shards", labels, 12, shard_size=225, report=notes.append)
+        assert (sizes(parts) == 450).all()
+        assert (counts(parts, labels) % 225 == 0).all()
+        assert notes == ["partition 'shards': 24 shards of 225 leave 39600 of 45000 samples unused"]
+
+    @settings(deadline=None, max_examples=60)
+    @given(st.integers(1, 120), st.integers(1, 12), st.integers(1, 4), st.integers(1, 40), st.integers(0, 99))
+    def test_shards_of_a_size_are_runs_of_the_sorted_labels(self, count, clients, per_client, size, seed):
+        labels, notes = np.random.default_rng(seed).integers(0, 5, count), []
+        wish = dict(shards_per_client=per_client, shard_size=size, report=notes.append)
+        if clients * per_client > count // size:
+            with pytest.raises(UserError, match="shard_size"):
+                divide("shards", labels, clients, seed, **wish)
+            return
+        parts = divide("shards", labels, clients, seed, **wish)
+        assert (sizes(parts) == per_client * size).all()
+        dealt = np.concatenate(parts)
+        assert len(set(dealt.tolist())) == len(dealt)
+        assert len(notes) == (len(dealt) < count)
+        ordered = np.sort(labels)
+        shards = [np.bincount(ordered[start : start + size], minlength=5) for start in range(0, count - size + 1, size)]
+        held = [tuple(row) for row in counts(parts, np.append(labels, 4))]  # the label 4 for the width alone
+        possible = {tuple(sum(hand)) for hand in itertools.combinations(shards, per_client)} if per_client < 3 else held
+        assert set(held) <= set(possible)
 
 
 class TestClasses:

@@ -9,6 +9,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies.pfedhr import Hyper
 from fedjax_mr.strategies.pfedhr import strategy as pfedhr
 
@@ -117,6 +118,79 @@ def test_candidates_are_of_blocks_of_the_round(taught):
     assert any(report.info["candidates"] for _, report in rounds)
 
 
+def test_the_lesson_is_the_share_of_right_answers_and_the_mean_largest_probability():
+    logits = np.log([[0.7, 0.2, 0.1], [0.1, 0.5, 0.4], [0.25, 0.25, 0.5]]) + np.array([[3.0], [-500.0], [800.0]])
+    accuracy, confidence = pfedhr.lesson(logits, np.array([0, 1, 0]))
+    assert accuracy == pytest.approx(2 / 3) and confidence == pytest.approx((0.7 + 0.5 + 0.5) / 3)
+
+
+def test_how_well_the_teachers_know_their_pupils_samples(taught):
+    """From the clients' own rows of the federation; no number where there is no candidate."""
+    one, rounds = taught
+    data = jax.tree.map(np.asarray, one.given.federation)
+    for progress, report in rounds:
+        found = []
+        for row, client in enumerate(report.info["clients"]):
+            own = data.index[data.offsets[client] : data.offsets[client + 1]]
+            np.testing.assert_array_equal(progress.server.labels[row, : len(own)], data.samples.y[own])
+            np.testing.assert_array_equal(progress.server.samples[row, : len(own)], data.samples.x[own])
+            chances = jax.nn.softmax(progress.server.teaching[client, : len(own)], axis=1)
+            found.append([np.mean(chances.argmax(axis=1) == data.samples.y[own]), np.mean(chances.max(axis=1))])
+        told = [report.info["teacher_accuracy"], report.info["teacher_confidence"]]
+        made = len(report.info["chains"]) > 0
+        np.testing.assert_allclose(told, np.mean(found, axis=0) if made else [np.nan, np.nan], rtol=1e-5)
+    assert any(len(report.info["chains"]) for _, report in rounds)
+
+
+def test_one_warning_of_teachers_near_chance(federation, caplog):
+    problem = federation("thin").problem  # three classes
+    maker = pfedhr.Server(Hyper(), problem)
+    for round, accuracy in ((5, 0.1), (6, 0.5), (7, np.nan), (8, 0.4), (9, 0.4)):
+        maker.warn_of_ignorance(round, accuracy)
+    pfedhr.Server(Hyper(public="unlabelled"), problem).warn_of_ignorance(9, 0.1)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "in round 8" in line and "40.0 %" in line and "33.3 %" in line and "\n" not in line
+
+
+def test_paused_clients_start_anew_if_asked(transcription):
+    """Beside PyTorch: from the first network unless the client took part in the round before; tested is the last."""
+    ours = transcription("pfedhr", Hyper(paused="restart", distillation_weight=0.0, **QUICK))
+    starts = jax.tree.map(np.array, ours.progress.memory.model)
+    before, latest, restarted = set(), {}, 0
+    for clients in ours.rounds(5):
+        for client in clients:
+            goes_on = client in before
+            restarted += client in latest and not goes_on
+            first = latest[client] if goes_on else ours.read(trees.take(starts, client))
+            latest[client] = ours.train(first, client)
+            ours.check(trees.take(ours.progress.memory.model, client), latest[client])
+        before = set(clients)
+    assert restarted
+
+
+@pytest.mark.parametrize("network", ["thin", ZOO])
+def test_a_restart_from_the_hosts_memory_and_from_a_checkpoint(engine, network, tmp_path):
+    hyper = Hyper(paused="restart", distillation_weight=0.0, **QUICK)
+    found = []
+    for on_host in (False, True):
+        one = engine("pfedhr", network, hyper=hyper, memory_on_host=on_host)
+        progress, _ = one.run(one.init(), 1)
+        checkpoints = Checkpoints(tmp_path / str(on_host))
+        checkpoints.save(1, progress, {})
+        straight, _ = one.run(progress, 2)
+        resumed, _ = one.run(one.place(checkpoints.restore(one.shapes())[0]), 2)
+        jax.tree.map(np.testing.assert_array_equal, straight.memory, resumed.memory)
+        found.append(jax.tree.map(np.array, straight.memory))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
+
+
+def test_the_first_network_is_the_one_that_memory_starts_with(engine, close):
+    kept, restarted = (engine("pfedhr", ZOO, hyper=Hyper(paused=each, **QUICK)) for each in ("keep", "restart"))
+    assert kept.init().memory.start is None
+    (ours, _), (theirs, _) = kept.run(kept.init(), 1), restarted.run(restarted.init(), 1)
+    close(ours.memory.model, theirs.memory.model)
+
+
 def test_programs_are_kept_over_the_rounds(taught):
     """A round with the same networks in other roles compiles little that is new; a repeated one nothing."""
     one, rounds = taught
@@ -152,7 +226,7 @@ def test_the_latest_teachers_stay(engine):
     "options",
     [
         dict(public="unlabelled", distillation="raw"),
-        dict(grouping="means", search="random", average=True, finetune="stitches", stitch="flat"),
+        dict(grouping="means", search="random", paused="restart", average=True, finetune="stitches", stitch="flat"),
     ],
     ids=["without labels", "as the authors"],
 )

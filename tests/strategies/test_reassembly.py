@@ -189,11 +189,12 @@ networks = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.parametrize("find", [search.one_per_group, search.all_allowed])
+@settings(deadline=None, max_examples=100)
 @given(networks, st.lists(st.integers(0, 3), min_size=40, max_size=40), st.integers(1, 6), st.integers(0, 99))
-def test_every_candidate_obeys_the_rules(kinds, groups_of, most, seed):
+def test_every_candidate_obeys_the_rules(find, kinds, groups_of, most, seed):
     blocks, labels = made_up(kinds, groups_of)
-    found = search.by_rules(blocks, labels, most=most, rng=np.random.default_rng(seed))
+    found = find(blocks, labels, most=most, rng=np.random.default_rng(seed))
     assert len(set(found)) == len(found) <= most
     everything = set(labels.tolist())
     diverse = [set(labels[list(each)].tolist()) == everything for each in found]
@@ -203,25 +204,52 @@ def test_every_candidate_obeys_the_rules(kinds, groups_of, most, seed):
         assert [b.index for b in chosen] == sorted({b.index for b in chosen})  # R1
         assert [b.kind for b in chosen] == sorted(b.kind for b in chosen)  # R2: "conv" < "fc"
         assert {b.kind for b in chosen} == {"conv", "fc"}  # R3
-    again = search.by_rules(blocks, labels, most=most, rng=np.random.default_rng(seed))
+        if find is search.one_per_group:
+            assert np.bincount(labels[list(candidate[1:])]).max() == 1 and len(candidate) <= len(everything) + 1
+    again = find(blocks, labels, most=most, rng=np.random.default_rng(seed))
     assert found == again
 
 
-def test_rule_four_is_dropped_only_where_nothing_meets_it():
+def test_a_block_of_each_group_after_the_first():
+    """Two clients, three groups: the earliest places, conv before fc, of two equal blocks a random one."""
+    blocks, labels = made_up([["conv", "conv", "conv", "fc"], ["conv", "conv", "fc"]], [0, 0, 1, 2, 0, 0, 2])
+    found = search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(0))
+    # The first block; then at place 1 either client's; the one of group 1; the dense one behind it. From a block at
+    # place 1 its own group has nothing more to give. The others reach no group 1.
+    assert set(found) <= {(0, 1, 2, 3), (0, 5, 2, 3), (4, 1, 2, 3), (4, 5, 2, 3), (1, 2, 3), (5, 2, 3)}
+    assert {each[0] for each in found} == {0, 1, 4, 5}
+    drawn = set()
+    for seed in range(20):
+        drawn |= set(search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(seed)))
+    assert len(drawn) == 6
+
+
+def test_its_own_group_does_not_stand_in_the_way():
+    """The second convolution of group 0 would leave group 1 without a later block."""
+    blocks, labels = made_up([["conv", "conv", "fc"], ["conv", "conv", "fc"]], [0, 0, 2, 0, 1, 2])
+    found = search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(0))
+    assert set(found) == {(0, 4, 2), (0, 4, 5), (3, 4, 2), (3, 4, 5)} & set(found) and {0, 3} == {f[0] for f in found}
+
+
+def test_every_block_that_the_rules_allow():
+    blocks, labels = made_up([["conv", "conv", "conv", "fc"], ["conv", "conv", "fc"]], [0, 0, 1, 2, 0, 0, 2])
+    found = search.all_allowed(blocks, labels, most=99, rng=np.random.default_rng(0))
+    assert found == [(0, 1, 2, 3), (4, 1, 2, 3), (1, 2, 3), (5, 2, 3)]
+
+
+@pytest.mark.parametrize("find", [search.one_per_group, search.all_allowed])
+def test_rule_four_is_dropped_only_where_nothing_meets_it(find):
     blocks, labels = made_up([["conv", "fc"], ["conv", "fc"]], [0, 1, 2, 3])
-    found = search.by_rules(blocks, labels, most=9, rng=np.random.default_rng(0))
+    found = find(blocks, labels, most=9, rng=np.random.default_rng(0))
     assert {len(each) for each in found} == {2}
     blocks, labels = made_up([["conv", "fc"], ["conv", "conv", "fc", "fc"]], [0, 1, 0, 0, 1, 1])
-    assert all(
-        len(set(labels[list(each)])) == 2
-        for each in search.by_rules(blocks, labels, most=9, rng=np.random.default_rng(0))
-    )
+    assert all(len(set(labels[list(each)])) == 2 for each in find(blocks, labels, most=9, rng=np.random.default_rng(0)))
 
 
-def test_no_candidate_without_a_convolution():
+@pytest.mark.parametrize("find", search.SEARCHES.values(), ids=search.SEARCHES)
+def test_no_candidate_without_a_convolution(find):
     blocks, labels = made_up([["fc", "fc"]], [0, 1])
-    rng = np.random.default_rng(0)
-    assert search.by_rules(blocks, labels, most=9, rng=rng) == search.at_random(blocks, labels, most=9, rng=rng) == []
+    assert find(blocks, labels, most=9, rng=np.random.default_rng(0)) == []
 
 
 @settings(deadline=None, max_examples=30)
