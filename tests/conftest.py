@@ -141,6 +141,7 @@ def network_of(name):
     return built[0] if len(built) == 1 else models.Zoo.of(built)
 
 
+@functools.lru_cache(maxsize=24)  # the same object for the same federation: engines may then share a program
 def given(
     network="thin", *, sizes=SIZES, cohort=COHORT, seed=0, lr=0.05, momentum=0.5, epochs=EPOCHS, batch_size=BATCH
 ):

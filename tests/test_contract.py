@@ -7,6 +7,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.program import Program
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES
 
@@ -25,10 +26,17 @@ def run(engine, calls):
     return progress, report
 
 
-def begun(engine, progress):
-    """Return the plan of the next round and what is sent."""
-    begin = jax.jit(lambda given, progress: rounds.begin(engine.build, engine.axis, given, progress))
-    return begin(engine.given, progress)
+@pytest.fixture
+def results(monkeypatch):
+    """Return what each program returned last."""
+    results, call = {}, Program.__call__
+
+    def recorded(program, *args):
+        results[program] = call(program, *args)
+        return results[program]
+
+    monkeypatch.setattr(Program, "__call__", recorded)
+    return results
 
 
 def test_structure_shapes_and_dtypes_are_kept(engine, strategy):
@@ -76,9 +84,12 @@ def test_memory_may_live_on_the_host(engine, equal, strategy, devices):
     kept = engine(strategy, devices=devices, lanes=2, memory_on_host=True)
     if kept.strategy.init_memory is None:
         pytest.skip("its clients keep nothing")
+    other = engine(strategy, devices=2, lanes=2)  # in steps, as with memory on the host
+    expected, _ = run(other, [3])
+    if devices == 2:  # the clients' program is the same, and need not be compiled twice
+        kept.programs["clients"] = other.programs["clients"]
     progress, _ = run(kept, [2, 1])
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(progress.memory))
-    expected, _ = run(engine(strategy, devices=2, lanes=2), [3])  # in steps, as with memory on the host
     if devices == 2 and strategy != "fedkemf":  # whose server's Adam steps are rounded otherwise in the other program
         equal(progress, expected)
     else:
@@ -116,30 +127,27 @@ def test_the_loss_falls_on_a_convex_problem(engine, strategy):
         if engine.strategy.global_model:
             model = engine.strategy.global_model(progress.server)
             return local.evaluate(problem.model, model, samples, jnp.ones(count), batch_size=count).loss
-        total = 0.0
-        for client in range(problem.num_clients):
-            data = local.ClientData(samples, index, offsets[client], problem.sizes[client], jnp.int32(client))
+
+        def on_its_own(client):
+            data = local.ClientData(samples, index, offsets[client], problem.sizes[client], client)
             memory = trees.take(progress.memory, client)
             model = engine.strategy.personal_model(progress.server, memory, data, given.key)
-            total += local.score(problem.model, model, data, batch_size=4).loss
-        return total
+            return local.score(problem.model, model, data, batch_size=4).loss
+
+        return jnp.sum(jax.lax.map(on_its_own, jnp.arange(problem.num_clients, dtype=jnp.int32)))
 
     before = loss(engine.init())
     progress, _ = run(engine, [1, 5, 5, 5])
     assert float(loss(progress)) < 0.8 * float(before)
 
 
-def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy):
-    engine = engine(strategy)
-    progress = engine.init()
-    given = engine.given
-    _, rows = begun(engine, progress)
-    trained = jax.jit(lambda given, row: rounds.train(engine.build, given, progress.round, row)[0])
-    count = given.problem.cohort_size
-    down = sum(np.asarray(leaf[row]).nbytes for leaf in jax.tree.leaves(rows.payload) for row in range(count))
-    one = trained(given, jax.tree.map(lambda leaf: leaf[0], rows))
-    up = count * sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(one))
-    assert (down, up) == engine.traffic()[:2]
+def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
+    engine = engine(strategy, devices=2, lanes=2)
+    run(engine, [1])
+    (_, rows), (uploads, _, _) = (results[engine.programs[name]] for name in ("begin", "clients"))
+    count = engine.given.problem.cohort_size
+    sent = lambda tree: sum(count * leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(tree))  # without padding
+    assert (sent(rows.payload), sent(uploads)) == engine.traffic()[:2]
 
 
 def test_the_client_part_holds_no_collective(engine, strategy):
@@ -151,7 +159,8 @@ def test_the_client_part_holds_no_collective(engine, strategy):
 
 def test_a_client_of_one_sample_and_all_clients_at_once_train(engine, strategy):
     engine = engine(strategy, "linear", cohort=6)
-    sizes = np.asarray(begun(engine, engine.init())[0].cohort.sizes)
+    plan = jax.jit(lambda given, server: rounds.plan(engine.build, engine.axis, given, server, np.int32(0)))
+    sizes = np.asarray(plan(engine.given, engine.init().server).cohort.sizes)
     _, report = run(engine, [1])
     if strategy != "mapper":  # it trains on parts of the samples, once for every lambda: counted in its own test
         assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch
