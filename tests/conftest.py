@@ -7,10 +7,6 @@ import re
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Some programs here sum across the devices of one process, which needs spare threads (see `set_up_jax`).
 os.environ.setdefault("NPROC", "8")
-# Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false".strip()
-)
 
 import flax.linen as nn
 import jax
@@ -24,11 +20,18 @@ from fedjax_mr import models
 from fedjax_mr.data import Split
 from fedjax_mr.engine import local, rounds
 from fedjax_mr.engine.clients import client_axis
-from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.devices import PATIENT, add_xla_flags, set_up_jax
 from fedjax_mr.models import layers, windows
 from fedjax_mr.strategies import STRATEGIES, Problem
 from fedjax_mr.strategies.base import usual_traffic
 
+# Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
+QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": "0",
+    "xla_cpu_use_fusion_emitters": "false",  # in JAX 0.10; later there are no other emitters
+}
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
+    add_xla_flags(QUICK_TO_COMPILE | PATIENT)
 set_up_jax(devices=2, cohort_size=2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -45,6 +48,27 @@ class BySharedPrograms(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config, log):
     return BySharedPrograms(config, log)
+
+
+LOST_WORKERS = []
+
+
+def pytest_testnodedown(node, error):
+    """Remember a worker that died: if all die before their first test, pytest-xdist just says "no tests ran"."""
+    if error:
+        LOST_WORKERS.append(f"{node.gateway.id} ({error})")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    if LOST_WORKERS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if LOST_WORKERS:
+        terminalreporter.section("workers died", red=True)
+        terminalreporter.line(f"Tests may be missing from this run. Lost: {', '.join(LOST_WORKERS)}")
 
 
 SIZES = (7, 12, 1, 5, 9, 4)  # samples per client: uneven, one client with a single sample
@@ -118,6 +142,7 @@ def network_of(name):
     return built[0] if len(built) == 1 else models.Zoo.of(built)
 
 
+@functools.lru_cache(maxsize=24)  # the same object for the same federation: engines may then share a program
 def given(
     network="thin", *, sizes=SIZES, cohort=COHORT, seed=0, lr=0.05, momentum=0.5, epochs=EPOCHS, batch_size=BATCH
 ):

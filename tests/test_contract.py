@@ -7,13 +7,23 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.program import Program
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import STRATEGIES, fedcross, fedexp, fedmut, mapper, pfedme, scaffold
 from fedjax_mr.strategies.base import usual_traffic
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 # Devices x lanes; (1, 1) is what they are compared with. The last one has lanes without devices, on a fused program.
 LAYOUTS = [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.slow)]
+
+EXTRAPOLATING = {  # settings with which a strategy leaves the range of its clients' models, beside its defaults
+    "fedcross": fedcross.Hyper(acceleration="pm_da", acceleration_rounds=8),
+    "fedexp": fedexp.Hyper(epsilon=0.0),
+    "fedmut": fedmut.Hyper(radius=8.0),
+    "mapper": mapper.Hyper(mode="fedme"),
+    "pfedme": pfedme.Hyper(beta=2.0, strength=1.0),
+    "scaffold": scaffold.Hyper(server_lr=2.0),
+}
 
 # By the module, so that all tests of one strategy follow each other and share its compiled programs.
 pytestmark = pytest.mark.parametrize("strategy", STRATEGIES, scope="module")
@@ -26,10 +36,17 @@ def run(engine, calls):
     return progress, report
 
 
-def begun(engine, progress):
-    """Return the plan of the next round and what is sent."""
-    begin = jax.jit(lambda given, progress: rounds.begin(engine.build, engine.axis, given, progress))
-    return begin(engine.given, progress)
+@pytest.fixture
+def results(monkeypatch):
+    """Return what each program returned last."""
+    results, call = {}, Program.__call__
+
+    def recorded(program, *args):
+        results[program] = call(program, *args)
+        return results[program]
+
+    monkeypatch.setattr(Program, "__call__", recorded)
+    return results
 
 
 def test_structure_shapes_and_dtypes_are_kept(engine, strategy):
@@ -49,7 +66,8 @@ def test_any_division_into_calls_gives_the_same_bits_in_one_trace(engine, equal,
     again, _ = run(engine, [1, 1, 1, 1])
     equal(whole, parts)
     equal(whole, again)
-    equal(report._replace(images=0, steps=0), last._replace(images=0, steps=0))
+    of_the_last_round = lambda report: report._replace(images=0, steps=0, traffic=None)
+    equal(of_the_last_round(report), of_the_last_round(last))
     assert {program.traces for program in engine.programs.values()} == {1}
 
 
@@ -77,9 +95,12 @@ def test_memory_may_live_on_the_host(engine, equal, strategy, devices):
     kept = engine(strategy, devices=devices, lanes=2, memory_on_host=True)
     if kept.strategy.init_memory is None:
         pytest.skip("its clients keep nothing")
+    other = engine(strategy, devices=2, lanes=2)  # in steps, as with memory on the host
+    expected, _ = run(other, [3])
+    if devices == 2:  # the clients' program is the same, and need not be compiled twice
+        kept.programs["clients"] = other.programs["clients"]
     progress, _ = run(kept, [2, 1])
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(progress.memory))
-    expected, _ = run(engine(strategy, devices=2, lanes=2), [3])  # in steps, as with memory on the host
     if devices == 2 and strategy != "fedkemf":  # whose server's Adam steps are rounded otherwise in the other program
         equal(progress, expected)
     else:
@@ -117,34 +138,49 @@ def test_the_loss_falls_on_a_convex_problem(engine, strategy):
         if engine.strategy.global_model:
             model = engine.strategy.global_model(progress.server)
             return local.evaluate(problem.model, model, samples, jnp.ones(count), batch_size=count).loss
-        total = 0.0
-        for client in range(problem.num_clients):
-            data = local.ClientData(samples, index, offsets[client], problem.sizes[client], jnp.int32(client))
+
+        def on_its_own(client):
+            data = local.ClientData(samples, index, offsets[client], problem.sizes[client], client)
             memory = trees.take(progress.memory, client)
             model = engine.strategy.personal_model(progress.server, memory, data, given.key)
-            total += local.score(problem.model, model, data, batch_size=4).loss
-        return total
+            return local.score(problem.model, model, data, batch_size=4).loss
+
+        return jnp.sum(jax.lax.map(on_its_own, jnp.arange(problem.num_clients, dtype=jnp.int32)))
 
     before = loss(engine.init())
     progress, _ = run(engine, [1, 5, 5, 5])
     assert float(loss(progress)) < 0.8 * float(before)
 
 
-def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy):
-    engine = engine(strategy)
-    progress = engine.init()
-    given = engine.given
-    _, rows = begun(engine, progress)
-    trained = jax.jit(lambda given, row: rounds.train(engine.build, given, progress.round, row)[0])
-    count = given.problem.cohort_size
-    down = sum(np.asarray(leaf[row]).nbytes for leaf in jax.tree.leaves(rows.payload) for row in range(count))
-    one = trained(given, jax.tree.map(lambda leaf: leaf[0], rows))
-    up = count * sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(one))
+@pytest.mark.parametrize("extrapolating", [False, True])
+def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, extrapolating):
+    """Parameters are not statistics: with sums over whole models three methods failed here within eleven rounds.
+
+    ``variant=authors`` of FedExP and FedMut extrapolates statistics as released, and is left out.
+    """
+    if extrapolating and strategy not in EXTRAPOLATING:
+        pytest.skip("it has no setting that extrapolates")
+    one = engine(strategy, hyper=EXTRAPOLATING[strategy]) if extrapolating else engine(strategy)
+    progress = one.init()
+    for _ in range(12):
+        progress, report = one.run(progress, 1)
+        for path, leaf in jax.tree_util.tree_leaves_with_path((progress.server, progress.memory)):
+            if "['var']" in jax.tree_util.keystr(path):
+                assert np.min(leaf) >= 0
+        assert bool(trees.all_finite([one.deployed(progress), report.train_loss]))
+
+
+def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
+    engine = engine(strategy, devices=2, lanes=2)
+    _, report = run(engine, [1])
+    (_, rows), (uploads, _, _) = (results[engine.programs[name]] for name in ("begin", "clients"))
+    count = engine.given.problem.cohort_size
+    sent = lambda tree: sum(count * leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(tree))  # without padding
+    down, up = sent(rows.payload), sent(uploads)
+    first = lambda tree: jax.tree.map(lambda leaf: leaf[:count], tree)
+    assert usual_traffic(first(rows.payload), first(uploads)).num_bytes() == (down, up, 0)
     if engine.strategy.traffic is None:  # methods that count otherwise have tests of their own
-        assert run(engine, [1])[1].traffic.num_bytes() == (down, up, 0)
-    uploads = jax.tree.map(lambda leaf: np.stack([leaf] * count), one)
-    payloads = jax.tree.map(lambda leaf: leaf[:count], rows.payload)
-    assert usual_traffic(payloads, uploads).num_bytes() == (down, up, 0)
+        assert report.traffic.num_bytes() == (down, up, 0)
 
 
 def test_the_client_part_holds_no_collective(engine, strategy):
@@ -156,7 +192,8 @@ def test_the_client_part_holds_no_collective(engine, strategy):
 
 def test_a_client_of_one_sample_and_all_clients_at_once_train(engine, strategy):
     engine = engine(strategy, "linear", cohort=6)
-    sizes = np.asarray(begun(engine, engine.init())[0].cohort.sizes)
+    plan = jax.jit(lambda given, server: rounds.plan(engine.build, engine.axis, given, server, np.int32(0)))
+    sizes = np.asarray(plan(engine.given, engine.init().server).cohort.sizes)
     _, report = run(engine, [1])
     if strategy != "mapper":  # it trains on parts of the samples, once for every lambda: counted in its own test
         assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch

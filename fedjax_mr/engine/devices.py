@@ -4,11 +4,18 @@ import contextlib
 import hashlib
 import os
 import platform
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
 CACHE_BYTES = 2 * 1024**3
+PATIENT = {  # seconds: uneven devices may wait long for each other
+    "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "3600",
+}
 
 
 def usable_cores() -> int:
@@ -36,14 +43,34 @@ def set_up_jax(*, devices: int | None, cohort_size: int, num_processes: int = 1)
     if num_processes > 1 or count > usable_cores():
         os.environ.setdefault("NPROC", str(max(4 * count, usable_cores())))
     _use_compilation_cache()
-    for flag in ("collective_call_terminate_timeout_seconds", "collective_call_warn_stuck_timeout_seconds"):
-        if flag not in os.environ.get("XLA_FLAGS", ""):
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_{flag}=3600".strip()
-    forced = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
+    if num_processes > 1:
+        add_xla_flags(PATIENT)
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     chosen = forced or jax.config.values["jax_num_cpu_devices"] > 0
     if not chosen:
         with contextlib.suppress(RuntimeError):  # once JAX has started, take the devices that there are
             jax.config.update("jax_num_cpu_devices", count)
+
+
+def add_xla_flags(flags: Mapping[str, str]) -> None:
+    """Add flags to ``XLA_FLAGS``: those that are not there already and that this XLA knows.
+
+    XLA ends the whole process at a flag that it does not know, and flags come and go from version to version. So
+    another process is asked first, which costs a second; XLA names the unknown flags there when it ends.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
+    ask = [sys.executable, "-c", "import jax; jax.devices()"]
+    while added:
+        tried = " ".join([given, *added]).strip()
+        answer = subprocess.run(
+            ask, env=os.environ | {"XLA_FLAGS": tried, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+        )
+        if answer.returncode == 0:
+            os.environ["XLA_FLAGS"] = tried
+            return
+        unknown = [flag for flag in added if flag in answer.stderr]
+        added = [flag for flag in added if flag not in unknown] if unknown else []
 
 
 def _use_compilation_cache() -> None:

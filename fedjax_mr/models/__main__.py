@@ -62,10 +62,9 @@ def _is_our_convolution(equation: core.JaxprEqn) -> bool:
 
 def _inner(params: dict) -> Iterator[core.Jaxpr]:
     for value in params.values():
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
+        jaxpr = getattr(value, "jaxpr", value)  # until JAX 0.10 there are two kinds, and a closed one holds the other
+        if isinstance(jaxpr, core.Jaxpr):
+            yield jaxpr
 
 
 def table() -> str:
