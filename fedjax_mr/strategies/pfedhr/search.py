@@ -47,14 +47,14 @@ def one_per_group(
     Arguments and what is accepted are those of `all_allowed`.
     """
     order = _visiting_order(blocks, groups)
+    early = lambda i: (blocks[i].kind == "fc", blocks[i].index)
     found: list[Candidate] = []
     for first in _by_place(blocks, groups):
         for visited in (order, [group for group in order if group != groups[first]]):
             chosen = [first]
             for group in visited:
-                allowed = [i for i in np.flatnonzero(groups == group) if may_follow(blocks[i], blocks[chosen[-1]])]
-                if allowed:
-                    early = lambda i: (blocks[i].kind == "fc", blocks[i].index)
+                own = np.flatnonzero(groups == group).tolist()
+                if allowed := [i for i in own if may_follow(blocks[i], blocks[chosen[-1]])]:
                     earliest = min(map(early, allowed))
                     chosen.append(int(rng.choice([i for i in allowed if early(i) == earliest])))
             found.append(tuple(chosen))
