@@ -100,8 +100,8 @@ class Experiment:
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
         if "traffic" not in meta:
             raise UserError(
-                f"{self.folder.path} was begun by a version whose checkpoints hold no traffic: go on with that version, "
-                "or start anew with --overwrite"
+                f"{self.folder.path} was begun by a version whose checkpoints hold no traffic: go on with that "
+                "version, or start anew with --overwrite"
             )
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
