@@ -116,7 +116,7 @@ class Contestant:
         layout = {"devices": None, "lanes": None} | layout
         axis = client_axis(cohort_size=config.cohort, **layout)
         self.config = config
-        self.federated = data.prepare(config, dataset=dataset)
+        self.federated = data.federated_data(config, dataset=dataset)
         self.model = build_model(config, self.federated)
         with plain_layers() if plain else mock.MagicMock():
             self.engine = build_rounds(config, self.federated, self.model, axis)

@@ -123,7 +123,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     config = fmr.Config(
         strategy=strategy, model=model, cohort=cohort, clients=2 * cohort, partition="iid", local_epochs=1
     )
-    federated = data.prepare(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
+    federated = data.federated_data(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
     axis = client_axis(devices=devices, lanes=1, cohort_size=cohort)
     network = build_model(config, federated)
     engine = build_rounds(config, federated, network, dataclasses.replace(axis, fused=True))  # as on accelerators
@@ -142,7 +142,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
         "state_bytes": trees.num_bytes(engine.given.problem.model.shapes()),
     }
     if timed:
-        federated = data.prepare(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))
+        federated = data.federated_data(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))
         row["seconds_per_round"] = seconds_per_round(build_rounds(config, federated, network, axis))
     return row
 

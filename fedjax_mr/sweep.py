@@ -232,7 +232,7 @@ def calibrate(run: Run) -> Cost:
         short = dataclasses.replace(run.config, rounds=rounds, eval_every=rounds)
         run = dataclasses.replace(run, config=short, folder=Path(temporary) / "run")
         started = time.perf_counter()
-        code = train([run], lambda: None)
+        code = run_in_process([run], lambda: None)
         wall = time.perf_counter() - started
         if code:
             raise UserError(f"{run.kind} cannot be timed: {_last_words(run)}")
@@ -251,7 +251,7 @@ def estimate(runs: Sequence[Run]) -> dict[str, Cost]:
 # --- One run ---------------------------------------------------------------------------------------------------------
 
 
-def train(runs: Sequence[Run], look: Callable[[], None]) -> int:
+def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
     """Train a run, or several seeds in one program, in a process of its own to the end, and return its exit code.
 
     Signals to stop are passed on, so that the process can write checkpoints. It also stops if this process is killed.
@@ -358,7 +358,7 @@ def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
                 elif run_state(run.folder) != "finished":
                     todo.append(run)
             if todo:
-                code = train(todo, functools.partial(bar.show, todo))
+                code = run_in_process(todo, functools.partial(bar.show, todo))
                 codes += [_code(run, code) for run in todo]
                 for run in (run for run in todo if _code(run, code)):
                     bar.say(f"{run.folder}: {_why(run, todo[0])} (exit code {_code(run, code)}; {_log_of(todo[0])})")

@@ -210,7 +210,7 @@ def bytes_of_a_round(engine, round=0):
         progress = rounds.start(engine.build, given)
         plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
         rows = jax.tree.map(lambda leaf: leaf[: given.problem.cohort_size], rows)
-        uploads = jax.vmap(lambda row: rounds.train(engine.build, given, progress.round, row)[0])(rows)
+        uploads = jax.vmap(lambda row: rounds.train_client(engine.build, given, progress.round, row)[0])(rows)
         return progress.server, plan.cohort, rows.payload, uploads
 
     state, cohort, payloads, uploads = jax.eval_shape(shapes, engine.given)

@@ -50,7 +50,7 @@ def trained(monkeypatch):
             look()
             return code
 
-        monkeypatch.setattr(sweep, "train", train)
+        monkeypatch.setattr(sweep, "run_in_process", train)
         return asked
 
     return install
@@ -77,7 +77,8 @@ def test_five_trials_are_five_draws_of_the_clients():
     """The partition and the public set follow the seed, and nothing else."""
     flags = ["--strategies=local,fedme", "--seeds=0:5", "--public_share=0.1", "--grid=lr=0.1,0.2"]
     _, runs = sweep.plan(flags)
-    hashes = {(run.config.strategy, run.config.lr, run.config.seed): data.prepare(run.config).hash() for run in runs}
+    key = lambda config: (config.strategy, config.lr, config.seed)
+    hashes = {key(run.config): data.federated_data(run.config).hash() for run in runs}
     for (_, _, seed), found in hashes.items():
         assert found == hashes["local", 0.1, seed]
     assert len(set(hashes.values())) == 5
@@ -286,7 +287,7 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Stopped) as stopped:
-        sweep.train([run], stop)
+        sweep.run_in_process([run], stop)
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert run_state(run.folder) == "started"
     assert "go on with" in sweep._last_words(run)
@@ -330,7 +331,7 @@ def test_a_second_signal_ends_a_run_at_once(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Stopped):
-        sweep.train([run], stop)
+        sweep.run_in_process([run], stop)
 
 
 def test_a_run_that_cannot_start_says_why(capsys):
@@ -350,7 +351,7 @@ def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
 @pytest.mark.slow
 def test_seeds_in_one_real_process(capsys):
     _, runs = sweep.plan([*TINY, "--seeds=0:2", "--devices=1"])
-    assert sweep.train(runs, lambda: None) == 0
+    assert sweep.run_in_process(runs, lambda: None) == 0
     assert [run_state(run.folder) for run in runs] == ["finished"] * 2
     assert sweep.main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
     assert "names 1 folders for 2 --seeds" in capsys.readouterr().err

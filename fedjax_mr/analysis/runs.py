@@ -128,7 +128,7 @@ def rebuild(run: Run, *, data_dir: str | None = None) -> Rebuilt:
     """Return a run's data, network and rounds, with which its checkpoints are read; nothing is computed."""
     config = run.config if data_dir is None else with_data_dir(run.config, data_dir)
     set_up_jax(devices=1, cohort_size=1)
-    federated = data.prepare(config)
+    federated = data.federated_data(config)
     model = build_model(config, federated)
     axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
     return Rebuilt(config, federated, model, build_rounds(config, federated, model, axis))

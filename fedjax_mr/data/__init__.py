@@ -14,7 +14,7 @@ from fedjax_mr.data.sources import arrays, digits, leaf, tfds
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.errors import UserError, unknown_name
 
-__all__ = ["SOURCES", "Dataset", "FederatedData", "Split", "federate", "from_arrays", "load", "prepare"]
+__all__ = ["SOURCES", "Dataset", "FederatedData", "Split", "federate", "federated_data", "from_arrays", "load"]
 
 SOURCES: dict[str, Callable[[Request], Dataset]] = {
     "digits": digits.load,
@@ -55,7 +55,7 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
     return SOURCES[base](Request(name, data_dir, label_mode, offline)).check()
 
 
-def prepare(config: Any, *, dataset: Dataset | None = None) -> FederatedData:
+def federated_data(config: Any, *, dataset: Dataset | None = None) -> FederatedData:
     """Load the data set of a configuration and divide it among the clients.
 
     Args:

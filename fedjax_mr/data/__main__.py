@@ -47,7 +47,7 @@ def _show(arguments: list[str]) -> None:
     # No client trains: the method must not refuse several networks, nor the cohort be larger than the federation.
     config = dataclasses.replace(configuration.parse([*arguments, "--strategy=local"]), cohort=1)
     configuration.validate(config)
-    federated = data.prepare(config)
+    federated = data.federated_data(config)
     folder = Path(config.run_dir or ".")
     pictured = folder / "partition.png"
     try:

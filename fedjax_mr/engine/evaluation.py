@@ -14,7 +14,7 @@ from fedjax_mr.engine.program import Program, Programs
 from fedjax_mr.models.base import Model, Variables
 
 
-class Result(NamedTuple):
+class Tested(NamedTuple):
     """A model's test result; numbers, or one per model [K]."""
 
     accuracy: np.ndarray  # fraction of the test samples
@@ -50,21 +50,21 @@ class Evaluation:
 
         self.programs = Programs(test=Program(self._on_devices(score)), test_all=Program(self._on_devices(score_all)))
 
-    def one(self, variables: Variables) -> Result:
+    def one(self, variables: Variables) -> Tested:
         """Test one model."""
         return self._run("test", variables)
 
-    def each(self, models: Variables) -> Result:
+    def each(self, models: Variables) -> Tested:
         """Test K stacked models, leaves [K, ...]: results [K]."""
         return self._run("test_all", models)
 
-    def _run(self, name: str, variables: Variables) -> Result:
+    def _run(self, name: str, variables: Variables) -> Tested:
         variables = place(variables, self.axis.replicated)
         per_device = self.programs[name](variables, self._samples, self._mask)  # leaves [D, ...]
         if not self._mask.is_fully_addressable:
             per_device = jax.device_put(per_device, self.axis.replicated)
         correct, loss, count = (np.asarray(leaf, np.float64).sum(axis=0) for leaf in per_device)
-        return Result(correct / count, loss / count)
+        return Tested(correct / count, loss / count)
 
     def _on_devices(self, function: Any) -> Any:
         def counts(variables: Variables, samples: Samples, mask: jax.Array) -> Score:

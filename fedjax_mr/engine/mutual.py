@@ -61,7 +61,7 @@ def mutual_loss(models: Pair, weights: Pair, *, difference: Difference = diverge
     return loss
 
 
-def train(
+def train_pair(
     models: Pair,
     setting: LocalSetting,
     pair: Pair,

@@ -132,7 +132,7 @@ def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> t
     return chosen, rows
 
 
-def train(build: Build, given: Given, round: jax.Array, row: ClientRow) -> tuple[Payload, Memory, Metrics]:
+def train_client(build: Build, given: Given, round: jax.Array, row: ClientRow) -> tuple[Payload, Memory, Metrics]:
     """Train one client."""
     key = round_key(given.key, CLIENT, round)
     key = jax.random.fold_in(jax.random.fold_in(key, row.client_id), row.occurrence)

@@ -33,7 +33,7 @@ from fedjax_mr.engine.round import (
     plan,
     round_key,
     start,
-    train,
+    train_client,
 )
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies.base import State
@@ -285,7 +285,7 @@ class Rounds:
 
     def train_all(self) -> Callable:
         """Return ((given, round), rows [K', ...]) -> trained rows, over the client axis."""
-        return map_clients(self.axis, lambda shared, row: train(self.build, shared[0], shared[1], row))
+        return map_clients(self.axis, lambda shared, row: train_client(self.build, shared[0], shared[1], row))
 
     def _begin(self, progress: Progress) -> tuple[Plan, ClientRow]:
         program = lambda given, progress: begin(self.build, self.axis, given, progress)
@@ -398,7 +398,7 @@ class SeedRounds:
 
         def one(shared: tuple[Given, jax.Array], pair: tuple[jax.Array, ClientRow]) -> Any:
             (given, round), (seed, row) = shared, pair
-            return train(self.build, of_seed(given, seed), round[seed], row)
+            return train_client(self.build, of_seed(given, seed), round[seed], row)
 
         trained = map_clients(self.axis, one)((given, round), (order // per_seed, laid_out))
         return trees.take(trained, positions(slots, count))

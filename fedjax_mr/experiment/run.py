@@ -56,16 +56,16 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
         coordinator=config.coordinator, num_processes=config.num_processes, process_id=config.process_id
     )
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
-    federated = processes.together(lambda: data.prepare(config, dataset=dataset))
+    federated = processes.together(lambda: data.federated_data(config, dataset=dataset))
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
     with processes.lost_by_name():
-        (end,) = Run([prepare(config, federated, processes)]).run()
+        (end,) = Run([set_up(config, federated, processes)]).run()
     if isinstance(end, DivergedError):
         raise end
     return end
 
 
-def prepare(config: Config, federated: FederatedData, processes: Processes) -> Experiment:
+def set_up(config: Config, federated: FederatedData, processes: Processes) -> Experiment:
     """Build the rounds, take the run folder and return the experiment."""
     model = build_model(config, federated)
     axis = client_axis(devices=config.devices, lanes=config.lanes, cohort_size=config.cohort)

@@ -16,7 +16,7 @@ from fedjax_mr.engine.rounds import SeedRounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.experiment import Experiment, Result
 from fedjax_mr.experiment.processes import ALONE
-from fedjax_mr.experiment.run import Run, prepare
+from fedjax_mr.experiment.run import Run, set_up
 
 
 def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
@@ -42,7 +42,7 @@ def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
     cohort_size = len(configs) * first.cohort
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
-    experiments = [prepare(config, data.prepare(config), ALONE) for config in configs]
+    experiments = [set_up(config, data.federated_data(config), ALONE) for config in configs]
     rounds = experiments[0].rounds
     if rounds.on_host:
         raise UserError("seeds in one program need the clients' samples and memories on the devices")

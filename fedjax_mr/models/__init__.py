@@ -15,8 +15,8 @@ from fedjax_mr.models.zoo import Zoo
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One row of the registry.
+class Entry:
+    """One entry of the registry of networks.
 
     Attributes:
       network: called with ``num_classes`` and the network's other attributes.
@@ -38,44 +38,46 @@ CIFAR, GREY, TEXT = (32, 32, 3), (28, 28, 1), (80,)
 SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
 """Relatives of a small network, for clients of different ones."""
 
-MODELS: dict[str, Row] = {
-    "cnn_digits": Row(cnn.CNNDigits, (8, 8, 1), 10, "ours, for the quickstart"),
+MODELS: dict[str, Entry] = {
+    "cnn_digits": Entry(cnn.CNNDigits, (8, 8, 1), 10, "ours, for the quickstart"),
     **{
-        f"cnn_digits_{size}": Row(functools.partial(cnn.CNNDigits, **options), (8, 8, 1), 10, "ours, beside cnn_digits")
+        f"cnn_digits_{size}": Entry(
+            functools.partial(cnn.CNNDigits, **options), (8, 8, 1), 10, "ours, beside cnn_digits"
+        )
         for size, options in SIZES.items()
     },
-    "lenet5": Row(cnn.LeNet5, CIFAR, 10, "FedMR's and FedCross's code (CNN on CIFAR)"),
+    "lenet5": Entry(cnn.LeNet5, CIFAR, 10, "FedMR's and FedCross's code (CNN on CIFAR)"),
     **{
-        f"lenet5_{size}": Row(functools.partial(cnn.LeNet5, **options), CIFAR, 10, "ours, beside lenet5")
+        f"lenet5_{size}": Entry(functools.partial(cnn.LeNet5, **options), CIFAR, 10, "ours, beside lenet5")
         for size, options in SIZES.items()
     },
-    "cnn_mcmahan": Row(cnn.CNNMcMahan, CIFAR, 10, "McMahan et al., AISTATS 2017"),
-    "cnn_femnist": Row(cnn.CNNFEMNIST, GREY, 62, "FedMR's code (CNN on FEMNIST)"),
-    "cnn_pfl": Row(cnn.CNNPfl, CIFAR, 10, "pfl-research's benchmarks (CIFAR10-IID)"),
-    "mlp": Row(cnn.MLP, GREY, 10, "McMahan et al., AISTATS 2017 (2NN)"),
-    "logistic": Row(cnn.Logistic, GREY, 10, "convex experiments"),
-    "resnet20": Row(resnet.ResNet20, CIFAR, 10, "FedMR's and FedCross's code"),
-    "resnet20_he": Row(resnet.ResNet20He, CIFAR, 10, "He et al., CVPR 2016"),
-    "vgg16": Row(vgg.VGG16, CIFAR, 10, "FedMR's and FedCross's code (CIFAR)"),
-    "vgg_femnist": Row(vgg.VGGFEMNIST, GREY, 62, "FedMR's code (VGG-16 on FEMNIST)"),
+    "cnn_mcmahan": Entry(cnn.CNNMcMahan, CIFAR, 10, "McMahan et al., AISTATS 2017"),
+    "cnn_femnist": Entry(cnn.CNNFEMNIST, GREY, 62, "FedMR's code (CNN on FEMNIST)"),
+    "cnn_pfl": Entry(cnn.CNNPfl, CIFAR, 10, "pfl-research's benchmarks (CIFAR10-IID)"),
+    "mlp": Entry(cnn.MLP, GREY, 10, "McMahan et al., AISTATS 2017 (2NN)"),
+    "logistic": Entry(cnn.Logistic, GREY, 10, "convex experiments"),
+    "resnet20": Entry(resnet.ResNet20, CIFAR, 10, "FedMR's and FedCross's code"),
+    "resnet20_he": Entry(resnet.ResNet20He, CIFAR, 10, "He et al., CVPR 2016"),
+    "vgg16": Entry(vgg.VGG16, CIFAR, 10, "FedMR's and FedCross's code (CIFAR)"),
+    "vgg_femnist": Entry(vgg.VGGFEMNIST, GREY, 62, "FedMR's code (VGG-16 on FEMNIST)"),
     **{
-        f"vgg{depth}_fedma": Row(functools.partial(vgg.VGGFedMA, depth=depth), CIFAR, 10, "FedMe's code")
+        f"vgg{depth}_fedma": Entry(functools.partial(vgg.VGGFedMA, depth=depth), CIFAR, 10, "FedMe's code")
         for depth in vgg.STAGES
     },
     **{
-        f"cnn{i}": Row(functools.partial(cnn.CNNFedMe, depth=i), GREY, 62, "FedMe's code (FEMNIST)")
+        f"cnn{i}": Entry(functools.partial(cnn.CNNFedMe, depth=i), GREY, 62, "FedMe's code (FEMNIST)")
         for i in range(1, 5)
     },
     **{
-        f"lstm{i}": Row(
+        f"lstm{i}": Entry(
             functools.partial(lstm.CharacterLSTM, depth=i), TEXT, 90, "FedMe's code (Shakespeare)", np.int32
         )
         for i in range(1, 5)
     },
-    "pfedhr_m1": Row(pfedhr.M1, CIFAR, 10, "pFedHR's code (CNN1)"),
-    "pfedhr_m2": Row(pfedhr.M2, CIFAR, 10, "pFedHR, as intended"),
-    "pfedhr_m3": Row(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
-    "pfedhr_m4": Row(pfedhr.M4, CIFAR, 10, "pFedHR's code (CNN4)"),
+    "pfedhr_m1": Entry(pfedhr.M1, CIFAR, 10, "pFedHR's code (CNN1)"),
+    "pfedhr_m2": Entry(pfedhr.M2, CIFAR, 10, "pFedHR, as intended"),
+    "pfedhr_m3": Entry(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
+    "pfedhr_m4": Entry(pfedhr.M4, CIFAR, 10, "pFedHR's code (CNN4)"),
 }
 """Every network by its name."""
 
@@ -151,4 +153,4 @@ def _check_fit(model: Model, takes: str) -> None:
         raise UserError(f"images of {sample} are too small for {model.name}: {error}; use another model") from error
 
 
-__all__ = ["MODELS", "BlockNet", "Layer", "Model", "Row", "Variables", "Zoo", "build"]
+__all__ = ["MODELS", "BlockNet", "Entry", "Layer", "Model", "Variables", "Zoo", "build"]

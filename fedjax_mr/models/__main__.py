@@ -67,7 +67,7 @@ def _inner(params: dict) -> Iterator[core.Jaxpr]:
             yield jaxpr
 
 
-def table() -> str:
+def network_table() -> str:
     """Return the table of all networks as text."""
     rows = [COLUMNS, *map(row, MODELS)]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(COLUMNS))]
@@ -88,7 +88,7 @@ def main() -> None:
     argparse.ArgumentParser(
         prog="python -m fedjax_mr.models", description="Print the table of all networks."
     ).parse_args()
-    print(table())
+    print(network_table())
     print("Multiply-adds: of one sample, forward. State bytes: parameters and normalisation statistics, float32.")
 
 

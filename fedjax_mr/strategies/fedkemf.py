@@ -87,7 +87,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def train_both(model, own, knowledge, data, key):
         """Train a client's two networks together."""
-        pair, metrics = mutual.train(
+        pair, metrics = mutual.train_pair(
             Pair(model, small),
             problem.local,
             Pair(own, knowledge),

@@ -166,7 +166,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def client_update(payload, memory, data, round, key):
         both = Pair(payload["model"], payload["received"])
-        (own, received), metrics = mutual.train(
+        (own, received), metrics = mutual.train_pair(
             Pair(model, model), problem.local, both, data, key, weights=Pair(weights, weights)
         )
         loss = lambda variables: local.held_out_loss(model, variables, data, batch_size=problem.local.batch_size)

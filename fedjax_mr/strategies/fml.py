@@ -68,7 +68,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def client_update(payload, memory, data, round, key):
         networks, both = Pair(network, meme_network), Pair(memory, payload["model"])
-        (personal, meme), metrics = mutual.train(networks, problem.local, both, data, key, weights=weights)
+        (personal, meme), metrics = mutual.train_pair(networks, problem.local, both, data, key, weights=weights)
         return {"model": meme}, personal, metrics
 
     def server_update(state, uploads, cohort, round, key):

@@ -83,7 +83,7 @@ class TestShares:
     def test_what_pfedhrs_code_leaves_a_client_to_train_on(self, monkeypatch):
         monkeypatch.chdir(Path(__file__).parents[2])
         flags = ["--flagfile=exp/pfedhr_mnist_shards.flags", "--strategy=local"]
-        federated = data.prepare(config.parse(flags), dataset=numbered(8000))
+        federated = data.federated_data(config.parse(flags), dataset=numbered(8000))
         assert (federated.sizes == 288).all() and (federated.test.sizes == 90).all() and federated.own_test
         assert len(federated.notes) == 1 and "1800 of 7200 samples unused" in federated.notes[0]
 
@@ -151,7 +151,7 @@ class TestSeeds:
 
     def test_configuration_changes_partitions_only_where_it_should(self):
         def hash_of(**changes):
-            return data.prepare(Config(**changes)).hash()
+            return data.federated_data(Config(**changes)).hash()
 
         base = hash_of(seed=5)
         assert hash_of(seed=6, partition_seed=5) == base
@@ -273,7 +273,7 @@ def test_refuses_natural(settings, message):
 
 def test_cohort_of_natural_clients():
     with pytest.raises(UserError, match="--cohort=31 is more than the 30 clients of numbered"):
-        data.prepare(Config(partition="natural", clients=0, cohort=31), dataset=numbered(num_natural=30))
+        data.federated_data(Config(partition="natural", clients=0, cohort=31), dataset=numbered(num_natural=30))
 
 
 class TestPublicFromElsewhere:
@@ -282,17 +282,17 @@ class TestPublicFromElsewhere:
         for name, value in (("own", 1.0), ("other", 2.0)):
             np.savez(tmp_path / name, x=np.full((200, 3), value, np.float32), y=rng.integers(0, 4, 200))
         given = dict(dataset=f"{tmp_path}/own.npz", clients=4, cohort=2, public_share=0.2, partition="iid")
-        own = data.prepare(Config(**given))
-        replaced = data.prepare(Config(**given, public_from=f"{tmp_path}/other.npz"))
+        own = data.federated_data(Config(**given))
+        replaced = data.federated_data(Config(**given, public_from=f"{tmp_path}/other.npz"))
         assert own.public.x.shape == replaced.public.x.shape
         assert (own.public.x == 1).all() and (replaced.public.x == 2).all()
         assert replaced.public.y.max() == 3
         np.testing.assert_array_equal(own.train.index, replaced.train.index)
         assert own.hash() != replaced.hash()
-        unlabelled = data.prepare(Config(**given, public_from=f"{tmp_path}/other.npz", public_labels=False))
+        unlabelled = data.federated_data(Config(**given, public_from=f"{tmp_path}/other.npz", public_labels=False))
         assert unlabelled.public.y is None
         with pytest.raises(UserError, match="give --public_share"):
-            data.prepare(Config(**given | {"public_share": 0.0}, public_from=f"{tmp_path}/other.npz"))
+            data.federated_data(Config(**given | {"public_share": 0.0}, public_from=f"{tmp_path}/other.npz"))
 
     def test_only_samples_of_the_same_kind_will_do(self):
         dataset = numbered()

@@ -52,7 +52,7 @@ def test_equal_networks_learn_nothing_from_each_other(given, close):
     model = given.problem.model.networks[1]
     start, setting = model.init(jax.random.key(1)), given.problem.local
     weights = Pair(Weights(), Weights())
-    both, _ = mutual.train(
+    both, _ = mutual.train_pair(
         Pair(model, model), setting, Pair(start, start), data_of(given, 0), jax.random.key(2), weights=weights
     )
     alone, _ = local.train(model, setting, start, data_of(given, 0), jax.random.key(2))
@@ -68,7 +68,7 @@ def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(given, cl
     models = Pair(*given.problem.model.networks)
     starts = Pair(*(model.init(jax.random.key(i)) for i, model in enumerate(models)))
     weights = Pair(Weights(mutual=0.0), Weights(mutual=0.0))
-    both, metrics = mutual.train(models, setting, starts, data_of(given, 0), jax.random.key(2), weights=weights)
+    both, metrics = mutual.train_pair(models, setting, starts, data_of(given, 0), jax.random.key(2), weights=weights)
     losses = 0.0
     for model, start, trained in zip(models, starts, both, strict=True):
         alone, own = local.train(model, setting, start, data_of(given, 0), jax.random.key(2))
@@ -86,10 +86,12 @@ def test_a_zoo_trains_pairs_as_the_networks_themselves(given, close, kinds):
     starts = Pair(*(model.init(jax.random.key(i)) for i, model in enumerate(models)))
     packed = Pair(*(zoo.pack(start, kind) for start, kind in zip(starts, kinds, strict=True)))
     train = jax.jit(
-        lambda pair: mutual.train(Pair(zoo, zoo), setting, pair, data_of(given, 1), jax.random.key(5), weights=weights)
+        lambda pair: mutual.train_pair(
+            Pair(zoo, zoo), setting, pair, data_of(given, 1), jax.random.key(5), weights=weights
+        )
     )
     ours, metrics = train(packed)
-    plain, own = mutual.train(models, setting, starts, data_of(given, 1), jax.random.key(5), weights=weights)
+    plain, own = mutual.train_pair(models, setting, starts, data_of(given, 1), jax.random.key(5), weights=weights)
     close(metrics, own)
     for kind, mine, theirs in zip(kinds, ours, plain, strict=True):
         close(zoo.unpack(mine, kind), theirs)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.engine.round import Report, begin, ids_by_slot, join, round_key, start, train
+from fedjax_mr.engine.round import Report, begin, ids_by_slot, join, round_key, start, train_client
 from fedjax_mr.strategies.base import Parcels, Traffic
 
 
@@ -36,7 +36,7 @@ def test_a_client_drawn_twice_trains_with_two_keys(engine):
     _, rows = begin(rounds.build, rounds.axis, given, progress)
     row = jax.tree.map(lambda leaf: leaf[0], rows)
     uploads = [
-        train(rounds.build, given, progress.round, row._replace(occurrence=jnp.int32(number)))[0]
+        train_client(rounds.build, given, progress.round, row._replace(occurrence=jnp.int32(number)))[0]
         for number in (0, 0, 1)
     ]
     first, same, other = (jax.flatten_util.ravel_pytree(upload)[0] for upload in uploads)
