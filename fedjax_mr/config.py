@@ -92,7 +92,7 @@ class Config:
     public_labels: bool = _partition(True, "the public set keeps its labels", source="FedMe: off")
     public_from: str | None = _partition(
         None, "another data set, by name or .npz, whose training samples are public in place of as many of this "
-        "one's, which nobody then has",
+        "one's, which no client then has",
         source="pFedHR's poster has such a comparison")
 
     model: str = _model(

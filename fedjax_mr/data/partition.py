@@ -3,7 +3,7 @@
 `dirichlet` is the algorithm of the released FedMR code (Hu et al., KDD 2024), `dirichlet_size` that of FedMe
 (Matsuda et al., 2022), `shards` that of McMahan et al. (AISTATS 2017), `classes` the two-class setting of pFedHR
 (Wang et al., NeurIPS 2023). Deviation: the released loops redraw for ever when many clients share few samples;
-here the best of `MAX_DRAWS` draws is repaired and the caller is told.
+here the best of `MAX_DRAWS` draws is repaired, with a note to the caller.
 """
 
 import heapq
@@ -59,7 +59,7 @@ def dirichlet(
       rng: consumed.
       alpha: the concentration; small values give clients of few classes.
       min_samples: the least size of a client; lowered to M // N where M is too small for it.
-      report: told when a repair was needed.
+      report: called with a note if a repair was needed.
     """
     targets = np.full(num_clients, len(labels) / num_clients)
     return _dirichlet(labels, targets, rng=rng, alpha=alpha, min_samples=min_samples, report=report)
@@ -86,7 +86,7 @@ def dirichlet_size(
       alpha: the concentration of the labels (FedMe: 0.5).
       alpha_size: the concentration of the sizes (FedMe: 10).
       min_samples: the least size of a client; lowered to M // N where M is too small for it.
-      report: told when a repair was needed.
+      report: called with a note if a repair was needed.
     """
     targets = np.floor(rng.dirichlet(np.full(num_clients, alpha_size)) * len(labels))
     targets[-1] += len(labels) - targets.sum()
@@ -105,7 +105,7 @@ def shards(
     """Sort by label, cut into shards and deal ``shards_per_client`` different ones to every client at random.
 
     All samples are cut into N * shards_per_client shards (McMahan et al.: two each), or into shards of ``shard_size``,
-    of which those that nobody is dealt stay unused (pFedHR's code: two of 225 each; there a shard may go to several
+    of which those that no client is dealt stay unused (pFedHR's code: two of 225 each; there a shard may go to several
     clients).
 
     Args:
@@ -114,7 +114,7 @@ def shards(
       rng: consumed.
       shards_per_client: the shards of each client.
       shard_size: the samples of each shard; None: as many as use all samples.
-      report: told how many samples stay unused.
+      report: called with a note of the samples that stay unused.
 
     Raises:
       UserError: there are too few samples for shards of ``shard_size``.
@@ -154,7 +154,7 @@ def classes(
       num_clients: N.
       rng: consumed.
       classes_per_client: the classes of each client (pFedHR: 2); lowered to the number of classes there are.
-      report: told when some class has no holder, so that its samples stay unused.
+      report: called with a note if some class has no holder, so that its samples stay unused.
     """
     rows = _rows_by_class(labels, rng)
     present = np.array([len(row) > 0 for row in rows])

@@ -111,7 +111,7 @@ class Rounds:
         self._stop_at_divergence = stop_at_divergence
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
         self._samples: HostSamples | None = None
-        self._clock = Clock(self.programs, waits=not data_on_host)  # nobody waits where the next samples are sent
+        self._clock = Clock(self.programs, waits=not data_on_host)  # no waiting while the next samples are sent
         if data_on_host:
             samples, index, offsets = given.federation
             self._samples = HostSamples(samples.x, samples.y, index, offsets, sharding=axis.sharded)

@@ -192,7 +192,7 @@ def read_rows(folder: Path | str) -> list[MetricsRow]:
 
 
 def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
-    """Return what the strategy of a run told of a round.
+    """Return the arrays of a strategy's information on a round.
 
     Raises:
       UserError: nothing is kept of this round, or it is damaged.

@@ -42,7 +42,7 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
     """Run an experiment, or go on with one, and return its result.
 
     Args:
-      config: everything that the run is told.
+      config: all settings of the run.
       dataset: one's own samples, in place of the data set that ``config`` names.
 
     Raises:
