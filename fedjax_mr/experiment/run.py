@@ -98,8 +98,9 @@ def open_folder(config: Config, processes: Processes) -> RunFolder:
 def headline(config: Config, federated: FederatedData, axis: ClientAxis) -> str:
     """Return the line that opens a run."""
     kind = axis.mesh.devices.flat[0].device_kind
+    optimizer = "" if config.server_optimizer == "none" else f", server optimizer {config.server_optimizer}"
     return (
-        f"{config.strategy}: {config.cohort} of {federated.num_clients} clients per round, "
+        f"{config.strategy}{optimizer}: {config.cohort} of {federated.num_clients} clients per round, "
         f"{config.dataset} ({config.partition}), {config.model}; "
         f"{axis.num_devices} x {kind}, {axis.lanes} lane{'s' if axis.lanes > 1 else ''}"
     )
