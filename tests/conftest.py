@@ -1,6 +1,7 @@
 """The strict world in which every test runs: two CPU devices, no silent promotion, real data only on request."""
 
 import functools
+import gc
 import os
 import re
 
@@ -32,6 +33,11 @@ QUICK_TO_COMPILE = {
 }
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
     add_xla_flags(QUICK_TO_COMPILE | PATIENT)
+# Traced and compiled programs are millions of objects that stay: searching them for garbage again and again takes a
+# tenth of the time.
+gc.freeze()
+gc.set_threshold(100_000, 20, 100)
+
 set_up_jax(devices=2, cohort_size=2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
