@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import re
 
@@ -33,11 +34,6 @@ QUICK_TO_COMPILE = {
 }
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
     add_xla_flags(QUICK_TO_COMPILE | PATIENT)
-# Traced and compiled programs are millions of objects that stay: searching them for garbage again and again takes a
-# tenth of the time.
-gc.freeze()
-gc.set_threshold(100_000, 20, 100)
-
 set_up_jax(devices=2, cohort_size=2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -197,6 +193,27 @@ def shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, 
     axis = client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
     build = functools.partial(*build)
     return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
+
+
+MOST_MAPS = 40_000  # of the 65,530; beyond them XLA dies by a segmentation fault
+TESTS = itertools.count(1)
+
+
+def pytest_runtest_teardown(item):
+    """Look now and then how many memory maps this worker has, and drop the programs of the tests before if need be."""
+    if next(TESTS) % 20 == 0 and memory_maps() > MOST_MAPS:
+        shared_engine.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+
+
+def memory_maps():
+    """Return the number of this process's memory maps; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
 
 
 @pytest.fixture(scope="session")
