@@ -31,6 +31,7 @@ from fedjax_mr.strategies.base import usual_traffic
 QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": "0",
     "xla_cpu_use_fusion_emitters": "false",  # in JAX 0.10; later there are no other emitters
+    "xla_cpu_parallel_codegen_split_count": "1",
 }
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
     add_xla_flags(QUICK_TO_COMPILE | PATIENT)
