@@ -196,13 +196,16 @@ def shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, 
     return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
 
 
-MOST_MAPS = 40_000  # of the 65,530; beyond them XLA dies by a segmentation fault
+# What is imported stays, and programs are millions of objects: the garbage collector shall look at them less often.
+gc.freeze()
+gc.set_threshold(50_000, 20, 50)
+MOST_MAPS = 35_000  # of the 65,530; beyond them XLA dies by a segmentation fault
 TESTS = itertools.count(1)
 
 
 def pytest_runtest_teardown(item):
     """Look now and then how many memory maps this worker has, and drop the programs of the tests before if need be."""
-    if next(TESTS) % 20 == 0 and memory_maps() > MOST_MAPS:
+    if next(TESTS) % 10 == 0 and memory_maps() > MOST_MAPS:
         shared_engine.cache_clear()
         jax.clear_caches()
         gc.collect()

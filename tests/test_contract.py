@@ -29,8 +29,9 @@ EXTRAPOLATING = {  # settings with which a strategy leaves the range of its clie
 pytestmark = pytest.mark.parametrize("strategy", STRATEGIES, scope="module")
 
 
-def run(engine, calls):
-    progress = engine.init()
+def run(engine, calls, *, start=None):
+    """Run some rounds; ``start`` is an engine of another layout that has compiled the start already."""
+    progress = engine.init() if start is None else engine.place(start.init())
     for count in calls:
         progress, report = engine.run(progress, count)
     return progress, report
@@ -78,8 +79,9 @@ def test_the_layout_changes_nothing(engine, close, strategy, devices, lanes):
     Tensors are compared as wholes: where a gradient is nothing but rounding, Adam (FedGen's server) takes steps of full
     length all the same, so single numbers may differ.
     """
-    one, report = run(engine(strategy), [3])
-    other, other_report = run(engine(strategy, devices=devices, lanes=lanes), [3])
+    alone, laid_out = engine(strategy), engine(strategy, devices=devices, lanes=lanes)
+    one, report = run(alone, [3])
+    other, other_report = run(laid_out, [3], start=alone)
     jax.tree.map(assert_close_as_a_whole, one, other)
     close(report, other_report)
 
@@ -90,7 +92,8 @@ def assert_close_as_a_whole(a, b):
     assert size(a - b) <= 1e-4 * size(a) + 1e-5
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # two strategies are quick: engine/test_placement.py
+@pytest.mark.parametrize("devices", [2, 1])
 def test_memory_may_live_on_the_host(engine, equal, strategy, devices):
     kept = engine(strategy, devices=devices, lanes=2, memory_on_host=True)
     if kept.strategy.init_memory is None:
@@ -171,8 +174,8 @@ def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, extrapolati
 
 
 def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
-    engine = engine(strategy, devices=2, lanes=2)
-    _, report = run(engine, [1])
+    start, engine = engine(strategy), engine(strategy, devices=2, lanes=2)
+    _, report = run(engine, [1], start=start)
     (_, rows), (uploads, _, _) = (results[engine.programs[name]] for name in ("begin", "clients"))
     count = engine.given.problem.cohort_size
     sent = lambda tree: sum(count * leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(tree))  # without padding
@@ -184,8 +187,8 @@ def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
 
 
 def test_the_client_part_holds_no_collective(engine, strategy):
-    engine = engine(strategy, devices=2, lanes=2)
-    run(engine, [1])
+    start, engine = engine(strategy), engine(strategy, devices=2, lanes=2)
+    run(engine, [1], start=start)
     text = engine.programs["clients"].compiled.as_text()
     assert [name for name in COLLECTIVES if name in text] == []
 

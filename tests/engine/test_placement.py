@@ -1,5 +1,6 @@
-"""The clients' samples on the host: the same bits, and sent ahead of their round."""
+"""The clients' samples and memories on the host: the same bits, and samples are sent ahead of their round."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +17,19 @@ def test_host_and_device_give_the_same_bits(engine, equal, strategy, devices, la
         progress, report = rounds.run(rounds.init(), 2)
         results.append((rounds.run(progress, 1)[0], report))
     equal(*results)
+
+
+@pytest.mark.parametrize("strategy", ["scaffold", "local"])
+def test_memory_may_live_on_the_host(engine, equal, strategy):
+    """The contract's slow part has all strategies, and a network with more in it."""
+    layout = {"devices": 2, "lanes": 2}
+    on_device, on_host = (engine(strategy, "linear", **layout, memory_on_host=where) for where in (False, True))
+    expected, _ = on_device.run(on_device.init(), 3)
+    on_host.programs["clients"] = on_device.programs["clients"]  # the same, and need not be compiled twice
+    progress, _ = on_host.run(on_host.init(), 2)
+    progress, _ = on_host.run(progress, 1)
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(progress.memory))
+    equal(progress, expected)
 
 
 def test_the_next_cohort_is_sent_while_this_one_trains(engine, monkeypatch):
