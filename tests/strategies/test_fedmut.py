@@ -26,7 +26,7 @@ def test_three_rounds_equal_the_equations(transcription):
     by_hand = transcription("fedmut", hyper)
     model = by_hand.read(by_hand.progress.server.model)
     change, beta = [0 * leaf for leaf in model], 0.0
-    for number, clients in enumerate(by_hand.rounds(3)):
+    for number, clients in enumerate(by_hand.rounds(3, payloads=True)):
         mutants = [by_hand.read(payload["model"]) for payload in by_hand.received]
         for position, (w, d) in enumerate(zip(model, change, strict=True)):
             moves = [float(((each[position] - w) * d).sum() / (d**2).sum().clip(1e-30)) for each in mutants]
