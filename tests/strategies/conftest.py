@@ -27,11 +27,12 @@ class Transcription:
     """A strategy's compiled rounds and what it takes to compute them by hand.
 
     The network is a perceptron with 5 tanh units; a state is a list of float64 tensors in the order of its leaves.
+    Between two rounds ``progress`` is on the host, where reading a part of it compiles nothing.
     """
 
     def __init__(self, engine, torch, **federation):
         self.torch, self.engine = torch, engine
-        self.progress = engine.init()
+        self.progress = jax.device_get(engine.init())
         data = jax.tree.map(np.asarray, engine.given.federation)
         rows = [data.index[start:stop] for start, stop in zip(data.offsets, data.offsets[1:], strict=False)]
         self.x = [torch.tensor(data.samples.x[each].reshape(len(each), -1), dtype=torch.float64) for each in rows]
@@ -50,12 +51,14 @@ class Transcription:
         With ``payloads`` the clients' are kept as ``received``; they take a larger program.
         """
         for _ in range(count):
-            plan, sent = beginning(self.engine, payloads)(self.engine.given, self.progress)
+            progress = self.engine.place(self.progress)
+            plan, sent = beginning(self.engine, payloads)(self.engine.given, progress)
             clients = np.asarray(plan.cohort.ids).tolist()
             if payloads:
                 slots, sent = np.asarray(plan.slots).tolist(), jax.device_get(sent)
                 self.received = [trees.take(sent, slots.index(row)) for row in range(len(clients))]
-            self.progress, self.report = self.engine.run(self.progress, 1)
+            progress, self.report = self.engine.run(progress, 1)
+            self.progress = jax.device_get(progress)
             yield clients
 
     def features(self, weights, x):
