@@ -13,7 +13,10 @@ from fedjax_mr.strategies import fedmr
 def stacked(federation, network="thin"):
     """Return K random stacked models and their layers."""
     problem = federation(network).problem
-    return jax.vmap(problem.model.init)(jax.random.split(jax.random.key(0), 3)), problem.layers
+    return jax.jit(jax.vmap(problem.model.init))(jax.random.split(jax.random.key(0), 3)), problem.layers
+
+
+recombine = jax.jit(fedmr.recombine, static_argnums=1)
 
 
 def test_spread_of_each_layer(federation):
@@ -26,10 +29,10 @@ def test_spread_of_each_layer(federation):
     assert found["classifier/dense"] == pytest.approx(expected, rel=1e-5)
     assert found["body/norm"] == 0  # all models start with scale 1 and bias 0
     units = fedmr.recombination_units(fedmr.Hyper(), layers)
-    again = spread.by_layer(fedmr.recombine(models, units, jax.random.key(1)), layers)
+    again = spread.by_layer(recombine(models, units, jax.random.key(1)), layers)
     assert again["classifier/dense"] == pytest.approx(expected, rel=0.2)  # of the same tensors, bias and kernel apart
     whole = fedmr.recombination_units(fedmr.Hyper(unit="layer"), layers)
-    assert spread.by_layer(fedmr.recombine(models, whole, jax.random.key(1)), layers) == pytest.approx(found)
+    assert spread.by_layer(recombine(models, whole, jax.random.key(1)), layers) == pytest.approx(found)
 
 
 def test_authors_similarity_counts_the_last_run_again():

@@ -7,6 +7,7 @@ import fedjax_mr as fmr
 from fedjax_mr import plots
 from fedjax_mr.analysis import reassembly
 from fedjax_mr.analysis.__main__ import main
+from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies.pfedhr.strategy import Account
 
 
@@ -49,6 +50,7 @@ def run(tmp_path_factory):
     return fmr.run(config).folder
 
 
+@pytest.mark.slow
 def test_the_command_draws_and_tells(run, capsys):
     assert main(["reassembly", str(run), "--seconds"]) == 0
     printed = capsys.readouterr().out
@@ -57,7 +59,27 @@ def test_the_command_draws_and_tells(run, capsys):
         assert (run / "analysis" / f"{name}.png").stat().st_size > 5000
 
 
-def test_bad_input(run, finished, capsys):
-    assert main(["reassembly", str(run), "--rounds=0"]) == 2
-    assert main(["reassembly", str(finished("fedavg"))]) == 2
+@pytest.fixture
+def made_up(keep):
+    """The folder of a run that never was, with two rounds of the account above."""
+    folder = keep(fmr.Config(strategy="pfedhr", clients=8, cohort=2), [0.4, 0.5])
+    (folder / "info").mkdir()
+    for number in (1, 2):
+        Checkpoints(folder / "checkpoints").save(number, {"nothing": np.zeros(1)}, {})
+        np.savez(folder / "info" / f"{number}.npz", allow_pickle=False, **account()._asdict())
+    return folder
+
+
+def test_the_command_draws_what_a_run_kept(made_up, capsys):
+    assert main(["reassembly", str(made_up)]) == 0
+    title, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[:3])
+    assert "candidates" in title
+    assert [row[:4] for row in rows] == [["1", "3,7", "3", "2"], ["2", "3,7", "3", "2"]]
+    for name in ("alike", "candidates", "teachers"):
+        assert (made_up / "analysis" / f"{name}.png").stat().st_size > 5000
+
+
+def test_bad_input(made_up, keep, capsys):
+    assert main(["reassembly", str(made_up), "--rounds=0"]) == 2
+    assert main(["reassembly", str(keep(fmr.Config(strategy="fedavg"), [0.5]))]) == 2
     assert "for runs of pfedhr" in capsys.readouterr().err

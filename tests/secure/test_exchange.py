@@ -131,7 +131,9 @@ def after(engine, count=2):
     return engine.run(engine.init(), count)
 
 
-@pytest.mark.parametrize("when", ["before_upload", "before_training", "both"])
+@pytest.mark.parametrize(
+    "when", ["both", *(pytest.param(each, marks=pytest.mark.slow) for each in ("before_upload", "before_training"))]
+)
 def test_fedmr_that_only_exchanges_nothing_is_indep(engine, equal, when):
     silent = fedmr.Hyper(secure=True, secure_when=when, secure_share=0.0, server_recombines=False)
     ours = after(engine("fedmr", "linear", hyper=silent))[0].server.models
@@ -194,20 +196,20 @@ def test_layouts_and_calls_change_nothing_with_secure_recombination(engine, equa
 @pytest.mark.parametrize("share, repetitions, factor", [(0.5, 1, 1), (0.25, 4, 2), (0.0, 1, 0)])
 def test_traffic_among_clients_is_counted_apart(engine, sent, share, repetitions, factor):
     """Expected: 2 q K S for each exchange."""
-    down, up, _ = sent(engine("fedmr"))
+    down, up, _ = sent(engine("fedmr", "linear"))
     hyper = fedmr.Hyper(secure=True, secure_share=share, secure_repetitions=repetitions)
-    secure = engine("fedmr", hyper=hyper)
+    secure = engine("fedmr", "linear", hyper=hyper)
     assert sent(secure) == (down, up, factor * up)
-    twice = engine("fedmr", hyper=dataclasses.replace(hyper, secure_when="both"))
+    twice = engine("fedmr", "linear", hyper=dataclasses.replace(hyper, secure_when="both"))
     assert sent(twice) == (down, up, 2 * factor * up)
-    alone = engine("fedmr", hyper=hyper, cohort=1)
+    alone = engine("fedmr", "linear", hyper=hyper, cohort=1)
     assert sent(alone)[2] == 0
 
 
 def test_expected_traffic_is_the_mean_of_what_is_sent(engine, sent):
     """Layers differ in size; since each is as likely to be sent as any other, 2 q K S is the mean all the same."""
     hyper = fedmr.Hyper(secure=True, secure_share=0.3, secure_repetitions=2)
-    secure = engine("fedmr", hyper=hyper)
+    secure = engine("fedmr", "perceptron", hyper=hyper)
     problem = secure.given.problem
     leaves = jax.tree.leaves(problem.model.shapes())
     sizes = np.array([trees.num_bytes([leaves[leaf] for leaf in layer.leaves]) for layer in problem.layers])

@@ -12,16 +12,27 @@ from fedjax_mr.engine import rounds
 FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, momentum=0.5)  # full batches
 
 
+@functools.lru_cache(maxsize=8)  # tests with one engine share it
+def beginning(engine, payloads):
+    """Return the compiled beginning of a round: who takes part, and on request what is sent to whom."""
+
+    def begin(given, progress):
+        plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
+        return plan, rows.payload if payloads else None
+
+    return jax.jit(begin)
+
+
 class Transcription:
     """A strategy's compiled rounds and what it takes to compute them by hand.
 
     The network is a perceptron with 5 tanh units; a state is a list of float64 tensors in the order of its leaves.
+    Between two rounds ``progress`` is on the host, where reading a part of it compiles nothing.
     """
 
     def __init__(self, engine, torch, **federation):
         self.torch, self.engine = torch, engine
-        self.progress = engine.init()
-        self.begin = jax.jit(functools.partial(rounds.begin, engine.build, engine.axis))
+        self.progress = jax.device_get(engine.init())
         data = jax.tree.map(np.asarray, engine.given.federation)
         rows = [data.index[start:stop] for start, stop in zip(data.offsets, data.offsets[1:], strict=False)]
         self.x = [torch.tensor(data.samples.x[each].reshape(len(each), -1), dtype=torch.float64) for each in rows]
@@ -34,14 +45,20 @@ class Transcription:
         leaves = jax.tree.leaves(variables.get("params", variables))
         return [self.torch.tensor(np.asarray(leaf, np.float64)) for leaf in leaves]
 
-    def rounds(self, count):
-        """Run rounds and yield the clients of each; they ``received`` payloads, and ``progress`` is the result."""
+    def rounds(self, count, *, payloads=False):
+        """Run rounds and yield the clients of each; ``progress`` is the result.
+
+        With ``payloads`` the clients' are kept as ``received``; they take a larger program.
+        """
         for _ in range(count):
-            plan, rows = self.begin(self.engine.given, self.progress)
+            progress = self.engine.place(self.progress)
+            plan, sent = beginning(self.engine, payloads)(self.engine.given, progress)
             clients = np.asarray(plan.cohort.ids).tolist()
-            slots = np.asarray(plan.slots).tolist()
-            self.received = [trees.take(rows.payload, slots.index(row)) for row in range(len(clients))]
-            self.progress, self.report = self.engine.run(self.progress, 1)
+            if payloads:
+                slots, sent = np.asarray(plan.slots).tolist(), jax.device_get(sent)
+                self.received = [trees.take(sent, slots.index(row)) for row in range(len(clients))]
+            progress, self.report = self.engine.run(progress, 1)
+            self.progress = jax.device_get(progress)
             yield clients
 
     def features(self, weights, x):

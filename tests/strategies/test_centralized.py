@@ -13,8 +13,8 @@ from fedjax_mr.strategies import centralized
 
 @pytest.mark.parametrize("cohort", [1, 3])
 def test_it_is_the_training_of_one_client_who_owns_all_samples(engine, close, cohort):
-    together = engine("centralized", cohort=cohort)
-    one = engine("fedavg", sizes=(38,), cohort=1)  # the same samples in the same order
+    together = engine("centralized", "perceptron", cohort=cohort)
+    one = engine("fedavg", "perceptron", sizes=(38,), cohort=1)  # the same samples in the same order
     progress, report = together.run(together.init(), 3)
     expected, expected_report = one.run(one.init(), 3)
     close(progress.server.model, expected.server.model)

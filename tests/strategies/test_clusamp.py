@@ -1,5 +1,6 @@
 """CluSamp: its distributions, its distances, and three rounds by hand."""
 
+import functools
 import warnings
 
 import jax
@@ -14,6 +15,7 @@ from scipy.spatial.distance import pdist, squareform
 from fedjax_mr.strategies import clusamp
 from fedjax_mr.strategies.clusamp import Hyper
 
+by_size = jax.jit(clusamp.by_size, static_argnums=1)
 many_sizes = st.lists(st.integers(1, 60), min_size=1, max_size=14).map(np.array)
 
 
@@ -33,7 +35,7 @@ def test_every_draw_and_every_client_gets_its_share(sizes, data):
 
 @pytest.mark.parametrize("sizes, count", [([5, 1, 30, 2, 9], 4), ([7], 1), ([3] * 8, 8)])
 def test_before_the_first_round_too(sizes, count):
-    assert_fair(np.asarray(clusamp.by_size(jnp.asarray(sizes), count)), np.array(sizes), tolerance=1e-5)
+    assert_fair(np.asarray(by_size(jnp.asarray(sizes), count)), np.array(sizes), tolerance=1e-5)
 
 
 def assert_fair(distributions, sizes, *, tolerance):
@@ -91,7 +93,7 @@ def test_before_the_first_round_as_released(count):
     sizes = np.random.default_rng(count).permutation(TIED)
     order = np.flip(np.argsort(sizes, kind="stable"))
     expected = pour_as_released(np.zeros((count, 28), np.int64), order, sizes * count * UNIT // 64)
-    np.testing.assert_allclose(clusamp.by_size(jnp.asarray(sizes), count), expected, atol=1e-6)
+    np.testing.assert_allclose(by_size(jnp.asarray(sizes), count), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("table", ["points", "equal points", "zeros"])
@@ -132,9 +134,9 @@ def test_distances(kind):
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(5, 7)).astype(np.float32)
     vectors[2] = 0
-    all = {"a": jnp.asarray(vectors[:, :6].reshape(5, 2, 3)), "b": jnp.asarray(vectors[:, 6])}
+    all = {"a": vectors[:, :6].reshape(5, 2, 3), "b": vectors[:, 6]}
     one = jax.tree.map(lambda leaf: leaf[1], all)
-    found = np.asarray(clusamp.distances_to(one, all, kind=kind))
+    found = np.asarray(jax.jit(functools.partial(clusamp.distances_to, kind=kind))(one, all))
     for i in (0, 2, 3, 4):
         a, b = vectors[1].astype(float), vectors[i].astype(float)
         norms = np.linalg.norm(a) * np.linalg.norm(b)
@@ -186,9 +188,9 @@ def test_equal_clients_who_all_take_part_are_fedavg(engine, close):
 def test_draws_follow_the_distributions(federation):
     problem = federation().problem
     strategy = clusamp.build(Hyper(), problem)
-    state = strategy.init(jax.random.key(0))
+    state = jax.jit(strategy.init)(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), 4000)
-    cohorts = jax.vmap(lambda key: strategy.select(state, key))(keys)
+    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(state, key)))(keys)
     shares = np.stack([np.bincount(row, minlength=6) for row in np.asarray(cohorts.ids).T]) / 4000
     np.testing.assert_allclose(shares, state.distributions, atol=0.03)
     np.testing.assert_array_equal(cohorts.sizes, np.asarray(problem.sizes)[np.asarray(cohorts.ids)])

@@ -1,5 +1,7 @@
 """FedCross: who collaborates with whom, by which similarity, and what it coincides with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +15,20 @@ from fedjax_mr.strategies.fedcross import Hyper
 KINDS = ("cosine", "printed", "authors", "euclidean", "manhattan")
 
 
+similarities = jax.jit(fedcross.similarities, static_argnames=("kind", "layers"))
+least_similar, most_similar = (
+    jax.jit(choose, static_argnames="released") for choose in (fedcross.least_similar, fedcross.most_similar)
+)
+
+
 def after(engine, count):
     return engine.run(engine.init(), count)[0]
 
 
 @pytest.mark.parametrize("selection", ["in_order", "lowest"])
 def test_alpha_one_is_indep(engine, close, selection):
-    alone = after(engine("fedcross", hyper=Hyper(alpha=1.0, selection=selection)), 3)
-    close(alone.server.models, after(engine("indep"), 3).server.models)
+    alone = after(engine("fedcross", "perceptron", hyper=Hyper(alpha=1.0, selection=selection)), 3)
+    close(alone.server.models, after(engine("indep", "perceptron"), 3).server.models)
 
 
 def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close):
@@ -32,10 +40,10 @@ def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close):
 
 
 def test_warmup_is_uniform_fedavg(engine, close):
-    warming = engine("fedcross", hyper=Hyper(warmup_rounds=2))
+    warming = engine("fedcross", "perceptron", hyper=Hyper(warmup_rounds=2))
     close(
         warming.deployed(after(warming, 2)),
-        after(engine("fedavg", hyper=fedavg.Hyper(weights="uniform")), 2).server.model,
+        after(engine("fedavg", "perceptron", hyper=fedavg.Hyper(weights="uniform")), 2).server.model,
     )
 
 
@@ -44,21 +52,24 @@ def test_the_deployed_model_is_a_mean_after_or_before_the_mixing(federation, clo
     """Only the mean of the uploads is kept: that of the models follows from the state."""
     problem = federation("perceptron").problem
     strategy = fedcross.build(Hyper(alpha=0.7, selection="highest", deployed=deployed), problem)
-    state = strategy.init(jax.random.key(0))
-    close(strategy.global_model(state), trees.take(state.models, 0))
-    uploads = {
-        "model": jax.tree.map(lambda leaf: leaf + jax.random.normal(jax.random.key(1), leaf.shape), state.models)
-    }
-    state, _ = strategy.server_update(state, uploads, None, jnp.int32(0), None)
+    state, global_model = jax.jit(strategy.init)(jax.random.key(0)), jax.jit(strategy.global_model)
+    close(global_model(state), jax.tree.map(lambda leaf: np.asarray(leaf)[0], state.models))
+    rng = np.random.default_rng(1)
+    normal = lambda leaf: np.asarray(leaf) + rng.normal(size=leaf.shape).astype(np.float32)
+    uploads = {"model": jax.tree.map(normal, state.models)}
+    update = jax.jit(lambda state, uploads: strategy.server_update(state, uploads, None, jnp.int32(0), None)[0])
+    state = update(state, uploads)
     assert (state.deployed is None) == (deployed == "mixed")
-    means = {"mixed": trees.mean(state.models), "uploaded": trees.mean(uploads["model"])}
-    close(strategy.global_model(state), means[deployed])
+    mean = lambda models: jax.tree.map(lambda leaf: np.mean(leaf, axis=0), models)
+    means = {"mixed": mean(state.models), "uploaded": mean(uploads["model"])}
+    close(global_model(state), means[deployed])
     assert not np.allclose(*(jax.tree.leaves(mean)[1] for mean in means.values()), atol=1e-3)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
 def test_in_order_everyone_meets_everyone(count):
-    met = np.stack([fedcross.in_order(jnp.asarray(round), count) for round in range(7, 7 + count - 1)])
+    in_order = jax.jit(fedcross.in_order, static_argnums=1)
+    met = np.stack([in_order(jnp.asarray(round), count) for round in range(7, 7 + count - 1)])
     for model in range(count):
         assert sorted(met[:, model]) == [other for other in range(count) if other != model]
     assert all(sorted(row) == list(range(count)) for row in met)  # a permutation in each round
@@ -86,15 +97,15 @@ def by_hand(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_similarities_against_their_definitions(kind):
-    np.testing.assert_allclose(fedcross.similarities(MODELS, kind, LAYERS), by_hand(kind), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(similarities(MODELS, kind, LAYERS), by_hand(kind), rtol=1e-5, atol=1e-5)
 
 
 def test_the_similarities_choose_different_collaborators():
-    chosen = {kind: fedcross.most_similar(jnp.asarray(by_hand(kind)), released=False)[0] for kind in KINDS}
+    chosen = {kind: most_similar(jnp.asarray(by_hand(kind)), released=False)[0] for kind in KINDS}
     assert int(chosen["cosine"]) == 2  # nearest in direction
     assert int(chosen["printed"]) == 1  # the longest
     assert int(chosen["euclidean"]) == 2
-    worst = {kind: fedcross.least_similar(jnp.asarray(by_hand(kind)), released=False)[0] for kind in KINDS}
+    worst = {kind: least_similar(jnp.asarray(by_hand(kind)), released=False)[0] for kind in KINDS}
     assert int(worst["cosine"]) == 1
     assert int(worst["printed"]) == 2  # the shortest
     assert int(worst["manhattan"]) == 1
@@ -113,7 +124,7 @@ def test_released_similarity_takes_pairs_of_tensors_in_forward_order():
     models = {"params": {name: jnp.asarray(leaf) for name, leaf in zip("abc", leaves, strict=True)}}
     layers = (Layer("c", (2,), ("c",)), Layer("ba", (1, 0), ("b", "a")))  # forward order c, b, a
     expected = cosine(np.concatenate([leaves[2], leaves[1]], 1)) + cosine(leaves[0])
-    np.testing.assert_allclose(fedcross.similarities(models, "authors", layers), expected, rtol=1e-5)
+    np.testing.assert_allclose(similarities(models, "authors", layers), expected, rtol=1e-5)
 
 
 def released_similarity(leaves):
@@ -135,9 +146,9 @@ def test_released_similarity_equals_the_released_loop(count):
     leaves = [rng.normal(size=(6, size)).astype(np.float32) for size in rng.integers(1, 9, count)]
     models = {"params": {f"{number:02}": jnp.asarray(leaf) for number, leaf in enumerate(leaves)}}
     layers = tuple(Layer(f"{number:02}", (number,), ("leaf",)) for number in range(count))
-    table, expected = fedcross.similarities(models, "authors", layers), released_similarity(leaves)
+    table, expected = similarities(models, "authors", layers), released_similarity(leaves)
     np.testing.assert_allclose(table, expected, rtol=1e-4, atol=1e-5)
-    for lowest, choose in ((True, fedcross.least_similar), (False, fedcross.most_similar)):
+    for lowest, choose in ((True, least_similar), (False, most_similar)):
         if count > 1:  # one tensor may be one number, whose cosines are all 1 or -1
             assert choose(table, released=True).tolist() == scan(expected, lowest=lowest)
 
@@ -162,16 +173,16 @@ def test_released_choices_equal_the_released_scan():
     rng = np.random.default_rng(0)
     for _ in range(40):
         table = rng.integers(-2, 3, (5, 5)).astype(np.float32)  # many ties
-        assert fedcross.least_similar(jnp.asarray(table), released=True).tolist() == scan(table, lowest=True)
-        assert fedcross.most_similar(jnp.asarray(table), released=True).tolist() == scan(table, lowest=False)
+        assert least_similar(jnp.asarray(table), released=True).tolist() == scan(table, lowest=True)
+        assert most_similar(jnp.asarray(table), released=True).tolist() == scan(table, lowest=False)
 
 
 @pytest.mark.parametrize("acceleration", ["none", "pm", "da", "pm_da"])
 def test_mixing_weights(acceleration):
     """Every row sums to 1; the acceleration begins at start_alpha, ends where it should, and then is gone."""
     hyper = Hyper(acceleration=acceleration, acceleration_rounds=20, selection="in_order")
-    table = jnp.zeros((4, 4))
-    weights = np.stack([fedcross.mixing(hyper, table, jnp.asarray(round)) for round in range(30)])
+    mixing = jax.jit(functools.partial(fedcross.mixing, hyper, jnp.zeros((4, 4))))
+    weights = np.stack([mixing(jnp.asarray(round)) for round in range(30)])
     np.testing.assert_allclose(weights.sum(2), 1, atol=1e-6)
     own = weights[:, 0, 0]
     np.testing.assert_allclose(own[20:], 0.99, atol=1e-6)

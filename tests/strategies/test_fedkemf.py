@@ -22,10 +22,11 @@ def test_the_server_learns_the_ensemble(engine, variant):
     one = engine("fedkemf", "linear,thin", hyper=Hyper(server_epochs=40, server_lr=0.02, variant=variant))
     public, small = one.given.problem.public, one.given.problem.model.networks[0]
     x = local.gather(public, np.arange(10))
-    probabilities = lambda variables: np.asarray(jax.nn.softmax(small.apply(variables, x)))
+    softmax = jax.jit(lambda variables: jax.nn.softmax(small.apply(variables, x)))
+    probabilities = lambda variables: np.asarray(softmax(variables))
     state = jax.tree.map(np.array, one.init().server)
-    uploads = {"knowledge": jax.vmap(small.init)(jax.random.split(jax.random.key(1), 3))}
-    uploads = jax.tree.map(lambda leaf: 2 * leaf, uploads)
+    uploads = {"knowledge": jax.jit(jax.vmap(small.init))(jax.random.split(jax.random.key(1), 3))}
+    uploads = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), uploads)
     update = jax.jit(lambda state, uploads: one.strategy.server_update(state, uploads, None, 0, jax.random.key(2))[0])
     after = update(state, uploads)
     if variant == "original":

@@ -15,6 +15,7 @@ from fedjax_mr.strategies import fedavg, mapper
 from fedjax_mr.strategies.mapper import Hyper
 
 GRID = (0.0, 0.4, 1.0)
+divide = jax.jit(mapper.divide, static_argnums=1)
 
 
 def data_of(given, client):
@@ -32,7 +33,7 @@ def test_two_rounds_equal_the_equations(transcription, mode):
     given, torch = by_hand.engine.given, by_hand.torch
     x = torch.tensor(np.asarray(given.federation.samples.x).reshape(-1, 16), dtype=torch.float64)
     y = torch.tensor(np.asarray(given.federation.samples.y), dtype=torch.int64)
-    parts = [[rows_of(part) for part in mapper.divide(data_of(given, client), 6)] for client in range(4)]
+    parts = [[rows_of(part) for part in divide(data_of(given, client), 6)] for client in range(4)]
     model, own, shares = by_hand.read(by_hand.progress.server.model), {}, {}
 
     def between(a, b, share):
@@ -82,15 +83,15 @@ def test_two_rounds_equal_the_equations(transcription, mode):
 def test_with_lambda_0_alone_a_client_does_what_fedavgs_does_on_the_third_part(federation, close, mode):
     given = federation("perceptron", batch_size=12)  # full batches: their order does not matter
     problem, key = given.problem, jax.random.key(5)
-    payload = {"model": problem.model.init(key)}
+    payload = {"model": jax.jit(problem.model.init)(key)}
     mine, theirs = mapper.build(Hyper(mode=mode, grid=(0.0,)), problem), fedavg.build(fedavg.Hyper(), problem)
-    memory = trees.take(mine.init_memory(key), 0)
+    memory = jax.jit(lambda key: trees.take(mine.init_memory(key), 0))(key)
     ours = jax.jit(lambda data: mine.client_update(payload, memory, data, 0, key)[0])
     plain = jax.jit(lambda part: theirs.client_update(payload, None, part, 0, key)[0])
     for client in range(problem.num_clients):
         data = data_of(given, client)
         upload = ours(data)
-        close(upload["model"], plain(mapper.divide(data, problem.local.max_size).shared)["model"])
+        close(upload["model"], plain(divide(data, problem.local.max_size).shared)["model"])
         assert float(upload["share"]) == 0
 
 
@@ -98,13 +99,13 @@ def test_the_parts_are_disjoint_random_and_the_same_in_every_round(federation):
     given = federation("linear")
     for client, size in enumerate((7, 12, 1, 5, 9, 4)):
         data = data_of(given, client)
-        parts = [rows_of(part) for part in mapper.divide(data, 12)]
+        parts = [rows_of(part) for part in divide(data, 12)]
         if size < 3:
             assert parts == [rows_of(data)] * 3
             continue
         assert [len(part) for part in parts] == [size // 3, size // 3, size - 2 * (size // 3)]
         assert sorted(itertools.chain(*parts)) == sorted(rows_of(data))
-        assert parts == [rows_of(part) for part in mapper.divide(data, 12)]
+        assert parts == [rows_of(part) for part in divide(data, 12)]
     assert list(itertools.chain(*parts)) != rows_of(data)
 
 
@@ -122,19 +123,18 @@ def test_a_clients_own_model(engine, close, mode):
     progress, _ = one.run(one.init(), 2)
     trained = np.asarray(progress.memory.trained)
     own = jax.jit(lambda memory, data: one.strategy.personal_model(progress.server, memory, data, jax.random.key(1)))
+    network = one.given.problem.model
+    loss = jax.jit(lambda variables, part: local.score(network, variables, part, batch_size=12).loss)
     for client in range(6):
         memory = trees.take(progress.memory, client)
         model = own(memory, data_of(one.given, client))
         if mode == "paper" and trained[client]:
-            close(model, trees.interpolate(memory.own, progress.server.model, memory.share))
+            close(model, jax.jit(trees.interpolate)(memory.own, progress.server.model, memory.share))
         elif mode == "paper":
             close(model, progress.server.model)
         else:  # the search leaves a model that is no worse on B than the global one
-            part = mapper.divide(data_of(one.given, client), 12).share
-            loss = lambda variables, part=part: float(
-                local.score(one.given.problem.model, variables, part, batch_size=12).loss
-            )
-            assert loss(model) <= loss(progress.server.model)
+            part = divide(data_of(one.given, client), 12).share
+            assert float(loss(model, part)) <= float(loss(progress.server.model, part))
 
 
 def test_an_empty_grid_is_an_error(federation):

@@ -45,7 +45,7 @@ def test_without_the_contrastive_term_it_is_fedavg(engine, close):
 
 
 def test_representations_of_zeros_have_a_gradient():
-    gradient = jax.grad(lambda z: jnp.sum(moon.cosine(z, jnp.ones((2, 3)))))(jnp.zeros((2, 3)))
-    assert bool(jnp.all(jnp.isfinite(gradient)))
+    gradient = jax.jit(jax.grad(lambda z: jnp.sum(moon.cosine(z, jnp.ones((2, 3))))))(jnp.zeros((2, 3)))
+    assert np.isfinite(gradient).all()
     assert float(moon.cosine(jnp.zeros((1, 3)), jnp.ones((1, 3)))[0]) == 0
     assert float(moon.cosine(jnp.ones((1, 3)), 2 * jnp.ones((1, 3)))[0]) == pytest.approx(1)

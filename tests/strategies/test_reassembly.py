@@ -82,7 +82,7 @@ def test_the_chain_of_the_blocks_is_the_network(zoo, programs):
     public = samples()
     for model, variables, blocks in zoo:
         ours = programs.logits(chain_of(blocks), public)
-        np.testing.assert_allclose(ours, model.apply(variables, public.x), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(ours, jax.jit(model.apply)(variables, public.x), rtol=1e-5, atol=1e-5)
         passed = programs.activations(chain_of(blocks), public)
         assert [x.shape[1:] for x in passed] == [blocks[0].takes, *(block.returns for block in blocks)]
         np.testing.assert_allclose(passed[-1], ours, rtol=1e-5, atol=1e-5)
@@ -271,7 +271,7 @@ def test_adaptive_averages_are_pytorchs():
     x = np.random.default_rng(0).normal(size=(2, 5, 7, 3)).astype(np.float32)
     for places in ((2, 3), (5, 7), (1, 1), (8, 4)):
         expected = torch.nn.functional.adaptive_avg_pool2d(torch.tensor(x).permute(0, 3, 1, 2), places)
-        found = stitches.adaptive_average(jnp.asarray(x), places)
+        found = jax.jit(stitches.adaptive_average, static_argnums=1)(x, places)
         np.testing.assert_allclose(found, expected.permute(0, 2, 3, 1), atol=1e-6)
 
 
@@ -334,14 +334,15 @@ def test_training_in_pieces_is_training_of_the_whole(zoo):
     params, moments = variables["params"], adam.init(variables["params"])
 
     @jax.jit
-    def slope(params):
+    def step(params, moments):
         entropy = optax.softmax_cross_entropy_with_integer_labels
-        return jax.grad(lambda p: jnp.mean(entropy(model.apply({"params": p}, public.x), public.y)))(params)
+        slope = jax.grad(lambda p: jnp.mean(entropy(model.apply({"params": p}, public.x), public.y)))(params)
+        updates, moments = adam.update(slope, moments)
+        return optax.apply_updates(params, updates), moments
 
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(2):
-            updates, moments = adam.update(slope(params), moments)
-            params = optax.apply_updates(params, updates)
+            params, moments = step(params, moments)
     for piece, name in zip(trained, ("conv", "classifier"), strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), piece.variables["params"], params[name])
 
