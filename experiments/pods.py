@@ -5,9 +5,7 @@
 
 The first reads the transfers of a round from the compiled program, which is compiled for D devices of the CPU; there
 need not be as many cores. Nothing is run, unless --time asks for the seconds per round (median of three) where each
-device has a core of its own, with 200 samples per client. Bytes of a collective are those that all devices send
-together: an all-to-all of pieces of s bytes D (D-1) s, an all-gather of a result of s bytes (D-1) s, an all-reduce of
-s bytes 2 (D-1) s (both as rings), a permutation s per pair.
+device has a core of its own, with 200 samples per client. hlo.py says how the bytes of a collective are counted.
 
 The second runs rounds on one device with N clients of 20 samples each, drawn from a pool of 25,000 synthetic ones, with
 the samples on the device and on the host (--placements): seconds per round (median of three), and the process's memory
@@ -18,62 +16,25 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import resource
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import jax
 import numpy as np
+from hlo import Module, collectives
 
 import fedjax_mr as fmr
 from fedjax_mr import data, trees
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
-from fedjax_mr.engine.program import Program
 from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.experiment.build import build_model, build_rounds
 
-KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
-WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 SHAPES = {"lenet5": (32, 32, 3), "resnet20": (32, 32, 3), "vgg16": (32, 32, 3), "logistic": (8, 8, 1)}
-
-
-class Collective(NamedTuple):
-    """One collective instruction."""
-
-    kind: str  # one of KINDS
-    per_round: bool  # inside the loop over the rounds, rather than once per call
-    bytes: int  # sent by all devices together, each time
-
-
-def collectives(text: str, *, devices: int) -> Iterator[Collective]:
-    """Yield the collectives of a compiled program's HLO text."""
-    in_entry = False
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            in_entry = line.startswith("ENTRY")
-        found = re.match(rf"\s*(?:ROOT )?%\S+ = (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
-        if not found:
-            continue
-        result, kind = re.sub(r"/\*.*?\*/|\{[^}]*\}", "", found[1]), found[2]
-        size = sum(
-            WIDTHS[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
-            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", result)
-        )
-        times = {
-            "all-to-all": devices - 1,  # the result holds D pieces, one of them the device's own
-            "all-gather": devices - 1,
-            "all-reduce": 2 * (devices - 1),
-            "reduce-scatter": devices * (devices - 1),
-            "collective-permute": devices,
-        }[kind]
-        yield Collective(kind, not in_entry, size * times)
 
 
 def synthetic(shape: tuple[int, ...], *, samples: int, classes: int = 10) -> fmr.Dataset:
@@ -81,27 +42,6 @@ def synthetic(shape: tuple[int, ...], *, samples: int, classes: int = 10) -> fmr
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (samples, *shape), np.uint8)
     return fmr.from_arrays(x, rng.integers(0, classes, samples))
-
-
-class Compiled(Exception):
-    """Carries a program that was compiled instead of called."""
-
-
-def compiled_rounds(engine: Rounds) -> str:
-    """Return the HLO text of the program that runs whole rounds."""
-
-    def stop(self: Program, *args: Any) -> None:
-        function = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
-        raise Compiled(function.lower(*args).compile().as_text())
-
-    shapes, resting = engine.shapes(), engine.axis.at_rest(engine.shapes(), rows=engine.stacks)
-    progress = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=place), shapes, resting)
-    with mock.patch.object(Program, "__call__", stop):
-        try:
-            engine.run(progress, 1)
-        except Compiled as program:
-            return str(program)
-    raise AssertionError("the engine did not run fused rounds")
 
 
 def leaf_type(leaf: Any) -> tuple[Any, Any]:
@@ -126,15 +66,17 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     federated = data.federated_data(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
     axis = client_axis(devices=devices, lanes=1, cohort_size=cohort)
     network = build_model(config, federated)
-    engine = build_rounds(config, federated, network, dataclasses.replace(axis, fused=True))  # as on accelerators
-    found = [each for each in collectives(compiled_rounds(engine), devices=devices) if each.per_round]
+    # One program for whole rounds, as on accelerators; it is only compiled.
+    engine = build_rounds(config, federated, network, dataclasses.replace(axis, fused=True, described=True))
+    module = Module(engine.compile()["rounds"].compiled.as_text())
+    found = [each for each in collectives(module, devices=devices) if each.computation != module.entry]
     exchanges = [each.bytes for each in found if each.kind == "all-to-all"]
     row = {
         "model": model,
         "strategy": strategy,
         "devices": devices,
         "clients_per_device": axis.padded(cohort) // devices,
-        "collectives_of_clients": len(list(collectives(compiled_clients(engine), devices=devices))),
+        "collectives_of_clients": len(list(collectives(Module(compiled_clients(engine)), devices=devices))),
         "all_to_alls": len(exchanges),
         "all_to_all_bytes": sum(exchanges),
         "others": len(found) - len(exchanges),

@@ -155,6 +155,7 @@ def given(
     y = rng.integers(0, CLASSES, count).astype(np.int32)
     x = (rng.normal(size=(count, 4, 4, 1)) * 0.5 + y[:, None, None, None]).astype(np.float32)
     split = Split.of(np.split(rng.permutation(count), np.cumsum(sizes)[:-1]))
+    counts = np.stack([np.bincount(y[split.rows(client)], minlength=CLASSES) for client in range(len(sizes))])
     model = network_of(network)
     public = (rng.normal(size=(10, 4, 4, 1)) + rng.integers(0, CLASSES, (10, 1, 1, 1))).astype(np.float32)
     problem = Problem(
@@ -167,8 +168,8 @@ def given(
         num_classes=CLASSES,
         layers=model.layers(),
         sizes=jnp.asarray(sizes, jnp.int32),
-        label_counts=jnp.stack([jnp.bincount(y[split.rows(i)], length=CLASSES) for i in range(len(sizes))]),
-        architectures=jnp.arange(len(sizes), dtype=jnp.int32) % len(network.split(",")),
+        label_counts=jnp.asarray(counts, jnp.int32),
+        architectures=jnp.asarray(np.arange(len(sizes), dtype=np.int32) % len(network.split(","))),
         public=local.Samples(
             public, np.arange(10, dtype=np.int32) % CLASSES, np.ones(1, np.float32), np.zeros(1, np.float32)
         ),

@@ -22,7 +22,8 @@ from fedjax_mr.strategies import STRATEGIES, Row
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
-FREE = {"errors", "files", "settings", "trees"}  # leaves of the tree: everybody may use them, they use nobody above
+# Leaves of the tree: everybody may use them, they use nobody above.
+FREE = {"errors", "files", "platforms", "settings", "trees"}
 
 # Downwards only; a room may use its own files. The longest name that fits a module counts.
 MAY_IMPORT = {

@@ -29,11 +29,19 @@ class ClientAxis:
       fused: whether whole rounds run in one compiled program. On several CPU devices of one process they do not:
         moving K models between the clients' devices and the server would be a collective, and collectives between
         CPU devices of one process can deadlock. There the server step runs on the first device and the rows are copied.
+      described: whether the devices are only described (``jax.experimental.topologies``): programs are compiled for
+        them, shapes stand for arrays, and nothing runs.
     """
 
     mesh: Mesh
     lanes: int
     fused: bool
+    described: bool = False
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices: ``cpu``, ``gpu`` or ``tpu``."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def num_devices(self) -> int:
@@ -73,16 +81,20 @@ class ClientAxis:
     def at_rest(self, tree: Any, *, rows: Collection[int]) -> Any:
         """Return where a tree of server state or clients' memory is kept between two calls, leaf by leaf.
 
-        Stacked leaves, whose leading axis is one of ``rows`` (K, N), are divided over their parameters if these divide
-        evenly; everything else has a copy on every device of a program.
+        Stacked leaves, whose leading axis is one of ``rows`` (K, N), are divided: over their parameters, as in
+        `by_parameters`, if these divide evenly; else by rows, if D divides their number. Everything else has a copy on
+        every device of a program.
         """
         if not (self.fused and self.num_devices > 1):
             return jax.tree.map(lambda leaf: self.home, tree)
 
         def each(leaf: Any) -> NamedSharding:
-            spec = self.cut(leaf.shape) if leaf.shape[:1] and leaf.shape[0] in rows else PartitionSpec()
-            even = not spec or leaf.shape[len(spec) - 1] % self.num_devices == 0
-            return NamedSharding(self.mesh, spec if even else PartitionSpec())
+            if not leaf.shape[:1] or leaf.shape[0] not in rows:
+                return self.replicated
+            spec = self.cut(leaf.shape)
+            if spec and leaf.shape[len(spec) - 1] % self.num_devices == 0:
+                return NamedSharding(self.mesh, spec)
+            return self.sharded if leaf.shape[0] % self.num_devices == 0 else self.replicated
 
         return jax.tree.map(each, tree)
 

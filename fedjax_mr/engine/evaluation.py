@@ -6,11 +6,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fedjax_mr import platforms
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.engine.local import Samples, Score
-from fedjax_mr.engine.placement import place
-from fedjax_mr.engine.program import Program, Programs
+from fedjax_mr.engine.placement import place, shapes_at
+from fedjax_mr.engine.program import Programs
 from fedjax_mr.models.base import Model, Variables
 
 
@@ -31,16 +32,18 @@ class Evaluation:
         """Place the test samples [M, ...] on the devices, a share on each."""
         self.axis = axis
         count = len(samples.y)
-        batch = min(local.evaluation_batch(), -(-count // axis.num_devices))
+        with platforms.tracing_for(axis.platform):
+            batch = min(local.evaluation_batch(), -(-count // axis.num_devices))
         padding = -count % (batch * axis.num_devices)
         mask = np.concatenate([np.ones(count, np.float32), np.zeros(padding, np.float32)])
         filled = samples._replace(x=_pad(samples.x, padding), y=_pad(samples.y, padding))
         self._spec = Samples._make([PartitionSpec(CLIENTS)] * 2 + [PartitionSpec()] * 2)
+        self._place = shapes_at if axis.described else place
         self._samples = Samples(
-            *place(filled[:2], axis.sharded),
-            *place(filled[2:], axis.replicated),
+            *self._place(filled[:2], axis.sharded),
+            *self._place(filled[2:], axis.replicated),
         )
-        self._mask = place(mask, axis.sharded)
+        self._mask = self._place(mask, axis.sharded)
 
         def score(variables: Variables, samples: Samples, mask: jax.Array) -> Score:
             return local.evaluate(model, variables, samples, mask, batch_size=batch)
@@ -48,7 +51,8 @@ class Evaluation:
         def score_all(models: Variables, samples: Samples, mask: jax.Array) -> Score:
             return jax.lax.map(lambda variables: score(variables, samples, mask), models)
 
-        self.programs = Programs(test=Program(self._on_devices(score)), test_all=Program(self._on_devices(score_all)))
+        self._functions = {"test": self._on_devices(score), "test_all": self._on_devices(score_all)}
+        self.programs = Programs(platform=axis.platform, only_compiled=axis.described)
 
     def one(self, variables: Variables) -> Tested:
         """Test one model."""
@@ -58,9 +62,18 @@ class Evaluation:
         """Test K stacked models, leaves [K, ...]: results [K]."""
         return self._run("test_all", models)
 
+    def compile(self, variables: Variables) -> Programs:
+        """Compile the test of one model of such shapes for a machine that is only described; nothing runs."""
+        self._per_device("test", variables)
+        return self.programs
+
+    def _per_device(self, name: str, variables: Variables) -> Score:
+        """Return the sums of each device, leaves [D, ...]."""
+        variables = self._place(variables, self.axis.replicated)
+        return self.programs.call(name, self._functions[name], variables, self._samples, self._mask)
+
     def _run(self, name: str, variables: Variables) -> Tested:
-        variables = place(variables, self.axis.replicated)
-        per_device = self.programs[name](variables, self._samples, self._mask)  # leaves [D, ...]
+        per_device = self._per_device(name, variables)
         if not self._mask.is_fully_addressable:
             per_device = jax.device_put(per_device, self.axis.replicated)
         correct, loss, count = (np.asarray(leaf, np.float64).sum(axis=0) for leaf in per_device)

@@ -68,6 +68,17 @@ def write_rows(memory: Any, ids: np.ndarray, rows: Any) -> None:
         leaf[ids] = np.asarray(new)
 
 
+def shapes_at(tree: Any, shardings: Any) -> Any:
+    """Return shapes and dtypes in place of a tree's arrays, at one sharding or a tree of them; nothing is placed."""
+
+    def each(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
+
+    if isinstance(shardings, jax.sharding.Sharding):
+        return jax.tree.map(lambda leaf: each(leaf, shardings), tree)
+    return jax.tree.map(each, tree, shardings)
+
+
 def place(tree: Any, shardings: Any) -> Any:
     """Return a tree on the devices of one sharding, or of a tree of them.
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis, assign, map_clients, positions
-from fedjax_mr.engine.placement import CohortSamples, HostSamples, place, rows_of, write_rows
+from fedjax_mr.engine.placement import CohortSamples, HostSamples, place, rows_of, shapes_at, write_rows
 from fedjax_mr.engine.program import Clock, Programs
 from fedjax_mr.engine.round import (
     HOST,
@@ -105,9 +105,10 @@ class Rounds:
           data_on_host: keep the clients' samples there; the cohort's are sent while the round before is trained.
         """
         self.axis = axis
-        self.programs = Programs()
+        self.programs = Programs(platform=axis.platform, only_compiled=axis.described)
         self.build = build
         self.strategy = build(given.problem)
+        self._place = shapes_at if axis.described else place
         self._stop_at_divergence = stop_at_divergence
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
         self._samples: HostSamples | None = None
@@ -117,10 +118,10 @@ class Rounds:
             self._samples = HostSamples(samples.x, samples.y, index, offsets, sharding=axis.sharded)
             nothing = samples._replace(x=np.zeros(0, np.float32), y=np.zeros(0, np.int32))
             given = given._replace(federation=Federation(nothing, np.zeros(0, np.int32), offsets))
-        self.given = place(given, axis.replicated)
+        self.given = self._place(given, axis.replicated)
         # The server needs no samples. Where it has a home of its own, the small arrays have a second copy there.
         small = given._replace(federation=given.federation._replace(samples=None))
-        self._home_given = place(small, axis.home)
+        self._home_given = self._place(small, axis.home)
         self._at_rest = axis.at_rest(self.shapes(), rows=self.stacks)
 
     @property
@@ -188,6 +189,13 @@ class Rounds:
             return getattr(self.build(given.problem), member)(server)
 
         return self.programs.call(member, program, self._home_given, progress.server, out=self.axis.home)
+
+    def compile(self) -> Programs:
+        """Compile the fused rounds and what is tested of them for a machine that is only described; nothing runs."""
+        progress, _ = self._fused(self._place(self.shapes(), self._at_rest), 1)
+        self.deployed(progress)
+        self.individual(progress)
+        return self.programs
 
     # --- many rounds
 
@@ -261,9 +269,10 @@ class Rounds:
                 progress, report = finish(self.build, given, progress, plan, divided(trained))
                 return divided(progress), report
 
-            return loop(one_round, progress, count, watched=self._stop_at_divergence)
+            progress, total = loop(one_round, divided(progress), count, watched=self._stop_at_divergence)
+            return divided(progress), total
 
-        bound = place(np.int32(count), self.axis.home)
+        bound = self._place(np.int32(count), self.axis.home)
         out = (self._at_rest, self.axis.home)
         return self.programs.call("rounds", program, self.given, progress, bound, samples, donate=(1,), out=out)
 
@@ -346,7 +355,7 @@ class SeedRounds:
         self.build = build
         self.axis = axis
         self.count = len(givens)
-        self.programs = Programs()
+        self.programs = Programs(platform=axis.platform)
         self.given = place(stack_seeds(givens), axis.replicated)
         self._stop_at_divergence = stop_at_divergence
         # A seed's rows before they are joined: in turn, without padding.

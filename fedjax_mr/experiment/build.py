@@ -123,6 +123,8 @@ def data_on_host(config: Config, federated: FederatedData, axis: ClientAxis) -> 
 
 def too_large(needed: int, axis: ClientAxis) -> bool:
     """Return whether so many bytes are over a third of a device's memory; the processor's own has no limit here."""
+    if axis.described:
+        return False  # no such device is here to ask
     statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
     return 3 * needed > statistics.get("bytes_limit", math.inf)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_mr import platforms
 from fedjax_mr.errors import UserError
 
 Pair = tuple[int, int]
@@ -130,7 +131,7 @@ _conv.defvjp(_conv_forward, _conv_backward)
 
 def _folds(*steps: Pair) -> bool:
     """Return whether columns may be folded: on CPU, neither strides nor dilation."""
-    return jax.default_backend() == "cpu" and all(step == (1, 1) for step in steps)
+    return platforms.current() == "cpu" and all(step == (1, 1) for step in steps)
 
 
 def _columns(channels: int, features: int) -> int:
@@ -269,7 +270,7 @@ def max_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = N
     """
     window = pair(window)
     _require_room("pooling window", x.shape[1:3], window, ((padding, padding), (padding, padding)))
-    if jax.default_backend() == "cpu" and not padding and (strides is None or pair(strides) == window):
+    if platforms.current() == "cpu" and not padding and (strides is None or pair(strides) == window):
         rows, columns = (size // wide * wide for size, wide in zip(x.shape[1:3], window, strict=True))
         return _tiled_max(x[:, :rows, :columns], window)
     return functools.reduce(_first_maximum, _window_elements(x, window, strides, padding, -np.inf))

@@ -1,0 +1,191 @@
+"""Programs for accelerators that are not here: what is read from compiled text, and that every strategy compiles.
+
+Compiling needs the extra ``accelerators``; without it those tests are skipped.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerators
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Module, collectives, num_bytes
+from jax.sharding import Mesh, PartitionSpec
+
+from fedjax_mr import models, platforms, trees
+from fedjax_mr.engine.clients import ClientAxis, client_axis
+from fedjax_mr.models import windows
+from fedjax_mr.strategies import STRATEGIES
+
+SCRIPT = Path(accelerators.__file__)
+ZOO = {"fedmd", "fccl", "fedgh", "fedkemf", "pfedhr", "fedme", "fml"}  # methods for clients of several networks
+POD = ("fedmr", "fedcross", "fedavg", "scaffold")
+
+# What a local step of LeNet-5 with ten lanes may launch and keep on one H200; found: 44 kernels, 27 MB.
+MOST_KERNELS, MOST_BYTES = 48, 40 * 10**6
+
+
+def installed(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+gpu = pytest.mark.skipif(not installed("jax_plugins.xla_cuda12"), reason="needs the extra accelerators")
+tpu = pytest.mark.skipif(not installed("libtpu"), reason="needs the extra accelerators")
+
+
+# ---- reading compiled programs
+
+
+def compiled(function, *args):
+    return Module(jax.jit(function).lower(*args).compile().as_text())
+
+
+def test_sizes_of_types():
+    assert num_bytes("f32[8,3]{1,0}") == 96
+    assert num_bytes("(f32[2]{0:T(128)}, /*index=1*/bf16[4], pred[])") == 17
+
+
+def test_kernels_inside_a_loop_count_as_often_as_it_runs():
+    def program(x):
+        return jax.lax.fori_loop(0, 7, lambda _, x: jnp.sort(x) + x[0], x)
+
+    module = compiled(program, np.ones(50, np.float32))
+    (loop,) = module.loops()
+    assert module.kernels(loop) >= 2  # the sort and the sum
+    assert module.kernels(module.entry) - 7 * module.kernels(loop) in range(4)  # copies before and after
+    assert module.bytes(loop) >= 4 * 200
+
+
+def test_the_local_step_is_found(engine):
+    rounds = engine("fedavg", "linear", epochs=3)
+    rounds.run(rounds.init(), 1)
+    module = Module(rounds.programs["rounds"].compiled.as_text())
+    whole, clients = module.round_and_clients()
+    step = module.local_step()
+    assert step in module.reached(clients) and clients in module.reached(whole)
+    assert any("local_step" in each.source for each in module.computations[step])
+    assert 0 < module.kernels(step) < module.kernels(whole)
+
+
+def test_collectives_and_their_bytes():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec()
+    )
+    (found,) = collectives(compiled(total, np.ones((2, 10), np.float32)), devices=2)
+    assert (found.kind, found.bytes) == ("all-reduce", 80)
+
+
+# ---- a platform that is not the process's own
+
+
+def test_formulations_follow_the_platform_of_the_axis():
+    """Columns are folded into channels on CPUs alone."""
+    x, kernel = np.ones((2, 8, 8, 3), np.float32), np.ones((3, 3, 3, 4), np.float32)
+    traced = lambda: str(jax.make_jaxpr(lambda *args: windows.conv(*args))(x, kernel))
+    with platforms.tracing_for("gpu"):
+        elsewhere = traced()
+    assert platforms.current() == "cpu"
+    assert traced() != elsewhere
+
+
+def test_described_devices_compile_and_run_nothing(engine):
+    real = engine("fedmr", "linear")
+    axis = dataclasses.replace(real.axis, described=True)
+    rounds = type(real)(real.build, real.given, axis)
+    programs = rounds.compile()
+    assert programs["rounds"].traces == 1
+    leaves = jax.tree.leaves(rounds.deployed(rounds.shapes()))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+# ---- state at rest
+
+
+class Described(ClientAxis):
+    """A layout of D devices that need not exist."""
+
+    count: int
+
+    def __init__(self, devices):
+        super().__init__(client_axis(devices=1, lanes=1, cohort_size=1).mesh, 1, fused=True)
+        object.__setattr__(self, "count", devices)
+
+    @property
+    def num_devices(self):
+        return self.count
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet20", "vgg16"])
+@pytest.mark.parametrize("devices", [8, 64, 256])
+@pytest.mark.parametrize("per_device", [1, 4])
+def test_state_at_rest_is_divided_evenly(name, devices, per_device):
+    """K states take K / D states on each device, with 10 % to spare."""
+    count = devices * per_device
+    model = models.build(name, input_shape=(32, 32, 3), num_classes=10)
+    one = model.shapes()
+    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), one)
+    resting = Described(devices).at_rest(stacked, rows=(count,))
+    share = lambda leaf, place: leaf.size * leaf.dtype.itemsize / (devices if any(place.spec) else 1)
+    held = sum(jax.tree.leaves(jax.tree.map(share, stacked, resting)))
+    assert held <= 1.1 * per_device * trees.num_bytes(one)
+
+
+# ---- compiling for them
+
+
+def rows_of(target, *flags):
+    command = [sys.executable, SCRIPT, f"--target={target}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+@gpu
+def test_fedmr_compiles_for_one_gpu(tmp_path):
+    rows_of("h200", f"--json={tmp_path}/rows.json")
+    rows = {row["program"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert set(rows) == {"round", "local_step", "server", "evaluation"}
+    assert set(rows["round"]) == set(accelerators.COLUMNS)
+    assert rows["local_step"]["kernels_per_step"] <= MOST_KERNELS
+    assert rows["round"]["temp_bytes"] <= MOST_BYTES
+    assert rows["round"]["collectives"] == 0
+
+
+@pytest.mark.parametrize("target", ["h300", "h200:2x4", "v5e", "v5ex8"])
+def test_unknown_targets_are_one_line(target):
+    done = subprocess.run([sys.executable, SCRIPT, f"--target={target}"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --target={target} is unknown: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("target", "cohort"),
+    [pytest.param("h200", 10, marks=gpu), pytest.param("h200x8", 16, marks=gpu), pytest.param("v5e:2x4", 8, marks=tpu)],
+)
+def test_every_strategy_compiles(strategy, target, cohort, tmp_path):
+    """The script itself fails for collectives while clients train, calls of the host and serial scatters."""
+    model = "lenet5+cnn_femnist" if strategy in ZOO else "lenet5"
+    out = tmp_path / "rows.json"
+    rows_of(target, f"--strategies={strategy}", f"--models={model}", f"--cohort={cohort}", f"--json={out}")
+    (row,) = (row for row in json.loads(out.read_text()) if row["program"] == "round")
+    assert row["argument_bytes"] + row["temp_bytes"] + row["output_bytes"] <= 2 * 10**9
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", POD)
+def test_a_pod_of_256(strategy):
+    rows_of("v5e:16x16", f"--strategies={strategy}", "--cohort=256")
