@@ -301,9 +301,8 @@ def test_the_readmes_python_names_what_there_is():
     known, found = {}, []
 
     def resolved(node):
-        if isinstance(node, ast.Attribute) and (owner := resolved(node.value)) is not None:
-            if isinstance(owner, types.ModuleType):  # a missing name is an AttributeError that says which
-                return getattr(owner, node.attr)
+        if isinstance(node, ast.Attribute) and isinstance(owner := resolved(node.value), types.ModuleType):
+            return getattr(owner, node.attr)  # a missing name is an AttributeError that says which
         return known.get(node.id) if isinstance(node, ast.Name) else None
 
     for node in ast.walk(ast.parse("\n".join(blocks("python")))):

@@ -39,7 +39,7 @@ def of(tree, seed):
 
 @functools.cache
 def engines(strategy, federation, lanes, network="linear"):
-    """Return the rounds of all seeds together, and a function that returns those of one; compiled once for all tests."""
+    """Return the rounds of all seeds together, and a function that returns those of one; compiled once."""
     row = STRATEGIES[strategy]
     build = functools.partial(row.build, row.hyper() if row.hyper else None)
     givens = [divided(federation, network, seed) for seed in range(SEEDS)]
