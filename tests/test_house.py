@@ -2,6 +2,9 @@
 
 import argparse
 import ast
+import functools
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -59,12 +62,15 @@ ONLY_IN = {
 }
 
 
+@functools.cache
 def modules():
-    """Yield the dotted name (without the package) and the syntax tree of every module."""
+    """Return the dotted name (without the package) and the syntax tree of every module."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
-        yield ".".join(parts), ast.parse(path.read_text(encoding="utf-8"))
+        found.append((".".join(parts), ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def imported(tree):
@@ -291,6 +297,32 @@ def test_the_readme_lists_every_strategy():
     assert all((ROOT / path).is_file() for _, path in rows)
 
 
+def test_the_readmes_python_names_what_there_is():
+    """Every import, every name of an imported module, and every keyword that a call of such a name passes."""
+    known, found = {}, []
+
+    def resolved(node):
+        if isinstance(node, ast.Attribute) and isinstance(owner := resolved(node.value), types.ModuleType):
+            return getattr(owner, node.attr)  # a missing name is an AttributeError that says which
+        return known.get(node.id) if isinstance(node, ast.Name) else None
+
+    for node in ast.walk(ast.parse("\n".join(blocks("python")))):
+        if isinstance(node, ast.Import):
+            known |= {alias.asname or alias.name: importlib.import_module(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            known |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.append(resolved(node))
+        elif isinstance(node, ast.Call) and getattr(target := resolved(node.func), "__module__", "").startswith(
+            "fedjax"
+        ):
+            assert {keyword.arg for keyword in node.keywords} <= set(inspect.signature(target).parameters), target
+            found.append(target)
+    assert len([each for each in found if each is not None]) > 30
+
+
+@pytest.mark.slow
 def test_the_readmes_python_runs(tmp_path):
     """Every Python block of the README runs as printed, in order, as one script in an empty folder."""
     script = tmp_path / "readme.py"

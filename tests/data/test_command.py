@@ -52,7 +52,9 @@ def test_table_repeats_what_was_repaired():
     assert federated.notes[0] in partition_table(federated)
 
 
-@pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 2), (20, 10), (100, 62), (3400, 10)])
+@pytest.mark.parametrize(
+    ("num_clients", "num_classes"), [(1, 2), (20, 10), (100, 62), pytest.param(3400, 10, marks=pytest.mark.slow)]
+)
 def test_picture(tmp_path, num_clients, num_classes):
     counts = np.random.default_rng(0).integers(0, 50, (num_clients, num_classes))
     plots.partition(counts, tmp_path / "picture.png", title="so many $clients")
@@ -125,12 +127,20 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         assert captured.out == "", name
 
 
-def test_the_real_command(tmp_path):
-    def run(*arguments):
-        command = [sys.executable, "-m", "fedjax_mr.data", *arguments, f"--run_dir={tmp_path}"]
-        return subprocess.run(command, capture_output=True, text=True)
+def run_the_command(folder, *arguments):
+    command = [sys.executable, "-m", "fedjax_mr.data", *arguments, f"--run_dir={folder}"]
+    return subprocess.run(command, capture_output=True, text=True)
 
-    good, wrong = run("--clients=4"), run("--clients=0")
+
+def test_the_real_command_refuses_in_one_line(tmp_path):
+    wrong = run_the_command(tmp_path, "--clients=0")
+    assert wrong.returncode == 2
+    assert wrong.stderr == "fedjax-mr: --clients=0: partition dirichlet needs some (0 is for natural clients)\n"
+
+
+@pytest.mark.slow
+def test_the_real_command(tmp_path):
+    good, wrong = run_the_command(tmp_path, "--clients=4"), run_the_command(tmp_path, "--clients=0")
     assert (good.returncode, wrong.returncode) == (0, 2)
     assert good.stdout.startswith("digits: 4 clients")
     assert wrong.stderr == "fedjax-mr: --clients=0: partition dirichlet needs some (0 is for natural clients)\n"

@@ -73,10 +73,10 @@ class TestDirichlet:
         [
             (10, 0.1, (15, 2848, 474.9)),
             (10, 0.5, (125, 1007, 171.2)),
-            (10, 1.0, (230, 735, 96.8)),
+            pytest.param(10, 1.0, (230, 735, 96.8), marks=pytest.mark.slow),
             (20, 0.1, (76, 1064, 235.0)),
-            (20, 0.5, (222, 785, 106.9)),
-            (20, 1.0, (294, 641, 57.1)),
+            pytest.param(20, 0.5, (222, 785, 106.9), marks=pytest.mark.slow),
+            pytest.param(20, 1.0, (294, 641, 57.1), marks=pytest.mark.slow),
         ],
     )
     def test_the_authors_partitions_look_like_ours(self, num_classes, alpha, reference):
@@ -84,7 +84,9 @@ class TestDirichlet:
         assert (low <= reference).all()
         assert (reference <= high).all()
 
-    @pytest.mark.parametrize(("alpha", "deviation"), [(0.1, 396), (0.5, 159), (1.0, 108)])
+    @pytest.mark.parametrize(
+        ("alpha", "deviation"), [(0.1, 396), (0.5, 159), pytest.param(1.0, 108, marks=pytest.mark.slow)]
+    )
     def test_median_deviation_of_sizes(self, alpha, deviation):
         # Three standard errors of a median of 300 draws are below 3 %.
         assert np.median(three_hundred(alpha, 10)[:, 2]) == pytest.approx(deviation, rel=0.03)

@@ -1,8 +1,10 @@
 """The layout of clients over devices and lanes."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -22,27 +24,49 @@ class Layout(ClientAxis):
         return self.count
 
 
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
-@hypothesis.given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 99), min_size=1, max_size=12))
-def test_every_client_has_one_slot(devices, lanes, work):
-    layout = Layout(devices, lanes)
-    slots = np.asarray(assign(layout, jnp.asarray(work, jnp.int32)))
-    assert len(slots) == layout.padded(len(work))
-    assert sorted(slots[slots < len(work)]) == list(range(len(work)))
-    assert (slots[np.asarray(positions(jnp.asarray(slots), len(work)))] == np.arange(len(work))).all()
+@functools.cache
+def slots_and_positions(devices, lanes):
+    """Return the compiled layout of clients of given work."""
+
+    def both(work):
+        slots = assign(Layout(devices, lanes), work)
+        return slots, positions(slots, len(work))
+
+    return jax.jit(both)
+
+
+def slots_of(devices, lanes, work):
+    return np.asarray(slots_and_positions(devices, lanes)(np.array(work, np.int32))[0])
+
+
+# Without empty slots, and with some in a lane, on a device, on several devices.
+@pytest.mark.parametrize(
+    ("devices", "lanes", "count"),
+    [(1, 1, 1), (1, 1, 5), (1, 3, 7), (2, 1, 12), (2, 3, 1), (3, 2, 12), (3, 2, 8), (4, 1, 2), (4, 3, 11)],
+)
+def test_every_client_has_one_slot(devices, lanes, count):
+    compiled = slots_and_positions(devices, lanes)
+
+    @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+    @hypothesis.given(st.lists(st.integers(0, 99), min_size=count, max_size=count))
+    def check(work):
+        slots, places = map(np.asarray, compiled(np.array(work, np.int32)))
+        assert len(slots) == Layout(devices, lanes).padded(count)
+        assert sorted(slots[slots < count]) == list(range(count))
+        assert (slots[places] == np.arange(count)).all()
+
+    check()
 
 
 def test_longest_first_and_balanced():
-    work = jnp.asarray([3, 9, 1, 7, 5, 2], jnp.int32)
-    slots = np.asarray(assign(Layout(2, 1), work)).reshape(2, 3)
-    loads = np.asarray(work)[slots]
+    work = np.array([3, 9, 1, 7, 5, 2])
+    loads = work[slots_of(2, 1, work).reshape(2, 3)]
     assert (np.diff(loads) <= 0).all()
     assert abs(loads.sum(1)[0] - loads.sum(1)[1]) <= 1  # 27 = 14 + 13
 
 
 def test_lanes_hold_clients_of_similar_work():
-    work = jnp.asarray([1, 50, 2, 49], jnp.int32)
-    slots = np.asarray(assign(Layout(1, 2), work)).reshape(2, 2)
+    slots = slots_of(1, 2, [1, 50, 2, 49]).reshape(2, 2)
     assert [set(pair) for pair in slots] == [{1, 3}, {0, 2}]
 
 

@@ -8,29 +8,34 @@ import pytest
 
 from fedjax_mr.engine import local
 
+shuffle = jax.jit(local.shuffle, static_argnums=2)
+
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8])
 def test_shuffle_permutes_the_first_numbers_whatever_the_room(size):
-    drawn = np.asarray(local.shuffle(jax.random.key(1), jnp.asarray(size, jnp.int32), 8))
+    drawn = np.asarray(shuffle(jax.random.key(1), np.int32(size), 8))
     assert sorted(drawn[:size]) == list(range(size))
-    longer = np.asarray(local.shuffle(jax.random.key(1), jnp.asarray(size, jnp.int32), 20))
+    longer = np.asarray(shuffle(jax.random.key(1), np.int32(size), 20))
     np.testing.assert_array_equal(drawn[:size], longer[:size])  # the longest client of a federation changes nobody
 
 
 def test_shuffle_is_uniform():
     keys = jax.random.split(jax.random.key(0), 6000)
-    shuffled = jax.vmap(lambda key: local.shuffle(key, jnp.asarray(3, jnp.int32), 5))(keys)
+    shuffled = jax.jit(jax.vmap(lambda key: local.shuffle(key, jnp.int32(3), 5)))(keys)
     counts = np.unique(np.asarray(shuffled)[:, :3] @ np.array([9, 3, 1]), return_counts=True)[1]
     assert len(counts) == 6
     assert counts.min() > 850  # 1,000 expected, standard deviation 29
 
 
 def one_client(federation, client):
-    data = federation.federation
-    sizes = federation.problem.sizes
-    offset, size = jnp.asarray(data.offsets[client], jnp.int32), sizes[client]
-    samples = jax.tree.map(jnp.asarray, data.samples)
-    return local.ClientData(samples, jnp.asarray(data.index), offset, size, jnp.asarray(client, jnp.int32))
+    samples, index, offsets = jax.device_get(federation.federation)
+    offset, size = np.int32(offsets[client]), np.asarray(federation.problem.sizes)[client]
+    return local.ClientData(samples, index, offset, size, np.int32(client))
+
+
+def train(model, setting, variables, data, key, loss=None):
+    """Train one client in one compiled program."""
+    return jax.jit(lambda *given: local.train(model, setting, *given, loss=loss))(variables, data, key)
 
 
 def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_samples(federation, close):
@@ -38,7 +43,7 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
     federation = federation(lr=0.1, momentum=0.9)
     problem, client, key = federation.problem, 1, jax.random.key(5)  # 12 samples
     setting = local.LocalSetting(problem.local.optimizer, epochs=2, batch_size=5, max_size=12)
-    variables = problem.model.init(jax.random.key(0))
+    variables = jax.jit(problem.model.init)(jax.random.key(0))
     data = one_client(federation, client)
 
     seen = []
@@ -48,10 +53,10 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
         jax.debug.callback(lambda y, mask: seen.append((np.asarray(y), np.asarray(mask))), batch.y, batch.mask)
         return ordinary(params, state, batch, key)
 
-    trained, metrics = local.train(problem.model, setting, variables, data, key, loss=spying)
+    trained, metrics = train(problem.model, setting, variables, data, key, loss=spying)
     jax.effects_barrier()
     assert [int(mask.sum()) for _, mask in seen] == [5, 5, 2] * 2
-    own = np.asarray(data.samples.y)[np.asarray(data.index)[int(data.offset) : int(data.offset) + 12]]
+    own = data.samples.y[data.index[data.offset : data.offset + 12]]
     for epoch in (seen[:3], seen[3:]):
         labels = np.concatenate([y[mask > 0] for y, mask in epoch])
         np.testing.assert_array_equal(np.bincount(labels, minlength=3), np.bincount(own, minlength=3))
@@ -59,9 +64,15 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
 
     params, state = variables["params"], {"batch_stats": variables["batch_stats"]}
     optimizer_state, total = setting.optimizer.init(params), 0.0
-    loss_and_gradient = jax.jit(jax.value_and_grad(ordinary, has_aux=True))
+
+    @jax.jit
+    def one_step(params, state, optimizer_state, batch, key):
+        (value, state), gradients = jax.value_and_grad(ordinary, has_aux=True)(params, state, batch, key)
+        updates, optimizer_state = setting.optimizer.update(gradients, optimizer_state, params)
+        return optax.apply_updates(params, updates), state, optimizer_state, value
+
     for epoch in range(2):
-        order = local.shuffle(jax.random.fold_in(key, 2 * epoch), data.size, 12)
+        order = np.asarray(shuffle(jax.random.fold_in(key, 2 * epoch), data.size, 12))
         step_key = jax.random.fold_in(key, 2 * epoch + 1)
         for step in range(3):
             chosen = order[5 * step : 5 * step + 5][: 12 - 5 * step]
@@ -72,9 +83,8 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
                 pad(data.samples.x[rows]), pad(data.samples.y[rows]), pad(np.ones(len(rows), np.float32))
             )
             batch_key = jax.random.fold_in(step_key, step)
-            (value, state), gradients = loss_and_gradient(params, state, batch, batch_key)
-            updates, optimizer_state = setting.optimizer.update(gradients, optimizer_state, params)
-            params, total = optax.apply_updates(params, updates), total + float(value) * len(chosen)
+            params, state, optimizer_state, value = one_step(params, state, optimizer_state, batch, batch_key)
+            total += float(value) * len(chosen)
     close(trained, {"params": params, **state})
     np.testing.assert_allclose(float(metrics.loss), total, rtol=1e-5)
 
@@ -83,13 +93,13 @@ def test_a_loss_that_is_not_finite_is_named_by_its_first_step(federation):
     federation = federation("linear", lr=0.1, momentum=0.0)
     problem = federation.problem
     data = one_client(federation, 1)
-    variables = problem.model.init(jax.random.key(0))
+    variables = jax.jit(problem.model.init)(jax.random.key(0))
 
     def breaking(params, state, batch, key):
         loss = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
         return jnp.where(loss > 0, loss, 0.0) * jnp.nan, state
 
-    _, metrics = local.train(problem.model, problem.local, variables, data, jax.random.key(0), loss=breaking)
+    _, metrics = train(problem.model, problem.local, variables, data, jax.random.key(0), loss=breaking)
     assert int(metrics.bad_step) == 0
 
     def overflowing(params, state, batch, key):  # the loss is finite, its gradient is not
@@ -97,21 +107,20 @@ def test_a_loss_that_is_not_finite_is_named_by_its_first_step(federation):
         return loss, state
 
     one_step = local.LocalSetting(problem.local.optimizer, epochs=1, batch_size=12, max_size=12)
-    trained, metrics = local.train(problem.model, one_step, variables, data, jax.random.key(0), loss=overflowing)
+    trained, metrics = train(problem.model, one_step, variables, data, jax.random.key(0), loss=overflowing)
     assert not np.isfinite(jax.tree.leaves(trained)[0]).all()
     assert (int(metrics.steps), int(metrics.bad_step)) == (1, 1)
 
 
 def test_bytes_become_normalised_pixels_and_tokens_stay():
     samples = local.Samples(
-        jnp.asarray([[[[0, 255]]], [[[51, 0]]]], jnp.uint8), jnp.zeros(2, jnp.int32),
-        jnp.asarray([1 / (255 * 0.5), 1 / (255 * 0.25)], jnp.float32), jnp.asarray([-1.0, -2.0]),
+        np.array([[[[0, 255]]], [[[51, 0]]]], np.uint8), np.zeros(2, np.int32),
+        np.array([1 / (255 * 0.5), 1 / (255 * 0.25)], np.float32), np.array([-1.0, -2.0], np.float32),
     )  # fmt: skip
-    np.testing.assert_allclose(
-        local.gather(samples, jnp.asarray([1, 0])), [[[[-0.6, -2.0]]], [[[-1.0, 2.0]]]], atol=1e-6
-    )
-    tokens = samples._replace(x=jnp.asarray([[3, 4], [5, 6]], jnp.int32))
-    np.testing.assert_array_equal(local.gather(tokens, jnp.asarray([1])), [[5, 6]])
+    gather = jax.jit(local.gather)
+    np.testing.assert_allclose(gather(samples, np.array([1, 0])), [[[[-0.6, -2.0]]], [[[-1.0, 2.0]]]], atol=1e-6)
+    tokens = samples._replace(x=np.array([[3, 4], [5, 6]], np.int32))
+    np.testing.assert_array_equal(gather(tokens, np.array([1])), [[5, 6]])
 
 
 @pytest.mark.parametrize(
@@ -142,9 +151,14 @@ def test_optimizers_are_pytorchs(settings):
             torch.nn.utils.clip_grad_norm_([theirs], settings["clip_norm"])
         optimizer.step()
 
-    ours, transformation = jnp.asarray(start), local.make_optimizer(**settings)
-    state = transformation.init(ours)
+    transformation = local.make_optimizer(**settings)
+
+    @jax.jit
+    def step(ours, state, gradient):
+        updates, state = transformation.update(gradient, state, ours)
+        return optax.apply_updates(ours, updates), state
+
+    ours, state = start, jax.jit(transformation.init)(start)
     for gradient in gradients:
-        updates, state = transformation.update(jnp.asarray(gradient), state, ours)
-        ours = optax.apply_updates(ours, updates)
+        ours, state = step(ours, state, gradient)
     np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=2e-5, atol=1e-6)

@@ -1,8 +1,8 @@
 """One round as pure functions: keys, rows and slots, reports."""
 
+import functools
+
 import jax
-import jax.flatten_util
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,17 +10,28 @@ from fedjax_mr.engine.round import Report, begin, ids_by_slot, join, round_key, 
 from fedjax_mr.strategies.base import Parcels, Traffic
 
 
+def begun(rounds):
+    """Return what is given, the first progress, and the first round's plan and rows."""
+
+    @jax.jit
+    def begin_first(given):
+        progress = start(rounds.build, given)
+        return progress, *begin(rounds.build, rounds.axis, given, progress)
+
+    return rounds.given, *begin_first(rounds.given)
+
+
 def test_rows_carry_each_client_with_its_own_payload_and_data(engine):
     """Padding rows repeat the first of the cohort and have no samples."""
     rounds = engine("indep", "linear", lanes=2)
-    given, axis = rounds.given, rounds.axis
-    progress = start(rounds.build, given)
-    plan, rows = begin(rounds.build, axis, given, progress)
+    axis = rounds.axis
+    given, progress, plan, rows = jax.device_get(begun(rounds))
     slots, ids, count = np.asarray(plan.slots), np.asarray(plan.cohort.ids), given.problem.cohort_size
     assert len(slots) == axis.padded(count) == 4
+    slot_ids = jax.jit(ids_by_slot)(given, plan)
     for slot, row in enumerate(slots):
         client = ids[row if row < count else 0]
-        assert rows.client_id[slot] == ids_by_slot(given, plan)[slot] == client
+        assert rows.client_id[slot] == slot_ids[slot] == client
         assert rows.offset[slot] == given.federation.offsets[client]
         assert rows.size[slot] == (given.problem.sizes[client] if row < count else 0)
         for sent, kept in zip(
@@ -30,16 +41,15 @@ def test_rows_carry_each_client_with_its_own_payload_and_data(engine):
 
 
 def test_a_client_drawn_twice_trains_with_two_keys(engine):
-    rounds = engine("fedavg", "thin")
-    given = rounds.given
-    progress = start(rounds.build, given)
-    _, rows = begin(rounds.build, rounds.axis, given, progress)
-    row = jax.tree.map(lambda leaf: leaf[0], rows)
+    rounds = engine("fedavg", "linear")
+    given, progress, _, rows = begun(rounds)
+    row = jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows)
+    train = jax.jit(functools.partial(train_client, rounds.build))
     uploads = [
-        train_client(rounds.build, given, progress.round, row._replace(occurrence=jnp.int32(number)))[0]
+        jax.device_get(train(given, progress.round, row._replace(occurrence=np.int32(number)))[0])
         for number in (0, 0, 1)
     ]
-    first, same, other = (jax.flatten_util.ravel_pytree(upload)[0] for upload in uploads)
+    first, same, other = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(upload)]) for upload in uploads)
     np.testing.assert_array_equal(first, same)
     assert not np.array_equal(first, other)
 

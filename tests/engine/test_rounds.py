@@ -34,22 +34,24 @@ def divided(federation, network, seed):
 
 
 def of(tree, seed):
-    return jax.tree.map(lambda leaf: leaf[seed], tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[seed], tree)
 
 
-def engines(strategy, federation, *, lanes=1, network="linear"):
+@functools.cache
+def engines(strategy, federation, lanes, network="linear"):
+    """Return the rounds of all seeds together, and a function that returns those of one; compiled once."""
     row = STRATEGIES[strategy]
     build = functools.partial(row.build, row.hyper() if row.hyper else None)
     givens = [divided(federation, network, seed) for seed in range(SEEDS)]
     cohort = givens[0].problem.cohort_size
     alone = client_axis(devices=1, lanes=1, cohort_size=cohort)
     together = client_axis(devices=1, lanes=lanes, cohort_size=SEEDS * cohort)
-    return SeedRounds(build, givens, together), lambda seed: Rounds(build, givens[seed], alone)
+    return SeedRounds(build, givens, together), functools.cache(lambda seed: Rounds(build, givens[seed], alone))
 
 
 @pytest.mark.parametrize(("strategy", "lanes"), [("fedmr", 1), ("scaffold", 4)])
 def test_the_numbers_of_the_seeds_one_by_one(strategy, lanes, federation, close):
-    together, one = engines(strategy, federation, lanes=lanes)
+    together, one = engines(strategy, federation, lanes)
     progress, report = together.run(together.init(), 3, [True] * SEEDS)
     for seed in range(SEEDS):
         engine = one(seed)
@@ -60,9 +62,9 @@ def test_the_numbers_of_the_seeds_one_by_one(strategy, lanes, federation, close)
 
 
 def test_a_seed_that_diverges_ends_the_call_and_then_no_longer_matters(federation, close):
-    together, one = engines("fedmr", federation)
+    together, one = engines("fedmr", federation, 1)
     progress = together.init()
-    broken = jax.tree.map(lambda leaf: leaf.at[1].set(np.nan), progress.server)
+    broken = jax.jit(lambda server: jax.tree.map(lambda leaf: leaf.at[1].set(np.nan), server))(progress.server)
     progress, report = together.run(progress._replace(server=broken), 3, [True] * SEEDS)
     assert int(progress.round[0]) == 1
     assert list(np.asarray(report.bad_client) >= 0) == [False, True, False]
@@ -76,7 +78,7 @@ def test_a_seed_that_diverges_ends_the_call_and_then_no_longer_matters(federatio
 
 def test_what_cannot_be_batched(federation):
     with pytest.raises(UserError, match="works on the host between rounds"):
-        engines("clusamp", federation)
+        engines("clusamp", federation, 1)
     givens = [divided(federation, "linear", seed) for seed in range(SEEDS)]
     build = functools.partial(STRATEGIES["indep"].build, None)
     with pytest.raises(UserError, match="one CPU device"):

@@ -261,6 +261,7 @@ def assert_equal_to_one_process(tmp_path, settings, *, processes, devices):
     return launched
 
 
+@pytest.mark.slow  # what processes say to each other is tested above, with threads in their place
 def test_two_processes_train_like_one(tmp_path):
     launched = assert_equal_to_one_process(tmp_path, SMALL, processes=2, devices=1)
     first, second = launched.said("out")

@@ -1,5 +1,6 @@
 """Whole runs: records, resuming after any death, the command, bad input."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,12 +15,17 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import main as command
+from fedjax_mr import plots
+from fedjax_mr.experiment import experiment as experiments
+from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.folder import run_state
 from fedjax_mr.experiment.run import Interrupted, Run
 
-SMALL = dict(model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, progress=False)
+SMALL = dict(
+    model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False
+)
 FLAGS = [f"--{name}={value}" for name, value in SMALL.items() if name != "progress"]
 FLAGS.append("--noprogress")
 SUMMARY = [
@@ -41,9 +47,36 @@ SUMMARY = [
 COLUMNS = ["round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _shared_programs():
+    """Runs of the same settings share what is compiled; that a new process compiles the same, the killed run shows."""
+    kept = {}
+
+    def shared(build, key, *arguments):
+        if key not in kept:
+            kept[key] = build(*arguments)
+        return kept[key]
+
+    def rounds(config, federated, *rest, build=running.build_rounds):
+        not_compiled = dict(run_dir="", resume=False, overwrite=False, target_accuracy=None, stop_at_accuracy=None)
+        settings = dataclasses.replace(config, **not_compiled)
+        return shared(build, (repr(settings), federated.hash()), config, federated, *rest)
+
+    def evaluation(model, samples, axis, *, build=experiments.Evaluation):
+        return shared(build, (repr(model), samples.x.tobytes(), axis), model, samples, axis)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "build_rounds", rounds)
+        patch.setattr(experiments, "Evaluation", evaluation)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
+    """Nor are pictures drawn again: those of the uninterrupted run are looked at."""
     monkeypatch.chdir(tmp_path)
+    for name in ("partition", "curves", "personal"):
+        monkeypatch.setattr(plots, name, lambda *_, **__: None)
 
 
 def numbers(folder):
@@ -73,7 +106,8 @@ def test_the_run_folder_holds_everything(straight):
     assert last["bytes_down"] == last["bytes_up"] == 6 * 3 * straight.model.num_parameters() * 4
     assert 0 < last["accuracy"] <= 1
     assert last["images"] > 0
-    assert (straight.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("curves.png", "partition.png"):
+        assert (straight.folder / name).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_command_gives_the_same_numbers_as_python(straight, tmp_path, capsys):
@@ -142,8 +176,8 @@ def test_the_partition_never_depends_on_the_strategy(straight):
 
 
 def test_results_do_not_depend_on_the_layout(straight, close):
-    for devices, lanes in ((1, 1), (1, 3), (2, 2)):
-        config = fmr.Config(**SMALL, devices=devices, lanes=lanes, run_dir=f"{devices}{lanes}")
+    for devices, lanes in ((1, 3), (2, 1), (2, 2)):
+        config = fmr.Config(**SMALL | dict(devices=devices, lanes=lanes), run_dir=f"{devices}{lanes}")
         close(fmr.run(config).variables, straight.variables)
 
 
@@ -267,26 +301,29 @@ def wait_for(path, count, process):
         time.sleep(0.01)
 
 
-LONG = ("--rounds=100", "--eval_every=2")
+LONG = ("--rounds=60", "--eval_every=2")
 
 
 def test_kill_9_and_resume_end_with_the_same_bits(equal):
     """The killed process compiles like this one, in which the run goes on: bits are compared."""
     process = start(*LONG, "--run_dir=killed", "--devices=2", environment=dict(os.environ))
-    wait_for(Path("killed/metrics.jsonl"), 5, process)
+    wait_for(Path("killed/metrics.jsonl"), 3, process)
     process.kill()
     process.communicate()
-    assert 5 <= len(numbers("killed")) < 50
-    settings = SMALL | dict(rounds=100, devices=2)
+    assert 3 <= len(numbers("killed")) < 30
+    settings = SMALL | dict(rounds=60, devices=2)
     killed = fmr.run(fmr.Config(**settings, run_dir="killed", resume=True))
     whole = fmr.run(fmr.Config(**settings, run_dir="whole"))
     assert numbers("killed") == numbers("whole")
     equal(killed.state, whole.state)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+# SIGTERM ends a run in the test of the sweep, too.
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_signals_end_the_command_with_their_code(number, code):
-    process = start(*LONG, "--run_dir=stopped")
+    process = start("--rounds=100000", "--eval_every=2", "--run_dir=stopped")
     wait_for(Path("stopped/metrics.jsonl"), 2, process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
@@ -296,6 +333,7 @@ def test_signals_end_the_command_with_their_code(number, code):
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow  # in test_main, another mistake is refused by the real command
 def test_the_real_command_refuses_in_one_line():
     process = start("--strategy=fedrm")
     output, errors = process.communicate(timeout=120)

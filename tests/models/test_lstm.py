@@ -43,7 +43,7 @@ def test_outputs_and_gradients_are_those_of_plain_operations():
 
 
 def test_clients_side_by_side_are_one_client_at_a_time():
-    gradient = jax.grad(functools.partial(loss, recurrence), (0, 1))
+    gradient = jax.jit(jax.grad(functools.partial(loss, recurrence), (0, 1)))
     inputs, kernels = arguments(2)
     together = jax.jit(jax.vmap(gradient))(inputs, kernels)
     for client in range(2):

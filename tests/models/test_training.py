@@ -19,7 +19,7 @@ from fedjax_mr.strategies import STRATEGIES, Problem
 CONVOLUTIONAL = [
     name for name, row in models.MODELS.items() if len(row.input_shape) == 3 and name not in ("mlp", "logistic")
 ]
-QUICK = ("lenet5", "resnet20", "vgg16", "pfedhr_m4")
+QUICK = ("lenet5", "resnet20", "pfedhr_m4")
 THIN = {"width": 4, "hidden": 16}
 """Smaller values of the attributes that change no operation, only extents."""
 
@@ -93,7 +93,7 @@ def rounds_of_fedmr(model, *, lanes):
         num_classes=classes,
         layers=model.layers(),
         sizes=jnp.asarray(sizes, jnp.int32),
-        label_counts=jnp.stack([jnp.bincount(y[split.rows(i)], length=classes) for i in range(3)]),
+        label_counts=jnp.asarray([np.bincount(y[split.rows(i)], minlength=classes) for i in range(3)], jnp.int32),
         architectures=jnp.zeros(3, jnp.int32),
     )
     samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))

@@ -23,17 +23,25 @@ def zoo(given):
 
 def data_of(given, client):
     samples, index, offsets = given.federation
-    size = jnp.int32(np.diff(offsets)[client])
-    return local.ClientData(samples, jnp.asarray(index), jnp.int32(offsets[client]), size, jnp.int32(client))
+    size = np.int32(np.diff(offsets)[client])
+    return local.ClientData(samples, jnp.asarray(index), np.int32(offsets[client]), size, np.int32(client))
+
+
+def pack(zoo, variables, number):
+    return jax.jit(zoo.pack, static_argnums=1)(variables, number)
+
+
+def unpack(zoo, packed, number):
+    return jax.jit(zoo.unpack, static_argnums=1)(packed, number)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_packing_is_undone(zoo, equal, number):
-    variables = zoo.networks[number].init(jax.random.key(number))
-    packed = zoo.pack(variables, number)
-    equal(zoo.unpack(packed, number), variables)
-    equal(zoo.compact(packed, lambda number, own: (own, None))[0], packed)
-    equal(zoo.init(jax.random.key(number), number), packed)
+    variables = jax.jit(zoo.networks[number].init)(jax.random.key(number))
+    packed = pack(zoo, variables, number)
+    equal(unpack(zoo, packed, number), variables)
+    equal(jax.jit(lambda packed: zoo.compact(packed, lambda number, own: (own, None))[0])(packed), packed)
+    equal(jax.jit(zoo.init)(jax.random.key(number), number), packed)
     described = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
     assert described(packed) == described(zoo.shapes())
 
@@ -41,16 +49,17 @@ def test_packing_is_undone(zoo, equal, number):
 def test_a_number_in_the_data_picks_the_network(zoo, given, close):
     """One trace for all networks, for a batch of clients too; the same logits, features and heads."""
     x = jnp.asarray(given.federation.samples.x[:4])
-    packed = jax.vmap(zoo.init)(jax.random.split(jax.random.key(0), 3), jnp.arange(3))
+    packed = jax.device_get(jax.jit(jax.vmap(zoo.init))(jax.random.split(jax.random.key(0), 3), np.arange(3)))
     apply = jax.jit(jax.vmap(zoo.apply, in_axes=(0, None)))
     logits = apply(packed, x)
     one = jax.jit(zoo.apply)
+    headed = jax.jit(lambda row, x: zoo.head(row, zoo.features(row, x)))
     for number, model in enumerate(zoo.networks):
         row = jax.tree.map(lambda leaf, number=number: leaf[number], packed)
-        own = zoo.unpack(row, number)
-        close(logits[number], model.apply(own, x))
-        close(one(row, x), model.apply(own, x))
-        close(zoo.head(row, zoo.features(row, x)), model.apply(own, x))
+        alone = jax.jit(model.apply)(unpack(zoo, row, number), x)
+        close(logits[number], alone)
+        close(one(row, x), alone)
+        close(headed(row, x), alone)
     assert apply._cache_size() == one._cache_size() == 1
 
 
@@ -58,24 +67,29 @@ def test_a_number_in_the_data_picks_the_network(zoo, given, close):
 def test_training_equals_that_of_the_network_itself(zoo, given, close, number):
     """BatchNorm's statistics, dropout, momentum and uneven batches included; padding stays zero."""
     model, setting, key = zoo.networks[number], given.problem.local, jax.random.key(3)
-    start = model.init(jax.random.key(1))
-    trained, metrics = jax.jit(lambda v: local.train(zoo, setting, v, data_of(given, 0), key))(zoo.pack(start, number))
-    plain, own = local.train(model, setting, start, data_of(given, 0), key)
-    close(zoo.unpack(trained, number), plain)
+    start = jax.jit(model.init)(jax.random.key(1))
+
+    def train_and_score(network, variables):
+        @jax.jit
+        def program(variables):
+            trained, metrics = local.train(network, setting, variables, data_of(given, 0), key)
+            return trained, metrics, local.score(network, trained, data_of(given, 1), batch_size=2)
+
+        return program(variables)
+
+    trained, metrics, score = train_and_score(zoo, pack(zoo, start, number))
+    plain, own, its_score = train_and_score(model, start)
+    close(unpack(zoo, trained, number), plain)
     close(metrics, own)
-    close(trained, zoo.pack(plain, number))
-    ours, theirs = (
-        local.score(network, variables, data_of(given, 1), batch_size=2)
-        for network, variables in ((zoo, trained), (model, plain))
-    )
-    close(ours, theirs)
+    close(trained, pack(zoo, plain, number))
+    close(score, its_score)
 
 
 @pytest.mark.parametrize("devices, lanes", [(2, 1), pytest.param(1, 6, marks=pytest.mark.slow)])
 def test_clients_of_different_networks_train_alike_on_every_layout(engine, close, devices, lanes):
     one, other = (
-        engine("local", "thin,perceptron", cohort=6),
-        engine("local", "thin,perceptron", cohort=6, devices=devices, lanes=lanes),
+        engine("local", "linear,perceptron", cohort=6),
+        engine("local", "linear,perceptron", cohort=6, devices=devices, lanes=lanes),
     )
     first, report = one.run(one.init(), 2)
     second, other_report = other.run(other.init(), 2)
@@ -86,7 +100,7 @@ def test_clients_of_different_networks_train_alike_on_every_layout(engine, close
 
 def test_no_branch_of_another_network_runs_in_one_lane(engine):
     """The compiled clients choose by a conditional, not by computing all networks."""
-    engine = engine("local", "thin,perceptron", cohort=6, devices=2, lanes=1)
+    engine = engine("local", "linear,perceptron", cohort=6, devices=2, lanes=1)
     engine.run(engine.init(), 1)
     assert "conditional" in engine.programs["clients"].compiled.as_text()
 
