@@ -4,6 +4,7 @@ One declaration of a field makes its default, its flag, its entry in ``--help``,
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import shutil
@@ -182,16 +183,21 @@ class Setting:
 # --- The settings of a dataclass -------------------------------------------------------------------------------------
 
 
-def settings_of(owner: Any, prefix: str = "") -> Iterator[Setting]:
-    """Yield the settings of a dataclass in order; fields without `Info` are no settings.
+def settings_of(owner: Any, prefix: str = "") -> Sequence[Setting]:
+    """Return the settings of a dataclass in order; fields without `Info` are no settings.
 
     Args:
       owner: the dataclass or an instance of it; None has no settings.
       prefix: of its flags.
     """
     if owner is None:
-        return
-    hints = typing.get_type_hints(owner if isinstance(owner, type) else type(owner))
+        return ()
+    return _settings_of(owner if isinstance(owner, type) else type(owner), prefix)
+
+
+@functools.cache  # a sweep asks for them thousands of times
+def _settings_of(owner: type, prefix: str) -> tuple[Setting, ...]:
+    hints, settings = typing.get_type_hints(owner), []
     for each in dataclasses.fields(owner):
         found = info(each)
         if found is None:
@@ -200,7 +206,8 @@ def settings_of(owner: Any, prefix: str = "") -> Iterator[Setting]:
         optional, hint = len(options) < len(_options(hints[each.name])), options[0]
         repeated = typing.get_origin(hint) is tuple
         kind = typing.get_args(hint)[0] if repeated else hint
-        yield Setting(prefix + each.name, each.name, kind, optional, repeated, each.default, found)
+        settings.append(Setting(prefix + each.name, each.name, kind, optional, repeated, each.default, found))
+    return tuple(settings)
 
 
 def values_of(instance: Any, prefix: str = "") -> Iterator[tuple[Setting, Any]]:

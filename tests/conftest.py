@@ -23,7 +23,7 @@ from fedjax_mr.data import Split
 from fedjax_mr.engine import local, rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import PATIENT, add_xla_flags, set_up_jax
-from fedjax_mr.models import layers, windows
+from fedjax_mr.models import layers
 from fedjax_mr.strategies import STRATEGIES, Problem
 from fedjax_mr.strategies.base import usual_traffic
 
@@ -83,9 +83,8 @@ class ThinBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, *, train=False, mask=None):
-        x = layers.Conv(4, (3, 3), name="conv")(x)
-        x = nn.relu(layers.BatchNorm(name="norm")(x, train=train, mask=mask))
-        x = windows.max_pool(x, (2, 2)).reshape(x.shape[0], -1)
+        x = layers.Conv(4, (2, 2), strides=2, padding="VALID", name="conv")(x)
+        x = nn.relu(layers.BatchNorm(name="norm")(x, train=train, mask=mask)).reshape(x.shape[0], -1)
         return nn.Dropout(0.1, deterministic=not train)(x)
 
 

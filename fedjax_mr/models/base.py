@@ -5,6 +5,7 @@ unpacks variables and switches on the architecture, and for a single network all
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -183,6 +184,10 @@ class Model:
 
     def shapes(self) -> Variables:
         """Return the variables' shapes and dtypes without computing them."""
+        return jax.tree.map(lambda leaf: leaf, self._shapes)  # a tree of the caller's own
+
+    @functools.cached_property
+    def _shapes(self) -> Variables:
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def layers(self) -> tuple["Layer", ...]:
