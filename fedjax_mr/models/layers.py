@@ -1,5 +1,6 @@
 """Layers with parameters, with PyTorch's conventions where they differ from Flax's."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_mr import platforms
 from fedjax_mr.errors import unknown_name
 from fedjax_mr.models import windows
 
@@ -135,9 +137,17 @@ class BatchNorm(nn.Module):
 
         seen = self.variable("batch_stats", "count", jnp.zeros, (), jnp.float32) if self.counted else None
 
-        mean, var = running_mean.value, running_var.value
+        weight = jnp.ones(x.shape[:1], x.dtype) if mask is None else mask.astype(x.dtype)
+        if not train:
+            mean, var = running_mean.value, running_var.value
+            out = _normalise(x, scale, bias, mean, var, self.epsilon)
+        elif platforms.current() == "cpu":
+            mean, var = masked_moments(x, weight)
+            out = _normalise(x, scale, bias, mean, var, self.epsilon)
+        else:
+            out, mean, var = normalise_batch(x, weight, scale, bias, running_mean.value, self.epsilon)
         if train:
-            mean, var, count = masked_moments(x, mask)
+            count = weight.sum() * math.prod(x.shape[1:-1])
             if not self.is_initializing():
                 # A batch without any true sample leaves the statistics alone.
                 rate = jnp.where(count > 0, self.rate, 0.0)
@@ -147,27 +157,78 @@ class BatchNorm(nn.Module):
                 if seen is not None:
                     seen.value += jnp.where(count > 0, 1.0, 0.0)
 
-        multiplier = scale * lax.rsqrt(var + self.epsilon)
-        ones = (1,) * (x.ndim - 1)
-        return x * multiplier.reshape(*ones, -1) + (bias - mean * multiplier).reshape(*ones, -1)
+        return out
 
 
-def masked_moments(x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return mean [C], biased variance [C] and the number of values per channel of the true samples of [B, ..., C].
-
-    Args:
-      x: maps or vectors.
-      mask: [B], 1 for true samples; None: all are true.
-    """
+def masked_moments(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return mean and biased variance [C] of the samples of [B, ..., C] whose ``weight`` [B] is 1 rather than 0."""
     axes = tuple(range(x.ndim - 1))
-    per_sample = math.prod(x.shape[1:-1])
-    weight = jnp.ones(x.shape[:1], x.dtype) if mask is None else mask.astype(x.dtype)
-    count = weight.sum() * per_sample
-    weight = weight.reshape(-1, *(1 for _ in x.shape[1:]))
-    total = jnp.maximum(count, 1)
+    total, weight = _total(x, weight), _broadcast(weight, x)
     mean = (x * weight).sum(axes, keepdims=True) / total
     var = (lax.square(x - mean) * weight).sum(axes) / total
-    return mean.reshape(-1), var, count
+    return mean.reshape(-1), var
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def normalise_batch(
+    x: jax.Array, weight: jax.Array, scale: jax.Array, bias: jax.Array, near: jax.Array, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the normalised maps [B, ..., C] and the moments of `masked_moments`, in few passes over memory.
+
+    For accelerators, whose small networks wait for launches and for memory: mean and variance come from one pass
+    (around ``near`` [C], the running mean, where squares lose few digits), so do both sums of the gradient, and of the
+    forward pass nothing but x is kept. Autodiff of two passes launches twice as many kernels and keeps three times as
+    much.
+    """
+    return _normalise_batch_forward(x, weight, scale, bias, near, epsilon)[0]
+
+
+def _normalise_batch_forward(x, weight, scale, bias, near, epsilon):
+    axes = tuple(range(x.ndim - 1))
+    total, weights = _total(x, weight), _broadcast(weight, x)
+    offset = x - _per_channel(near, x)
+    first, second = (offset * weights).sum(axes) / total, (lax.square(offset) * weights).sum(axes) / total
+    mean, var = near + first, jnp.maximum(second - lax.square(first), 0.0)
+    return (_normalise(x, scale, bias, mean, var, epsilon), mean, var), (x, weight, scale, mean, var, near)
+
+
+def _normalise_batch_backward(epsilon, residuals, gradients):
+    x, weight, scale, mean, var, near = residuals
+    gradient, of_mean, of_var = gradients
+    axes = tuple(range(x.ndim - 1))
+    total, weights = _total(x, weight), _broadcast(weight, x)
+    inverse = lax.rsqrt(var + epsilon)
+    centred = x - _per_channel(mean, x)
+    of_bias, of_scale = gradient.sum(axes), (gradient * centred).sum(axes) * inverse
+    multiplier = scale * inverse
+    through_mean = (of_mean - multiplier * of_bias) / total
+    through_var = (2 * of_var - multiplier * inverse * of_scale) / total
+    moments = _per_channel(through_mean, x) + centred * _per_channel(through_var, x)
+    of_x = gradient * _per_channel(multiplier, x) + weights * moments
+    return of_x, jnp.zeros_like(weight), of_scale, of_bias, jnp.zeros_like(near)
+
+
+normalise_batch.defvjp(_normalise_batch_forward, _normalise_batch_backward)
+
+
+def _normalise(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, var: jax.Array, epsilon: float
+) -> jax.Array:
+    multiplier = scale * lax.rsqrt(var + epsilon)
+    return x * _per_channel(multiplier, x) + _per_channel(bias - mean * multiplier, x)
+
+
+def _total(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return the number of values per channel of the true samples, 1 at least."""
+    return jnp.maximum(weight.sum() * math.prod(x.shape[1:-1]), 1)
+
+
+def _broadcast(weight: jax.Array, x: jax.Array) -> jax.Array:
+    return weight.reshape(-1, *(1 for _ in x.shape[1:]))
+
+
+def _per_channel(values: jax.Array, x: jax.Array) -> jax.Array:
+    return values.reshape(*(1 for _ in x.shape[1:]), -1)
 
 
 class GroupNorm(nn.GroupNorm):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from fedjax_mr import platforms
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import layers, windows
 
@@ -167,3 +168,30 @@ def test_dense_is_flax_s():
     variables = init(layers.Dense(4), x)
     ours, theirs = (jax.jit(layer.apply)(variables, x) for layer in (layers.Dense(4), nn.Dense(4)))
     assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [(1, 1, 1, 1, 0, 0), (1, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1)])
+def test_batch_norm_for_accelerators_is_that_of_cpus(mask):
+    """One pass around the running mean and written-out gradients, beside two passes and autodiff; the statistics too."""
+    rng = np.random.default_rng(0)
+    x = (3 * rng.normal(size=(6, 5, 5, 4)) + 10).astype(np.float32)
+    target, mask = rng.normal(size=x.shape).astype(np.float32), np.array(mask, np.float32)
+    norm = layers.BatchNorm()
+    params = {"scale": np.array([1, 2, 0.5, -1], np.float32), "bias": np.ones(4, np.float32)}
+    statistics = {"mean": np.array([9, 10, 0, 12], np.float32), "var": np.ones(4, np.float32)}
+
+    def loss(params, x):
+        variables = {"params": params, "batch_stats": statistics}
+        out, new = norm.apply(variables, x, train=True, mask=mask, mutable=["batch_stats"])
+        new = new["batch_stats"]
+        return jnp.sum(jnp.sin(out) * target) + jnp.sum(new["mean"] ** 2) + jnp.sum(new["var"] ** 2), new
+
+    def all_of(platform):
+        with platforms.tracing_for(platform):
+            return jax.jit(jax.value_and_grad(lambda *args: loss(*args), argnums=(0, 1), has_aux=True))(params, x)
+
+    jax.tree.map(
+        lambda a, b: assert_allclose(a, b, rtol=2e-4, atol=2e-4 * np.abs(b).max()),
+        all_of("gpu"),
+        all_of("cpu"),
+    )
