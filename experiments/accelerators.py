@@ -215,7 +215,8 @@ def step_seconds(rounds: Rounds) -> float | None:
     with platforms.tracing_for(axis.platform):
         lowered = jax.jit(step).lower(*shapes_at((rounds.given, rows), alone))
     costs = lowered.compile().cost_analysis()
-    return costs.get("optimal_seconds") if costs else None
+    seconds = costs.get("optimal_seconds", -1.0) if costs else -1.0
+    return seconds if seconds > 0 else None  # a negative one says that the compiler does not know
 
 
 def faults(done: Compiled) -> list[str]:

@@ -145,7 +145,8 @@ class BatchNorm(nn.Module):
             mean, var = masked_moments(x, weight)
             out = _normalise(x, scale, bias, mean, var, self.epsilon)
         else:
-            out, mean, var = normalise_batch(x, weight, scale, bias, running_mean.value, self.epsilon)
+            moments: Any = normalise_batch(x, weight, scale, bias, running_mean.value, self.epsilon)
+            out, mean, var = moments
         if train:
             count = weight.sum() * math.prod(x.shape[1:-1])
             if not self.is_initializing():

@@ -172,7 +172,7 @@ def test_dense_is_flax_s():
 
 @pytest.mark.parametrize("mask", [(1, 1, 1, 1, 0, 0), (1, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1)])
 def test_batch_norm_for_accelerators_is_that_of_cpus(mask):
-    """One pass around the running mean and written-out gradients, beside two passes and autodiff; the statistics too."""
+    """One pass and gradients written out, beside two passes and autodiff; the running statistics too."""
     rng = np.random.default_rng(0)
     x = (3 * rng.normal(size=(6, 5, 5, 4)) + 10).astype(np.float32)
     target, mask = rng.normal(size=x.shape).astype(np.float32), np.array(mask, np.float32)
