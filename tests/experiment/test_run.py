@@ -318,10 +318,8 @@ def test_kill_9_and_resume_end_with_the_same_bits(equal):
     equal(killed.state, whole.state)
 
 
-# SIGTERM ends a run in the test of the sweep, too.
-@pytest.mark.parametrize(
-    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # in one process: test_ctrl_c_saves_and_says_how_to_go_on
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_the_command_with_their_code(number, code):
     process = start("--rounds=100000", "--eval_every=2", "--run_dir=stopped")
     wait_for(Path("stopped/metrics.jsonl"), 2, process)
