@@ -164,7 +164,7 @@ def test_the_loss_falls_on_a_convex_problem(engine, strategy):
     assert float(loss(progress)) < 0.8 * float(before)
 
 
-@pytest.mark.parametrize("extrapolating", [False, True])
+@pytest.mark.parametrize("extrapolating", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, extrapolating):
     """Parameters are not statistics: with sums over whole models three methods failed here within eleven rounds.
 
