@@ -63,7 +63,7 @@ def test_released_swa_equals_the_released_loop(transcription, start, cycle, roun
     assert int(by_hand.progress.server.cycles) == averaged == (rounds - 1 - start) // cycle
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
 def test_radius_zero_is_fedavg(engine, close, network):
     flat, average = engine("fedasam", network, hyper=Hyper(rho=0.0)), engine("fedavg", network)
     close(flat.run(flat.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)

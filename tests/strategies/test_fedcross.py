@@ -31,7 +31,7 @@ def test_alpha_one_is_indep(engine, close, selection):
     close(alone.server.models, after(engine("indep", "perceptron"), 3).server.models)
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
 def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close, network):
     crossing = engine("fedcross", network, cohort=2, hyper=Hyper(alpha=0.5))
     crossed = after(crossing, 3)

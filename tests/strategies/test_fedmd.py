@@ -56,7 +56,7 @@ def test_a_digest_of_a_far_consensus_pulls(engine):
     assert gap[0] > 0.1 and gap[1] < -0.1
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
 def test_without_public_epochs_it_is_local_only(engine, close, network):
     alone, one = (
         engine("local", network),

@@ -40,7 +40,7 @@ def test_three_rounds_equal_the_equations(transcription):
         by_hand.check(by_hand.progress.server.model, model)
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
 def test_radius_zero_is_uniform_fedavg(engine, close, network):
     still = engine("fedmut", network, hyper=Hyper(radius=0.0))
     average = engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"))

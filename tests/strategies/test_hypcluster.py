@@ -34,7 +34,7 @@ def test_three_rounds_equal_the_equations(transcription):
             by_hand.check(trees.take(by_hand.progress.server.models, number), model)
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
 def test_one_cluster_is_fedavg(engine, close, network):
     one, average = engine("hypcluster", network, hyper=Hyper(clusters=1)), engine("fedavg", network)
     progress, expected = one.init(), average.init()

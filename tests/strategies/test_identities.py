@@ -19,7 +19,7 @@ def after(engine, count):
     return engine.run(engine.init(), count)[0]
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
 def test_fedmr_that_never_leaves_stage_one_is_fedavg_with_equal_clients(engine, close, network):
     never = fedmr.Hyper(stage1_rounds=5)
     averaged = after(engine("fedavg", network, sizes=EQUAL_SIZES), 5).server.model
