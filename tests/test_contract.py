@@ -13,8 +13,17 @@ from fedjax_mr.strategies import STRATEGIES, fedcross, fedexp, fedmut, mapper, p
 from fedjax_mr.strategies.base import usual_traffic
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
-# Devices x lanes; (1, 1) is what they are compared with. The last one has lanes without devices, on a fused program.
-LAYOUTS = [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.slow)]
+SMALL = {"network": "linear", "cohort": 6}  # compiles quickly; 6 clients on 2 x 2 lanes also leave empty slots
+THIN = {"network": "thin"}
+# Federation, devices and lanes; (1, 1) is what they are compared with. The last one has lanes without devices, on a
+# fused program.
+LAYOUTS = [
+    pytest.param(SMALL, 2, 2, id="linear-2-2"),
+    *(
+        pytest.param(THIN, *each, id=f"thin-{each[0]}-{each[1]}", marks=pytest.mark.slow)
+        for each in [(2, 2), (2, 1), (1, 3)]
+    ),
+]
 
 EXTRAPOLATING = {  # settings with which a strategy leaves the range of its clients' models, beside its defaults
     "fedcross": fedcross.Hyper(acceleration="pm_da", acceleration_rounds=8),
@@ -72,14 +81,14 @@ def test_any_division_into_calls_gives_the_same_bits_in_one_trace(engine, equal,
     assert {program.traces for program in engine.programs.values()} == {1}
 
 
-@pytest.mark.parametrize("devices, lanes", LAYOUTS)
-def test_the_layout_changes_nothing(engine, close, strategy, devices, lanes):
+@pytest.mark.parametrize("federation, devices, lanes", LAYOUTS)
+def test_the_layout_changes_nothing(engine, close, strategy, federation, devices, lanes):
     """Clients, payloads and memories move together: one device and one lane give the same numbers as any layout.
 
     Tensors are compared as wholes: where a gradient is nothing but rounding, Adam (FedGen's server) takes steps of full
     length all the same, so single numbers may differ.
     """
-    alone, laid_out = engine(strategy), engine(strategy, devices=devices, lanes=lanes)
+    alone, laid_out = engine(strategy, **federation), engine(strategy, devices=devices, lanes=lanes, **federation)
     one, report = run(alone, [3])
     other, other_report = run(laid_out, [3], start=alone)
     jax.tree.map(assert_close_as_a_whole, one, other)
@@ -130,7 +139,7 @@ def test_a_checkpoint_continues_bit_for_bit(engine, equal, strategy, tmp_path):
 
 def test_the_loss_falls_on_a_convex_problem(engine, strategy):
     """What counts is the deployed model: a strategy's own loss may have more terms than the cross-entropy."""
-    engine = engine(strategy, "linear", cohort=6)
+    engine = engine(strategy, **SMALL)
     given = engine.given
     problem, (samples, index, offsets) = given.problem, given.federation
     count = len(samples.y)
@@ -155,7 +164,7 @@ def test_the_loss_falls_on_a_convex_problem(engine, strategy):
     assert float(loss(progress)) < 0.8 * float(before)
 
 
-@pytest.mark.parametrize("extrapolating", [False, True])
+@pytest.mark.parametrize("extrapolating", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, extrapolating):
     """Parameters are not statistics: with sums over whole models three methods failed here within eleven rounds.
 
@@ -174,7 +183,7 @@ def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, extrapolati
 
 
 def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
-    start, engine = engine(strategy), engine(strategy, devices=2, lanes=2)
+    start, engine = engine(strategy, **SMALL), engine(strategy, devices=2, lanes=2, **SMALL)
     _, report = run(engine, [1], start=start)
     (_, rows), (uploads, _, _) = (results[engine.programs[name]] for name in ("begin", "clients"))
     count = engine.given.problem.cohort_size
@@ -187,14 +196,14 @@ def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
 
 
 def test_the_client_part_holds_no_collective(engine, strategy):
-    start, engine = engine(strategy), engine(strategy, devices=2, lanes=2)
+    start, engine = engine(strategy, **SMALL), engine(strategy, devices=2, lanes=2, **SMALL)
     run(engine, [1], start=start)
     text = engine.programs["clients"].compiled.as_text()
     assert [name for name in COLLECTIVES if name in text] == []
 
 
 def test_a_client_of_one_sample_and_all_clients_at_once_train(engine, strategy):
-    engine = engine(strategy, "linear", cohort=6)
+    engine = engine(strategy, **SMALL)
     plan = jax.jit(lambda given, server: rounds.plan(engine.build, engine.axis, given, server, np.int32(0)))
     sizes = np.asarray(plan(engine.given, engine.init().server).cohort.sizes)
     _, report = run(engine, [1])

@@ -279,6 +279,7 @@ def test_kinds_of_runs_are_timed_once(monkeypatch, capsys):
 # --- Real processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # quick: a second signal, with a process that is none of ours
 def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
     _, (run,) = sweep.plan([*TINY, "--rounds=100000", "--checkpoint_every=2"])
 

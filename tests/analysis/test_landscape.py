@@ -84,7 +84,9 @@ def test_sharpness_sees_a_sharper_minimum(federation):
     assert near.eigenvalue == far.eigenvalue
 
 
-@pytest.mark.parametrize("dimensions, names", [(1, ["fedmr"]), (2, ["fedmr", "fedavg"])])
+@pytest.mark.parametrize(
+    "dimensions, names", [pytest.param(1, ["fedmr"], marks=pytest.mark.slow), (2, ["fedmr", "fedavg"])]
+)
 def test_the_command(finished, tmp_path, capsys, dimensions, names):
     folders = [finished(name) for name in names]
     options = [f"--dimensions={dimensions}", "--points=3", "--samples=0", "--sharpness_directions=2"]

@@ -132,6 +132,7 @@ def run_the_command(folder, *arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow  # in test_main and the analysis, real commands start quickly
 def test_the_real_command_refuses_in_one_line(tmp_path):
     wrong = run_the_command(tmp_path, "--clients=0")
     assert wrong.returncode == 2

@@ -96,7 +96,7 @@ def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(given, cl
     assert int(metrics.images) == 2 * 7
 
 
-@pytest.mark.parametrize("kinds", [(0, 1), pytest.param((1, 0), marks=pytest.mark.slow), (1, 1)])
+@pytest.mark.parametrize("kinds", [(0, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in ((1, 0), (1, 1)))])
 def test_a_zoo_trains_pairs_as_the_networks_themselves(given, close, kinds):
     zoo, setting, data = given.problem.model, given.problem.local, data_of(given, 1)
     weights = Pair(Weights(), Weights())

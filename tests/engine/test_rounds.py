@@ -49,7 +49,7 @@ def engines(strategy, federation, lanes, network="linear"):
     return SeedRounds(build, givens, together), functools.cache(lambda seed: Rounds(build, givens[seed], alone))
 
 
-@pytest.mark.parametrize(("strategy", "lanes"), [("fedmr", 1), ("scaffold", 4)])
+@pytest.mark.parametrize(("strategy", "lanes"), [pytest.param("fedmr", 1, marks=pytest.mark.slow), ("scaffold", 4)])
 def test_the_numbers_of_the_seeds_one_by_one(strategy, lanes, federation, close):
     together, one = engines(strategy, federation, lanes)
     progress, report = together.run(together.init(), 3, [True] * SEEDS)
@@ -62,7 +62,7 @@ def test_the_numbers_of_the_seeds_one_by_one(strategy, lanes, federation, close)
 
 
 def test_a_seed_that_diverges_ends_the_call_and_then_no_longer_matters(federation, close):
-    together, one = engines("fedmr", federation, 1)
+    together, one = engines("scaffold", federation, 4)
     progress = together.init()
     broken = jax.jit(lambda server: jax.tree.map(lambda leaf: leaf.at[1].set(np.nan), server))(progress.server)
     progress, report = together.run(progress._replace(server=broken), 3, [True] * SEEDS)

@@ -175,10 +175,12 @@ def test_the_partition_never_depends_on_the_strategy(straight):
     assert "individual_mean" in result.rows[-1]
 
 
-def test_results_do_not_depend_on_the_layout(straight, close):
-    for devices, lanes in ((1, 3), (2, 1), (2, 2)):
-        config = fmr.Config(**SMALL | dict(devices=devices, lanes=lanes), run_dir=f"{devices}{lanes}")
-        close(fmr.run(config).variables, straight.variables)
+@pytest.mark.parametrize(
+    "devices, lanes", [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 3), (2, 1)))]
+)
+def test_results_do_not_depend_on_the_layout(straight, close, devices, lanes):
+    config = fmr.Config(**SMALL | dict(devices=devices, lanes=lanes), run_dir="a")
+    close(fmr.run(config).variables, straight.variables)
 
 
 def test_held_out_clients_are_tested_at_the_end():
@@ -187,7 +189,7 @@ def test_held_out_clients_are_tested_at_the_end():
     assert result.summary["holdout_loss"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["hypcluster", "local"])
+@pytest.mark.parametrize("strategy", [pytest.param("hypcluster", marks=pytest.mark.slow), "local"])
 def test_held_out_clients_without_a_deployed_model_are_named(strategy, capsys):
     """The others are tested as if these were not there."""
     config = fmr.Config(**SMALL | {"strategy": strategy, "rounds": 1, "progress": True}, holdout_clients=2, run_dir="a")
@@ -318,10 +320,8 @@ def test_kill_9_and_resume_end_with_the_same_bits(equal):
     equal(killed.state, whole.state)
 
 
-# SIGTERM ends a run in the test of the sweep, too.
-@pytest.mark.parametrize(
-    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # in one process: test_ctrl_c_saves_and_says_how_to_go_on
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_the_command_with_their_code(number, code):
     process = start("--rounds=100000", "--eval_every=2", "--run_dir=stopped")
     wait_for(Path("stopped/metrics.jsonl"), 2, process)

@@ -19,7 +19,7 @@ from fedjax_mr.strategies import STRATEGIES, Problem
 CONVOLUTIONAL = [
     name for name, row in models.MODELS.items() if len(row.input_shape) == 3 and name not in ("mlp", "logistic")
 ]
-QUICK = ("lenet5", "resnet20", "pfedhr_m4")
+QUICK = ("lenet5", "pfedhr_m4")
 THIN = {"width": 4, "hidden": 16}
 """Smaller values of the attributes that change no operation, only extents."""
 
@@ -104,7 +104,7 @@ def rounds_of_fedmr(model, *, lanes):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "lstm1" else pytest.mark.slow) for name in models.MODELS]
+    "name", [pytest.param(name, marks=() if name == "mlp" else pytest.mark.slow) for name in models.MODELS]
 )
 def test_one_round_of_fedmr_is_the_same_in_one_lane_and_in_two(name, close):
     model = thin(name)

@@ -172,7 +172,10 @@ def test_too_small_images_are_refused():
         windows.max_pool(images(1, 1, 4, 1), 2)
 
 
-@pytest.mark.parametrize(("channels", "features"), [(1, 6), (3, 6), (6, 16), (16, 32)])
+@pytest.mark.parametrize(
+    ("channels", "features"),
+    [(1, 6), (6, 16), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 6), (16, 32)))],
+)
 @pytest.mark.parametrize(("extent", "window", "padding"), [(14, 5, "VALID"), (13, 5, 0), (9, 3, 1), (8, 4, "SAME")])
 def test_folded_columns_change_nothing(extent, window, padding, channels, features):
     x, w = images(2, extent, extent, channels), images(window, window, channels, features, seed=1)

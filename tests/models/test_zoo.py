@@ -35,7 +35,7 @@ def unpack(zoo, packed, number):
     return jax.jit(zoo.unpack, static_argnums=1)(packed, number)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_packing_is_undone(zoo, equal, number):
     variables = jax.jit(zoo.networks[number].init)(jax.random.key(number))
     packed = pack(zoo, variables, number)
@@ -63,7 +63,7 @@ def test_a_number_in_the_data_picks_the_network(zoo, given, close):
     assert apply._cache_size() == one._cache_size() == 1
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
 def test_training_equals_that_of_the_network_itself(zoo, given, close, number):
     """BatchNorm's statistics, dropout, momentum and uneven batches included; padding stays zero."""
     model, setting, key = zoo.networks[number], given.problem.local, jax.random.key(3)

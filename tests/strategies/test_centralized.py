@@ -11,7 +11,7 @@ from fedjax_mr.experiment.run import run
 from fedjax_mr.strategies import centralized
 
 
-@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("cohort", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_it_is_the_training_of_one_client_who_owns_all_samples(engine, close, cohort):
     together = engine("centralized", "perceptron", cohort=cohort)
     one = engine("fedavg", "perceptron", sizes=(38,), cohort=1)  # the same samples in the same order

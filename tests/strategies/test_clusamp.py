@@ -178,10 +178,11 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
         np.testing.assert_allclose(np.asarray(server.distributions).sum(axis=0), 3 * sizes / sizes.sum(), rtol=1e-5)
 
 
-def test_equal_clients_who_all_take_part_are_fedavg(engine, close):
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_equal_clients_who_all_take_part_are_fedavg(engine, close, network):
     """Every client fills a distribution of its own."""
     federation = dict(sizes=(8, 8, 8, 8), cohort=4)
-    clustered, average = engine("clusamp", **federation), engine("fedavg", **federation)
+    clustered, average = engine("clusamp", network, **federation), engine("fedavg", network, **federation)
     close(clustered.run(clustered.init(), 3)[0].server.model, average.run(average.init(), 3)[0].server.model)
 
 

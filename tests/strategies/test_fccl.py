@@ -39,8 +39,9 @@ def test_decorrelated_columns_that_agree_leave_the_off_diagonal_only():
     assert float(loss) == pytest.approx(0.5 * 2, abs=1e-4)  # the diagonal is 1; (1 + 0)^2 beside it
 
 
-def test_the_frozen_teacher_is_the_client_after_its_first_round(engine):
-    one = engine("fccl", "thin,linear", hyper=Hyper(private_epochs=3))
+@pytest.mark.parametrize("zoo", ["perceptron,linear", pytest.param("thin,linear", marks=pytest.mark.slow)])
+def test_the_frozen_teacher_is_the_client_after_its_first_round(engine, zoo):
+    one = engine("fccl", zoo, hyper=Hyper(private_epochs=3))
     progress, frozen = one.init(), {}
     for _ in range(3):
         before = set(np.flatnonzero(np.asarray(progress.memory.trained)))
@@ -54,8 +55,10 @@ def test_the_frozen_teacher_is_the_client_after_its_first_round(engine):
     assert np.isfinite(np.asarray(progress.server.consensus)).all()
 
 
-def test_without_its_terms_it_is_local_only(engine, close):
-    alone, one = engine("local", "thin"), engine("fccl", hyper=Hyper(public_epochs=0, teachers=0.0, private_epochs=2))
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_without_its_terms_it_is_local_only(engine, close, network):
+    without = Hyper(public_epochs=0, teachers=0.0, private_epochs=2)
+    alone, one = engine("local", network), engine("fccl", network, hyper=without)
     expected, _ = alone.run(alone.init(), 2)
     progress, _ = one.run(one.init(), 2)
     close(progress.memory.model, expected.memory.model)

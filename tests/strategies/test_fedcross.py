@@ -25,16 +25,17 @@ def after(engine, count):
     return engine.run(engine.init(), count)[0]
 
 
-@pytest.mark.parametrize("selection", ["in_order", "lowest"])
+@pytest.mark.parametrize("selection", ["in_order", pytest.param("lowest", marks=pytest.mark.slow)])
 def test_alpha_one_is_indep(engine, close, selection):
     alone = after(engine("fedcross", "perceptron", hyper=Hyper(alpha=1.0, selection=selection)), 3)
     close(alone.server.models, after(engine("indep", "perceptron"), 3).server.models)
 
 
-def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close):
-    crossing = engine("fedcross", cohort=2, hyper=Hyper(alpha=0.5))
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close, network):
+    crossing = engine("fedcross", network, cohort=2, hyper=Hyper(alpha=0.5))
     crossed = after(crossing, 3)
-    averaged = after(engine("fedavg", cohort=2, hyper=fedavg.Hyper(weights="uniform")), 3).server.model
+    averaged = after(engine("fedavg", network, cohort=2, hyper=fedavg.Hyper(weights="uniform")), 3).server.model
     close(crossing.deployed(crossed), averaged)
     close(trees.take(crossed.server.models, 1), averaged)
 

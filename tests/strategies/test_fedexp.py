@@ -37,8 +37,9 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
     assert max(steps) > 1.01  # else this would have tested FedAvg
 
 
-def test_an_infinite_epsilon_gives_fedavg(engine, close):
-    exp, average = engine("fedexp", hyper=Hyper(1e30)), engine("fedavg")
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_an_infinite_epsilon_gives_fedavg(engine, close, network):
+    exp, average = engine("fedexp", network, hyper=Hyper(1e30)), engine("fedavg", network)
     close(exp.run(exp.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)
 
 

@@ -167,9 +167,10 @@ def test_label_shares_count_for_their_own_samples_unless_released(released):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_without_both_terms_it_is_fedavg(engine, close):
+@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+def test_without_both_terms_it_is_fedavg(engine, close, network):
     without = Hyper(gamma_teacher=0.0, gamma_latent=0.0, steps=1, batch_size=2, hidden=4)
-    free, average = engine("fedgen", hyper=without), engine("fedavg")
+    free, average = engine("fedgen", network, hyper=without), engine("fedavg", network)
     close(free.run(free.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)
 
 
@@ -201,9 +202,10 @@ def test_alike_representations_cost_one_and_different_ones_less():
     assert float(diversity(noise, 10 * noise)) < 0.9
 
 
-def test_no_label_that_several_hold_is_no_nan(engine):
+@pytest.mark.parametrize("network", ["linear", pytest.param("perceptron", marks=pytest.mark.slow)])
+def test_no_label_that_several_hold_is_no_nan(engine, network):
     """Clients with one sample each: no label is held twice, and some are held by nobody in the cohort."""
-    alone = engine("fedgen", "perceptron", sizes=(1, 1, 1, 1), cohort=2, hyper=Hyper(**TINY))
+    alone = engine("fedgen", network, sizes=(1, 1, 1, 1), cohort=2, hyper=Hyper(**TINY))
     progress, _ = alone.run(alone.init(), 3)
     assert bool(trees.all_finite(progress.server))
 

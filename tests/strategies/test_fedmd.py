@@ -23,8 +23,9 @@ def test_where_all_agree_nothing_moves(kind):
     assert float(far(logits + jnp.array([[0.0, 1.0, 0.0]]))) > 0.01
 
 
-def test_the_consensus_is_the_mean_of_the_rounds_clients(engine):
-    one = engine("fedmd", "thin,perceptron", hyper=Hyper(subset=6, public_epochs=1, private_epochs=2))
+@pytest.mark.parametrize("zoo", ["linear,perceptron", pytest.param("thin,perceptron", marks=pytest.mark.slow)])
+def test_the_consensus_is_the_mean_of_the_rounds_clients(engine, zoo):
+    one = engine("fedmd", zoo, hyper=Hyper(subset=6, public_epochs=1, private_epochs=2))
     problem, progress = one.given.problem, one.init()
     asked = np.asarray(progress.server.next_rows)
     before = jax.tree.map(np.array, progress.memory)
@@ -55,10 +56,11 @@ def test_a_digest_of_a_far_consensus_pulls(engine):
     assert gap[0] > 0.1 and gap[1] < -0.1
 
 
-def test_without_public_epochs_it_is_local_only(engine, close):
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_without_public_epochs_it_is_local_only(engine, close, network):
     alone, one = (
-        engine("local", "thin"),
-        engine("fedmd", hyper=Hyper(public_epochs=0, digest_epochs=0, private_epochs=2)),
+        engine("local", network),
+        engine("fedmd", network, hyper=Hyper(public_epochs=0, digest_epochs=0, private_epochs=2)),
     )
     expected, _ = alone.run(alone.init(), 2)
     progress, _ = one.run(one.init(), 2)

@@ -40,8 +40,10 @@ def test_three_rounds_equal_the_equations(transcription):
         by_hand.check(by_hand.progress.server.model, model)
 
 
-def test_radius_zero_is_uniform_fedavg(engine, close):
-    still, average = engine("fedmut", hyper=Hyper(radius=0.0)), engine("fedavg", hyper=fedavg.Hyper(weights="uniform"))
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_radius_zero_is_uniform_fedavg(engine, close, network):
+    still = engine("fedmut", network, hyper=Hyper(radius=0.0))
+    average = engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"))
     close(still.run(still.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)
 
 

@@ -1,5 +1,7 @@
 """FedProx against its equations, and its special case."""
 
+import pytest
+
 from fedjax_mr.strategies import fedprox
 
 
@@ -18,6 +20,7 @@ def test_three_rounds_equal_the_equations(transcription):
         by_hand.check(by_hand.progress.server.model, model)
 
 
-def test_without_the_proximal_term_it_is_fedavg(engine, close):
-    free, average = engine("fedprox", hyper=fedprox.Hyper(mu=0.0)), engine("fedavg")
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_without_the_proximal_term_it_is_fedavg(engine, close, network):
+    free, average = engine("fedprox", network, hyper=fedprox.Hyper(mu=0.0)), engine("fedavg", network)
     close(free.run(free.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)

@@ -44,11 +44,12 @@ def test_two_rounds_equal_the_equations(transcription, variant):
             by_hand.check(trees.take(by_hand.progress.memory, i), weights)
 
 
-def test_without_mutual_terms_it_is_local_and_fedavg_side_by_side(engine, close):
+@pytest.mark.parametrize("network", ["linear", pytest.param("perceptron", marks=pytest.mark.slow)])
+def test_without_mutual_terms_it_is_local_and_fedavg_side_by_side(engine, close, network):
     federation = {"cohort": 6}  # everybody, so that all three train the same clients
-    both = engine("fml", "perceptron", hyper=Hyper(alpha=1.0, beta=1.0), **federation)
-    alone = engine("local", "perceptron", **federation)
-    average = engine("fedavg", "perceptron", hyper=fedavg.Hyper(weights="uniform"), **federation)
+    both = engine("fml", network, hyper=Hyper(alpha=1.0, beta=1.0), **federation)
+    alone = engine("local", network, **federation)
+    average = engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"), **federation)
     progress, _ = both.run(both.init(), 3)
     close(progress.memory, alone.run(alone.init(), 3)[0].memory.model)
     close(progress.server.model, average.run(average.init(), 3)[0].server.model)

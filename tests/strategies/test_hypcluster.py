@@ -34,8 +34,9 @@ def test_three_rounds_equal_the_equations(transcription):
             by_hand.check(trees.take(by_hand.progress.server.models, number), model)
 
 
-def test_one_cluster_is_fedavg(engine, close):
-    one, average = engine("hypcluster", hyper=Hyper(clusters=1)), engine("fedavg")
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_one_cluster_is_fedavg(engine, close, network):
+    one, average = engine("hypcluster", network, hyper=Hyper(clusters=1)), engine("fedavg", network)
     progress, expected = one.init(), average.init()
     same = State(jax.tree.map(lambda leaf: np.asarray(leaf)[None], expected.server.model))
     progress, _ = one.run(one.place(progress._replace(server=same)), 3)

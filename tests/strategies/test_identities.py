@@ -19,10 +19,11 @@ def after(engine, count):
     return engine.run(engine.init(), count)[0]
 
 
-def test_fedmr_that_never_leaves_stage_one_is_fedavg_with_equal_clients(engine, close):
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_fedmr_that_never_leaves_stage_one_is_fedavg_with_equal_clients(engine, close, network):
     never = fedmr.Hyper(stage1_rounds=5)
-    averaged = after(engine("fedavg", sizes=EQUAL_SIZES), 5).server.model
-    models = after(engine("fedmr", sizes=EQUAL_SIZES, hyper=never), 5).server.models
+    averaged = after(engine("fedavg", network, sizes=EQUAL_SIZES), 5).server.model
+    models = after(engine("fedmr", network, sizes=EQUAL_SIZES, hyper=never), 5).server.models
     for row in range(3):
         close(averaged, trees.take(models, row))
 
@@ -52,28 +53,28 @@ def test_every_unit_of_fedmr_starts_from_one_model_and_then_spreads(engine):
     assert not np.allclose(kernels[0], kernels[1])
 
 
-def test_one_client_alone_is_plain_sgd(engine, close):
+@pytest.mark.parametrize("strategy", ["fedavg", "fedmr", pytest.param("indep", marks=pytest.mark.slow)])
+def test_one_client_alone_is_plain_sgd(engine, close, strategy):
     """N = K = 1 on a convex model, full batches: the same as gradient descent written by hand, momentum restarted."""
     rate, momentum, epochs, count = 0.1, 0.5, 3, 2
     settings = dict(sizes=(6,), cohort=1, batch_size=6, epochs=epochs, lr=rate, momentum=momentum)
-    for strategy in ("fedavg", "fedmr", "indep"):
-        trained = engine(strategy, "linear", **settings)
-        start = trained.deployed(trained.init())["params"]["classifier"]["dense"]
-        x = np.asarray(trained.given.federation.samples.x, np.float64).reshape(6, -1)
-        y = np.asarray(trained.given.federation.samples.y)
-        kernel, bias = (np.asarray(start[name], np.float64) for name in ("kernel", "bias"))
-        for _ in range(count):
-            velocity_kernel, velocity_bias = np.zeros_like(kernel), np.zeros_like(bias)
-            for _ in range(epochs):
-                logits = x @ kernel + bias
-                shares = np.exp(logits - logits.max(1, keepdims=True))
-                shares /= shares.sum(1, keepdims=True)
-                shares[np.arange(6), y] -= 1
-                velocity_kernel = momentum * velocity_kernel + x.T @ shares / 6
-                velocity_bias = momentum * velocity_bias + shares.mean(0)
-                kernel, bias = kernel - rate * velocity_kernel, bias - rate * velocity_bias
-        expected = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
-        close(trained.deployed(after(trained, count))["params"]["classifier"]["dense"], expected)
+    trained = engine(strategy, "linear", **settings)
+    start = trained.deployed(trained.init())["params"]["classifier"]["dense"]
+    x = np.asarray(trained.given.federation.samples.x, np.float64).reshape(6, -1)
+    y = np.asarray(trained.given.federation.samples.y)
+    kernel, bias = (np.asarray(start[name], np.float64) for name in ("kernel", "bias"))
+    for _ in range(count):
+        velocity_kernel, velocity_bias = np.zeros_like(kernel), np.zeros_like(bias)
+        for _ in range(epochs):
+            logits = x @ kernel + bias
+            shares = np.exp(logits - logits.max(1, keepdims=True))
+            shares /= shares.sum(1, keepdims=True)
+            shares[np.arange(6), y] -= 1
+            velocity_kernel = momentum * velocity_kernel + x.T @ shares / 6
+            velocity_bias = momentum * velocity_bias + shares.mean(0)
+            kernel, bias = kernel - rate * velocity_kernel, bias - rate * velocity_bias
+    expected = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
+    close(trained.deployed(after(trained, count))["params"]["classifier"]["dense"], expected)
 
 
 @pytest.mark.parametrize(("clients", "cohort"), [(20, 5), (20, 20), (50_000, 100)])

@@ -39,8 +39,9 @@ def test_three_rounds_equal_the_equations(transcription):
     assert returned > 0  # somebody had a previous model
 
 
-def test_without_the_contrastive_term_it_is_fedavg(engine, close):
-    free, average = engine("moon", hyper=Hyper(mu=0.0)), engine("fedavg")
+@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+def test_without_the_contrastive_term_it_is_fedavg(engine, close, network):
+    free, average = engine("moon", network, hyper=Hyper(mu=0.0)), engine("fedavg", network)
     close(free.run(free.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)
 
 

@@ -1,6 +1,8 @@
 """pFedHR: what a client learns, what the server makes, and who gets what."""
 
+import copy
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ QUICK = dict(groups=2, max_candidates=2, server_epochs=1)
 UNWEIGHTED = Hyper(distillation_weight=0.0, teachers="latest", **QUICK)
 ZOO = "thin,linear,perceptron"
 # Without convolutions there are no candidates, so that nothing is compiled for them.
-WITHOUT_CANDIDATES = "linear,perceptron"
+WITHOUT_CANDIDATES = "linear"
+SOME_CANDIDATES = [pytest.param(each, marks=pytest.mark.slow) for each in ("linear,perceptron", "thin", ZOO)]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +37,12 @@ def taught(engine):
 
 @pytest.fixture(scope="module")
 def maker(taught):
-    """Return a server beside that of the engine, which keeps its compiled programs."""
+    """Return the server of that engine, which keeps its compiled programs."""
     one, _ = taught
-    return pfedhr.Server(Hyper(**QUICK), one.given.problem)
+    return inspect.getclosurevars(one.strategy.between_rounds).nonlocals["server"]
 
 
+@pytest.mark.slow  # a weight of 0 is quick beside PyTorch
 def test_without_weight_it_is_local_only(engine, close):
     alone, reassembled = engine("local", "thin"), engine("pfedhr", hyper=UNWEIGHTED)
     expected, _ = alone.run(alone.init(), 2)
@@ -47,9 +51,10 @@ def test_without_weight_it_is_local_only(engine, close):
     close(progress.memory.model, expected.memory.model)
 
 
-def test_a_client_learns_labels_and_teacher(transcription):
+@pytest.mark.parametrize("weight", [0.7, 0.0])
+def test_a_client_learns_labels_and_teacher(transcription, weight):
     """Cross-entropy + lambda KL(teacher || student), beside PyTorch; a client without teacher learns labels only."""
-    ours = transcription("pfedhr", Hyper(distillation_weight=0.7, **QUICK))
+    ours = transcription("pfedhr", Hyper(distillation_weight=weight, **QUICK))
     torch, server = ours.torch, ours.progress.server
     teaching = np.random.default_rng(0).normal(size=server.teaching.shape).astype(np.float32)
     given = np.array([True, True, True, False])
@@ -63,7 +68,7 @@ def test_a_client_learns_labels_and_teacher(transcription):
         logits = ours.head(weights, ours.features(weights, ours.x[client]))
         teacher = torch.softmax(torch.tensor(teaching[client, : len(logits)], dtype=torch.float64), dim=1)
         far = torch.nn.functional.kl_div(torch.log_softmax(logits, dim=1), teacher, reduction="batchmean")
-        return torch.nn.functional.cross_entropy(logits, ours.y[client]) + 0.7 * given[client] * far
+        return torch.nn.functional.cross_entropy(logits, ours.y[client]) + weight * given[client] * far
 
     assert 3 in clients and len(clients) == 3
     for client in clients:
@@ -179,9 +184,7 @@ def test_paused_clients_start_anew_if_asked(transcription):
     assert restarted
 
 
-@pytest.mark.parametrize(
-    "network", [WITHOUT_CANDIDATES, *(pytest.param(each, marks=pytest.mark.slow) for each in ("thin", ZOO))]
-)
+@pytest.mark.parametrize("network", [WITHOUT_CANDIDATES, *SOME_CANDIDATES])
 def test_a_restart_from_the_hosts_memory_and_from_a_checkpoint(engine, network, tmp_path):
     hyper = Hyper(paused="restart", distillation_weight=0.0, **QUICK)
     found = []
@@ -197,7 +200,7 @@ def test_a_restart_from_the_hosts_memory_and_from_a_checkpoint(engine, network, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
 
 
-@pytest.mark.parametrize("network", [WITHOUT_CANDIDATES, pytest.param(ZOO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", [WITHOUT_CANDIDATES, *SOME_CANDIDATES])
 def test_the_first_network_is_the_one_that_memory_starts_with(engine, close, network):
     kept, restarted = (
         engine("pfedhr", network, hyper=Hyper(paused=each, distillation_weight=0.0, **QUICK))
@@ -228,7 +231,22 @@ def test_traffic_counts_networks(taught):
     assert peer == 0
 
 
-def test_the_latest_teachers_stay(engine):
+def test_the_latest_teachers_stay(taught, maker):
+    """A round's teachers, made once more where everybody had one: those of the other clients are as they were."""
+    _, rounds = taught
+    progress, report = next(each for each in rounds if each[1].info["candidates"])
+    latest = copy.copy(maker)
+    latest.hyper = dataclasses.replace(maker.hyper, teachers="latest")
+    before = progress.server._replace(teacher_size=np.full(6, 7, np.int32))
+    new, _ = latest.teach(before, jax.random.key(0))
+    others = np.setdiff1d(np.arange(6), report.info["clients"])
+    assert np.flatnonzero(np.asarray(new.teacher_size) == 7).tolist() == others.tolist()
+    assert np.all(np.asarray(new.teacher_size) > 0)
+    np.testing.assert_array_equal(np.asarray(new.teaching)[others], before.teaching[others])
+
+
+@pytest.mark.slow
+def test_the_latest_teachers_stay_in_the_engine(engine):
     one = engine("pfedhr", hyper=UNWEIGHTED)
     progress, seen = one.init(), set()
     for _ in range(2):

@@ -275,7 +275,7 @@ def test_adaptive_averages_are_pytorchs():
         np.testing.assert_allclose(found, expected.permute(0, 2, 3, 1), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["channel", "flat"])
+@pytest.mark.parametrize("kind", ["channel", pytest.param("flat", marks=pytest.mark.slow)])
 def test_any_order_of_blocks_can_be_stitched(zoo, programs, kind):
     (_, _, small), (_, _, tiny) = zoo
     for blocks in ((small[1], tiny[1]), (tiny[0], small[1], small[3]), (small[2], tiny[1])):

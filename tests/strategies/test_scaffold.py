@@ -52,17 +52,19 @@ def test_three_rounds_equal_the_equations(transcription, monkeypatch, variant):
             by_hand.check(trees.take(by_hand.progress.memory, i), own[i])
 
 
-def test_the_clients_variates_sum_to_n_times_the_servers(engine, close):
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_the_clients_variates_sum_to_n_times_the_servers(engine, close, network):
     """Whoever takes part: the server moves by 1/N of what its clients move by."""
-    trained = engine("scaffold")
+    trained = engine("scaffold", network)
     progress, _ = trained.run(trained.init(), 4)
     control = jax.device_get(progress.server.control)
     close(jax.tree.map(lambda leaf: np.asarray(leaf).mean(axis=0), progress.memory), control)
     assert sum(np.sum(leaf**2) for leaf in jax.tree.leaves(control)) > 1e-4
 
 
-def test_with_variates_held_at_zero_it_is_uniform_fedavg(engine, close):
-    frozen, average = engine("scaffold"), engine("fedavg", hyper=fedavg.Hyper(weights="uniform"))
+@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_with_variates_held_at_zero_it_is_uniform_fedavg(engine, close, network):
+    frozen, average = engine("scaffold", network), engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"))
     progress = frozen.init()
     for _ in range(3):
         progress, _ = frozen.run(progress, 1)

@@ -303,10 +303,9 @@ CROSSED = Optimized("fedcross", optimizer="momentum")
 # The statistics of all are the inner strategy's, see above.
 SETTINGS = [
     CROSSED,
-    Optimized("fedavg", optimizer="adam"),
     *(
         pytest.param(Optimized("fedavg", optimizer=name), marks=pytest.mark.slow)
-        for name in ("momentum", "yogi", "adagrad")
+        for name in ("momentum", "adam", "yogi", "adagrad")
     ),
 ]
 
