@@ -5,12 +5,15 @@ name and renamed when it is whole, so that a process may die at any moment. The 
 orbax nor TensorStore notices every flipped byte.
 """
 
+import contextlib
 import functools
 import json
+import logging
 import os
+import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,8 @@ class Checkpoints:
           meta: a small dictionary that JSON can hold.
 
         Raises:
-          UserError: the disk is full or the folder cannot be written.
+          UserError: the disk is full, the folder cannot be written, or what was written cannot be read; older
+            checkpoints are still there then.
         """
         leaves = _named(tree)
         partial = self.folder / f"{_PARTIAL}{round}"
@@ -73,9 +77,12 @@ class Checkpoints:
 
         def write() -> None:
             if filled:
-                _orbax().save(partial / "arrays", filled)
+                with _silent():
+                    _orbax().save(partial / "arrays", filled)
 
         def complete() -> None:
+            if filled:
+                _require_readable(partial / "arrays", filled)
             content = {
                 "round": round,
                 "meta": meta,
@@ -102,8 +109,9 @@ class Checkpoints:
     def _told(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except OSError as error:
-            raise UserError(f"cannot write a checkpoint into {self.folder} ({error.strerror or error})") from error
+        except (OSError, ValueError) as error:  # TensorStore tells of a full disk by a ValueError
+            reason = (error.strerror if isinstance(error, OSError) else _system_error(error)) or error
+            raise UserError(f"cannot write a checkpoint into {self.folder} ({reason})") from error
 
     def _set_aside(self, round: int) -> None:
         """Rename a checkpoint before it is removed, so that no half of it is ever taken for a whole one."""
@@ -149,6 +157,38 @@ class Checkpoints:
             raise UserError(f"checkpoint {folder} is damaged ({damage}): {remedy}") from None
         leaves = [_typed(saved[name], leaf) for name, leaf in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), content["meta"]
+
+
+def _require_readable(arrays: Path, saved: dict[str, Any]) -> None:
+    """Ask orbax what it has written, before an older checkpoint is given up for it.
+
+    Raises:
+      OSError: not everything can be found; orbax itself only warns where it leaves a checkpoint in pieces.
+    """
+    found = _orbax().metadata(arrays).item_metadata
+    if found is None or set(found.tree) != set(saved):
+        raise OSError("orbax cannot read what it has written")
+
+
+def _system_error(error: Exception) -> str:
+    """Return the system's words for a failure that TensorStore tells of in thousands of characters."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(found[1])) if found else " ".join(str(error).split())[:200]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep orbax from printing a failure in its threads, which `Checkpoints.save` reports in one line.
+
+    After a failure it stays silent: the tasks that it abandons complain when they are collected, perhaps much later.
+    """
+    logs = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
+    yield
+    for log, disabled in zip(logs, before, strict=True):
+        log.disabled = disabled
 
 
 class _DamageError(Exception):

@@ -75,6 +75,11 @@ class RunFolder:
             read_rows(other)
         if config.resume and config.overwrite:
             raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
+        place = Path(config.run_dir or RUNS).absolute()
+        if found := [sign for sign in "[]\\*?" if sign in str(place)]:
+            raise UserError(
+                f"{place} has {' '.join(found)} in it, which orbax takes for a pattern; choose another folder"
+            )
         if config.resume:
             return cls(_to_resume(config), resumed=True)
         try:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import checkpoint
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
 
 
@@ -325,3 +326,33 @@ def test_unwritable_folder(tmp_path):
 def test_two_leaves_of_one_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match="same path"):
         Checkpoints(tmp_path).save(0, {"a/b": np.ones(1), "a": {"b": np.ones(1)}}, {})
+
+
+@pytest.mark.parametrize("name", ["[seed=0]", "back\\slash", "what?", "star*"])
+def test_what_orbax_leaves_in_pieces_is_noticed_and_older_ones_stay(tmp_path, name):
+    """Orbax takes such signs for a pattern, finds no part to merge and only warns."""
+    tree = {"a": np.arange(3.0, dtype=np.float32)}
+    checkpoints = Checkpoints(tmp_path / name)
+    try:
+        checkpoints.save(1, tree, {})
+    except UserError as error:
+        assert "cannot write a checkpoint" in str(error)
+        assert checkpoints.rounds() == []
+    else:  # where it can be written it can be read
+        np.testing.assert_array_equal(checkpoints.restore(tree)[0]["a"], tree["a"])
+
+
+def test_tensorstores_full_disk_is_one_line(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"a": np.arange(3)}, {})
+
+    class Full:
+        def save(self, *args):
+            raise ValueError(
+                "RESOURCE_EXHAUSTED: Error writing local file: (much more) [os_error_code='28' (much more)]"
+            )
+
+    monkeypatch.setattr(checkpoint, "_orbax", Full)
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device\)$"):
+        checkpoints.save(2, {"a": np.arange(3)}, {})
+    assert checkpoints.rounds() == [1]

@@ -320,3 +320,10 @@ def test_files_are_replaced_whole(monkeypatch):
 def test_every_field_that_names_a_folder_is_left_out_of_the_digest():
     same = dataclasses.replace(Config(), run_dir="x", resume=True, compare_to=("y",), data_dir="z")
     assert configuration.digest(same) == configuration.digest(Config())
+
+
+@pytest.mark.parametrize("name", ["[seed=0]", "back\\slash", "a*"])
+def test_folders_that_orbax_takes_for_patterns_are_refused_before_anything_is_made(tmp_path, name):
+    with pytest.raises(UserError, match="takes for a pattern; choose another folder"):
+        RunFolder.open(Config(run_dir=str(tmp_path / name / "r")))
+    assert list(tmp_path.iterdir()) == []
