@@ -6,6 +6,7 @@ orbax nor TensorStore notices every flipped byte.
 """
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -73,6 +74,10 @@ class Checkpoints:
         def prepare() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
+            # Asked before orbax is: in its threads a full disk ends in many pages of tracebacks.
+            needed, free = sum(leaf.nbytes for leaf in filled.values()), shutil.disk_usage(self.folder).free
+            if needed > free:
+                raise OSError(errno.ENOSPC, f"it takes {needed:,} bytes and {free:,} are free")
             partial.mkdir()
 
         def write() -> None:
