@@ -183,16 +183,12 @@ def _system_error(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep orbax from printing a failure in its threads, which `Checkpoints.save` reports in one line.
-
-    After a failure it stays silent: the tasks that it abandons complain when they are collected, perhaps much later.
-    """
-    logs = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    before = [log.disabled for log in logs]
-    for log in logs:
-        log.disabled = True
-    yield
-    for log, disabled in zip(logs, before, strict=True):
+    """Keep orbax from printing a failure in its threads, which `Checkpoints.save` reports in one line."""
+    log = logging.getLogger("absl")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
         log.disabled = disabled
 
 
