@@ -114,8 +114,10 @@ class Checkpoints:
     def _told(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except (OSError, ValueError) as error:  # TensorStore tells of a full disk by a ValueError
-            reason = (error.strerror if isinstance(error, OSError) else _system_error(error)) or error
+        except (OSError, ValueError) as error:
+            reason = error.strerror or str(error) if isinstance(error, OSError) else _system_error(error)
+            if reason is None:
+                raise
             raise UserError(f"cannot write a checkpoint into {self.folder} ({reason})") from error
 
     def _set_aside(self, round: int) -> None:
@@ -175,10 +177,10 @@ def _require_readable(arrays: Path, saved: dict[str, Any]) -> None:
         raise OSError("orbax cannot read what it has written")
 
 
-def _system_error(error: Exception) -> str:
-    """Return the system's words for a failure that TensorStore tells of in thousands of characters."""
+def _system_error(error: ValueError) -> str | None:
+    """Return the system's words where TensorStore failed to write, of which it tells by a ValueError; else None."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(found[1])) if found else " ".join(str(error).split())[:200]
+    return os.strerror(int(found[1])) if found else None
 
 
 @contextlib.contextmanager
