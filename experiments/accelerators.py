@@ -108,11 +108,11 @@ def prepare(target: str) -> None:
       UserError: the compilers are not installed.
     """
     kind = kind_of(target)
-    needed = "libtpu" if kind.platform == "tpu" else "jax_plugins.xla_cuda12"
+    needed = ("libtpu",) if kind.platform == "tpu" else ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
     try:
-        missing = importlib.util.find_spec(needed) is None
+        missing = [name for name in needed if importlib.util.find_spec(name) is None]
     except ModuleNotFoundError:  # not even the package that would hold it
-        missing = True
+        missing = list(needed)
     if missing:
         raise UserError(f"--target={target} needs the compilers: pip install 'fedjax_mr[accelerators]'")
     jax.config.update("jax_platforms", "cpu")  # arrays of this process stay here
@@ -147,7 +147,7 @@ def devices_of(target: str) -> tuple[Any, ...]:
             described = topologies.get_topology_desc(
                 platform="cuda", topology_name=name.upper(), target_config=config, topology=f"1x1x{count or 1}"
             )
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, ValueError) as error:
         raise UserError(f"--target={target}: the compiler describes no such machine ({error})") from None
     return tuple(described.devices)
 

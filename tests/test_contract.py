@@ -101,7 +101,7 @@ def assert_close_as_a_whole(a, b):
     assert size(a - b) <= 1e-4 * size(a) + 1e-5
 
 
-@pytest.mark.slow  # two strategies are quick: engine/test_placement.py
+@pytest.mark.slow  # one strategy is quick: engine/test_placement.py
 @pytest.mark.parametrize("devices", [2, 1])
 def test_memory_may_live_on_the_host(engine, equal, strategy, devices):
     kept = engine(strategy, devices=devices, lanes=2, memory_on_host=True)

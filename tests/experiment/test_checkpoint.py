@@ -329,7 +329,7 @@ def test_two_leaves_of_one_name_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["[seed=0]", "back\\slash", "what?", "star*"])
-def test_what_orbax_leaves_in_pieces_is_noticed_and_older_ones_stay(tmp_path, name):
+def test_what_orbax_leaves_in_pieces_is_noticed(tmp_path, name):
     """Orbax takes such signs for a pattern, finds no part to merge and only warns."""
     tree = {"a": np.arange(3.0, dtype=np.float32)}
     checkpoints = Checkpoints(tmp_path / name)
