@@ -110,6 +110,13 @@ class Linear(models.BlockNet):
         return ("flatten", Flatten()), ("classifier", ThinHead(self.num_classes))
 
 
+class Normed(models.BlockNet):
+    """BatchNorm and dropout as in ``Thin``, on the images themselves: what the quick contract trains everywhere."""
+
+    def blocks(self):
+        return ("body", NormedImages()), ("classifier", ThinHead(self.num_classes))
+
+
 class Perceptron(models.BlockNet):
     """One smooth hidden layer: the network on which equations are written down a second time."""
 
@@ -121,6 +128,13 @@ class Hidden(nn.Module):
     @nn.compact
     def __call__(self, x, *, train=False, mask=None):
         return nn.tanh(layers.Dense(5, name="dense")(x.reshape(x.shape[0], -1)))
+
+
+class NormedImages(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        x = layers.BatchNorm(name="norm")(x.reshape(x.shape[0], -1), train=train, mask=mask)
+        return nn.Dropout(0.1, deterministic=not train)(x)
 
 
 class Flatten(nn.Module):
@@ -135,7 +149,7 @@ QUICK = {  # settings with which a first round trains like the others, and the s
     "fedkemf": {"server_lr": 1e-6},
     "pfedhr": {"groups": 2, "max_candidates": 2, "server_epochs": 1, "server_lr": 1e-4},
 }
-NETWORKS = {"thin": Thin, "linear": Linear, "perceptron": Perceptron}
+NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perceptron}
 
 
 def network_of(name):

@@ -306,6 +306,7 @@ def wait_for(path, count, process):
 LONG = ("--rounds=60", "--eval_every=2")
 
 
+@pytest.mark.slow  # in one process: test_ctrl_c_saves_and_says_how_to_go_on
 def test_kill_9_and_resume_end_with_the_same_bits(equal):
     """The killed process compiles like this one, in which the run goes on: bits are compared."""
     process = start(*LONG, "--run_dir=killed", "--devices=2", environment=dict(os.environ))
