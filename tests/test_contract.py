@@ -13,8 +13,8 @@ from fedjax_mr.strategies import STRATEGIES, fedcross, fedexp, fedmut, mapper, p
 from fedjax_mr.strategies.base import usual_traffic
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
-# One federation for all quick tests, so that they share two programs of each strategy: BatchNorm and dropout, five of six
-# clients in a round, which on 2 x 2 lanes also leaves empty slots.
+# One federation for all quick tests, so that they share two programs of each strategy: BatchNorm and dropout, five of
+# six clients in a round, which on 2 x 2 lanes also leaves empty slots.
 NORMED = {"network": "normed", "cohort": 5, "seed": 1}
 LINEAR = {"network": "linear", "cohort": 6}  # convex, and all clients in each round
 THIN = {"network": "thin", "cohort": 3}  # a convolution too
