@@ -164,9 +164,11 @@ class Around:
             score = local.evaluate(model, {"params": params, **rest}, part, mask, batch_size=batch)
             return score.loss / score.count
 
-        def losses(params: Any, directions: Any, points: jax.Array, *given: Any) -> jax.Array:
+        def losses(params: Any, directions: Sequence[Any], points: jax.Array, *given: Any) -> jax.Array:
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
+
             def one(point: jax.Array) -> jax.Array:
-                moved = jax.tree.map(lambda leaf, along: leaf + jnp.tensordot(point, along, axes=1), params, directions)
+                moved = jax.tree.map(lambda leaf, along: leaf + jnp.tensordot(point, along, axes=1), params, stacked)
                 return loss(moved, *given)
 
             return jax.vmap(one)(points)
@@ -197,12 +199,11 @@ class Around:
           points: [P, D].
           report: called with the number of points of each finished call.
         """
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
         width, found = SIDE_BY_SIDE.get(jax.default_backend(), ELSEWHERE), []
         for start in range(0, len(points), width):
             some = points[start : start + width]
             filled = np.concatenate([some, np.repeat(some[-1:], width - len(some), axis=0)])
-            losses = self._losses(self.params, stacked, filled, self._rest, self._samples, self._mask)
+            losses = self._losses(self.params, directions, filled, self._rest, self._samples, self._mask)
             found.append(np.asarray(losses)[: len(some)])
             report(len(some))
         return np.concatenate(found)
@@ -222,8 +223,8 @@ class Around:
         for start in range(0, len(self._mask), self._batch):
             rows = slice(start, start + self._batch)
             part = self._samples._replace(x=self._samples.x[rows], y=self._samples.y[rows])
-            total = trees.add(total, self._product(self.params, vector, self._rest, part, self._mask[rows]))
-        return trees.scale(total, 1 / self._count)
+            total = _add(total, self._product(self.params, vector, self._rest, part, self._mask[rows]))
+        return _scale(total, 1 / self._count)
 
     def largest_eigenvalue(self, key: jax.Array, *, tolerance: float = 1e-3, most: int = 200) -> tuple[float, float]:
         """Return the Hessian's eigenvalue of largest magnitude and the residual of its unit eigenvector.
@@ -231,14 +232,11 @@ class Around:
         Power iteration from a Gaussian vector until the eigenvalue changes by less than ``tolerance`` of itself, or
         after ``most`` products; consumes ``key``.
         """
-        leaves, structure = jax.tree.flatten(self.params)
-        keys = jax.random.split(key, len(leaves))
-        vector = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-        vector, value, residual = _unit(jax.tree.unflatten(structure, vector)), 0.0, 0.0
+        vector, value, residual = _unit(_gaussian(key, self.params)), 0.0, 0.0
         for _ in range(most):
             product = self._hessian_times(vector)
             before, value = value, float(_inner(vector, product))
-            residual = float(jnp.sqrt(trees.squared_norm(trees.subtract(product, trees.scale(vector, value)))))
+            residual = float(_distance(product, _scale(vector, value)))
             if value == 0.0 or abs(value - before) <= tolerance * abs(value):
                 break
             vector = _unit(product)
@@ -247,6 +245,24 @@ class Around:
 
 def _swap(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda second, first: function(first, second)
+
+
+# Each of these is one compiled program for all leaves.
+_add, _scale = jax.jit(trees.add), jax.jit(trees.scale)
+
+
+@jax.jit
+def _gaussian(key: jax.Array, like: Any) -> Any:
+    leaves, structure = jax.tree.flatten(like)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        structure, [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    )
+
+
+@jax.jit
+def _distance(a: Any, b: Any) -> jax.Array:
+    return jnp.sqrt(trees.squared_norm(trees.subtract(a, b)))
 
 
 @jax.jit
