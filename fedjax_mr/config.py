@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files, settings
+from fedjax_mr.checks import check_together
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import MODELS
-from fedjax_mr.settings import LARGEST_INT32, Owner, Setting, field
+from fedjax_mr.settings import LARGEST_BATCH, LARGEST_INT32, Owner, Setting, field
 from fedjax_mr.strategies import STRATEGIES
 
 COMMAND = "python -m fedjax_mr.main"
@@ -39,9 +40,10 @@ class Config:
 
     # Of each setting: the default and the help, then the facts.
     # fmt: off
-    dataset: str = _data("digits", "data set by name, or the path of one's own .npz file", names=SOURCES)
+    dataset: str = _data("digits", "data set by name, or the path of one's own .npz file", names=SOURCES, path=True)
     data_dir: str | None = _data(
-        None, "folder that holds the data sets; none: each source's usual place", affects_results=False)
+        None, "folder that holds the data sets; none: each source's usual place", path=True,
+        affects_results=False)
     label_mode: str = _data(
         "fine", "which labels of CIFAR-100: 100 classes (fine) or 20 (coarse)",
         choices=("fine", "coarse"),
@@ -73,7 +75,7 @@ class Config:
         1.0, "quantity: the r-th largest client has about r^-power samples", low=0, source="our choice")
     partition_file: str | None = _partition(
         None, "partition.npz of a run folder, which replaces all other settings of this group, or a JSON file of the "
-        "FedMR authors, which replaces --partition")
+        "FedMR authors, which replaces --partition", path=True)
     holdout_clients: int = _partition(
         0, "clients beside the N that never train; the deployed model, if the method has one, is also tested on them",
         unit="clients", low=0, source="our choice")
@@ -93,7 +95,7 @@ class Config:
     public_from: str | None = _partition(
         None, "another data set, by name or .npz, whose training samples are public in place of as many of this "
         "one's, which no client then has",
-        source="pFedHR's poster has such a comparison")
+        path=True, source="pFedHR's poster has such a comparison")
 
     model: str = _model(
         "cnn_digits", "network by name; several, with commas between them, for clients of different ones", names=MODELS)
@@ -105,7 +107,7 @@ class Config:
         (), "run folder with clients.csv, one for each network in order (repeat the flag), or one folder that holds "
         "runs of --strategy=local with each network and the same clients, for all seeds: every client starts with the "
         "network that had the best validation accuracy (else test accuracy) on its samples; replaces --architectures",
-        source="FedMe")
+        path=True, source="FedMe")
     init: str = _model(
         "torch", "initialisation of the network: PyTorch's defaults or what its source sets (torch), or Flax's "
         "defaults",
@@ -117,17 +119,17 @@ class Config:
         False, "keep the tensors of the authors' ResNet-20 that change no output: a final BatchNorm and batch counters")
     projection: int = _model(
         0, "width of a projection head (dense, ReLU, dense) in front of the classifier; 0: none",
-        low=0, source="MOON's paper: 256; the FedCross authors' code: none")
+        low=0, high=16_384, source="MOON's paper: 256; the FedCross authors' code: none")
 
     augment: str = _training(
         "none", "random changes of the training images: cut out of a black frame and mirrored (crop_flip), or none",
         choices=("none", "crop_flip"), source="KDD'24: none")
     augment_pad: int = _training(
         4, "crop_flip: width of the black frame",
-        unit="pixels", low=1, source="the usual one of CIFAR; FedMe's code: 2")
+        unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2")
     local_epochs: int = _training(
         5, "passes of a client over its samples per round", unit="epochs", low=1, source="KDD'24")
-    batch_size: int = _training(10, "B, samples per step", unit="samples", low=1)
+    batch_size: int = _training(10, "B, samples per step", unit="samples", low=1, high=LARGEST_BATCH)
     optimizer: str = _training(
         "sgd", "the clients' optimizer; its state starts anew every round",
         choices=("sgd", "adam", "adamw"), source="KDD'24")
@@ -182,12 +184,12 @@ class Config:
     stop_at_accuracy: float | None = _evaluation(
         None, "stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
     run_dir: str | None = _records(
-        None, "folder of the run; none: one in runs/ that is named from the configuration, with a counter")
+        None, "folder of the run; none: one in runs/ that is named from the configuration, with a counter", path=True)
     resume: bool = _records(
         False, "go on from the last checkpoint of --run_dir, or of the newest run of the same configuration")
     overwrite: bool = _records(False, "replace the run that --run_dir holds")
     compare_to: tuple[str, ...] = _records(
-        (), "run folder whose curves are drawn beside this run's; repeat the flag for more")
+        (), "run folder whose curves are drawn beside this run's; repeat the flag for more", path=True)
     tensorboard: bool = _records(False, "also write TensorBoard event files")
     progress: bool = _records(True, "show a progress bar")
     allow_nonfinite: bool = _records(False, "go on when a loss is not finite instead of stopping at that round")
@@ -205,13 +207,13 @@ class Config:
     devices: int | None = _engine(
         None, "devices that share the clients, of all processes together; none: the smaller of cores and --cohort on "
         "a CPU, all accelerators",
-        unit="devices", low=1)
+        unit="devices", low=1, high=65_536)
     coordinator: str | None = _engine(
         None, "host:port of process 0 when several processes share a run; none: as SLURM, Open MPI, Kubernetes or "
         "Cloud TPU say, otherwise one process")
     num_processes: int | None = _engine(
         None, "how many processes share the run; 1: this one is alone, whatever the environment says",
-        unit="processes", low=1)
+        unit="processes", low=1, high=65_536)
     process_id: int | None = _engine(None, "number of this process, from 0", low=0)
     # fmt: on
 
@@ -330,43 +332,11 @@ def validate(config: Config) -> None:
         raise UserError(f"strategy {config.strategy!r} {wanted}, but hyper is a {_full_name(type(config.hyper))}")
     for setting, value in _values(config):
         setting.check(value)
-    if config.dataset not in SOURCES and not _is_path(config.dataset):
-        raise unknown_name("data set", config.dataset, SOURCES)
-    if config.partition not in PARTITIONS:
-        raise unknown_name("partition", config.partition, PARTITIONS)
-    _check_models(config)
-    if 0 < config.clients < config.cohort:  # 0 clients: as many as the data has, which only the data can tell
-        raise UserError(
-            f"--cohort={config.cohort} is more than --clients={config.clients}: at most all clients train in a round"
-        )
-    if config.resume and config.overwrite:
-        raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
-
-
-def _check_models(config: Config) -> None:
-    names = config.model.split(",")
-    for name in names:
-        if name not in MODELS:
-            raise unknown_name("model", name, MODELS)
-    if len(names) > 1 and not STRATEGIES[config.strategy].several:
-        able = ", ".join(name for name, row in STRATEGIES.items() if row.several)
-        raise UserError(
-            f"strategy {config.strategy} needs the same network for all clients, but --model names {len(names)}; for "
-            f"clients of different networks there are {able}"
-        )
-    if len(config.architectures_from) not in (0, 1, len(names)):
-        raise UserError(
-            f"--architectures_from names {len(config.architectures_from)} runs, but --model {len(names)} networks: "
-            "one run for each network, in the same order, or one folder that holds them"
-        )
+    check_together(config)
 
 
 def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _is_path(name: str) -> bool:
-    return "/" in name or "\\" in name or name.endswith(".npz")
 
 
 # --- The copy in the run folder --------------------------------------------------------------------------------------

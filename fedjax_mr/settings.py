@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import os
 import shutil
 import textwrap
 import types
@@ -19,7 +20,13 @@ from absl import flags
 from fedjax_mr.errors import UserError, unknown_name
 
 KEY = "fedjax_mr"  # of the metadata of a field
-LARGEST_INT32 = 2**31 - 1  # of whole numbers for both NumPy and JAX (without 64-bit integers), such as seeds
+LARGEST_INT32 = 2**31 - 1  # of all whole numbers: for both NumPy and JAX (without 64-bit integers)
+LARGEST_FLOAT32 = 3.4e38  # of all other numbers: a larger one is infinite on a device
+# Bounds that several settings share: far above all uses, far below what overflows or exhausts all memories.
+LARGEST_BATCH = 65_536  # samples in one step
+HIGHEST = {"epochs": 10_000, "steps": 100_000}  # of a round, by unit: their product is counted in 32 bits
+LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with room for the files in a folder
+DEEPEST_FLAG_FILES = 16  # of flag files that include each other
 Owner = typing.TypeVar("Owner")
 
 
@@ -34,9 +41,12 @@ class Info:
       help: one sentence; for hyper-parameters it names the paper's symbol.
       group: the heading under which ``--help`` lists the flag ("" for a strategy's own fields).
       unit: the unit of the value, such as "samples" or "rounds".
-      low, high: the least and the largest value allowed; ``open_low`` and ``open_high`` exclude the bound itself.
+      low, high: the least and the largest value allowed; ``open_low`` and ``open_high`` exclude the bound itself. A
+        number without ``high`` still has to fit into 32 bits; where the setting is the size of an array or a count of
+        steps, ``high`` is what can be computed at all.
       choices: the names allowed.
       names: names to list in ``--help``, such as the rows of a registry; the owner of the field checks them.
+      path: whether the text may be the path of a file or folder.
       source: the origin of the default.
       affects_results: whether the field can change the numbers of a run (a run folder, say, cannot).
     """
@@ -50,13 +60,14 @@ class Info:
     open_high: bool = False
     choices: Sequence[str] | None = None
     names: Collection[str] = ()
+    path: bool = False
     source: str = ""
     affects_results: bool = True
 
     def allowed(self) -> str:
         """Return the allowed range in words, or "" if there is none."""
-        low = None if self.low is None else f"{'>' if self.open_low else '>='} {self.low:g}"
-        high = None if self.high is None else f"{'<' if self.open_high else '<='} {self.high:g}"
+        low = None if self.low is None else f"{'>' if self.open_low else '>='} {_short(self.low)}"
+        high = None if self.high is None else f"{'<' if self.open_high else '<='} {_short(self.high)}"
         high = "< 2^31" if self.high == LARGEST_INT32 else high
         return " and ".join(part for part in (low, high) if part)
 
@@ -64,11 +75,16 @@ class Info:
         """Return whether a number is finite and in the allowed range."""
         too_low = self.low is not None and (value <= self.low if self.open_low else value < self.low)
         too_high = self.high is not None and (value >= self.high if self.open_high else value > self.high)
-        return not too_low and not too_high and math.isfinite(value)
+        return not too_low and not too_high and -math.inf < value < math.inf
+
+
+def _short(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def field(default: Any, help: str, **info: Any) -> Any:
-    """Return a dataclass field with its `Info`; keyword arguments are those of `Info`."""
+    """Return a dataclass field with its `Info`; keyword arguments are those of `Info`, ``high`` follows the unit."""
+    info.setdefault("high", HIGHEST.get(info.get("unit", "")))
     return dataclasses.field(default=default, metadata={KEY: Info(help, **info)})
 
 
@@ -125,9 +141,8 @@ class Setting:
             raise UserError(f"--{self.flag} is {value!r}, but takes {_KINDS[self.kind][1]}")
         elif isinstance(value, str):
             self._check_text(value)
-        elif value is not None and not isinstance(value, bool) and not self.info.allows(value):
-            allowed = self.info.allowed() or "finite numbers"
-            raise UserError(f"--{self.flag}={value} is out of range (allowed: {allowed})")
+        elif value is not None and not isinstance(value, bool):
+            self._check_number(value)
 
     def plain(self, value: Any) -> Any:
         """Return a value as JSON can hold it: True, 1, 1.0, "text", None, or a list."""
@@ -173,11 +188,31 @@ class Setting:
             return self.kind is bool if isinstance(value, bool) else self.optional
         return isinstance(value, _KINDS[self.kind][0])
 
+    def _check_number(self, value: float) -> None:
+        """Check a number by its declaration, then by the bound that all numbers have."""
+        ranges = [self.info]
+        if self.info.high is None:
+            largest = {int: LARGEST_INT32, float: LARGEST_FLOAT32}[self.kind]
+            ranges.append(dataclasses.replace(self.info, high=largest))
+        for each in ranges:
+            if not each.allows(value):
+                shown = value if self.kind is float or abs(value) < 10**15 else f"{str(value)[:15]}..."
+                raise UserError(
+                    f"--{self.flag}={shown} is out of range (allowed: {each.allowed() or 'finite numbers'})"
+                )
+
     def _check_text(self, value: str) -> None:
         if value != value.strip() or not value.isprintable():
             raise UserError(f"--{self.flag}={value!r} has spaces at an end or unprintable characters")
         if self.info.choices is not None and value not in self.info.choices:
             raise unknown_name(f"value of --{self.flag}", value, self.info.choices)
+        if self.info.path:
+            longest = max(map(len, os.fsencode(value).split(b"/")))
+            if longest > LONGEST_NAME or len(os.fsencode(value)) > LONGEST_PATH:
+                raise UserError(
+                    f"--{self.flag}={value[:40]}... is too long for a path: names have at most {LONGEST_NAME} bytes, "
+                    f"the whole path {LONGEST_PATH}"
+                )
 
 
 # --- The settings of a dataclass -------------------------------------------------------------------------------------
@@ -253,7 +288,7 @@ def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, An
     Raises:
       UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `Setting.check`'s concern.
     """
-    values = flags.FlagValues()
+    values = _FlagValues()
     for setting in settings:
         _define(values, setting)
     try:
@@ -269,6 +304,15 @@ def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, An
     return {name: values[name].value for name in values}
 
 
+class _FlagValues(flags.FlagValues):
+    """absl's flags, whose files include each other to a limited depth."""
+
+    def _get_flag_file_lines(self, filename, parsed_file_stack=None):
+        if len(parsed_file_stack or ()) >= DEEPEST_FLAG_FILES:
+            raise UserError(f"flag files include each other more than {DEEPEST_FLAG_FILES} deep, at {filename}")
+        return super()._get_flag_file_lines(filename, parsed_file_stack)
+
+
 class _TrueOrFalse(flags.BooleanParser):
     """Reads a flag that is on or off."""
 
@@ -282,13 +326,15 @@ class _TrueOrFalse(flags.BooleanParser):
 class _Parser(flags.ArgumentParser):
     """Reads one value of a flag; ``none`` where the field may be None or is a list."""
 
-    def __init__(self, kind: type, optional: bool):
+    def __init__(self, kind: type, optional: bool, repeated: bool):
         super().__init__()
-        self.kind, self.optional = kind, optional
+        self.kind, self.optional, self.repeated = kind, optional or repeated, repeated
 
     def parse(self, argument: Any) -> Any:
         if not isinstance(argument, str) or (self.kind is str and not self.optional):
             return argument
+        if self.repeated and not argument.strip():
+            raise ValueError("the value is empty; 'none' clears the list")
         if self.optional and argument.strip().lower() in ("none", ""):
             return None
         try:
@@ -299,7 +345,7 @@ class _Parser(flags.ArgumentParser):
 
 def _define(values: flags.FlagValues, setting: Setting) -> None:
     name, default, text = setting.flag, setting.default, setting.info.help
-    parser: Any = _Parser(setting.kind, setting.optional or setting.repeated)
+    parser: Any = _Parser(setting.kind, setting.optional, setting.repeated)
     serializer: Any = flags.ArgumentSerializer()
     if setting.kind is bool:
         flags.DEFINE_boolean(name, default, text, flag_values=values)

@@ -33,7 +33,7 @@ from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.seeds import run_seeds
-from fedjax_mr.settings import field, help_of
+from fedjax_mr.settings import field, help_of, values_of
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
@@ -59,14 +59,16 @@ class Sweep:
         "a setting and its values, such as alpha=0.1,0.5; repeat the flag for a product; a value may bring others "
         "along: partition=iid,dirichlet+alpha=0.1",
     )
-    sweep_dir: str = field("runs/sweep", "folder of the run folders")
+    sweep_dir: str = field("runs/sweep", "folder of the run folders", path=True)
     batch_seeds: bool = field(
         False,
         "train the seeds of a setting in one compiled program; for accelerators (a CPU gains nothing, and needs "
         "--devices=1), and not for methods that work on the host between rounds",
     )
     together: tuple[str, ...] = field(
-        (), "train in this process, in one program, the --seeds in these folders; --batch_seeds starts such processes"
+        (),
+        "train in this process, in one program, the --seeds in these folders; --batch_seeds starts such processes",
+        path=True,
     )
     dry_run: bool = field(False, "print the plan and an estimate of its time, from a few rounds of each strategy")
 
@@ -111,6 +113,8 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
       UserError: a bad flag, or a bad value in any of the runs; nothing was started.
     """
     config, sweep = configuration.parse_command(arguments, Sweep)
+    for setting, value in values_of(sweep):
+        setting.check(value)
     if config.run_dir or config.overwrite:
         raise UserError("a sweep names its run folders itself, in --sweep_dir; leave out --run_dir and --overwrite")
     strategies = _split("strategies", sweep.strategies, config.strategy)

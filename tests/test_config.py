@@ -186,7 +186,7 @@ def values_of(owner):
             ),
             float: st.floats(
                 info.low,
-                info.high,
+                settings.LARGEST_FLOAT32 if info.high is None else info.high,
                 allow_nan=False,
                 allow_infinity=False,
                 exclude_min=info.open_low,

@@ -33,14 +33,15 @@ MAY_IMPORT = {
     "__init__": {"config", "data", "engine.local", "experiment", "models", "strategies"},
     "main": {"config", "experiment"},
     "sweep": {"analysis", "config", "experiment"},
-    "experiment": {"config", "data", "engine", "models", "plots", "strategies"},
+    "experiment": {"checks", "config", "data", "engine", "models", "plots", "strategies"},
     "experiment.attended": set(),
     "experiment.processes": set(),
     "experiment.checkpoint": {"experiment.processes"},
     "engine": {"data.federated", "models", "strategies.base"},
     "engine.local": {"models"},
     "engine.mutual": {"engine.local", "models"},
-    "config": {"data", "models", "strategies"},  # for the names and settings that flags are made of
+    "config": {"checks", "data", "models", "strategies"},  # for the names and settings that flags are made of
+    "checks": {"data", "models", "strategies"},
     "strategies": {"engine.local", "engine.mutual", "models", "secure"},
     "strategies.base": {"engine.local", "models"},
     "models": set(),

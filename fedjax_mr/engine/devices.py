@@ -6,12 +6,15 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 
+from fedjax_mr.errors import UserError
+
 CACHE_BYTES = 2 * 1024**3
+MOST_CPU_DEVICES = 64  # unless there are as many cores; hundreds take minutes to start
 PATIENT = {  # seconds: uneven devices may wait long for each other
     "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "3600",
@@ -37,6 +40,7 @@ def set_up_jax(*, devices: int | None, cohort_size: int, num_processes: int = 1)
       num_processes: how many processes share the devices, each with the same number of them.
     """
     count = -(-devices // num_processes) if devices else min(usable_cores(), -(-cohort_size // num_processes))
+    count = min(count, max(MOST_CPU_DEVICES, usable_cores()))  # `client_axis` refuses what is more
     # A waiting CPU collective occupies a thread of the pool that its partner may need, and uneven devices may wait
     # long. The devices of one process have none here (see `ClientAxis.fused`), so it keeps one thread per core: XLA
     # splits operations into as many parts as the pool has threads, and four times as many cost a third of the speed.
@@ -50,6 +54,25 @@ def set_up_jax(*, devices: int | None, cohort_size: int, num_processes: int = 1)
     if not chosen:
         with contextlib.suppress(RuntimeError):  # once JAX has started, take the devices that there are
             jax.config.update("jax_num_cpu_devices", count)
+
+
+@contextlib.contextmanager
+def memory_by_name() -> Iterator[None]:
+    """Turn an error of a device or of this machine that ran out of memory into one line.
+
+    Raises:
+      UserError: the memory is exhausted.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        reason = " ".join(str(error).split())[:160] or "MemoryError"
+        raise UserError(
+            f"the memory does not suffice ({reason}): a smaller --batch_size, --cohort or --lanes, or a smaller "
+            "network, needs less"
+        ) from None
 
 
 def add_xla_flags(flags: Mapping[str, str]) -> None:

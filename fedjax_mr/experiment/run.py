@@ -14,10 +14,11 @@ import jax
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data
+from fedjax_mr.checks import without_effect
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis, client_axis
-from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.devices import memory_by_name, set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError
 from fedjax_mr.experiment.build import build_model, build_rounds
@@ -46,7 +47,7 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
       dataset: one's own samples, in place of the data set that ``config`` names.
 
     Raises:
-      UserError: bad input; nothing was changed.
+      UserError: bad input, and nothing was changed; or the memory does not suffice.
       DivergedError: a loss or weight is not finite; the last good checkpoint stays.
       Interrupted: Ctrl-C or a termination signal; a checkpoint was written.
       LostError: another process of the run is out of reach.
@@ -58,7 +59,7 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
     federated = processes.together(lambda: data.federated_data(config, dataset=dataset))
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
-    with processes.lost_by_name():
+    with processes.lost_by_name(), memory_by_name():
         (end,) = Run([set_up(config, federated, processes)]).run()
     if isinstance(end, DivergedError):
         raise end
@@ -72,7 +73,7 @@ def set_up(config: Config, federated: FederatedData, processes: Processes) -> Ex
     rounds = build_rounds(config, federated, model, axis)
     folder = open_folder(config, processes)
     if config.progress and processes.writes:
-        notes = [*federated.notes]
+        notes = [*federated.notes, *without_effect(config)]
         if federated.holdout is not None and rounds.strategy.global_model is None:
             notes.append(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "

@@ -119,6 +119,8 @@ def build(
         raise unknown_name("norm", norm, ("batch", "group"))
     if authors_state and norm != "batch":
         raise UserError(f"the authors' state has batch normalisation, not norm={norm}; drop one of the two")
+    if projection and not getattr(MODELS[name].network, "has_representation", True):
+        raise UserError(f"--projection={projection}: {name} has no representation to project; use another model, or 0")
     network = MODELS[name].network(num_classes=num_classes, initialisation=init, projection=projection)
     options: dict[str, Any] = {"norm": norm} if norm != "batch" else {}
     options |= {"authors_state": True} if authors_state else {}

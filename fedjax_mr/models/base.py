@@ -37,12 +37,14 @@ class BlockNet(nn.Module):
       initialisation: ``torch`` (the authors': PyTorch's defaults, or what the network's own source sets) or ``flax``.
       projection: width of MOON's projection head (dense, ReLU, dense) in front of the classifier; 0: none.
       takes: what a sample has to be: ``images`` [H, W, channels], ``tokens`` [T] or ``numbers`` of any shape.
+      has_representation: whether something is computed before the head.
     """
 
     num_classes: int
     initialisation: str = "torch"
     projection: int = 0
     takes: ClassVar[str] = "images"
+    has_representation: ClassVar[bool] = True
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """Return the named blocks in forward order."""

@@ -116,6 +116,7 @@ class Logistic(BlockNet):
     """Multinomial logistic regression: the convex experiment."""
 
     takes: ClassVar[str] = "numbers"
+    has_representation: ClassVar[bool] = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """Return the named blocks in forward order."""

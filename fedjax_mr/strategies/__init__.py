@@ -41,12 +41,14 @@ class Row(NamedTuple):
       hyper: the dataclass of its own settings (flags ``--<strategy>_<field>``); None if it has none.
       paper: authors and venue, for the table of strategies.
       several: whether clients may have networks of different architectures (a `Zoo`).
+      public: whether it takes public data.
     """
 
     build: Callable[[Any, Problem], Strategy]
     hyper: type | None
     paper: str
     several: bool = False
+    public: bool = False
 
 
 STRATEGIES: dict[str, Row] = {
@@ -68,12 +70,12 @@ STRATEGIES: dict[str, Row] = {
     "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020"),
     "fml": Row(fml.build, fml.Hyper, "Shen et al., arXiv 2020", several=True),
     "mapper": Row(mapper.build, mapper.Hyper, "Mansour et al., arXiv 2020"),
-    "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True),
-    "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True),
-    "fedmd": Row(fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True),
+    "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True, public=True),
+    "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True, public=True),
+    "fedmd": Row(fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True, public=True),
     "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True),
-    "fedkemf": Row(fedkemf.build, fedkemf.Hyper, "Yu et al., arXiv 2022", several=True),
-    "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True),
+    "fedkemf": Row(fedkemf.build, fedkemf.Hyper, "Yu et al., arXiv 2022", several=True, public=True),
+    "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True, public=True),
 }
 
 __all__ = ["STRATEGIES", "Cohort", "Parcels", "Problem", "Row", "Strategy", "Traffic", "transforms"]

@@ -23,7 +23,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.settings import field
+from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
 
 EPSILON = 1e-6  # added to variances
@@ -42,7 +42,12 @@ class Hyper:
         1, "epochs on the public data per round", unit="epochs", low=0, source="the authors' code"
     )
     public_batch: int = field(
-        256, "batch on the public data", unit="samples", low=2, source="FCCL+'s code; the authors' first code: 512"
+        256,
+        "batch on the public data",
+        unit="samples",
+        low=2,
+        high=LARGEST_BATCH,
+        source="FCCL+'s code; the authors' first code: 512",
     )
     private_epochs: int = field(
         10,

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
+from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, copies_of_one, plain_training
@@ -190,7 +191,13 @@ def mixing(hyper: Hyper, table: jax.Array, round: jax.Array) -> jax.Array:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedCross."""
+    """Return FedCross.
+
+    Raises:
+      UserError: a round of a single client.
+    """
+    if problem.cohort_size < 2:
+        raise UserError("fedcross mixes each model with another one of the round: --cohort must be at least 2")
     deploys_uploaded = hyper.deployed == "uploaded"
 
     def init(key):

@@ -73,10 +73,17 @@ class Hyper:
         "representations generated at a time",
         unit="samples",
         low=2,
+        high=2048,  # samples are compared pair by pair
         source="the FedMR authors' code; FedGen's: 32",
     )
-    noise: int = field(100, "numbers of noise", low=1, source="the FedMR authors' code; FedGen's: 32")
-    hidden: int = field(512, "hidden units of the generator", low=1, source="the FedMR authors' code; FedGen's: 256")
+    noise: int = field(100, "numbers of noise", low=1, high=4096, source="the FedMR authors' code; FedGen's: 32")
+    hidden: int = field(
+        512,
+        "hidden units of the generator",
+        low=1,
+        high=16_384,
+        source="the FedMR authors' code; FedGen's: 256",
+    )
     decay: float = field(
         0.98,
         "factor per round of the server's learning rate and of both gammas (not used by variant=authors)",

@@ -25,7 +25,7 @@ from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.settings import field
+from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
 
 AUTHORS_TEMPERATURE = 20.0
@@ -43,7 +43,9 @@ class Hyper:
     server_epochs: int = field(
         3, "epochs of the server's distillation", unit="epochs", low=0, source="ours, as pFedHR's; code: as clients"
     )
-    server_batch: int = field(64, "batch on the public data", unit="samples", low=1, source="the authors' code")
+    server_batch: int = field(
+        64, "batch on the public data", unit="samples", low=1, high=LARGEST_BATCH, source="the authors' code"
+    )
     server_lr: float = field(
         1e-3, "Adam's learning rate on the server", low=0, open_low=True, source="ours; the code: SGD, 0.01"
     )

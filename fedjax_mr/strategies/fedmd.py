@@ -23,7 +23,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.settings import field
+from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.base import Problem, Strategy, own_starts
 
 
@@ -45,7 +45,7 @@ class Hyper:
         source="ours; the code: 25",
     )
     digest_epochs: int = field(1, "epochs of the digest", unit="epochs", low=0, source="the code")
-    digest_batch: int = field(256, "batch on public data", unit="samples", low=1, source="the code")
+    digest_batch: int = field(256, "batch on public data", unit="samples", low=1, high=LARGEST_BATCH, source="the code")
     digest_loss: str = field(
         "mae",
         "between own logits and the consensus: mean absolute or squared difference, or KL of the softmaxes",

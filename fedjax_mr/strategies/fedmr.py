@@ -92,7 +92,11 @@ class Hyper:
         source="KDD'24, Figure 13, shows 2 of 4",
     )
     secure_repetitions: int = field(
-        1, "exchanges each time", low=1, source="KDD'24, Appendix B, allows several; the default is our choice"
+        1,
+        "exchanges each time",
+        low=1,
+        high=1000,
+        source="KDD'24, Appendix B, allows several; the default is our choice",
     )
     server_recombines: bool = field(
         True, "the server recombines the uploaded models, which is FedMR itself", source="KDD'24, Algorithm 1"

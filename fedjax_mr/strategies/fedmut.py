@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
+from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, plain_training, unit_permutations
@@ -84,7 +85,13 @@ def mutate(model: Variables, change: Variables, moves: jax.Array) -> Variables:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedMut."""
+    """Return FedMut.
+
+    Raises:
+      UserError: a round of a single client.
+    """
+    if problem.cohort_size < 2:
+        raise UserError("fedmut mutates the global model in pairs of opposite signs: --cohort must be at least 2")
 
     def mutable(model):
         """Return the collections that are mutated."""

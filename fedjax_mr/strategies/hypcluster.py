@@ -27,7 +27,7 @@ from fedjax_mr.strategies.base import Problem, Strategy
 class Hyper:
     """HypCluster's own settings."""
 
-    clusters: int = field(2, "k, the number of models", low=1, source="FedMe's paper")
+    clusters: int = field(2, "k, the number of models", low=1, high=1000, source="FedMe's paper")
     start: str = field(
         "random",
         "where the models start: independent initialisations (random), or the models of clients that the others serve "

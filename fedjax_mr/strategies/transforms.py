@@ -204,8 +204,11 @@ def secure_exchange(
       repetitions: exchanges each time.
 
     Raises:
-      UserError: the clients have different networks; a payload or upload without ``model`` (in a round).
+      UserError: a round of a single client; the clients have different networks; a payload or upload without ``model``
+        (in a round).
     """
+    if problem.cohort_size < 2:
+        raise UserError("layers are exchanged among the clients of a round: --cohort must be at least 2")
     if not problem.layers:
         raise UserError("clients of different networks have no layers to exchange: take one network (--model)")
     layers, count = tuple(layer.leaves for layer in problem.layers), problem.cohort_size
@@ -240,9 +243,7 @@ def secure_exchange(
         size = 2 * share * exchanges * trees.num_bytes(_model_of(uploads))
         return counted._replace(peer=(*counted.peer, Parcels.of(1, int(size + 0.5))))
 
-    return inner._replace(
-        dispatch=dispatch, server_update=server_update, traffic=traffic if count > 1 else inner.traffic
-    )
+    return inner._replace(dispatch=dispatch, server_update=server_update, traffic=traffic)
 
 
 def _model_of(sent: Payload) -> Variables:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.errors import UserError
 from fedjax_mr.secure.exchange import draw, exchange, expected_unmoved
 from fedjax_mr.strategies import fedmr
 
@@ -202,8 +203,8 @@ def test_traffic_among_clients_is_counted_apart(engine, sent, share, repetitions
     assert sent(secure) == (down, up, factor * up)
     twice = engine("fedmr", "linear", hyper=dataclasses.replace(hyper, secure_when="both"))
     assert sent(twice) == (down, up, 2 * factor * up)
-    alone = engine("fedmr", "linear", hyper=hyper, cohort=1)
-    assert sent(alone)[2] == 0
+    with pytest.raises(UserError, match="--cohort must be at least 2"):
+        engine("fedmr", "linear", hyper=hyper, cohort=1)
 
 
 def test_expected_traffic_is_the_mean_of_what_is_sent(engine, sent):

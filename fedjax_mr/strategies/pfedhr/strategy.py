@@ -45,7 +45,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.settings import field
+from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.base import Info, Parcels, Problem, Strategy, Traffic, models_sent, own_starts
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
 from fedjax_mr.strategies.pfedhr.chains import Block, Chain, Programs
@@ -86,7 +86,9 @@ class Hyper:
         choices=("keep", "restart"),
         source="Wang et al. 2023",
     )
-    groups: int = field(4, "K, the number of groups of blocks", low=1, source="Wang et al. 2023; the authors' code: 2")
+    groups: int = field(
+        4, "K, the number of groups of blocks", low=1, high=1000, source="Wang et al. 2023; the authors' code: 2"
+    )
     grouping: str = field(
         "medoids",
         "around medoids of the distances, or by the authors' k-means of averaged activations",
@@ -94,7 +96,12 @@ class Hyper:
         source="ours; the paper does not say what the centre of blocks of different widths is",
     )
     samples: int = field(
-        512, "public samples that blocks are compared on", unit="samples", low=2, source="ours; the authors' code: all"
+        512,
+        "public samples that blocks are compared on",
+        unit="samples",
+        low=2,
+        high=LARGEST_BATCH,
+        source="ours; the authors' code: all",
     )
     search: str = field(
         "one_per_group",
@@ -104,7 +111,7 @@ class Hyper:
         source="Wang et al. 2023, Algorithm 1, which leaves the number open, and Figure 7: five blocks at K = 4",
     )
     max_candidates: int = field(
-        8, "candidates kept of those found, a random choice", low=1, source="ours; the authors' code has 4"
+        8, "candidates kept of those found, a random choice", low=1, high=1000, source="ours; the authors' code has 4"
     )
     stitch: str = field(
         "channel",
@@ -131,6 +138,7 @@ class Hyper:
         "teachers hardly know more than chance",
         unit="samples",
         low=2,
+        high=LARGEST_BATCH,
         source="the authors' code",
     )
     temperature: float = field(

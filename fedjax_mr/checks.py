@@ -1,0 +1,70 @@
+"""The checks across the settings of a configuration, before any data are read; `settings` checks each by itself."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fedjax_mr.data import SOURCES
+from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.models import MODELS
+from fedjax_mr.strategies import STRATEGIES
+
+
+def check_together(config: Any) -> None:
+    """Check the names in a `config.Config` and what its settings say together.
+
+    Raises:
+      UserError: something is wrong; the message names the flag, its value and what is allowed.
+    """
+    if config.dataset not in SOURCES and not _is_path(config.dataset):
+        raise unknown_name("data set", config.dataset, SOURCES)
+    if config.partition not in PARTITIONS:
+        raise unknown_name("partition", config.partition, PARTITIONS)
+    _check_models(config)
+    if 0 < config.clients < config.cohort:  # 0 clients: as many as the data has, which only the data can tell
+        raise UserError(
+            f"--cohort={config.cohort} is more than --clients={config.clients}: at most all clients train in a round"
+        )
+    if config.resume and config.overwrite:
+        raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
+    if None not in (config.process_id, config.num_processes) and config.process_id >= config.num_processes:
+        raise UserError(
+            f"--process_id={config.process_id} is not below --num_processes={config.num_processes}: processes count "
+            "from 0"
+        )
+
+
+def _check_models(config: Any) -> None:
+    names = config.model.split(",")
+    for name in names:
+        if name not in MODELS:
+            raise unknown_name("model", name, MODELS)
+    if len(names) > 1 and not STRATEGIES[config.strategy].several:
+        able = ", ".join(name for name, row in STRATEGIES.items() if row.several)
+        raise UserError(
+            f"strategy {config.strategy} needs the same network for all clients, but --model names {len(names)}; for "
+            f"clients of different networks there are {able}"
+        )
+    if len(config.architectures_from) not in (0, 1, len(names)):
+        raise UserError(
+            f"--architectures_from names {len(config.architectures_from)} runs, but --model {len(names)} networks: "
+            "one run for each network, in the same order, or one folder that holds them"
+        )
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or "\\" in name or name.endswith(".npz")
+
+
+def without_effect(config: Any) -> Iterator[str]:
+    """Yield one line for each group of settings that changes nothing or little in this run.
+
+    These are no mistakes: methods that are compared share the clients' data, and so the settings of the public set.
+    """
+    public = "--public_share, --public_max, --public_labels and --public_from"
+    given = config.public_max is not None or config.public_from or not config.public_labels
+    if config.public_share and not STRATEGIES[config.strategy].public:
+        share = f"--public_share={config.public_share:g}"
+        yield f"{config.strategy} takes no public data: the samples of {share} stay unused"
+    elif given and not config.public_share and not config.partition_file:
+        yield f"without --public_share there is no public set: {public} have no effect"
