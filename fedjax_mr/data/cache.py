@@ -39,7 +39,7 @@ def cached(name: str, sources: Iterable[Path], build: Callable[[], Dataset]) -> 
         return _read(path)
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logging.warning("ignoring a damaged cache file, %s (%s)", path, error)
     dataset = build()
     try:

@@ -9,6 +9,8 @@ import numpy as np
 
 from fedjax_mr.errors import UserError
 
+MOST_CLASSES = 100_000  # every client's samples are counted by class, and the head of a network has a row for each
+
 
 class Request(NamedTuple):
     """A request to a source.
@@ -61,15 +63,22 @@ class Dataset:
         """Return the data set itself if it can be trained on.
 
         Raises:
-          UserError: names the first fault: no samples, different lengths, labels that are no numbers 0..C-1, values
-            that are not finite.
+          UserError: names the first fault: no samples, different lengths, samples without values, labels that are no
+            numbers 0..C-1, far too many classes, values that are not finite.
         """
+        if self.num_classes > MOST_CLASSES:
+            raise UserError(
+                f"{self.name}: labels up to {self.num_classes - 1} make {self.num_classes:,} classes, and at most "
+                f"{MOST_CLASSES:,} are possible; number the labels 0..C-1"
+            )
         for x, y, part in ((self.x, self.y, "training"), (self.test_x, self.test_y, "test")):
             where = f"{self.name}: the {part} set"
             if len(x) != len(y):
                 raise UserError(f"{where} has {len(x)} samples but {len(y)} labels")
             if not len(y):
                 raise UserError(f"{where} is empty")
+            if not x[:1].size:
+                raise UserError(f"{where} has samples of shape {x.shape[1:]}, which hold nothing")
             if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
                 raise UserError(f"{where} needs one integer label per sample, not {y.dtype} of shape {y.shape}")
             if bad := _first((y < 0) | (y >= self.num_classes)):

@@ -117,11 +117,16 @@ def shards(
       report: called with a note of the samples that stay unused.
 
     Raises:
-      UserError: there are too few samples for shards of ``shard_size``.
+      UserError: there are too few samples for so many shards, or for shards of ``shard_size``.
     """
+    dealt = num_clients * shards_per_client
+    if shard_size is None and dealt > len(labels):
+        raise UserError(
+            f"partition 'shards': {num_clients} clients x {shards_per_client} shards are more than the {len(labels)} "
+            "samples: use a smaller --shards_per_client"
+        )
     shuffled = rng.permutation(len(labels))
     by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    dealt = num_clients * shards_per_client
     if shard_size is None:
         pieces = np.array_split(by_label, dealt)
     else:
@@ -153,20 +158,29 @@ def classes(
       labels: [M] integer labels.
       num_clients: N.
       rng: consumed.
-      classes_per_client: the classes of each client (pFedHR: 2); lowered to the number of classes there are.
+      classes_per_client: the classes of each client (pFedHR: 2).
       report: called with a note if some class has no holder, so that its samples stay unused.
+
+    Raises:
+      UserError: there are not so many classes.
     """
     rows = _rows_by_class(labels, rng)
     present = np.array([len(row) > 0 for row in rows])
-    wanted = min(classes_per_client, int(present.sum()))
+    if classes_per_client > present.sum():
+        raise UserError(
+            f"partition 'classes': --classes_per_client={classes_per_client} is more than the {present.sum()} classes "
+            "that have training samples"
+        )
     holders = np.where(present, 0.0, np.inf)
     hands = np.zeros((num_clients, len(rows)), bool)
     for hand in hands:
-        order = np.lexsort((rng.random(len(rows)), holders))[:wanted]
+        order = np.lexsort((rng.random(len(rows)), holders))[:classes_per_client]
         hand[order] = True
         holders[order] += 1
     if unused := int((holders == 0).sum()):
-        report(f"partition 'classes': {num_clients} clients x {wanted} classes leave {unused} classes unused")
+        report(
+            f"partition 'classes': {num_clients} clients x {classes_per_client} classes leave {unused} classes unused"
+        )
     parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
     for row, hand in zip(rows, hands.T, strict=True):
         owners = np.flatnonzero(hand)

@@ -9,6 +9,7 @@ from fedjax_mr import files
 from fedjax_mr.data import npz
 from fedjax_mr.data.federated import Dataset, Plan, Split
 from fedjax_mr.errors import UserError
+from fedjax_mr.settings import LARGEST_INT32
 
 _SPLITS = ("train", "validation", "test")
 _NAMES = {"fashionmnist": "fashion_mnist"}  # the authors' spelling of data sets, without case and hyphens
@@ -28,7 +29,8 @@ def read(path: Path | str, *, dataset: Dataset) -> Plan:
     """Read the ``partition.npz`` of a run folder.
 
     Raises:
-      UserError: the file is missing, damaged, or made for another data set.
+      UserError: the file is missing, damaged, made for another data set, or does not divide its samples: rows that the
+        data set does not have, or one sample in two hands.
     """
     path = _existing(path)
     try:
@@ -43,7 +45,68 @@ def read(path: Path | str, *, dataset: Dataset) -> Plan:
             f"partition file {path} was made for other data: {plan.dataset} {plan.fingerprint}, "
             f"but this is {dataset.name} {dataset.fingerprint()}"
         )
-    return plan
+    try:
+        _check(plan, len(dataset.y), len(dataset.test_y))
+    except ValueError as error:
+        raise UserError(f"partition file {path} is damaged: {error}; take the partition.npz of a run folder") from None
+    checked = {name: Split(*(part.astype(np.int32) for part in getattr(plan, name))) for name in _SPLITS}
+    return plan._replace(**checked, public=plan.public.astype(np.int64), global_test=plan.global_test.astype(np.int64))
+
+
+def _check(plan: Plan, num_samples: int, num_test: int) -> None:
+    """Check that a plan gives each sample to one hand, which only a changed file does not.
+
+    The single training row of a client may also serve for its validation (`divide`).
+
+    Raises:
+      ValueError: says what is wrong, and where.
+    """
+    if plan.held_out.ndim != 1 or plan.held_out.dtype != bool or not len(plan.held_out) or plan.held_out.all():
+        raise ValueError(f"held_out is {_kind(plan.held_out)}, not one True or False for each client, and some False")
+    if not isinstance(plan.own_test, bool):
+        raise ValueError(f"own_test is {plan.own_test!r}, not True or False")
+    clients = len(plan.held_out)
+    if len(plan.names) not in (0, clients) or not all(isinstance(name, str) for name in plan.names):
+        raise ValueError(f"names holds {len(plan.names)} values, not one name for each of {clients} clients, or none")
+    owners = {}
+    for name in _SPLITS:
+        split: Split = getattr(plan, name)
+        _check_rows(f"{name}_index", split.index, num_test if name == "test" and not plan.own_test else num_samples)
+        offsets = split.offsets
+        if offsets.dtype.kind not in "iu" or offsets.shape != (clients + 1,):
+            raise ValueError(f"{name}_offsets is {_kind(offsets)}, not {clients + 1} whole numbers")
+        ends = offsets.astype(np.int64)
+        if ends[0] or ends[-1] != len(split.index) or (np.diff(ends) < 0).any():
+            raise ValueError(f"{name}_offsets do not rise from 0 to the {len(split.index)} values of {name}_index")
+        owners[name] = np.repeat(np.arange(clients), np.diff(ends))
+    _check_rows("public", plan.public, num_samples)
+    _check_rows("global_test", plan.global_test, num_test)
+    if not plan.train.sizes.all():
+        raise ValueError(f"client {int(np.argmin(plan.train.sizes))} has no training samples")
+    single = np.where(plan.train.sizes == 1, plan.train.index[plan.train.offsets[:-1]], -1)
+    again = plan.validation.index == single[owners["validation"]]
+    hands = [
+        plan.train.index,
+        plan.validation.index[~again],
+        plan.public,
+        *([plan.test.index] if plan.own_test else []),
+    ]
+    rows, counts = np.unique(np.concatenate(hands), return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"sample {rows[counts > 1][0]} is in two hands (clients' parts and the public set)")
+
+
+def _check_rows(name: str, rows: np.ndarray, limit: int) -> None:
+    if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
+        raise ValueError(f"{name} is {_kind(rows)}, not a list of whole numbers")
+    if len(rows) and (rows.min() < 0 or rows.max() >= limit):
+        raise ValueError(f"{name} has rows from {rows.min()} to {rows.max()}, outside 0..{limit - 1}")
+    if len(np.unique(rows)) != len(rows):
+        raise ValueError(f"{name} names a row twice")
+
+
+def _kind(array: np.ndarray) -> str:
+    return f"{array.dtype} of shape {array.shape}"
 
 
 def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
@@ -59,8 +122,8 @@ def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
         content = json.loads(path.read_text(encoding="utf-8"))
         name = str(content["dataset"])
         clients = sorted(content["train_data"].items(), key=lambda item: int(item[0]))
-        parts = [np.array(rows, np.int64).reshape(-1) for _, rows in clients]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        parts = [_whole_numbers(client, rows) for client, rows in clients]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"partition file {path} is damaged or no partition file ({_brief(error)})") from None
     simple = name.lower().replace("-", "").replace("_", "")
     if _NAMES.get(simple, simple) != dataset.name:
@@ -73,6 +136,13 @@ def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
     if len(np.unique(rows)) != len(rows):
         raise UserError(f"partition file {path} gives one sample to two clients")
     return parts
+
+
+def _whole_numbers(client: str, values: list[int]) -> np.ndarray:
+    rows = np.array(values)
+    if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
+        raise ValueError(f"rows of client {client} are {_kind(rows)}, not a list of whole numbers")
+    return np.minimum(rows, LARGEST_INT32).astype(np.int64)  # no data set has more rows
 
 
 def _existing(path: Path | str) -> Path:

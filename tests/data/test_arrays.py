@@ -1,5 +1,7 @@
 """One's own arrays: what they become, how a test part is held out, what is refused."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -88,6 +90,10 @@ def with_nan():
         ({"client_test": LABELS}, "client_test needs client and x_test"),
         ({"x": IMAGES[:0], "y": LABELS[:0]}, "the training set is empty"),
         ({"x": IMAGES[:2], "y": LABELS[:2]}, "the test set is empty"),
+        ({"y": np.where(LABELS == 2, 10**9, LABELS)}, "labels up to 1000000000 make 1,000,000,001 classes"),
+        ({"x": np.zeros((60, 0))}, "the training set has samples of shape (0,), which hold nothing"),
+        ({"x": np.zeros((60, 4, 0), np.uint8)}, "samples of shape (4, 0, 1), which hold nothing"),
+        ({"x": np.full((60, 4), 1e300)}, "value that is not finite (inf) in row "),
     ],
 )
 def test_refuses(changes, message):
@@ -114,7 +120,55 @@ def test_refuses_files(tmp_path):
     np.savez(path, x=IMAGES, labels=LABELS)
     assert "holds ['labels', 'x']; it needs x and y" in message()
     np.savez(path, x=np.array([{}], object), y=LABELS[:1])
-    assert "no .npz file of plain arrays" in message()
+    assert "no .npz file of plain arrays" in message() and "holds Python objects" in message()
     with open(path, "wb") as file:
         np.save(file, IMAGES)
     assert "no .npz file of plain arrays" in message()
+
+
+def entry(shape, *, dtype="|u1", content=b"", magic=b"\x93NUMPY\x01\x00"):
+    """The bytes of an array in an .npz file, whose header may claim anything."""
+    header = repr({"descr": dtype, "fortran_order": False, "shape": shape}).encode().ljust(117) + b"\n"
+    return magic + len(header).to_bytes(2, "little") + header + content
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (entry((10**12,)), "x.npy says uint8 of shape (1000000000000,), but has 0 bytes"),
+        (entry((10**30, 0)), ""),
+        (entry((2**62, 8), dtype="<f8"), "but has 0 bytes"),
+        (entry((3,), content=b"12345"), "x.npy says uint8 of shape (3,), but has 5 bytes"),
+        (entry((-1,)), "but has 0 bytes"),
+        (entry((-1, -5), content=b"12345"), ""),
+        (entry((1,), dtype="|O", content=b"cos\nsystem\n"), "holds Python objects"),
+        (entry((1,), dtype=[("a", "<i8")], content=b"12345678"), "holds Python objects or records"),
+        (entry((1,), dtype="no type"), ""),
+        (entry((1,), content=b"1", magic=b"\x93NUMPY\x03\x00"), "an array of format (3, 0)"),
+        (b"\x93NUMPY\x01\x00\x10\x27" + b"(" * 10000, ""),
+        (b"plain text", "the magic string is not correct"),
+        (b"", ""),
+    ],
+)
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_forged_arrays_take_no_memory(tmp_path, content, part, compression):
+    path = tmp_path / "mine.npz"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("x.npy", content)
+    with pytest.raises(UserError) as caught:
+        data.load(str(path))
+    message = str(caught.value)
+    assert "no .npz file of plain arrays" in message and part in message
+    assert "\n" not in message and "pickle" not in message
+
+
+def test_a_forged_list_of_contents_takes_no_memory(tmp_path):
+    path = tmp_path / "mine.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", entry((2**31 - 128,)))
+    listed = path.read_bytes().rindex(b"PK\x01\x02")
+    content = bytearray(path.read_bytes())
+    content[listed + 20 : listed + 28] = (2**31).to_bytes(4, "little") * 2
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="a size in its list of contents is impossible"):
+        data.load(str(path))

@@ -1,6 +1,7 @@
 """Federations: public set, hold-out clients and splits take each sample once; seeds and files decide, nothing else."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +229,19 @@ class TestPartitionFile:
         start = '{"dataset": "numbered", "train_data": '
         assert "rows outside 0..999" in message("rows.json", start + '{"0": [1000]}}')
         assert "names no rows" in message("none.json", start + "{}}")
+        assert "rows outside 0..999" in message("large.json", start + '{"0": [10000000000000000000], "1": [1]}}')
+        assert "outside 0..999" in message("negative.json", start + '{"0": [-1]}}')
+        for rows in ("[1.5]", "[true]", '["1"]', "[[1]]", "5", "null", f"[{10**30}]", "[NaN]", '{"a": 1}'):
+            assert "rows of client 0 are " in message("kind.json", start + f'{{"0": {rows}}}}}'), rows
+        assert "damaged or no partition file" in message("uneven.json", start + '{"0": [[1], [1, 2]]}}')
+        assert "damaged or no partition file" in message("client.json", start + '{"a": [1]}}')
+        assert "damaged or no partition file" in message("deep.json", start + "[" * 100000)
+        assert "damaged or no partition file (ValueError: no whole .npz file" in message(
+            "text.npz", "clients and samples\n" * 9
+        )
+        assert "damaged or no partition file (ValueError: no whole .npz file" in message(
+            "pickle.npz", pickle.dumps([1, 2])
+        )
         assert "one sample to two clients" in message("twice.json", start + '{"0": [1], "1": [1]}}')
         assert "client 1 of 2 of numbered has no training samples" in message(
             "empty.json", start + '{"0": [1], "1": []}}'
@@ -235,6 +249,74 @@ class TestPartitionFile:
         assert "made for cifar10, but this is numbered" in message("c.json", '{"dataset": "cifar10", "train_data": {}}')
         assert "too few for a public set" in message(
             "all.json", start + f'{{"0": {list(range(1000))}}}}}', public_share=0.1
+        )
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                lambda file: {"train_index": file["train_index"] + 1},
+                "to 1000, outside 0..999; take the partition.npz of a run folder",
+            ),
+            (lambda file: {"train_index": file["train_index"] - 2}, "train_index has rows from -"),
+            (lambda file: {"train_index": file["train_index"] * (1 + 1j)}, "train_index is complex128 of shape"),
+            (lambda file: {"train_index": file["train_index"] + 0.5}, "train_index is float64 of shape"),
+            (lambda file: {"train_index": file["train_index"].astype(str)}, "train_index is <U"),
+            (lambda file: {"train_index": file["train_index"][None]}, "train_index is int32 of shape (1, "),
+            (lambda file: {"train_index": file["train_index"][0]}, "train_index is int32 of shape ()"),
+            (lambda file: {"train_index": file["train_index"] // 2}, "train_index names a row twice"),
+            (lambda file: {"train_index": file["train_index"].astype(object)}, "holds Python objects"),
+            (lambda file: {"train_offsets": file["train_offsets"][::-1]}, "train_offsets do not rise from 0 to the "),
+            (lambda file: {"train_offsets": file["train_offsets"] + 1}, "train_offsets do not rise from 0"),
+            (
+                lambda file: {"train_offsets": file["train_offsets"][:-1]},
+                "train_offsets is int32 of shape (10,), not 11",
+            ),
+            (lambda file: {"train_offsets": file["train_offsets"] * 1.0}, "train_offsets is float64 of shape (11,)"),
+            (lambda file: {"train_offsets": file["train_offsets"] * (file["train_offsets"] > 90)}, "client 0 has no"),
+            (
+                lambda file: {"train_offsets": np.uint64(2**64 - 1) + 0 * file["train_offsets"].astype(np.uint64)},
+                "rise",
+            ),
+            (lambda file: {"public": file["train_index"][:5]}, "is in two hands"),
+            (lambda file: {"validation_index": file["validation_index"] * 0}, "validation_index names a row twice"),
+            (
+                lambda file: {"validation_index": file["train_index"][: len(file["validation_index"])]},
+                "is in two hands",
+            ),
+            (lambda file: {"test_index": file["train_index"][: len(file["test_index"])]}, "is in two hands"),
+            (
+                lambda file: {"global_test": file["global_test"] + 1},
+                "global_test has rows from 1 to 200, outside 0..199",
+            ),
+            (lambda file: {"held_out": ~file["held_out"] | True}, "held_out is bool of shape (10,), not one True or"),
+            (lambda file: {"held_out": file["held_out"] * 1}, "held_out is int64"),
+            (lambda file: {"own_test": np.array(3)}, "own_test is 3, not True or False"),
+            (lambda file: {"own_test": file["train_index"]}, "damaged or no partition file"),
+            (lambda file: {"names": np.array(["a"])}, "names holds 1 values, not one name for each of 10 clients"),
+            (lambda file: {"names": np.arange(10)}, "names holds 10 values"),
+            (lambda file: {"surplus": np.arange(10)}, "damaged or no partition file"),
+        ],
+    )
+    def test_refuses_changed_arrays(self, tmp_path, changes, message):
+        plan.save(data.federate(numbered(), num_clients=7, **FULL).plan, tmp_path / "partition.npz")
+        with np.load(tmp_path / "partition.npz") as file:
+            arrays = {name: file[name] for name in file.files}
+        np.savez(tmp_path / "changed.npz", **arrays | changes(arrays))
+        with pytest.raises(UserError) as caught:
+            data.federate(numbered(), partition_file=str(tmp_path / "changed.npz"), num_clients=0)
+        assert message in str(caught.value) and f"partition file {tmp_path / 'changed.npz'} is damaged" in str(
+            caught.value
+        )
+        assert "\n" not in str(caught.value) and "pickle" not in str(caught.value)
+
+    def test_a_single_row_may_also_serve_for_validation(self, tmp_path):
+        settings = dict(partition="iid", num_clients=5, validation_share=0.3)
+        first = data.federate(numbered(5), **settings)
+        plan.save(first.plan, tmp_path / "partition.npz")
+        assert (
+            data.federate(numbered(5), partition_file=str(tmp_path / "partition.npz"), num_clients=5).hash()
+            == first.hash()
         )
 
 

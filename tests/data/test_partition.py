@@ -143,6 +143,10 @@ class TestShards:
         assert (sizes(parts) == 500).all()
         assert (counts(parts, CIFAR) > 0).sum(axis=1).max() == 2
 
+    def test_more_shards_than_samples(self):
+        with pytest.raises(UserError, match="100 clients x 1000000 shards are more than the 50000 samples"):
+            divide("shards", CIFAR, 100, shards_per_client=10**6)
+
     def test_the_shards_of_pfedhrs_authors(self):
         """200 shards of 225 images from 4,500 of each class, two for each of 12 clients; no shard has two classes."""
         notes, labels = [], np.repeat(np.arange(10), 4500)
@@ -178,6 +182,10 @@ class TestClasses:
         assert ((table > 0).sum(axis=1) == 2).all()
         holders = (table > 0).sum(axis=0)
         assert holders.max() - holders.min() <= 1
+
+    def test_more_classes_than_there_are(self):
+        with pytest.raises(UserError, match="--classes_per_client=11 is more than the 10 classes"):
+            divide("classes", CIFAR, 12, classes_per_client=11)
 
     def test_tells_of_classes_that_nobody_holds(self):
         notes = []

@@ -119,7 +119,8 @@ def _samples(x: np.ndarray, name: str) -> np.ndarray:
     if x.ndim < 2 or not (np.issubdtype(x.dtype, np.integer) or np.issubdtype(x.dtype, np.floating)):
         raise UserError(f"{name}: x is {x.dtype} of shape {x.shape}; it must be numbers [samples, ...]")
     if np.issubdtype(x.dtype, np.floating):
-        x = x.astype(np.float32)
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            x = x.astype(np.float32)
     elif x.dtype != np.uint8:
         low, high = (int(x.min()), int(x.max())) if x.size else (0, 0)
         limit = 255 if x.ndim > 2 else np.iinfo(np.int32).max

@@ -87,9 +87,15 @@ def _read(sources: list[Path], convert: Callable) -> _Part:
         parts = list(_users(source, convert))
         users += [user for user, _, _ in parts]
         sizes += [len(y) for _, _, y in parts]
-        xs.append(np.concatenate([x for _, x, _ in parts]))
+        xs.append(_joined(source, [x for _, x, _ in parts]))
         ys.append(np.concatenate([y for _, _, y in parts]))
-    return _Part(np.concatenate(xs), np.concatenate(ys), users, sizes)
+    return _Part(_joined(sources[0].parent, xs), np.concatenate(ys), users, sizes)
+
+
+def _joined(source: Path, xs: list[np.ndarray]) -> np.ndarray:
+    if len(lengths := {x.shape[1:] for x in xs}) > 1:
+        raise UserError(f"{source}: samples have different shapes: {' and '.join(map(str, sorted(lengths)[:2]))}")
+    return np.concatenate(xs)
 
 
 def _users(source: Path, convert: Callable) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -97,8 +103,8 @@ def _users(source: Path, convert: Callable) -> Iterator[tuple[str, np.ndarray, n
     try:
         with source.open(encoding="utf-8") as file:
             content = json.load(file)
-        user_data, users = content["user_data"], content["users"]
-    except (ValueError, KeyError, TypeError) as error:
+        user_data, users = dict(content["user_data"]), list(content["users"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{source} is empty, truncated or no LEAF file ({type(error).__name__}: {error})") from None
     if not users:
         raise UserError(f"{source} has no users")
@@ -109,7 +115,7 @@ def _users(source: Path, convert: Callable) -> Iterator[tuple[str, np.ndarray, n
             if len(xs) != len(ys):
                 raise ValueError(f"{len(xs)} samples but {len(ys)} labels")
             x, y = convert(xs, ys)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError(f"{source}: user {user!r}: {_reason(error)}") from None
         yield user, x, y
 
@@ -125,8 +131,11 @@ def _images(xs: list, ys: list) -> tuple[np.ndarray, np.ndarray]:
     if not ((pixels >= 0) & (pixels <= 1)).all():  # also false for NaN
         raise ValueError("a pixel is outside 0..1 or not finite")
     labels = np.array(ys)
-    if len(ys) and not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"labels must be integers, not {labels.dtype}")
+    if len(ys) and (labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer)):
+        raise ValueError(f"labels must be integers, not {labels.dtype} of shape {labels.shape}")
+    if len(ys) and (labels.min() < 0 or labels.max() >= FEMNIST_CLASSES):
+        wrong = labels.max() if labels.min() >= 0 else labels.min()
+        raise ValueError(f"label {wrong} is outside 0..{FEMNIST_CLASSES - 1}")
     x = np.round(pixels * 255).astype(np.uint8).reshape(-1, SIDE, SIDE, 1)
     return x, labels.astype(np.int32)
 
