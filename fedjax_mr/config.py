@@ -381,7 +381,7 @@ def load(folder: Path | str) -> Config:
     """
     path = Path(folder) / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = files.parse_json(files.read_text(path))
         config = _build(values)
     except FileNotFoundError:
         raise UserError(f"{folder} is not a run folder: it has no config.json") from None

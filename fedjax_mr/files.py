@@ -1,16 +1,24 @@
-"""Files that appear whole or not at all, however suddenly the process dies."""
+"""Files that appear whole or not at all, however suddenly the process dies or the power fails."""
 
 import contextlib
+import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fedjax_mr.errors import UserError
+
+# Windows opens no folders, and some network file systems cannot sync one; there nothing more can be done for its names.
+_NO_SYNC_OF_FOLDERS = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
 
 
 @contextlib.contextmanager
 def whole(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path beside ``path`` with its suffix; rename it to ``path`` unless the block fails.
+
+    The content is on the disk before it gets its name, and the name when the block has ended.
 
     Raises:
       UserError: the file cannot be written.
@@ -19,9 +27,82 @@ def whole(path: Path | str) -> Iterator[Path]:
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield temporary
+        sync(temporary)
         os.replace(temporary, path)
+        sync(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror or error})") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def sync(path: Path | str) -> None:
+    """Return once the content of a file, or the names in a folder, would outlast a power failure.
+
+    Raises:
+      OSError: it cannot be written to the disk.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not (os.path.isdir(path) and error.errno in _NO_SYNC_OF_FOLDERS):
+            raise
+
+
+def sync_tree(folder: Path | str) -> None:
+    """`sync` all that a folder holds, and then its own list of names.
+
+    Raises:
+      OSError: something cannot be written to the disk.
+    """
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(place, name))
+        sync(place)
+
+
+def make_folder(path: Path | str) -> list[Path]:
+    """Make a folder and those above it; return the ones that were not there, deepest first.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    path, made = Path(path), []
+    for folder in (path, *path.parents):
+        if folder.exists():
+            break
+        made.append(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        sync(folder.parent)
+    return made
+
+
+def read_text(path: Path | str) -> str:
+    """Return the text of an ordinary file; reading a named pipe would wait for somebody who writes into it.
+
+    Raises:
+      OSError: there is no such file, or it is something else.
+      ValueError: it is not UTF-8.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+      ValueError: it is not JSON, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -1,13 +1,14 @@
 """Checkpoints: everything that the next round needs, written by orbax, whole or not at all, and checked when read.
 
 A checkpoint is the folder ``ROUND`` with orbax's files and a manifest of their checksums. It is written under another
-name and renamed when it is whole, so that a process may die at any moment. The checksums are our own because neither
-orbax nor TensorStore notices every flipped byte.
+name and renamed when all of it is on the disk; only then an older one is removed. So a process may die, and the power
+fail, at any moment. The checksums are our own because neither orbax nor TensorStore notices every flipped byte.
 """
 
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import logging
 import os
@@ -22,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.processes import ALONE, Processes
 
 MANIFEST = "manifest.json"
-_PARTIAL, _DISCARDED = ".partial-", ".discarded-"
+_PARTIAL, _DISCARDED, _DAMAGED = ".partial-", ".discarded-", "damaged-"
 
 
 class Checkpoints:
@@ -44,9 +46,13 @@ class Checkpoints:
         self.processes = processes
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a whole checkpoint, ascending; damage inside is found by `restore`."""
-        folders = (path.parent for path in self.folder.glob(f"*/{MANIFEST}"))
-        return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
+        """Return the rounds that have a checkpoint, ascending; damage inside is found when it is read."""
+        return [round for round in self._numbered() if (self.folder / str(round) / MANIFEST).exists()]
+
+    def _numbered(self) -> list[int]:
+        """Return the numbers that are names of folders, ascending."""
+        names = (path.name for path in self.folder.glob("*/"))
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def latest(self) -> int | None:
         """Return the newest round that has a checkpoint, or None."""
@@ -72,7 +78,7 @@ class Checkpoints:
         filled = {name: self._saveable(leaf) for name, leaf in leaves.items() if leaf.size}  # orbax refuses empty ones
 
         def prepare() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self.folder)
             self._sweep()
             # Asked before orbax is: in its threads a full disk ends in many pages of tracebacks.
             needed, free = sum(leaf.nbytes for leaf in filled.values()), shutil.disk_usage(self.folder).free
@@ -96,16 +102,24 @@ class Checkpoints:
             }
             manifest = {"content": content, "checksum": _seal(content)}
             (partial / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+            # Every process's TensorStore has synced its own files, but nobody the others, the manifest and the names.
+            files.sync_tree(partial)
             self._set_aside(round)
             partial.rename(self.folder / str(round))
+            files.sync(self.folder)
             kept = [each for each in self.rounds() if each <= round][-self.keep :]
             for each in set(self.rounds()) - set(kept):
                 self._set_aside(each)
             self._sweep()
 
-        self.processes.on_first(lambda: self._told(prepare))
-        self.processes.together(lambda: self._told(write))
-        self.processes.on_first(lambda: self._told(complete))
+        try:
+            self.processes.on_first(lambda: self._told(prepare))
+            self.processes.together(lambda: self._told(write))
+            self.processes.on_first(lambda: self._told(complete))
+        except UserError:
+            if self.processes.writes:  # half a checkpoint would keep a full disk full
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def _saveable(self, leaf: Any) -> Any:
         """Return a leaf for orbax: one process writes it whole, of several each writes its own part."""
@@ -129,6 +143,50 @@ class Checkpoints:
     def _sweep(self) -> None:
         for leftover in (*self.folder.glob(f"{_PARTIAL}*"), *self.folder.glob(f"{_DISCARDED}*")):
             shutil.rmtree(leftover)
+
+    def newest_whole(self) -> tuple[int, list[str]]:
+        """Return the newest round whose checkpoint is whole, and a line on each damaged one that is newer.
+
+        Damaged ones are renamed ``damaged-ROUND``: kept, but never read again. All processes get the same answer.
+
+        Raises:
+          UserError: there is no whole checkpoint, and none was renamed; or one cannot be renamed.
+        """
+
+        def find() -> tuple[int, list[str]]:
+            damaged: dict[int, str] = {}
+            for round in reversed(self._numbered()):
+                try:
+                    _verified(self.folder / str(round))
+                except _DamageError as damage:
+                    damaged[round] = str(damage)
+                else:
+                    aside = {each: self._keep_aside(each) for each in damaged}
+                    return round, [
+                        f"checkpoint {self.folder / str(each)} is damaged ({damaged[each]}) and kept as {aside[each]}"
+                        for each in damaged
+                    ]
+            if not damaged:
+                raise UserError(f"{self.folder} holds no checkpoint")
+            reasons = "; ".join(f"{round}: {reason}" for round, reason in damaged.items())
+            raise UserError(f"all checkpoints in {self.folder} are damaged ({reasons}): start anew with --overwrite")
+
+        round, notes = self.processes.on_first(find)
+        return round, notes
+
+    def _keep_aside(self, round: int) -> str:
+        """Rename a damaged checkpoint and return its new name."""
+        name = f"{_DAMAGED}{round}"
+        for number in itertools.count(2):
+            if not (self.folder / name).exists():
+                break
+            name = f"{_DAMAGED}{round}-{number}"
+        try:
+            (self.folder / str(round)).rename(self.folder / name)
+            files.sync(self.folder)
+        except OSError as error:
+            raise UserError(f"cannot keep the damaged checkpoint as {self.folder / name} ({error.strerror})") from None
+        return name
 
     def restore(self, template: Any, round: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Return the tree and the meta dictionary of a checkpoint, bit for bit as saved.
@@ -156,14 +214,22 @@ class Checkpoints:
             _compare(folder, {name: _describe(leaf) for name, leaf in expected.items()}, content["leaves"])
             blank = {name: np.empty(_data_shape(leaf), _data_dtype(leaf)) for name, leaf in expected.items()}
             filled = {name: leaf for name, leaf in blank.items() if leaf.size}
-            saved = {**blank, **(_orbax().restore(folder / "arrays", filled) if filled else {})}
+            saved = {**blank, **(_arrays(folder / "arrays", filled) if filled else {})}
         except _DamageError as damage:
-            remedy = "delete that folder to resume from the previous checkpoint"
+            remedy = "--resume goes on from the previous checkpoint"
             if round == rounds[0]:
                 remedy = "there is no earlier one, so start anew"
             raise UserError(f"checkpoint {folder} is damaged ({damage}): {remedy}") from None
         leaves = [_typed(saved[name], leaf) for name, leaf in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), content["meta"]
+
+
+def _arrays(folder: Path, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of a checkpoint, given some of the same shapes and dtypes."""
+    try:
+        return _orbax().restore(folder, filled)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _DamageError(f"orbax cannot read it: {' '.join(str(error).split())[:200]}") from None
 
 
 def _require_readable(arrays: Path, saved: dict[str, Any]) -> None:
@@ -251,6 +317,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _checksum(path: Path) -> int:
+    if path.exists() and not path.is_file():  # a named pipe has no end
+        raise _DamageError(f"{path.name} is not a file")
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -265,15 +333,17 @@ def _seal(content: dict[str, Any]) -> int:
 def _verified(folder: Path) -> dict[str, Any]:
     """Return the content of the manifest after checking it and every file that it names."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = files.parse_json(files.read_text(folder / MANIFEST))
         content = manifest["content"]
         if manifest["checksum"] != _seal(content):
             raise _DamageError(f"{MANIFEST} was changed")
+        if missing := [name for name in ("meta", "leaves", "files") if not isinstance(content.get(name), dict)]:
+            raise _DamageError(f"{MANIFEST} has no {' and no '.join(missing)}")
         for name, checksum in content["files"].items():
             if _checksum(folder / name) != checksum:
                 raise _DamageError(f"{name} was changed")
         return content
     except FileNotFoundError as error:
         raise _DamageError(f"{os.path.relpath(error.filename, folder)} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _DamageError(f"{MANIFEST} cannot be read: {' '.join(str(error).split())}") from None

@@ -28,6 +28,9 @@ from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import TensorBoard, summarise
 from fedjax_mr.models import Model
 
+# What every version has written into its checkpoints; `traffic` and `rows` came later.
+_META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -86,15 +89,21 @@ class Experiment:
         self.board: TensorBoard | None = None
 
     def start(self) -> tuple[Progress, int]:
-        """Return the progress to go on from, at round 0 or at the last checkpoint, and the rounds done."""
-        if self.config.tensorboard and self.processes.writes:
-            self.board = TensorBoard(self.folder.path)
+        """Return the progress to go on from, at round 0 or at the last whole checkpoint, and the rounds done."""
         if not self.folder.resumed:
-            self._keep_partition()
+            self.processes.on_first(self._begin)
             progress = self.rounds.init()
             self._save(progress, 0)
+            self.folder.to_keep = True
+            self._open_board()
             return progress, 0
-        progress, meta = self.checkpoints.restore(self.rounds.shapes())
+        round, notes = self.checkpoints.newest_whole()
+        if self.processes.writes:
+            for note in notes:
+                print(f"fedjax-mr: {note}; going on from round {round}", file=sys.stderr)
+        progress, meta = self.processes.together(lambda: self.checkpoints.restore(self.rounds.shapes(), round))
+        if missing := [name for name in _META if name not in meta]:
+            raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
         if meta["data"] != self.federated.hash():
             raise UserError(f"{self.folder.path} was made with other data: its partition hash is {meta['data']}")
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
@@ -106,20 +115,26 @@ class Experiment:
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
-        self.folder.cut(done)
+        self.processes.together(lambda: self.folder.cut(done, meta.get("rows")))
+        self._open_board()
         return self.rounds.place(progress), done
 
-    def _keep_partition(self) -> None:
-        """Write ``partition.npz`` and ``partition.png`` into the run folder."""
-        if not self.folder.writes:
-            return
+    def _open_board(self) -> None:
+        if self.config.tensorboard and self.processes.writes:
+            self.board = TensorBoard(self.folder.path)
+
+    def _begin(self) -> None:
+        """Write what is known before the first round into the run folder: configuration and partition."""
+        self.folder.begin(self.config)
         if self.federated.plan is not None:
             plan.save(self.federated.plan, self.folder.path / "partition.npz")
         title = f"{self.federated.dataset.name}, {self.federated.num_clients} clients"
         plots.partition(self.federated.label_counts(), self.folder.path / "partition.png", title=title)
 
     def _save(self, progress: Progress, done: int) -> None:
+        self.processes.on_first(self.folder.sync)  # a checkpoint is never newer than its metrics
         meta = {
+            "rows": len(self.folder.rows()),
             "data": self.federated.hash(),
             "images": self.images,
             "traffic": self.traffic,

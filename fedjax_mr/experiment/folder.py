@@ -46,26 +46,40 @@ class RunFolder:
       path: the folder.
       resumed: whether the run goes on from a checkpoint.
       writes: whether this process writes into it; of several processes only one does.
+      to_keep: whether there is a run to go on with: one that is resumed, or a new one from its first checkpoint on.
     """
 
-    def __init__(self, path: Path, *, resumed: bool, writes: bool = True):
+    def __init__(self, path: Path, *, resumed: bool, writes: bool = True, made: Sequence[Path] = ()):
         """Take the folder for this process; `open` decides which one.
 
+        Args:
+          path: the folder, which is there.
+          resumed: whether its run goes on.
+          writes: whether this process writes into it.
+          made: the folders that were made for it, deepest first; `withdraw` removes them.
+
         Raises:
-          UserError: the folder cannot be written, or another process is at work in it.
+          UserError: the folder cannot be written, another process is at work in it, or the metrics of its run are
+            damaged.
         """
         self.path = path
-        self.resumed = resumed
+        self.resumed = self.to_keep = resumed
         self.writes = writes
+        self._made = made
+        self._begun = False
+        self._locked_before = (path / ".lock").exists()
+        self._rows: list[MetricsRow] = []
+        self._columns: list[str] | None = None  # of the csv file, once this process has written it
         if writes:
             weakref.finalize(self, os.close, lock(path))
-            (path / "diverged.txt").unlink(missing_ok=True)
-        self._rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
-        self._columns: list[str] | None = None  # of the csv file, once this process has written it
+        if resumed and (path / "metrics.jsonl").exists():
+            self._rows = read_rows(path)
 
     @classmethod
     def open(cls, config: Config) -> "RunFolder":
-        """Return the folder of a run: a new one, an emptied one (``overwrite``), or the one to go on in (``resume``).
+        """Return the folder of a run: a new one, one to empty (``overwrite``), or the one to go on in (``resume``).
+
+        Nothing in it has changed yet: `begin` or `cut` is next.
 
         Raises:
           UserError: the folder holds something already, has no checkpoint to resume from, was made with another
@@ -82,15 +96,41 @@ class RunFolder:
             )
         if config.resume:
             return cls(_to_resume(config), resumed=True)
+        made: list[Path] = []
         try:
-            path = _next_in_runs(config) if config.run_dir is None else _given(config)
-            folder = cls(path, resumed=False)
-            if config.overwrite:
-                folder._clear()
-            configuration.save(config, path)
-        except OSError as error:
+            path = _next_in_runs(config, made) if config.run_dir is None else _given(config, made)
+            return cls(path, resumed=False, made=made)
+        except (OSError, UserError) as error:
+            _remove_empty(made)
+            if isinstance(error, UserError):
+                raise
             raise UserError(f"cannot write into {config.run_dir or RUNS} ({error.strerror})") from None
-        return folder
+
+    def begin(self, config: Config) -> None:
+        """Remove the run that was here (``overwrite``) and write the configuration of the new one.
+
+        Raises:
+          UserError: the folder cannot be written.
+        """
+        if not self.writes:
+            return
+        self._begun = True
+        try:
+            self._clear()
+        except OSError as error:
+            raise UserError(f"cannot write into {self.path} ({error.strerror})") from None
+        configuration.save(config, self.path)
+
+    def withdraw(self) -> None:
+        """Remove what was made here, and the folder if it was; of a run ``to_keep`` nothing, nor what is older."""
+        if self.to_keep or not self.writes:
+            return
+        with contextlib.suppress(OSError):  # what cannot be removed stays: there is an error to be told already
+            if self._begun:
+                self._clear()
+            if not self._locked_before:
+                (self.path / ".lock").unlink(missing_ok=True)
+        _remove_empty(self._made)
 
     def _clear(self) -> None:
         for path in (self.path / name for name in CONTENTS):
@@ -129,17 +169,50 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
 
-    def cut(self, round: int) -> None:
-        """Forget the evaluations after a round: those that are newer than the checkpoint to go on from."""
-        self._rows = [row for row in self._rows if row["round"] <= round]
+    def sync(self) -> None:
+        """Return once all evaluations would outlast a power failure.
+
+        Raises:
+          UserError: they cannot be written to the disk.
+        """
+        try:
+            for name in ("metrics.jsonl", "metrics.csv") if self.writes and self._columns else ():
+                files.sync(self.path / name)
+        except OSError as error:
+            raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
+
+    def cut(self, round: int, count: int | None = None) -> None:
+        """Forget the evaluations after a round: those that are newer than the checkpoint to go on from.
+
+        Args:
+          round: the round of the checkpoint.
+          count: how many evaluations there were then; None if the checkpoint does not say.
+
+        Raises:
+          UserError: evaluations, or parts of them, are missing; nothing was changed.
+        """
+        rows = [row for row in self._rows if row["round"] <= round]
+        path, remedy = self.path / "metrics.jsonl", "put back the whole file, or start anew with --overwrite"
+        if count is not None and len(rows) != count:
+            raise UserError(
+                f"{path} has {len(rows)} evaluations up to round {round} and its checkpoint counts {count}: {remedy}"
+            )
+        for row in rows:
+            if missing := [name for name in COLUMNS if name not in row]:
+                raise UserError(f"{path} is damaged (round {row['round']} has no {', '.join(missing)}): {remedy}")
+        self._rows = rows
         if self.writes:
+            (self.path / "diverged.txt").unlink(missing_ok=True)
             self._rewrite()
 
     def write_info(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write ``info/ROUND.npz``: what a strategy tells of a round beside its metrics."""
         if not (self.writes and arrays):
             return
-        (self.path / "info").mkdir(exist_ok=True)
+        try:
+            files.make_folder(self.path / "info")
+        except OSError as error:
+            raise UserError(f"cannot write into {self.path} ({error.strerror})") from None
         with files.whole(self.path / "info" / f"{round}.npz") as path:
             np.savez(path, allow_pickle=False, **arrays)
 
@@ -188,8 +261,12 @@ def read_rows(folder: Path | str) -> list[MetricsRow]:
     """
     path = Path(folder) / "metrics.jsonl"
     try:
-        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        whole, _, _ = files.read_text(path).rpartition("\n")
+        rows = [files.parse_json(line) for line in whole.splitlines()]
+        for number, row in enumerate(rows, 1):
+            if not _is_row(row):
+                raise ValueError(f"line {number} is no evaluation")
+        return rows
     except OSError as error:
         raise UserError(f"{folder} is not a run folder with metrics ({path.name}: {error.strerror})") from None
     except ValueError as error:
@@ -219,7 +296,10 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
     """
     path = Path(folder) / "summary.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        summary = files.parse_json(files.read_text(path))
+        if not isinstance(summary, dict):
+            raise ValueError("it is no table of values")
+        return summary
     except OSError as error:
         raise UserError(f"{folder} is no finished run ({path.name}: {error.strerror})") from None
     except ValueError as error:
@@ -285,15 +365,17 @@ def _number(name: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _next_in_runs(config: Config) -> Path:
+def _next_in_runs(config: Config, made: list[Path]) -> Path:
     """Return a new folder in `RUNS` with the next free number; another process may be about to take the same one."""
     stem = f"{_stem(config)}{configuration.digest(config)}-"
     number = max((_number(path.name) for path in Path(RUNS).glob(f"{stem}*")), default=0) + 1
     while True:
         path = Path(RUNS) / f"{stem}{number}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            made[:] = files.make_folder(path.parent)
             path.mkdir()
+            made.insert(0, path)
+            files.sync(path.parent)
             return path
         except FileExistsError:
             if path.parent.is_dir():
@@ -306,10 +388,10 @@ def _visible_names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
 
 
-def _given(config: Config) -> Path:
+def _given(config: Config, made: list[Path]) -> Path:
     """Return ``run_dir``, made if need be; it must be empty, or hold a run that may be overwritten."""
     path = Path(config.run_dir or "")
-    path.mkdir(parents=True, exist_ok=True)
+    made += files.make_folder(path)
     found = _visible_names(path)
     if not found:
         return path
@@ -318,6 +400,12 @@ def _given(config: Config) -> Path:
     if not {"config.json", "run.flags"} <= set(found):
         raise UserError(f"{path} does not look like a run folder (no config.json, run.flags), so it is not overwritten")
     return path
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # another run has come into it
+            folder.rmdir()
 
 
 def _to_resume(config: Config) -> Path:
@@ -361,6 +449,9 @@ def lock(path: Path) -> int:
             os.close(descriptor)
             raise UserError(f"another process is at work in {path}") from None
         # Some network file systems have no locks; the run is worth more than the lock.
+    if not (path / ".lock").exists():  # a run that was refused has just withdrawn, and its lock with it
+        os.close(descriptor)
+        raise UserError(f"another process was at work in {path}: try again")
     return descriptor
 
 
@@ -376,6 +467,13 @@ def plain_numbers(value: Any) -> Any:
     if hasattr(value, "item"):  # a NumPy or JAX number
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_row(row: Any) -> bool:
+    """Return whether a value that was read is an evaluation: numbers by name, among them the round."""
+    if not isinstance(row, dict) or type(row.get("round")) is not int:
+        return False
+    return all(value is None or isinstance(value, int | float) for value in row.values())
 
 
 def _line(row: MetricsRow) -> str:

@@ -59,19 +59,22 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
     federated = processes.together(lambda: data.federated_data(config, dataset=dataset))
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
-    with processes.lost_by_name(), memory_by_name():
-        (end,) = Run([set_up(config, federated, processes)]).run()
+    with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
+        (end,) = Run([set_up(config, federated, processes, at_the_end)]).run()
     if isinstance(end, DivergedError):
         raise end
     return end
 
 
-def set_up(config: Config, federated: FederatedData, processes: Processes) -> Experiment:
-    """Build the rounds, take the run folder and return the experiment."""
+def set_up(
+    config: Config, federated: FederatedData, processes: Processes, at_the_end: contextlib.ExitStack
+) -> Experiment:
+    """Build the rounds, take the run folder and return the experiment; ``at_the_end`` a folder without a run goes."""
     model = build_model(config, federated)
     axis = client_axis(devices=config.devices, lanes=config.lanes, cohort_size=config.cohort)
     rounds = build_rounds(config, federated, model, axis)
     folder = open_folder(config, processes)
+    at_the_end.callback(folder.withdraw)
     if config.progress and processes.writes:
         notes = [*federated.notes, *without_effect(config)]
         if federated.holdout is not None and rounds.strategy.global_model is None:

@@ -1,5 +1,6 @@
 """Runs that differ in their seeds alone, in ONE compiled program (see `fedjax_mr.engine.rounds.SeedRounds`)."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -42,17 +43,18 @@ def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
     cohort_size = len(configs) * first.cohort
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
-    experiments = [set_up(config, data.federated_data(config), ALONE) for config in configs]
-    rounds = experiments[0].rounds
-    if rounds.on_host:
-        raise UserError("seeds in one program need the clients' samples and memories on the devices")
-    if first.strategy == "centralized":  # its one client is the whole index, in which the seeds are joined
-        raise UserError("centralized trains on all rows at once, so that its seeds cannot train in one program")
-    if rounds.given.problem.public is not None:
-        raise UserError("each seed has a public set of its own, so that they cannot train in one program")
-    givens = [experiment.rounds.given for experiment in experiments]
-    together = SeedRounds(rounds.build, givens, axis, stop_at_divergence=not first.allow_nonfinite)
-    return Seeds(experiments, together).run()
+    with contextlib.ExitStack() as at_the_end:
+        experiments = [set_up(config, data.federated_data(config), ALONE, at_the_end) for config in configs]
+        rounds = experiments[0].rounds
+        if rounds.on_host:
+            raise UserError("seeds in one program need the clients' samples and memories on the devices")
+        if first.strategy == "centralized":  # its one client is the whole index, in which the seeds are joined
+            raise UserError("centralized trains on all rows at once, so that its seeds cannot train in one program")
+        if rounds.given.problem.public is not None:
+            raise UserError("each seed has a public set of its own, so that they cannot train in one program")
+        givens = [experiment.rounds.given for experiment in experiments]
+        together = SeedRounds(rounds.build, givens, axis, stop_at_divergence=not first.allow_nonfinite)
+        return Seeds(experiments, together).run()
 
 
 class Seeds(Run):

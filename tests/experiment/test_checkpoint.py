@@ -269,7 +269,7 @@ def test_damage_to_any_file_is_found(two_checkpoints, tmp_path, damage):
             message = error_of(Checkpoints(folder).restore, state())
             assert f"{folder / '2'} is damaged" in message
             assert str(name.relative_to("2")) in message
-            assert "delete that folder to resume from the previous checkpoint" in message
+            assert "--resume goes on from the previous checkpoint" in message
             shutil.rmtree(folder / "2")
         assert Checkpoints(folder).restore(state())[1] == {"round": 1}
         shutil.rmtree(folder)

@@ -45,9 +45,16 @@ def row(round, **changes):
     return values | changes
 
 
+def begun(config):
+    """Open the folder of a new run and begin it."""
+    folder = RunFolder.open(config)
+    folder.begin(config)
+    return folder
+
+
 def a_run(config, *, rounds=(5, 10), checkpoint=10):
     """Make a run folder with evaluations and a checkpoint."""
-    folder = RunFolder.open(config)
+    folder = begun(config)
     for round in rounds:
         folder.append(row(round))
     Checkpoints(folder.path / "checkpoints").save(checkpoint, {"w": np.ones(2)}, {})
@@ -64,7 +71,7 @@ def csv_rows(folder):
 
 def test_new_folders_are_named_from_the_configuration():
     digest = configuration.digest(Config())
-    paths = [RunFolder.open(Config()).path for _ in range(3)]
+    paths = [begun(Config()).path for _ in range(3)]
     assert [str(path) for path in paths] == [f"runs/fedmr-digits-cnn_digits-{digest}-{i}" for i in (1, 2, 3)]
     assert configuration.load(paths[0]) == configuration.parse([])
     assert (paths[0] / "run.flags").exists()
@@ -107,7 +114,7 @@ def test_overwrite_removes_the_run_and_nothing_else():
     path = a_run(Config(run_dir="a"))
     for name in ("notes.txt", "summary.json", "curves.png"):
         (path / name).write_text("x")
-    folder = RunFolder.open(Config(run_dir="a", overwrite=True, lr=0.3))
+    folder = begun(Config(run_dir="a", overwrite=True, lr=0.3))
     assert folder.rows() == [] and not folder.resumed
     visible = sorted(each.name for each in path.iterdir() if each.name != ".lock")
     assert visible == ["config.json", "notes.txt", "run.flags"]
@@ -130,7 +137,7 @@ def test_overwrite_follows_no_link_out_of_the_folder():
     Path("kept").mkdir()
     Path("kept/file").write_text("mine")
     (path / "tensorboard").symlink_to(Path("kept").absolute())
-    RunFolder.open(Config(run_dir="a", overwrite=True))
+    begun(Config(run_dir="a", overwrite=True))
     assert Path("kept/file").read_text() == "mine" and not (path / "tensorboard").exists()
 
 
@@ -142,7 +149,7 @@ def test_resume_takes_the_given_folder_or_the_newest_of_the_same_configuration()
     a_run(Config(seed=1))
     assert RunFolder.open(Config(resume=True)).path == paths[-1]
     assert RunFolder.open(Config(resume=True, lanes=2, progress=False, checkpoint_every=3)).path == paths[-1]
-    RunFolder.open(Config())  # one that was stopped before its first checkpoint
+    begun(Config())  # one that was stopped before its first checkpoint
     assert RunFolder.open(Config(resume=True)).path == paths[-1]
 
 
@@ -180,7 +187,7 @@ def test_resume_without_a_checkpoint_is_refused():
     assert "no run of this configuration" in error_of(RunFolder.open, Config(resume=True))
     Path("empty").mkdir()
     assert "empty has no checkpoint; is it" in error_of(RunFolder.open, Config(run_dir="empty", resume=True))
-    RunFolder.open(Config(run_dir="early"))
+    begun(Config(run_dir="early"))
     (Path("early") / "checkpoints" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
     assert "no checkpoint; start it anew with" in error_of(RunFolder.open, Config(run_dir="early", resume=True))
     assert RunFolder.open(Config(run_dir="early", overwrite=True)).path == Path("early")
@@ -308,7 +315,7 @@ def test_a_damaged_file_is_named():
 
 
 def test_files_are_replaced_whole(monkeypatch):
-    folder = RunFolder.open(Config(run_dir="a"))
+    folder = begun(Config(run_dir="a"))
     folder.write_summary({"rounds": 1})
     monkeypatch.setattr(json, "dumps", lambda *arguments, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):

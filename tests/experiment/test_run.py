@@ -273,11 +273,15 @@ def test_bad_resumes_are_one_line(straight, capsys):
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(content)
-    assert command.main([*config, "--resume"]) == 2
+    assert command.main([*config, "--resume"]) == 0
     line = capsys.readouterr().err
     assert "checkpoints/6 is damaged" in line
+    assert line.endswith(" and kept as damaged-6; going on from round 4\n")
     assert line.count("\n") == 1
+    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["4", "6", "damaged-6"]
+    assert numbers("a") == numbers(straight.folder)
     assert command.main([*config, "--overwrite"]) == 0
+    assert not Path("a/checkpoints/damaged-6").exists()
 
 
 # --- the real command -------------------------------------------------------------------------------------------------
