@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -100,9 +101,26 @@ def _use_compilation_cache() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(root / "fedjax_mr" / "xla" / _machine()))
+    folder = root / "fedjax_mr" / "xla" / _machine()
+    _remove_half_written(folder)
+    # The cache saves time and no more, so that it is no news if an entry cannot be written or read.
+    warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache entry", UserWarning)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _remove_half_written(folder: Path) -> None:
+    """Remove the entries of the cache whose writing was cut short (a kill, a full disk).
+
+    JAX would try to read them for ever: it never replaces an entry. It writes an entry's time of use when the entry is
+    whole; without one it also stops with an error where old entries make room, and keeps nothing any more.
+    """
+    with contextlib.suppress(OSError):
+        for entry in folder.glob("*-cache"):
+            used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
+            if not used.exists():
+                entry.unlink()
 
 
 def _machine() -> str:

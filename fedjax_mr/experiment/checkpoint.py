@@ -14,6 +14,8 @@ import logging
 import os
 import re
 import shutil
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,7 +120,7 @@ class Checkpoints:
             self.processes.on_first(lambda: self._told(complete))
         except UserError:
             if self.processes.writes:  # half a checkpoint would keep a full disk full
-                shutil.rmtree(partial, ignore_errors=True)
+                _remove_under_way(partial)
             raise
 
     def _saveable(self, leaf: Any) -> Any:
@@ -251,13 +253,28 @@ def _system_error(error: ValueError) -> str | None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep orbax from printing a failure in its threads, which `Checkpoints.save` reports in one line."""
-    log = logging.getLogger("absl")
-    disabled, log.disabled = log.disabled, True
+    """Keep orbax and TensorStore from printing a failure in their threads, which `Checkpoints.save` reports."""
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+
+    def unless_late(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    disabled, log.disabled, sys.unraisablehook = log.disabled, True, unless_late
     try:
         yield
+        sys.unraisablehook = hook  # but not after a failure: other threads then end later than the loop that has it
     finally:
         log.disabled = disabled
+
+
+def _remove_under_way(folder: Path) -> None:
+    """Remove a folder, if possible, although TensorStore's threads go on to write into it for a moment."""
+    for _ in range(40):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
+        if not folder.exists():
+            return
 
 
 class _DamageError(Exception):
