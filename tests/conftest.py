@@ -36,6 +36,7 @@ QUICK_TO_COMPILE = {
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
     add_xla_flags(QUICK_TO_COMPILE | PATIENT)
 set_up_jax(devices=2, cohort_size=2)
+os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

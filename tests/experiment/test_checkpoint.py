@@ -1,6 +1,7 @@
 """Checkpoints come back bit for bit, survive a kill at any moment, and are never believed when damaged."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fedjax_mr import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import checkpoint
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
@@ -292,6 +295,79 @@ def test_damage_without_an_earlier_checkpoint(two_checkpoints, tmp_path):
     assert "there is no earlier one" in error_of(Checkpoints(tmp_path).restore, state())
 
 
+def reseal(path, change):
+    """Change the content of a manifest as somebody would who forges its checksum too."""
+    content = json.loads(path.read_text())["content"]
+    change(content)
+    path.write_text(json.dumps({"content": content, "checksum": checkpoint._seal(content)}))
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def an_array(manifest):
+    return next(path for path in sorted((manifest.parent / "arrays").rglob("*")) if path.parent.name == "d")
+
+
+DAMAGES = {  # of a checkpoint with this manifest -> the reason that is given
+    "an empty manifest, as a power failure leaves it": (empty, "manifest.json cannot be read"),
+    "no manifest": (Path.unlink, "manifest.json is missing"),
+    "a manifest without meta": (lambda path: reseal(path, lambda content: content.pop("meta")), "has no meta"),
+    "leaves of another kind": (lambda path: reseal(path, lambda content: content.update(leaves=[])), "has no leaves"),
+    "a manifest of another kind": (lambda path: path.write_text("[1]"), "manifest.json cannot be read"),
+    "content of another kind": (lambda path: path.write_text('{"content": 1, "checksum": 1}'), "was changed"),
+    "a deeply nested manifest": (lambda path: path.write_text("[" * 200_000), "nested too deeply"),
+    "a pipe as manifest": (pipe, "it is not a file"),
+    "a folder as manifest": (folder_instead, "it is not a file"),
+    "an array cut short": (lambda path: truncate(an_array(path)), "was changed"),
+    "a pipe as array": (lambda path: pipe(an_array(path)), "is not a file"),
+    "no arrays": (lambda path: shutil.rmtree(path.parent / "arrays"), "is missing"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_kept_aside(two_checkpoints, tmp_path, case):
+    damage, reason = DAMAGES[case]
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "copy"))
+    damage(folder / "2" / MANIFEST)
+    held = sorted(path.relative_to(folder / "2") for path in (folder / "2").rglob("*"))
+    round, (note,) = Checkpoints(folder).newest_whole()
+    assert round == 1 and "\n" not in note
+    assert f"{folder / '2'} is damaged (" in note and reason in note and "kept as damaged-2" in note
+    assert Checkpoints(folder).rounds() == [1] and Checkpoints(folder).newest_whole() == (1, [])
+    assert sorted(path.relative_to(folder / "damaged-2") for path in (folder / "damaged-2").rglob("*")) == held
+
+
+def test_every_damaged_checkpoint_stays(two_checkpoints, tmp_path):
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "copy"))
+    for name in ("damaged-2", "damaged-2-2", "damaged-2-3"):
+        shutil.copytree(two_checkpoints / "2", folder / "2", dirs_exist_ok=True)
+        truncate(folder / "2" / MANIFEST)
+        assert name in Checkpoints(folder).newest_whole()[1][0]
+    Checkpoints(folder, keep=1).save(3, state(3), {})
+    names = ["3", "damaged-2", "damaged-2-2", "damaged-2-3"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    truncate(folder / "3" / MANIFEST)
+    message = error_of(Checkpoints(folder).newest_whole)
+    assert "all checkpoints in" in message and "start anew with --overwrite" in message
+    assert sorted(path.name for path in folder.iterdir()) == names  # nothing to go on from, nothing to set aside
+    assert "no checkpoint" in error_of(Checkpoints(tmp_path / "none").newest_whole)
+
+
+def test_a_forged_manifest_of_no_files_is_one_line(two_checkpoints, tmp_path):
+    folder = Path(shutil.copytree(two_checkpoints, tmp_path / "copy"))
+    reseal(folder / "2" / MANIFEST, lambda content: content["files"].clear())
+    shutil.rmtree(folder / "2" / "arrays")
+    assert "orbax cannot read it" in error_of(Checkpoints(folder).restore, state())
+
+
 # --- Not what was expected -------------------------------------------------------------------------------------------
 
 
@@ -353,6 +429,109 @@ def test_tensorstores_full_disk_is_one_line(tmp_path, monkeypatch):
             )
 
     monkeypatch.setattr(checkpoint, "_orbax", Full)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored after the test
     with pytest.raises(UserError, match=r"cannot write .*No space left on device\)$"):
         checkpoints.save(2, {"a": np.arange(3)}, {})
     assert checkpoints.rounds() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]  # half a checkpoint would keep the disk full
+
+
+def test_threads_that_end_after_a_failure_are_not_heard(monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+
+    def report(message):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(message)))
+
+    with checkpoint._silent():
+        pass
+    report("Event loop is closed")
+    with pytest.raises(ValueError), checkpoint._silent():
+        raise ValueError
+    report("Event loop is closed")
+    report("another error")
+    assert [str(each.exc_value) for each in heard] == ["Event loop is closed", "another error"]
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_that_before_the_older_goes(tmp_path, monkeypatch):
+    checkpoints, events = Checkpoints(tmp_path, keep=1), []
+    checkpoints.save(1, state(), {})
+
+    def noted(owner, name, ordinary):
+        def note(*arguments, **options):
+            events.append((name, *(Path(each).relative_to(tmp_path).as_posix() for each in arguments)))
+            return ordinary(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(files, "sync", files.sync)
+    noted(checkpoint.shutil, "rmtree", shutil.rmtree)
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda old, new: (events.append(("rename", old.name, new.name)), rename(old, new))
+    )
+    checkpoints.save(2, state(2), {})
+    monkeypatch.undo()
+    renamed = events.index(("rename", ".partial-2", "2"))
+    synced = {name for _, name, *_ in events[:renamed] if name.startswith(".partial-2")}
+    there = {(Path(".partial-2") / path.relative_to(tmp_path / "2")).as_posix() for path in (tmp_path / "2").rglob("*")}
+    assert synced == there | {".partial-2"}
+    assert events[renamed + 1 :] == [("sync", "."), ("rename", "1", ".discarded-1"), ("rmtree", ".discarded-1")]
+
+
+# --- Disks that fill and limits of file size, for the real writers ---------------------------------------------------
+
+LIMITED = """
+import resource, sys
+import numpy as np
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import Checkpoints, shutil
+
+folder, limit, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+plenty = shutil._ntuple_diskusage(10**12, 0, 10**12)  # the disk fills after it was asked
+shutil.disk_usage = lambda path: plenty
+tree = lambda round: {str(i): np.random.default_rng(round).normal(size=5_000) for i in range(8)}
+checkpoints = Checkpoints(folder)
+checkpoints.save(0, {"0": tree(0)["0"][:100]}, {})
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    for round in range(1, last):
+        checkpoints.save(round, tree(round), {})
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def write_under_a_limit(folder, *, limit=0, last=2):
+    command = [sys.executable, "-c", LIMITED, str(folder), str(limit), str(last)]
+    return subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1_000, 40_000, 200_000])
+def test_a_limit_of_file_size_is_one_line(tmp_path, limit):
+    ended = write_under_a_limit(tmp_path / "c", limit=limit)
+    assert ended.stderr == f"cannot write a checkpoint into {tmp_path / 'c'} (File too large)\n"
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["0"]
+    assert Checkpoints(tmp_path / "c").newest_whole() == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [250, 450, 900, 1300])
+def test_a_disk_that_fills_while_it_is_written_is_one_line(tmp_path, size):
+    """A checkpoint has 320 kB, three are there for a moment."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small file system")
+    try:
+        ended = write_under_a_limit(disk / "c", last=6)
+        full = f"cannot write a checkpoint into {disk / 'c'} (No space left on device)\n"
+        assert ended.stderr == ("" if size > 1200 else full)
+        rounds = Checkpoints(disk / "c").rounds()
+        assert Checkpoints(disk / "c").newest_whole() == (rounds[-1], [])
+        assert sorted(path.name for path in (disk / "c").iterdir()) == [str(round) for round in rounds]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

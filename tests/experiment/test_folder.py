@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from fedjax_mr import config as configuration
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, runs_by_settings
+from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, runs_by_settings
 
 
 @pytest.fixture(autouse=True)
@@ -294,6 +295,101 @@ def test_a_half_written_last_line_is_left_out(cut_first):
         folder.append(row(15))
         assert (path / "metrics.jsonl").read_text() == text
         assert [each["round"] for each in csv_rows("a")] == ["5", "10", "15"]
+
+
+LINE = json.dumps(row(5)) + "\n"
+WRONG_METRICS = {  # of a run whose checkpoint counts 2 of its 3 rows -> what is said
+    "emptied": (lambda path: path.write_text(""), "has 0 evaluations up to round 10 and its checkpoint counts 2"),
+    "deleted": (Path.unlink, "has 0 evaluations up to round 10 and its checkpoint counts 2"),
+    "shortened": (lambda path: path.write_text(LINE), "has 1 evaluations up to round 10"),
+    "a row in the middle": (lambda path: path.write_text(LINE + json.dumps(row(15)) + "\n"), "has 1 evaluations"),
+    "one row twice": (lambda path: path.write_text(LINE + path.read_text()), "has 3 evaluations up to round 10"),
+    "rows without anything": (lambda path: path.write_text("{}\n{}\n"), "line 1 is no evaluation"),
+    "lists": (lambda path: path.write_text(LINE + "[1,2]\n"), "line 2 is no evaluation"),
+    "a round that is no number": (lambda path: path.write_text('{"round": "5"}\n'), "line 1 is no evaluation"),
+    "texts": (lambda path: path.write_text(LINE.replace("0.05", '"much"')), "line 1 is no evaluation"),
+    "columns": (lambda path: path.write_text('{"round": 5, "loss": 1}\n' * 2), "round 5 has no accuracy, train_loss"),
+    "nested": (lambda path: path.write_text("[" * 200_000 + "\n"), "nested too deeply"),
+    "not text": (lambda path: path.write_bytes(b"\xff\n"), "is damaged"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is not a file"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "it is not a file"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_METRICS)
+def test_metrics_that_are_not_those_of_the_checkpoint_are_refused(case):
+    wrong, message = WRONG_METRICS[case]
+    config = Config(run_dir="a")
+    folder = begun(config)
+    for round in (5, 10, 15):
+        folder.append(row(round))
+    (folder.path / "checkpoints").mkdir()
+    (folder.path / "checkpoints" / "10").mkdir()
+    (folder.path / "checkpoints" / "10" / "manifest.json").touch()
+    wrong(Path("a/metrics.jsonl"))
+    before = sorted(Path("a").iterdir())
+    assert message in error_of(lambda: RunFolder.open(Config(run_dir="a", resume=True)).cut(10, 2))
+    assert sorted(Path("a").iterdir()) == before
+    del folder
+    begun(Config(run_dir="a", overwrite=True))  # the remedy that is offered
+    assert not Path("a/metrics.jsonl").exists()
+
+
+def test_surplus_rows_are_cut_and_versions_that_did_not_count_resume():
+    a_run(Config(run_dir="a"), rounds=(5, 10, 15), checkpoint=10)
+    folder = RunFolder.open(Config(run_dir="a", resume=True))
+    folder.cut(10, 2)
+    assert [each["round"] for each in read_rows("a")] == [5, 10]
+    folder.cut(5, None)
+    assert [each["round"] for each in read_rows("a")] == [5]
+
+
+def test_deeply_nested_settings_and_summaries_are_one_line():
+    path = a_run(Config(run_dir="a"))
+    for name, read in (("config.json", configuration.load), ("summary.json", read_summary)):
+        for text in ("[" * 200_000, '{"a":' * 200_000, "[1]"):
+            (path / name).write_text(text)
+            assert name in error_of(read, path)
+
+
+# --- What is refused leaves nothing ----------------------------------------------------------------------------------
+
+
+def everything():
+    return {str(path): path.is_file() and path.read_bytes() for path in Path().rglob("*")}
+
+
+def test_what_is_withdrawn_was_never_there():
+    Path("empty").mkdir()
+    Path("old").mkdir()
+    Path("old/.lock").touch()
+    before = everything()
+    for run_dir in (None, "new", "new/deep", "empty", "old", "old/new"):
+        for begin in (False, True):
+            config = Config(run_dir=run_dir)
+            folder = begun(config) if begin else RunFolder.open(config)
+            if begin:
+                folder.append(row(5))
+            folder.withdraw()
+            assert everything() == before
+    kept = begun(Config(run_dir="new"))
+    kept.to_keep = True
+    kept.withdraw()
+    assert Path("new/config.json").exists()
+
+
+def test_withdrawing_removes_nothing_that_is_older():
+    a_run(Config(run_dir="a"))
+    Path("a/diverged.txt").write_text("x")
+    Path("runs/another").mkdir(parents=True)
+    before = everything()
+    for config in (Config(run_dir="a", overwrite=True), Config(run_dir="a", resume=True), Config()):
+        RunFolder.open(config).withdraw()
+        assert everything() == before
+    folder = RunFolder.open(Config(run_dir="new"))
+    Path("new/mine").touch()
+    folder.withdraw()
+    assert [path.name for path in Path("new").iterdir()] == ["mine"]
 
 
 def test_a_full_disk_is_one_line():

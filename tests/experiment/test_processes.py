@@ -22,6 +22,7 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import processes as distributed
+from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.processes import LostError, Processes, join_processes
 
 SMALL: dict[str, Any] = dict(
@@ -110,6 +111,15 @@ def test_the_first_process_decides(service):
 
     assert in_each(service, 3, decide) == [["a", 1]] * 3
     assert called == [0]
+
+
+def test_all_take_the_checkpoint_that_the_first_process_finds_whole(service, tmp_path):
+    for round in (1, 2):
+        Checkpoints(tmp_path).save(round, {"a": np.arange(3)}, {})
+    (tmp_path / "2" / "manifest.json").write_text("")
+    first, *others = in_each(service, 3, lambda processes: Checkpoints(tmp_path, processes=processes).newest_whole())
+    assert first[0] == 1 and "kept as damaged-2" in first[1][0]
+    assert others == [first] * 2
 
 
 def test_differences_are_named(service):

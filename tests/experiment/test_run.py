@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import main as command
 from fedjax_mr import plots
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import experiment as experiments
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
@@ -243,6 +245,10 @@ BAD = {
     "unwritable": (["--run_dir=file/run"], "cannot write into file/run"),
     "not a run": (["--compare_to=nowhere"], "nowhere is not a run folder"),
     "devices": (["--devices=0"], "--devices=0 is out of range"),
+    "tests on the host": (
+        ["--model=logistic", "--eval_clients", "--data_placement=host"],
+        "need the samples on the device",
+    ),
 }
 
 
@@ -255,7 +261,26 @@ def test_bad_input_is_one_line(case, capsys):
     assert output.out == ""
     assert output.err.count("\n") == 1
     assert expected in output.err
-    assert sorted(path.name for path in Path().iterdir()) in (["file"], ["file", "runs"])
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def forget_the_count(manifest):
+    content = json.loads(manifest.read_text())["content"]
+    del content["meta"]["rows"]
+    checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    manifest.write_text(json.dumps({"content": content, "checksum": checksum}))
+
+
+def test_a_run_whose_first_checkpoint_fails_leaves_nothing(monkeypatch):
+    def full(self, round, tree, meta):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    Path("mine").mkdir()
+    for run_dir in (None, "a/b", "mine"):
+        with pytest.raises(UserError, match="the disk is full"):
+            fmr.run(fmr.Config(**SMALL, run_dir=run_dir))
+        assert [path.name for path in Path().rglob("*")] == ["mine"]
 
 
 def test_bad_resumes_are_one_line(straight, capsys):
@@ -279,6 +304,17 @@ def test_bad_resumes_are_one_line(straight, capsys):
     assert line.endswith(" and kept as damaged-6; going on from round 4\n")
     assert line.count("\n") == 1
     assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["4", "6", "damaged-6"]
+    assert numbers("a") == numbers(straight.folder)
+    rows = Path("a/metrics.jsonl").read_text()
+    Path("a/metrics.jsonl").write_text(rows.partition("\n")[2])
+    capsys.readouterr()
+    assert command.main([*config, "--resume"]) == 2
+    line = capsys.readouterr().err
+    assert "metrics.jsonl has 2 evaluations up to round 6 and its checkpoint counts 3: put back the whole file" in line
+    assert line.count("\n") == 1
+    Path("a/metrics.jsonl").write_text(rows)
+    forget_the_count(Path("a/checkpoints/6/manifest.json"))  # as older versions wrote it
+    assert command.main([*config, "--resume"]) == 0
     assert numbers("a") == numbers(straight.folder)
     assert command.main([*config, "--overwrite"]) == 0
     assert not Path("a/checkpoints/damaged-6").exists()

@@ -1,0 +1,78 @@
+"""Files are on the disk before they get their names; what is no file is never waited for."""
+
+import errno
+import os
+
+import pytest
+
+from fedjax_mr import files
+from fedjax_mr.errors import UserError
+
+
+@pytest.fixture
+def events(monkeypatch, tmp_path):
+    """Record in which order files are synced and renamed."""
+    events, sync, replace = [], files.sync, os.replace
+    monkeypatch.setattr(files, "sync", lambda path: (events.append(("sync", path)), sync(path)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(("rename", old, new)), replace(old, new)))
+    return events
+
+
+def test_content_is_on_the_disk_before_its_name(tmp_path, events):
+    with files.whole(tmp_path / "a.txt") as path:
+        path.write_text("new")
+    assert events == [("sync", path), ("rename", path, tmp_path / "a.txt"), ("sync", tmp_path)]
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_leaves_the_older_file(tmp_path, monkeypatch, step):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "a.txt").write_text("old")
+    monkeypatch.setattr(os, step, full)
+    full_disk = pytest.raises(UserError, match=r"cannot write .*a\.txt \(No space left on device\)$")
+    with full_disk, files.whole(tmp_path / "a.txt") as path:
+        path.write_text("new")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
+
+
+def test_folders_that_cannot_be_synced_are_passed_over_and_failing_disks_are_not(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    code = errno.EINVAL
+
+    def fail(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    files.sync(tmp_path)
+    for code, path in ((errno.EINVAL, tmp_path / "file"), (errno.EIO, tmp_path)):
+        with pytest.raises(OSError, match=os.strerror(code)):
+            files.sync(path)
+
+
+def test_a_tree_is_synced_from_its_leaves(tmp_path, events):
+    made = files.make_folder(tmp_path / "a" / "b")
+    assert made == [tmp_path / "a" / "b", tmp_path / "a"] and files.make_folder(tmp_path / "a") == []
+    assert events == [("sync", tmp_path / "a"), ("sync", tmp_path)]
+    events.clear()
+    (tmp_path / "a" / "b" / "file").touch()
+    files.sync_tree(tmp_path / "a")
+    assert [str(path) for _, path in events] == [str(tmp_path / "a" / name) for name in ("b/file", "b")] + [
+        str(tmp_path / "a")
+    ]
+
+
+def test_what_is_no_file_is_an_error_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, tmp_path / "absent"):
+        with pytest.raises(OSError):
+            files.read_text(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 200_000, '{"a":' * 200_000, "1" * 5000])
+def test_json_is_read_or_is_a_value_error(text):
+    assert files.parse_json('{"a": [1]}') == {"a": [1]}
+    with pytest.raises(ValueError):
+        files.parse_json(text)
