@@ -13,11 +13,8 @@ def test_entries_cut_short_are_removed_and_unwritable_ones_are_no_news(tmp_path,
     folder.mkdir(parents=True)
     for name in ("whole-cache", "whole-atime", "half-cache"):
         (folder / name).touch()
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_compilation_cache_max_size",
-        "jax_persistent_cache_min_compile_time_secs",
-    )
+    settings = ("cache_dir", "cache_max_size")
+    names = [f"jax_compilation_{each}" for each in settings] + ["jax_persistent_cache_min_compile_time_secs"]
     before = {name: jax.config.values[name] for name in names}
     try:
         jax.config.update("jax_compilation_cache_dir", None)
