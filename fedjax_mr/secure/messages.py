@@ -49,8 +49,9 @@ because owners are not to be named.
 """
 
 import dataclasses
+import reprlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -58,86 +59,30 @@ import numpy as np
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
+from fedjax_mr.secure.forms import (
+    OVERHEAD as OVERHEAD,
+)
+from fedjax_mr.secure.forms import (
+    Announcement,
+    MalformedMessage,
+    MissingLayer,
+    ReplayedMessage,
+    Returned,
+    SealedLayer,
+    SecureError,
+    Sent,
+    TamperedLayer,
+    UnexpectedMessage,
+    Upload,
+    WrongRound,
+    check_announcement,
+    check_form,
+    check_round,
+    check_sealed,
+    is_whole,
+)
 
-OVERHEAD = 48  # bytes that sealing adds: an X25519 public key (32) and the tag of ChaCha20-Poly1305 (16)
 _PURPOSE = b"fedjax_mr secure recombination"
-
-
-class SecureError(Exception):
-    """A message that the protocol does not allow; it has changed nothing at its receiver."""
-
-
-class TamperedLayer(SecureError):
-    """A sealed layer is not what was sealed for this place: changed, cut, or of another layer or round."""
-
-
-class ReplayedMessage(SecureError):
-    """A message or sealed layer came before."""
-
-
-class WrongRound(SecureError):
-    """A message belongs to another round."""
-
-
-class UnexpectedMessage(SecureError):
-    """A message is not for its receiver, or not for this stage."""
-
-
-class MissingLayer(SecureError):
-    """Something has not arrived that the next step needs."""
-
-
-# --- Messages --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Announcement:
-    """The server's announcement before the exchange."""
-
-    round: int
-    public_key: bytes  # X25519, of this round only
-    clients: tuple[int, ...]  # ids of the round's clients
-    sizes: tuple[tuple[str, int], ...]  # name and bytes of every layer
-
-
-@dataclasses.dataclass(frozen=True)
-class SealedLayer:
-    """A layer that only the server can read; it does not say whose it is."""
-
-    round: int
-    name: str
-    sealed: bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """Stage 1, to a client: keep this and return one like it."""
-
-    round: int
-    repetition: int
-    sender: int
-    receiver: int
-    layer: SealedLayer
-
-
-@dataclasses.dataclass(frozen=True)
-class Returned:
-    """Stage 3, to a client: this is for the one that you sent."""
-
-    round: int
-    repetition: int
-    sender: int
-    receiver: int
-    layer: SealedLayer
-
-
-@dataclasses.dataclass(frozen=True)
-class Upload:
-    """To the server: one layer of each name."""
-
-    round: int
-    sender: int
-    layers: tuple[SealedLayer, ...]
 
 
 # --- Clients ---------------------------------------------------------------------------------------------------------
@@ -183,16 +128,26 @@ class Party:
         """Seal the client's own trained layers, given as bytes by name.
 
         Raises:
+          SecureError: the announcement is malformed.
           UserError: the layers or the client are not those of the announcement, or cryptography is missing.
         """
-        if client not in announcement.clients:
-            raise UserError(f"client {client} is none of the round's clients {announcement.clients}")
+        check_announcement(announcement)
+        if not is_whole(client) or client not in announcement.clients:
+            raise UserError(
+                f"client {reprlib.repr(client)} is none of the round's clients {reprlib.repr(announcement.clients)}"
+            )
+        if not isinstance(layers, Mapping) or not all(isinstance(layer, bytes) for layer in layers.values()):
+            raise UserError(f"the layers of client {client} have to be bytes by name")
         found, wanted = {name: len(layer) for name, layer in layers.items()}, dict(announcement.sizes)
         if found != wanted:
-            raise UserError(f"client {client} has layers {found} (bytes), but the server announced {wanted}")
-        self.client = client
+            raise UserError(
+                f"client {client} has layers {reprlib.repr(found)} (bytes), but the server announced "
+                f"{reprlib.repr(wanted)}"
+            )
+        self.client = int(client)
         self.announcement = announcement
         self.choices = choices or RandomChoices()
+        self._sizes = wanted
         self._others = tuple(other for other in announcement.clients if other != client)
         self._repetition = -1
         self._collecting = False  # between stages 1 and 3
@@ -223,7 +178,7 @@ class Party:
         """
         self._check(message, Sent)
         name = message.layer.name
-        if message.sender in self._senders[name]:
+        if message.sender in self._senders.get(name, ()):
             raise ReplayedMessage(f"client {message.sender} has sent its {name!r} before")
         if not self._collecting:
             raise UnexpectedMessage(f"client {message.sender} sent {name!r} too late: the buffers are given back")
@@ -278,14 +233,13 @@ class Party:
         return kind(self.announcement.round, self._repetition, self.client, receiver, layer)
 
     def _check(self, message: Sent | Returned, kind: type) -> None:
-        if not isinstance(message, kind):
-            raise UnexpectedMessage(f"expected a message {kind.__name__}, not {type(message).__name__}")
-        _check_round(message.round, self.announcement.round)
+        check_form(message, kind)
+        check_round(message.round, self.announcement.round)
         if message.receiver != self.client or message.sender not in self._others:
             raise UnexpectedMessage(
                 f"a message from client {message.sender} to client {message.receiver} reached client {self.client}"
             )
-        _check_sealed(message.layer, self.announcement)
+        check_sealed(message.layer, self.announcement.round, self._sizes)
         if message.repetition < self._repetition:
             raise ReplayedMessage(f"a message of exchange {message.repetition} came in exchange {self._repetition}")
         if message.repetition > self._repetition:
@@ -298,7 +252,14 @@ class Party:
 
 
 def exchange_layers(parties: Mapping[int, Party], *, repetitions: int = 1) -> None:
-    """Carry the messages of whole exchanges among parties of one process."""
+    """Carry the messages of whole exchanges among parties of one process.
+
+    Raises:
+      UserError: a client of the round is missing among the parties.
+    """
+    for party in parties.values():
+        if missing := [client for client in party.announcement.clients if client not in parties]:
+            raise UserError(f"an exchange needs all clients of the round; missing are {reprlib.repr(missing)}")
     for _ in range(repetitions):
         for message in [message for party in parties.values() for message in party.send()]:
             parties[message.receiver].receive(message)
@@ -313,8 +274,21 @@ class Server:
     """The server in one round after the other: it announces a key, collects uploads and opens them together."""
 
     def __init__(self, sizes: Mapping[str, int], clients: Sequence[int]) -> None:
-        """Keep what is public: the bytes of every layer by name, and the ids of the round's clients."""
-        self._sizes, self._clients = dict(sizes), tuple(clients)
+        """Keep what is public: the bytes of every layer by name, and the ids of the round's clients.
+
+        Raises:
+          UserError: no bytes by name, or no distinct whole numbers.
+        """
+        if not isinstance(sizes, Mapping) or not isinstance(clients, Iterable):
+            raise UserError("a server takes the bytes of every layer by name, and the ids of the round's clients")
+        self._sizes, self._clients = (
+            {name: int(size) if is_whole(size) else size for name, size in sizes.items()},
+            tuple(int(client) if is_whole(client) else client for client in clients),
+        )
+        try:
+            check_announcement(Announcement(0, bytes(32), self._clients, tuple(self._sizes.items())))
+        except SecureError as error:
+            raise UserError(str(error)) from None
         self._private_key: Any = None
         self._announcement: Announcement | None = None
         self._uploads: dict[int, Upload] = {}
@@ -323,11 +297,13 @@ class Server:
         """Begin a round: make a new key pair and return the message to all clients.
 
         Raises:
-          UserError: cryptography is missing.
+          UserError: the round is no whole number from 0, or cryptography is missing.
         """
+        if not is_whole(round) or not 0 <= round < 2**63:
+            raise UserError(f"a round is a whole number from 0, not {reprlib.repr(round)}")
         self._private_key = _cryptography().X25519PrivateKey.generate()
         public_key = self._private_key.public_key().public_bytes_raw()
-        self._announcement = Announcement(round, public_key, self._clients, tuple(self._sizes.items()))
+        self._announcement = Announcement(int(round), public_key, self._clients, tuple(self._sizes.items()))
         self._uploads = {}
         return self._announcement
 
@@ -337,37 +313,43 @@ class Server:
         Raises:
           SecureError: it is of another round, a stranger's, a second one, or not one layer of each name.
         """
+        check_form(upload, Upload)
         announcement = self._open_round()
-        _check_round(upload.round, announcement.round)
+        check_round(upload.round, announcement.round)
         if upload.sender not in announcement.clients:
             raise UnexpectedMessage(f"client {upload.sender} does not take part in round {announcement.round}")
         if upload.sender in self._uploads:
             raise ReplayedMessage(f"client {upload.sender} has uploaded before")
+        if len(upload.layers) != len(self._sizes):
+            raise MissingLayer(f"client {upload.sender} uploaded {len(upload.layers)} layers, not {len(self._sizes)}")
         for layer in upload.layers:
-            _check_sealed(layer, announcement)
-        names = [layer.name for layer in upload.layers]
-        if sorted(names) != sorted(self._sizes):
-            raise MissingLayer(f"client {upload.sender} uploaded layers {names}, not {list(self._sizes)}")
+            check_sealed(layer, announcement.round, self._sizes)
+        if missing := self._sizes.keys() - {layer.name for layer in upload.layers}:
+            raise MissingLayer(f"client {upload.sender} uploaded no {min(missing)!r}")
         self._uploads[upload.sender] = upload
 
     def open(self) -> dict[int, dict[str, bytes]]:
         """Return the opened layers by client and name, and forget the round's private key.
 
+        An upload that an error names is forgotten, so that its client can upload again; all others are kept.
+
         Raises:
           MissingLayer: a client has not uploaded.
-          ReplayedMessage: a sealed layer came from two clients.
+          ReplayedMessage: a sealed layer came from two clients; both uploads are forgotten.
           TamperedLayer: a layer is not what was sealed for this round and name.
         """
         announcement = self._open_round()
         missing = [client for client in announcement.clients if client not in self._uploads]
         if missing:
-            raise MissingLayer(f"no upload from clients {missing}")
+            raise MissingLayer(f"no upload from clients {reprlib.repr(missing)}")
         seen: dict[bytes, int] = {}
         for client, upload in self._uploads.items():
             for layer in upload.layers:
                 first = seen.setdefault(layer.sealed, client)
                 if first != client:
-                    raise ReplayedMessage(f"clients {first} and {client} uploaded the same sealed {layer.name!r}")
+                    del self._uploads[first], self._uploads[client]
+                    one, other = sorted((first, client))
+                    raise ReplayedMessage(f"clients {one} and {other} uploaded the same sealed {layer.name!r}")
         models = {
             client: {layer.name: self._unseal(announcement, client, layer) for layer in self._uploads[client].layers}
             for client in announcement.clients
@@ -385,7 +367,8 @@ class Server:
         try:
             info = _context(announcement, layer.name)
             return crypto.suite.decrypt(layer.sealed, self._private_key, info=info)
-        except crypto.InvalidTag:
+        except (crypto.InvalidTag, ValueError):  # ValueError: its ephemeral key is no point that is safe to use
+            del self._uploads[client]
             raise TamperedLayer(
                 f"{layer.name!r} uploaded by client {client} is not what was sealed for round {announcement.round}"
             ) from None
@@ -401,10 +384,18 @@ def pack(model: Variables, layers: Sequence[Layer]) -> dict[str, bytes]:
 
 
 def unpack(packed: Mapping[str, bytes], layers: Sequence[Layer], shapes: Variables) -> Variables:
-    """Return the model that `pack` made bytes of; ``shapes`` are those of ``Model.shapes()``."""
+    """Return the model that `pack` made bytes of; ``shapes`` are those of ``Model.shapes()``.
+
+    Raises:
+      SecureError: a layer is missing or unknown, or has not as many bytes as its tensors.
+    """
     leaves, structure = jax.tree.flatten(shapes)
+    if not isinstance(packed, Mapping) or set(packed) != {layer.name for layer in layers}:
+        raise MissingLayer(f"a packed model holds exactly the layers {reprlib.repr([layer.name for layer in layers])}")
     for layer in layers:
-        start = 0
+        start, size = 0, sum(leaves[leaf].size * np.dtype(leaves[leaf].dtype).itemsize for leaf in layer.leaves)
+        if type(packed[layer.name]) is not bytes or len(packed[layer.name]) != size:
+            raise MalformedMessage(f"{layer.name!r} has to be {size} bytes")
         for position in layer.leaves:
             shape, dtype = leaves[position].shape, np.dtype(leaves[position].dtype)
             count = int(np.prod(shape))
@@ -418,7 +409,7 @@ def _to_bytes(leaf: np.ndarray) -> bytes:
     return leaf.astype(leaf.dtype.newbyteorder("<")).tobytes()
 
 
-# --- Encryption and checks -------------------------------------------------------------------------------------------
+# --- Encryption ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,23 +445,9 @@ def _context(announcement: Announcement, name: str) -> bytes:
 
 def _seal(announcement: Announcement, name: str, layer: bytes) -> SealedLayer:
     crypto = _cryptography()
-    public_key = crypto.X25519PublicKey.from_public_bytes(announcement.public_key)
-    sealed = crypto.suite.encrypt(layer, public_key, info=_context(announcement, name))
+    try:
+        public_key = crypto.X25519PublicKey.from_public_bytes(announcement.public_key)
+        sealed = crypto.suite.encrypt(layer, public_key, info=_context(announcement, name))
+    except ValueError:
+        raise MalformedMessage("the announced public key is no key of X25519 that is safe to use") from None
     return SealedLayer(announcement.round, name, sealed)
-
-
-def _check_round(found: int, expected: int) -> None:
-    if found != expected:
-        raise WrongRound(f"a message of round {found} came in round {expected}")
-
-
-def _check_sealed(layer: SealedLayer, announcement: Announcement) -> None:
-    """Check what everybody can see of a sealed layer."""
-    _check_round(layer.round, announcement.round)
-    sizes = dict(announcement.sizes)
-    if layer.name not in sizes:
-        raise UnexpectedMessage(f"no layer is called {layer.name!r}")
-    if len(layer.sealed) != sizes[layer.name] + OVERHEAD:
-        raise TamperedLayer(
-            f"{layer.name!r} has {len(layer.sealed)} sealed bytes; it should have {sizes[layer.name] + OVERHEAD}"
-        )

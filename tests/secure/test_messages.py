@@ -206,6 +206,7 @@ def test_the_round_and_the_name_are_authenticated_under_one_key():
     with pytest.raises(secure.TamperedLayer):
         server.open()
     server._announcement = announcement
+    server._uploads = {0: upload}
     assert server.open() == {0: {"a": b"aaaa", "b": b"bbbb"}}
 
 
@@ -230,6 +231,22 @@ def test_the_server_refuses_repeated_foreign_and_incomplete_uploads():
         server.open()
 
 
+def test_a_refused_upload_is_forgotten_and_the_honest_one_can_follow():
+    server, parties = started()
+    first, second, third = uploads_of(parties)
+    swapped = dataclasses.replace(first.layers[0], sealed=second.layers[0].sealed[:-1] + b"!")
+    for upload in (changed(first, swapped), second, third):
+        server.receive(upload)
+    with pytest.raises(secure.TamperedLayer, match="client 0"):
+        server.open()
+    server.receive(changed(first, second.layers[0]))
+    with pytest.raises(secure.ReplayedMessage, match="clients 0 and 1"):
+        server.open()
+    server.receive(first)
+    server.receive(second)
+    assert server.open() == {client: layers_of(client) for client in parties}
+
+
 def test_a_round_is_opened_once():
     server, parties = started()
     for upload in uploads_of(parties):
@@ -237,6 +254,94 @@ def test_a_round_is_opened_once():
     server.open()
     with pytest.raises(secure.WrongRound, match="announce"):
         server.open()
+
+
+# --- Malformed objects, at whatever entry --------------------------------------------------------------------------
+
+OTHER_TYPES = (
+    None, True, 1.5, 1j, -1, 2**63, 10**5000, "x", "\ud800", "y" * 10**6, b"", b"x", bytearray(5), (), [], {}
+)  # fmt: skip
+
+
+def malformed(message):
+    """Yield everything but a message of this kind: other objects, and the message with one field of another type."""
+    yield from (*OTHER_TYPES, type(message))
+    for field in dataclasses.fields(message):
+        for value in (*OTHER_TYPES, type(getattr(message, field.name))):
+            yield dataclasses.replace(message, **{field.name: value})
+        without = dataclasses.replace(message)
+        object.__delattr__(without, field.name)
+        yield without
+
+
+def malformed_layers(upload):
+    """Yield uploads of which a layer, or the list of them, is wrong."""
+    first, second = upload.layers
+    for layer in malformed(first):
+        yield dataclasses.replace(upload, layers=(layer, second))
+    for layers in (first, list(upload.layers), (first, first), (first,) * 10**6, iter(upload.layers)):
+        yield dataclasses.replace(upload, layers=layers)
+    yield changed(upload, dataclasses.replace(first, sealed=bytearray(first.sealed)))
+
+
+def malformed_announcements(announcement):
+    yield from malformed(announcement)
+    for change in (
+        dict(clients=(0, 0, 1)), dict(clients=(0, 1.0, 2)), dict(clients=(0,) * 10**6), dict(public_key=bytes(32)),
+        dict(public_key=bytearray(32)), dict(sizes=(("conv", 12), ("conv", 12))), dict(sizes=(("conv", -1),)),
+        dict(sizes=(("conv",),)), dict(sizes=(("\ud800", 1),)), dict(sizes=((1, "conv"),)), dict(sizes=SIZES),
+    ):  # fmt: skip
+        yield dataclasses.replace(announcement, **change)
+
+
+def assert_refused(entry, messages, *, changing=None):
+    """Every message raises a SecureError of one short line and leaves the object ``changing`` as it was."""
+    messages, before = list(messages), repr(vars(changing)) if changing else ""
+    for message in messages:
+        with pytest.raises(secure.SecureError) as caught:
+            entry(message)
+        assert 0 < len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+    assert messages and (not changing or repr(vars(changing)) == before)
+
+
+def test_malformed_uploads_are_refused():
+    server, parties = started()
+    upload = parties[0].upload()
+    assert_refused(server.receive, [*malformed(upload), *malformed_layers(upload)], changing=server)
+    server.receive(upload)
+
+
+def test_malformed_messages_of_clients_are_refused():
+    _, parties = started()
+    for party in parties.values():
+        party.choices = everything_to(2)
+    not_begun = secure.Sent(4, -1, 0, 2, parties[0]._buffers["conv"][0])
+    assert_refused(parties[2].receive, [not_begun], changing=parties[2])
+    sent = [message for party in parties.values() for message in party.send()]
+    broken_layers = lambda message: [dataclasses.replace(message, layer=each) for each in malformed(message.layer)]
+    assert_refused(parties[2].receive, [*malformed(sent[0]), *broken_layers(sent[0])], changing=parties[2])
+    for message in sent:
+        parties[2].receive(message)
+    parties[0].give_back()
+    back = next(message for message in parties[2].give_back() if message.receiver == 0)
+    assert_refused(parties[0].take_back, [*malformed(back), *broken_layers(back)], changing=parties[0])
+    parties[0].take_back(back)
+
+
+def test_malformed_announcements_are_refused():
+    server, _ = started()
+    announcements = malformed_announcements(server.announce(round=4))
+    assert_refused(lambda announcement: secure.Party(0, layers_of(0), announcement), announcements)
+
+
+def test_malformed_packed_models_are_refused(federation):
+    problem = federation("perceptron").problem
+    shapes = problem.model.shapes()
+    packed = secure.pack(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes), problem.layers)
+    name, content = next(iter(packed.items()))
+    wrong = [packed | {name: each} for each in (*OTHER_TYPES, content + b"x", content[:-1], bytearray(content))]
+    wrong += [*OTHER_TYPES, packed | {"more": b""}, {name: content}]
+    assert_refused(lambda each: secure.unpack(each, problem.layers, shapes), wrong)
 
 
 # --- What a client refuses ------------------------------------------------------------------------------------------
@@ -305,6 +410,21 @@ def test_what_one_passes_in_is_checked():
         secure.Party(5, layers_of(5), announcement)
     with pytest.raises(UserError, match="the server announced"):
         secure.Party(0, {"conv": b""}, announcement)
+    for layers in (None, 1, {"conv": bytearray(12), "dense": bytes(5)}, {"conv": 12, "dense": 5}):
+        with pytest.raises(UserError, match="bytes by name"):
+            secure.Party(0, layers, announcement)
+    for round in (-1, 2**63, 1.5, True, None, "1"):
+        with pytest.raises(UserError, match="a round is a whole number"):
+            server.announce(round)
+    for sizes, clients in (
+        (None, (0,)), ({}, (0,)), ({"a": -1}, (0,)), ({"a": 1.5}, (0,)), ({1: 1}, (0,)), ({"\ud800": 1}, (0,)),
+        (SIZES, 3), (SIZES, ()), (SIZES, (1, 1)), (SIZES, ("a",)), (SIZES, (2**64,)), (SIZES, range(10**5)),
+    ):  # fmt: skip
+        with pytest.raises(UserError):
+            secure.Server(sizes, clients)
+    party = secure.Party(np.int64(1), layers_of(1), announcement)
+    with pytest.raises(UserError, match=r"missing are \[0, 2\]"):
+        secure.exchange_layers({1: party})
 
 
 def test_without_cryptography_one_line_says_what_to_install(monkeypatch):
