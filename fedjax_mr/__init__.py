@@ -5,6 +5,11 @@ a function ``build(hyper, problem) -> Strategy``, from nothing or from other met
 ``STRATEGIES``; networks and data sets of one's own are rows in ``MODELS`` and ``SOURCES``.
 """
 
+# ruff: noqa: E402
+from fedjax_mr import interrupts
+
+interrupts.begin()  # before the imports that take seconds
+
 from fedjax_mr import models, strategies, trees
 from fedjax_mr.config import Config
 from fedjax_mr.data import SOURCES, Dataset, FederatedData

@@ -215,6 +215,7 @@ class Config:
         None, "how many processes share the run; 1: this one is alone, whatever the environment says",
         unit="processes", low=1, high=65_536)
     process_id: int | None = _engine(None, "number of this process, from 0", low=0)
+    join_timeout: int = _engine(300, "how long to wait for the other processes", unit="seconds", low=1, high=10**6)
     # fmt: on
 
     hyper: Any = None
@@ -344,7 +345,7 @@ def _full_name(kind: type) -> str:
 # Where a run is kept and which process this is are no part of it: a flag file that repeats the run leaves these out.
 _ABOUT_THIS_TIME = ("run_dir", "resume", "overwrite", "coordinator", "num_processes", "process_id")
 # In these, processes that share a run may differ.
-_ABOUT_THE_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id")
+_ABOUT_THE_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id", "join_timeout")
 
 
 def to_json(config: Config) -> dict[str, Any]:

@@ -10,6 +10,12 @@ class UserError(Exception):
     exit_code = 2
 
 
+class LostError(UserError):
+    """Another process of the run died, never came, or is out of reach."""
+
+    exit_code = 4
+
+
 class DivergedError(UserError):
     """Training met a loss or weights that are not finite."""
 

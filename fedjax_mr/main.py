@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr import config
+from fedjax_mr import config, interrupts
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.report import summary_table
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code
     except KeyboardInterrupt:
-        print("fedjax-mr: interrupted", file=sys.stderr)
-        return 130
+        sys.stderr.write(interrupts.LINE)
+        return interrupts.EXIT_CODE
     if result.writes:
         print(summary_table(result.summary))
         print(f"run folder: {result.folder}")
@@ -39,13 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """Run the command and leave with its exit code."""
+    leave(interrupts.run(_main_into_pipe) or 0)
+
+
+def _main_into_pipe() -> int:
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough; let the final flush go nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    leave(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_mr import config as configuration
+from fedjax_mr import interrupts
 from fedjax_mr.analysis import tables
 from fedjax_mr.config import Config
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
@@ -491,4 +492,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interrupts.run(main))

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
+from fedjax_mr import interrupts
 from fedjax_mr.analysis import (
     best,
     choices,
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("fedjax-mr: interrupted", file=sys.stderr)
-        return 130
+        sys.stderr.write(interrupts.LINE)
+        return interrupts.EXIT_CODE
     return 0
 
 
@@ -93,4 +94,4 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interrupts.run(main))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, plots
+from fedjax_mr import data, interrupts, plots
 from fedjax_mr.data import plan
 from fedjax_mr.data.federated import Request
 from fedjax_mr.data.partition_table import partition_table
@@ -76,4 +76,4 @@ def _prepare(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interrupts.run(main))

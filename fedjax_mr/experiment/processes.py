@@ -2,11 +2,13 @@
 
 JAX connects the processes (``jax.distributed``) and runs every program on all devices of all of them; here is only what
 a program of JAX cannot say. Processes exchange short texts through JAX's coordination service, which works before any
-device is touched and needs no compiled program. No public name of JAX leads to that service (0.10 to 0.12), so
-`_coordination` is the one place that reaches into JAX; only runs of several processes get there.
+device is touched and needs no compiled program. No public name of JAX leads to that service (0.10 to 0.12), nor to the
+place that a cluster gives a process, so `_coordination` and `_found_place` reach into JAX; only runs of several
+processes need that.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -18,10 +20,12 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import LostError, UserError
+from fedjax_mr.experiment import rendezvous
 
 HEARTBEAT_SECONDS = 20  # a process that is silent for so long is lost; the others then stop
-JOIN_SECONDS = 300  # how long the processes of one run wait for each other at the start
+JOIN_SECONDS = 300  # how long the processes of one run wait for each other at the start, unless told
+CONNECT_SECONDS = 60  # how long JAX may take to connect processes that are all there
 ROLL_CALL_SECONDS = 5  # after an error: how long the others have to answer before they are named as lost
 EXCHANGE_SECONDS = 24 * 3600  # no limit in practice: a lost process is noticed by its missing heartbeats
 
@@ -30,12 +34,6 @@ _CODES_OF_LOSS = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
 _COLLECTIVES = ("Gloo", "NCCL")
 
 T = TypeVar("T")
-
-
-class LostError(UserError):
-    """Another process of the run died or is out of reach."""
-
-    exit_code = 4
 
 
 class Processes:
@@ -191,7 +189,19 @@ def _coordination() -> Any:
     return global_state
 
 
-def join_processes(*, coordinator: str | None, num_processes: int | None, process_id: int | None) -> Processes:
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A process's place among those of its run, as the flags or the cluster say."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None = None
+
+
+def join_processes(
+    *, coordinator: str | None, num_processes: int | None, process_id: int | None, join_timeout: int = JOIN_SECONDS
+) -> Processes:
     """Connect with the other processes of the run, before JAX touches a device.
 
     Without arguments JAX looks whether it runs under SLURM, Open MPI, Kubernetes or on a Cloud TPU; if not, this
@@ -201,9 +211,11 @@ def join_processes(*, coordinator: str | None, num_processes: int | None, proces
       coordinator: host:port of process 0.
       num_processes: how many there are; 1 keeps JAX from looking.
       process_id: this one's number.
+      join_timeout: seconds to wait for the others.
 
     Raises:
-      UserError: the arguments do not fit together, or the others did not come in time.
+      LostError: the others did not come in time.
+      UserError: the arguments do not fit together or with those of the others.
     """
     given = (coordinator, num_processes, process_id)
     if jax.distributed.is_initialized():
@@ -214,28 +226,69 @@ def join_processes(*, coordinator: str | None, num_processes: int | None, proces
         raise UserError("--coordinator, --num_processes and --process_id belong together: give all three or none")
     if process_id is not None and num_processes is not None and process_id >= num_processes:
         raise UserError(f"--process_id={process_id} is not below --num_processes={num_processes}")
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
-        raise UserError(f"--coordinator={coordinator} is not of the form host:port")
+    if coordinator is not None:
+        rendezvous.address_of(coordinator)
+    if _jax_has_started():  # as in a notebook
+        if coordinator is not None:
+            raise UserError("--coordinator comes too late: JAX has already started in this process")
+        return ALONE
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        place: Place | None = Place(coordinator, num_processes, process_id)
+    else:
+        place = _found_place(join_timeout)
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if place is not None:
+        rendezvous.meet(
+            place.coordinator_address,
+            process_id=place.process_id,
+            num_processes=place.num_processes,
+            seconds=join_timeout,
+            listen_at=None if bind_address is None else rendezvous.address_of(bind_address)[1],
+        )
     jax.config.update("jax_enable_preemption_service", False)  # the run handles SIGTERM itself
+    options: dict[str, Any] = {}
+    if place is not None:
+        options = dataclasses.asdict(place) | {"cluster_detection_method": "deactivate"}
     try:
         jax.distributed.initialize(
-            coordinator_address=coordinator,
-            num_processes=num_processes,
-            process_id=process_id,
-            cluster_detection_method=None if coordinator is None else "deactivate",
-            initialization_timeout=JOIN_SECONDS,
+            **options,
+            initialization_timeout=join_timeout if place is None else CONNECT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except ValueError:
-        if coordinator is not None:
+        if place is not None:
             raise
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"cannot join the other processes ({' '.join(str(error).split())[:200]})") from None
-    except RuntimeError:  # JAX has started already, as in a notebook
-        if coordinator is not None:
-            raise UserError("--coordinator comes too late: JAX has already started in this process") from None
     return _membership() if jax.distributed.is_initialized() else ALONE
+
+
+def _jax_has_started() -> bool:
+    """Return whether JAX has touched its devices, after which it connects to nobody."""
+    try:
+        jax.distributed.initialize(num_processes=0, process_id=0, cluster_detection_method="deactivate")
+    except ValueError:  # nothing to connect to, which JAX notices only after the question asked here
+        return False
+    except RuntimeError:
+        return True
+    raise AssertionError("JAX has joined no processes")
+
+
+def _found_place(seconds: int) -> Place | None:
+    """Return the place that a cluster gives this process; None if JAX knows no cluster here, or does not show it."""
+    try:
+        from jax._src.clusters import ClusterEnv
+    except ImportError:  # of a newer JAX, which then looks and waits by itself
+        return None
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, seconds)
+    address, num_processes, process_id, local_device_ids = found
+    if address is None or num_processes is None or process_id is None:
+        return None
+    if os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # which JAX reads where nothing else is given
+        local_device_ids = None
+    return Place(address, num_processes, process_id, local_device_ids)  # type: ignore[arg-type]
 
 
 def leave(code: int) -> NoReturn:

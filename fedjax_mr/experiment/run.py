@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data
+from fedjax_mr import data, interrupts
 from fedjax_mr.checks import without_effect
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
@@ -54,11 +55,15 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
     """
     configuration.validate(config)
     processes = join_processes(
-        coordinator=config.coordinator, num_processes=config.num_processes, process_id=config.process_id
+        coordinator=config.coordinator,
+        num_processes=config.num_processes,
+        process_id=config.process_id,
+        join_timeout=config.join_timeout,
     )
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
     federated = processes.together(lambda: data.federated_data(config, dataset=dataset))
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
+    interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
         (end,) = Run([set_up(config, federated, processes, at_the_end)]).run()
     if isinstance(end, DivergedError):
@@ -131,6 +136,7 @@ class Run:
         first = self.experiments[0]
         config = first.config
         with asked_to_stop() as asked, contextlib.ExitStack() as at_the_end:
+            interrupts.check()
             for experiment in self.experiments:
                 at_the_end.callback(experiment.close)
             progress, done = self._start()
@@ -211,7 +217,8 @@ class Run:
 def interrupted(experiment: Experiment, done: int, number: int) -> Interrupted:
     """Return the error of a run that was stopped after ``done`` rounds by the signal ``number``."""
     config, path = experiment.config, experiment.folder.path
-    command = f"{configuration.COMMAND} --flagfile={path / 'run.flags'} --run_dir={path} --resume"
+    flags = shlex.join([f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"])
+    command = f"{configuration.COMMAND} {flags}"
     return Interrupted(f"stopped after round {done} of {config.rounds}, saved; go on with: {command}", 128 + number)
 
 

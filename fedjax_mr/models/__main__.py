@@ -2,12 +2,14 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend import core
 
+from fedjax_mr import interrupts
 from fedjax_mr.models import MODELS, Model, build
 from fedjax_mr.models.base import describe
 
@@ -93,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(interrupts.run(main))

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -130,7 +131,8 @@ def _has_tensorflow() -> bool:
 
 
 def _prepare_command(name: str, root: Path) -> str:
-    return f"pip install 'fedjax-mr[prepare]' && python -m fedjax_mr.data prepare {name} --data_dir={root}"
+    arguments = shlex.join([name, f"--data_dir={root}"])
+    return f"pip install 'fedjax-mr[prepare]' && python -m fedjax_mr.data prepare {arguments}"
 
 
 def _version_folder(folder: Path, name: str, known: ImageSet) -> Path | None:
