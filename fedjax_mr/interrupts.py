@@ -7,7 +7,6 @@ Whatever else swallows it, `check` raises it again. The loop of a run has its ow
 experiment/run.py.
 """
 
-import _thread
 import atexit
 import os
 import signal
@@ -76,7 +75,8 @@ def _leave(number: int, frame: Any) -> None:
 def _come_again(swallowed: Any) -> None:
     """Report an error that Python cannot raise where it is; send Ctrl-C once more instead."""
     if swallowed.exc_type is KeyboardInterrupt:
-        threading.Timer(SECONDS_TO_LEAVE, _thread.interrupt_main).start()
+        here = threading.get_ident(), signal.SIGINT  # to the main thread, where it came: so it also ends a wait
+        threading.Timer(SECONDS_TO_LEAVE, signal.pthread_kill, here).start()
     else:
         sys.__unraisablehook__(swallowed)
 

@@ -14,7 +14,7 @@ from fedjax_mr.experiment.run import Interrupted, run
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one experiment and return the exit code.
 
-    0, 2 for bad input, 3 for a diverged run, 4 for a lost process, 130 after Ctrl-C.
+    0, 2 for bad input, 3 for a diverged run, 4 for a process that was lost or never came, 130 after Ctrl-C.
 
     Args:
       arguments: the flags, without the program's name; None reads the command line.

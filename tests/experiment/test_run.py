@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import types
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +26,7 @@ from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.folder import run_state
-from fedjax_mr.experiment.run import Interrupted, Run
+from fedjax_mr.experiment.run import Interrupted, Run, interrupted
 
 SMALL = dict(
     model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False
@@ -161,6 +164,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
     again = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))  # finished: nothing is left to do
     assert again.summary["rounds"] == 6
     assert numbers("a") == numbers(straight.folder)
+
+
+@pytest.mark.parametrize("name", ["a b", "a;b", "$(a)", "'[a]' \\"])
+def test_the_command_that_goes_on_can_be_pasted_into_a_shell(name):
+    path = Path("runs", name)
+    experiment: Any = types.SimpleNamespace(config=fmr.Config(), folder=types.SimpleNamespace(path=path))
+    _, _, command = str(interrupted(experiment, 3, 2)).partition("go on with: ")
+    said = ["python", "-m", "fedjax_mr.main", f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"]
+    assert shlex.split(command) == said
 
 
 def test_resume_takes_the_newest_run_of_the_same_configuration():

@@ -1,0 +1,93 @@
+"""Ctrl-C in a command is one line and code 130, whenever it comes and whatever swallows it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fedjax_mr import interrupts
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    monkeypatch.setattr(interrupts, "_received", [])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def swallowed_in_a_destructor():
+    class Garbage:
+        def __del__(self):
+            ctrl_c()
+
+    Garbage()
+    time.sleep(20)
+
+
+def swallowed_by_a_library():
+    with contextlib.suppress(BaseException):
+        ctrl_c()
+    interrupts.check()
+    pytest.fail("it went on")
+
+
+@pytest.mark.parametrize("main", [ctrl_c, swallowed_in_a_destructor, swallowed_by_a_library])
+def test_ctrl_c_is_one_line(main, capfd):
+    assert interrupts.run(main) == 130
+    assert capfd.readouterr() == ("", "fedjax-mr: interrupted\n")
+
+
+def test_without_ctrl_c_nothing_changes():
+    interrupts.check()
+    assert interrupts.run(lambda: 3) == 3
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells do for what they start in the background
+    assert interrupts.run(lambda: signal.getsignal(signal.SIGINT)) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("first", "command_line", "expected"),
+    [
+        ("-m", "python -m fedjax_mr.main --lr=1", True),
+        ("-m", "python -u -mfedjax_mr.sweep", True),
+        ("/usr/bin/fedjax-mr", "python /usr/bin/fedjax-mr", True),
+        ("-m", "python -m another.fedjax_mr.main", False),
+        ("train.py", "python train.py -m fedjax_mr.main", False),
+        ("", "python", False),
+    ],
+)
+def test_only_commands_change_what_ctrl_c_does(monkeypatch, first, command_line, expected):
+    monkeypatch.setattr(sys, "argv", [first])
+    monkeypatch.setattr(sys, "orig_argv", command_line.split())
+    monkeypatch.setattr(interrupts.atexit, "register", lambda function: None)
+    interrupts.begin()
+    assert (signal.getsignal(signal.SIGINT) is interrupts._leave) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["fedjax_mr.main", "fedjax_mr.analysis"])
+@pytest.mark.parametrize("seconds", [0.15, 0.7, 1.5, 2.5, 3.5, 5.0])
+def test_the_real_command_while_it_starts(tmp_path, command, seconds):
+    arguments = [f"--run_dir={tmp_path / 'run'}", "--rounds=100000", "--noprogress"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", command, *(arguments if command == "fedjax_mr.main" else ["table", str(tmp_path)])],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, shown = process.communicate(timeout=120)
+    if command == "fedjax_mr.analysis" and "fedjax-mr: interrupted" not in shown:
+        assert process.returncode in (2, 130) and shown.count("\n") <= 1  # it was faster
+        return
+    assert (process.returncode, out) == (130, "")
+    assert shown.splitlines()[-1].startswith(("fedjax-mr: interrupted", "fedjax-mr: stopped after round "))
+    assert "Traceback" not in shown
