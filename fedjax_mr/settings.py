@@ -308,6 +308,8 @@ class _FlagValues(flags.FlagValues):
     """absl's flags, whose files include each other to a limited depth."""
 
     def _get_flag_file_lines(self, filename, parsed_file_stack=None):
+        if not filename:
+            raise UserError("--flagfile= is empty: it takes the path of a file")
         if len(parsed_file_stack or ()) >= DEEPEST_FLAG_FILES:
             raise UserError(f"flag files include each other more than {DEEPEST_FLAG_FILES} deep, at {filename}")
         return super()._get_flag_file_lines(filename, parsed_file_stack)

@@ -160,6 +160,7 @@ def test_the_global_flags_stay_untouched():
         (["--xyzzy"], ["unknown flag --xyzzy"]),
         (["--flagfile=no/such.flags"], ["no/such.flags", "No such file"]),
         (["--flagfile=."], ["flag file"]),
+        (["--flagfile="], ["--flagfile= is empty"]),
         (["--flagfile"], ["--flagfile"]),
         (["--rounds=1.5"], ["--rounds=1.5", "whole number"]),
         (["--lr=fast"], ["--lr=fast", "not a number"]),

@@ -1,0 +1,158 @@
+"""Try to break runs: random kills, full disks, damaged and forged files, bad flags, malformed messages.
+
+    python experiments/chaos.py                       # about ten minutes on two cores
+    python experiments/chaos.py --only=kills,storage --minutes=30 --kills=400 --seed=7
+    python experiments/chaos.py --only=flags --trial=1234
+
+One line of the table per row: how many trials, how many failed. Then every failure with what was tried, the last lines
+that were printed, and the command that tries it again. Code 1 if one failed. A trial depends on the seed, the row and
+its number only, though not the moments of kills, which also depend on the machine.
+
+kills     Runs of every registered strategy, killed (SIGKILL) at random moments, half of them while checkpoints are
+          written, resumed, killed again, at last left alone. Tried counts kills. The metrics (without times) and the
+          arrays of the last checkpoint must equal those of a run that nobody killed, bit for bit.
+storage   Limits of file size and small file systems (where this user may mount some), for new runs and for resumed
+          ones; damaged files. Code 0, or code 2 and one line; when the fault is gone, the same bits as without it.
+files     Forged data sets, partitions and files of run folders; code 2 and one line, or 0 if it is none the worse.
+flags     Bad flags, made from the declarations of the settings; code 2, one line, and nothing left in the folder.
+messages  Secure exchanges with one message spoiled: a SecureError at once, which changes nothing, or at the server.
+
+Runs are forks of this process, which has imported everything but not started JAX; pictures are not drawn.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot  # noqa: F401 (imported once, before the forks)
+import numpy as np
+import orbax.checkpoint  # noqa: F401
+from chaos_inputs import files, flags
+from chaos_messages import messages
+from chaos_runs import Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
+
+from fedjax_mr import plots
+from fedjax_mr.engine.devices import add_xla_flags, usable_cores
+from fedjax_mr.strategies import STRATEGIES
+
+ROWS = {"kills": 100, "storage": 60, "files": 400, "flags": 2000, "messages": 2400}  # trials
+SHARES = {"kills": 0.6, "storage": 0.2, "files": 0.08, "flags": 0.1, "messages": 0.02}  # of the time, at most
+
+
+class Trials(NamedTuple):
+    """A row: its function, world x number x empty folder -> (how many were tried, in words), and how many it has."""
+
+    function: Callable[[World, int, Path], tuple[int, str]]
+    count: int
+
+
+def attempt(world: World, row: str, trials: Trials, number: int, place: Path) -> dict:
+    """Make one trial in an empty folder; return what is told of it."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        tried, _ = trials.function(world, number, place)
+        return {"number": number, "tried": tried, "wrong": None}
+    except Exception as error:
+        wrong = str(error) if isinstance(error, Wrong) else traceback.format_exc()
+        return {"number": number, "tried": 1, "wrong": wrong}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def work(world: World, row: str, trials: Trials, numbers: Sequence[int], cores: int, seconds: float) -> list[dict]:
+    """Make the trials of a row on all cores, beginning none after some seconds; return what is told of each."""
+    until, children = time.monotonic() + seconds, []
+    for core in range(cores):
+        told = world.folder / f"{row}-{core}.jsonl"
+
+        def mine(core: int = core, told: Path = told) -> int:
+            with told.open("w") as file:
+                for number in numbers[core::cores]:
+                    if time.monotonic() > until:
+                        break
+                    told_of = attempt(world, row, trials, number, world.folder / f"{row}-{core}")
+                    file.write(json.dumps(told_of) + "\n")
+                    file.flush()
+            return 0
+
+        children.append((Child(mine, log=world.folder / f"{row}-{core}.log"), told))
+    found = []
+    for child, told in children:
+        _, status = os.waitpid(child.pid, 0)
+        found += [json.loads(line) for line in told.read_text().splitlines()]
+        if status:
+            found.append({"number": -1, "tried": 1, "wrong": f"the trials died:\n{child.log.read_text()}"})
+    return found
+
+
+def prepare(world: World) -> World:
+    """Write the data set, train the uninterrupted run and return the world with its fingerprint."""
+    rng, y = np.random.default_rng(0), np.arange(96) % 3
+    x = (rng.normal(size=(96, 4, 4, 1)) + y[:, None, None, None]).astype(np.float32)
+    np.savez(world.folder / "tiny.npz", x=x[:72], y=y[:72], x_test=x[72:], y_test=y[72:])
+    os.environ["XDG_CACHE_HOME"] = str(world.folder / "cache")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    add_xla_flags({"xla_backend_optimization_level": "0"})  # programs that run for milliseconds
+    for name in ("partition", "curves", "personal"):
+        setattr(plots, name, lambda *_, **__: None)
+    to_the_end([*settings(world, "fedmr"), "--keep_checkpoints=100"], world.straight)
+    return world._replace(expected=fingerprint(world.straight))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make all trials, print the table and the failures, and return the exit code."""
+    counts = {row: getattr(options, row) for row in ROWS}
+    rows = {
+        "kills": Trials(kills, len(STRATEGIES)), "storage": Trials(storage, counts["storage"]),
+        "files": Trials(files, counts["files"]), "flags": Trials(flags, counts["flags"]),
+        "messages": Trials(messages, counts["messages"]),
+    }  # fmt: skip
+    failures = []
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+        world = prepare(World(Path(folder), options.seed, counts))
+        print(f"{'row':10}{'tried':>8}{'failed':>8}{'left out':>10}{'seconds':>9}", flush=True)
+        for row in options.only:
+            numbers = list(range(rows[row].count)) if options.trial is None else [options.trial]
+            began, seconds = time.monotonic(), 60 * options.minutes * SHARES[row]
+            told = work(world, row, rows[row], numbers, options.cores, seconds)
+            wrong = [each for each in told if each["wrong"]]
+            tried, left = sum(each["tried"] for each in told), len(numbers) - len(told)
+            spent = time.monotonic() - began
+            print(f"{row:10}{tried:8,}{len(wrong):8,}{left:10,}{spent:9.0f}", flush=True)
+            failures += [(row, each) for each in wrong]
+    for row, each in failures:
+        last = [line[:300] for line in each["wrong"].splitlines()]
+        shown = last if len(last) <= 12 else [*last[:3], "...", *last[-8:]]
+        print(f"\n{row}: {shown[0]}", *(f"    | {line}" for line in shown[1:]), sep="\n")
+        again = "".join(f" --{name}={count}" for name, count in counts.items() if name == row)
+        print(f"    again: chaos.py --seed={options.seed} --only={row}{again} --trial={each['number']}")
+    return 1 if failures else 0
+
+
+def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(ROWS), help="rows, with commas")
+    parser.add_argument("--trial", type=int, help="only the trial of this number")
+    parser.add_argument("--minutes", type=float, default=10, help="after which no trial begins; a row has its share")
+    parser.add_argument("--cores", type=int, default=min(2, usable_cores()), help="processes that make trials")
+    for row, count in ROWS.items():
+        parser.add_argument(f"--{row}", type=int, default=count, help=f"trials (default {count:,})")
+    options = parser.parse_args(arguments)
+    if unknown := [row for row in options.only if row not in ROWS]:
+        parser.error(f"unknown row {unknown[0]}: one of {', '.join(ROWS)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(run(read()))

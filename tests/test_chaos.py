@@ -1,0 +1,23 @@
+"""The chaos command in two minutes: nothing that it tries breaks a run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FEW = ["--kills=2", "--storage=8", "--files=60", "--flags=300", "--messages=500"]
+
+
+@pytest.mark.slow
+def test_nothing_breaks():
+    ended = subprocess.run(
+        [sys.executable, ROOT / "experiments" / "chaos.py", *FEW], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    table = [line.split() for line in ended.stdout.splitlines()]
+    assert [line[0] for line in table] == ["row", "kills", "storage", "files", "flags", "messages"]
+    assert int(table[1][1]) == 2 and int(table[4][1]) == 300
