@@ -21,6 +21,7 @@ Runs are forks of this process, which has imported everything but not started JA
 """
 
 import argparse
+import collections
 import json
 import os
 import shutil
@@ -48,19 +49,19 @@ SHARES = {"kills": 0.6, "storage": 0.2, "files": 0.08, "flags": 0.1, "messages":
 
 
 class Trials(NamedTuple):
-    """A row: its function, world x number x empty folder -> (how many were tried, in words), and how many it has."""
+    """A row: its function, world x number x empty folder -> (how often it tried, what), and how many trials it has."""
 
     function: Callable[[World, int, Path], tuple[int, str]]
     count: int
 
 
-def attempt(world: World, row: str, trials: Trials, number: int, place: Path) -> dict:
+def attempt(world: World, trials: Trials, number: int, place: Path) -> dict:
     """Make one trial in an empty folder; return what is told of it."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     try:
-        tried, _ = trials.function(world, number, place)
-        return {"number": number, "tried": tried, "wrong": None}
+        tried, what = trials.function(world, number, place)
+        return {"number": number, "tried": tried, "what": what, "wrong": None}
     except Exception as error:
         wrong = str(error) if isinstance(error, Wrong) else traceback.format_exc()
         return {"number": number, "tried": 1, "wrong": wrong}
@@ -79,7 +80,7 @@ def work(world: World, row: str, trials: Trials, numbers: Sequence[int], cores: 
                 for number in numbers[core::cores]:
                     if time.monotonic() > until:
                         break
-                    told_of = attempt(world, row, trials, number, world.folder / f"{row}-{core}")
+                    told_of = attempt(world, trials, number, world.folder / f"{row}-{core}")
                     file.write(json.dumps(told_of) + "\n")
                     file.flush()
             return 0
@@ -128,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
             tried, left = sum(each["tried"] for each in told), len(numbers) - len(told)
             spent = time.monotonic() - began
             print(f"{row:10}{tried:8,}{len(wrong):8,}{left:10,}{spent:9.0f}", flush=True)
+            for what, count in collections.Counter(each["what"] for each in told if not each["tried"]).items():
+                print(f"    {count} not tried: {what}", flush=True)
             failures += [(row, each) for each in wrong]
     for row, each in failures:
         last = [line[:300] for line in each["wrong"].splitlines()]

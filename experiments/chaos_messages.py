@@ -15,6 +15,7 @@ from chaos_runs import World, Wrong
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure import messages as secure
 
+UNTOUCHED = "the exchange had fewer messages than the one to spoil"
 SIZES, CLIENTS = {"conv": 12, "dense": 5}, (0, 1, 2)
 ODD = (
     None, True, 1.5, 1j, -1, 2**63, 10**5000, "x", "\ud800", "y" * 10**5, b"", b"x", bytearray(5), (), [], {}, object,
@@ -39,7 +40,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
     """Exchange layers among three clients and spoil one message."""
     chance = random.Random(f"{world.seed}/messages/{number}")
     target, met, past = chance.randrange(3, 26) if chance.random() < 0.9 else chance.randrange(3), -1, []
-    accepted, tried = False, "nothing was spoiled"
+    accepted, tried = False, UNTOUCHED
 
     def deliver(entry: Callable[[Any], Any], message: Any) -> Any:
         """Hand over a message, before it, once, a spoiled one, or after it the same again."""
@@ -94,7 +95,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
             raise Wrong(f"{tried}: was refused, but the honest exchange after it too:\n{error!r}") from None
     except Exception as error:
         raise Wrong(f"{tried}: {error if isinstance(error, Wrong) else traceback.format_exc()}") from None
-    return int(tried != "nothing was spoiled"), tried
+    return int(tried != UNTOUCHED), tried
 
 
 def _before(server: secure.Server, layers: dict[int, dict[str, bytes]], chance: random.Random) -> dict:

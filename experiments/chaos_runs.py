@@ -37,6 +37,9 @@ class Ended(NamedTuple):
     code: int
     said: str
 
+    def __str__(self) -> str:
+        return f"code {self.code}:\n{self.said}"
+
 
 class Wrong(Exception):
     """A trial failed; the message says how."""
@@ -182,7 +185,7 @@ def kills(world: World, number: int, folder: Path) -> tuple[int, str]:
     wanted = world.counts["kills"] // len(STRATEGIES) + (number < world.counts["kills"] % len(STRATEGIES))
     arguments, run, done = settings(world, strategy), folder / "run", 0
     if not wanted:
-        return 0, strategy
+        return 0, "fewer kills than strategies"
     began = time.monotonic()
     to_the_end(arguments, folder / "straight")  # compiles, so that the runs to kill need not
     expected, length, moments = fingerprint(folder / "straight"), (time.monotonic() - began) / 2, []
