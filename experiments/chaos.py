@@ -44,8 +44,8 @@ from fedjax_mr import plots
 from fedjax_mr.engine.devices import add_xla_flags, usable_cores
 from fedjax_mr.strategies import STRATEGIES
 
-ROWS = {"kills": 100, "storage": 60, "files": 400, "flags": 2000, "messages": 2400}  # trials
-SHARES = {"kills": 0.6, "storage": 0.2, "files": 0.08, "flags": 0.1, "messages": 0.02}  # of the time, at most
+ROWS = {"kills": 100, "storage": 60, "files": 240, "flags": 2000, "messages": 2400}  # trials
+SHARES = {"kills": 0.52, "storage": 0.18, "files": 0.14, "flags": 0.14, "messages": 0.02}  # of the time, at most
 
 
 class Trials(NamedTuple):
@@ -124,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
         for row in options.only:
             numbers = list(range(rows[row].count)) if options.trial is None else [options.trial]
             began, seconds = time.monotonic(), 60 * options.minutes * SHARES[row]
+            world = world._replace(each=seconds * options.cores / max(1, len(numbers)))
             told = work(world, row, rows[row], numbers, options.cores, seconds)
             wrong = [each for each in told if each["wrong"]]
             tried, left = sum(each["tried"] for each in told), len(numbers) - len(told)

@@ -52,6 +52,7 @@ class World(NamedTuple):
     seed: int
     counts: dict[str, int]
     expected: str = ""
+    each: float = 60  # seconds that a trial of the row may take on average
 
     @property
     def straight(self) -> Path:
@@ -65,7 +66,7 @@ class Child:
     """A fork of this process that runs one function, whose result is its exit code, and writes into a file."""
 
     def __init__(self, function: Callable[[], int], *, log: Path, limit: int | None = None) -> None:
-        """Start it; ``limit`` is of the size of its files, in bytes."""
+        """Start it; ``limit`` is of the size of its files in bytes, of which the one with its output is one."""
         self.log = log
         sys.stdout.flush()
         sys.stderr.flush()
@@ -189,7 +190,7 @@ def kills(world: World, number: int, folder: Path) -> tuple[int, str]:
     began = time.monotonic()
     to_the_end(arguments, folder / "straight")  # compiles, so that the runs to kill need not
     expected, length, moments = fingerprint(folder / "straight"), (time.monotonic() - began) / 2, []
-    while done < wanted:
+    while done < wanted and not (done and time.monotonic() - began > world.each):
         shutil.rmtree(run, ignore_errors=True)
         for _ in range(chance.randint(1, min(3, wanted - done))):
             child = start(arguments, run)
@@ -237,7 +238,7 @@ def storage(world: World, number: int, folder: Path) -> tuple[int, str]:
     kind = ("limit", "disk", "damage", "damage")[number % 4]
     if kind == "damage":
         return 1, _damage(world, chance, run, chance.randrange(2, ROUNDS))
-    size = int(2 ** chance.uniform(6, 19) if kind == "limit" else 2 ** chance.uniform(14, 21))
+    size = int(2 ** chance.uniform(10, 19) if kind == "limit" else 2 ** chance.uniform(14, 21))
     went = "a new run" if round is None else f"a run resumed after round {round}"
     tried = f"{went}, {'files of at most' if kind == 'limit' else 'a file system of'} {size:,} bytes"
     arguments = settings(world, "fedmr")
