@@ -7,6 +7,7 @@
     python experiments/benchmark.py fedme                          # its clients' and its server's work, beside FedAvg's
     python experiments/benchmark.py growth                         # time and memory against K and N
     python experiments/benchmark.py race                           # the course of pfl-research's CIFAR10-IID
+    python experiments/benchmark.py peers                          # beside other simulators: peers.py and its flags
 
 The contestants take turns, so that a drift of the machine hits all of them; medians are printed, and figures are to be
 read as ratios of one run. All data are synthetic.
@@ -28,6 +29,7 @@ import json
 import math
 import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -38,6 +40,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 
 import fedjax_mr as fmr
 from fedjax_mr import config as configuration
@@ -641,9 +644,11 @@ def show(rows: Rows) -> None:
 
 def main() -> None:
     """Run the benchmark and print its table."""
+    if "peers" in sys.argv[1:]:
+        sys.exit(peers.main([each for each in sys.argv[1:] if each != "peers"]))
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("subject", choices=SUBJECTS, nargs="?", default="models")
+    parser.add_argument("subject", choices=[*SUBJECTS, "peers"], nargs="?", default="models")
     parser.add_argument("--models", default="", help=f"of {', '.join(COMPARED)} (default: all that the device is for)")
     parser.add_argument("--strategies", default=",".join(fmr.STRATEGIES), help="names, separated by commas")
     help = f"timings per contestant (default 5; with --quick 3, or as many as begin within {QUICK_SECONDS} seconds)"
