@@ -15,7 +15,7 @@ rounds of warming up all train one round in turn, ``--repeats`` times. Printed a
 the CPU seconds per round (of the contestant's whole tree of processes; Linux alone tells them), the medians of their
 ratios to ours of the same turn, and the loss and accuracy on 2,000 test images before the first round and after the
 last one: contestants that do the same work learn the same. A contestant that fails is a row with its error's last
-line, and the exit code is 1.
+line, and the exit code is 1. Idle, all but Flower rest; its Ray takes about 5 % of a core from whoever has the turn.
 
 The environments are made with pip, once, in ``--environments`` (a gigabyte each), by the Python that runs this script.
 """
