@@ -365,13 +365,13 @@ def to_flags(config: Config) -> list[str]:
 
 
 def save(config: Config, folder: Path | str) -> None:
-    """Write ``config.json`` and the re-runnable ``run.flags`` into a folder."""
+    """Write the re-runnable ``run.flags``, by which a run folder is known, and then ``config.json`` into a folder."""
     folder = Path(folder)
-    with files.whole(folder / "config.json") as path:
-        path.write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
     lines = [f"# {COMMAND} --flagfile={shlex.quote(str(folder / 'run.flags'))}", *to_flags(config)]
     with files.whole(folder / "run.flags") as path:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with files.whole(folder / "config.json") as path:
+        path.write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: Path | str) -> Config:

@@ -34,9 +34,10 @@ COLUMNS = (
 
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
-    "clients.csv", "personal.png", "curves.png", "partition.npz", "partition.png", "run.flags", "config.json",
+    "clients.csv", "personal.png", "curves.png", "partition.npz", "partition.png", "config.json", "run.flags",
 )  # fmt: skip
-"""All that a run folder may hold, and all that overwriting one removes."""
+"""All that a run folder may hold, and all that overwriting one removes, in this order: ``run.flags`` is the first file
+to come and the last to go, so that whatever is left after a kill is known as a run folder."""
 
 
 class RunFolder:
@@ -397,8 +398,8 @@ def _given(config: Config, made: list[Path]) -> Path:
         return path
     if not config.overwrite:
         raise UserError(f"{path} is not empty: --resume goes on with the run in it, --overwrite replaces it")
-    if not {"config.json", "run.flags"} <= set(found):
-        raise UserError(f"{path} does not look like a run folder (no config.json, run.flags), so it is not overwritten")
+    if "run.flags" not in found:
+        raise UserError(f"{path} does not look like a run folder (no run.flags), so it is not overwritten")
     return path
 
 

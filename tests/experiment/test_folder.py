@@ -124,6 +124,37 @@ def test_overwrite_removes_the_run_and_nothing_else():
     assert [each["round"] for each in read_rows(path)] == [5]
 
 
+def test_a_folder_that_a_kill_left_half_begun_is_overwritten(monkeypatch):
+    """Whichever file is being removed or named when the process dies: what is left is known as a run folder."""
+
+    class Killed(BaseException):
+        pass
+
+    config = Config(run_dir="r", overwrite=True)
+    for survived in range(100):
+        a_run(config)
+        left = iter(range(survived))
+
+        def deadly(function, left=left):
+            def call(*arguments, **options):
+                if next(left, None) is None:
+                    raise Killed
+                return function(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", deadly(Path.unlink))
+            patch.setattr(os, "replace", deadly(os.replace))
+            try:
+                begun(config)
+                break
+            except Killed:
+                pass
+        assert configuration.load(begun(config).path).strategy == config.strategy
+    assert 10 < survived < 99
+
+
 def test_overwrite_needs_a_run_folder():
     Path("precious").mkdir()
     Path("precious/checkpoints").mkdir()
