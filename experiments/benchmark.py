@@ -7,6 +7,7 @@
     python experiments/benchmark.py fedme                          # its clients' and its server's work, beside FedAvg's
     python experiments/benchmark.py growth                         # time and memory against K and N
     python experiments/benchmark.py race                           # the course of pfl-research's CIFAR10-IID
+    python experiments/benchmark.py products                       # XLA's and PyTorch's rates on a network's products
     python experiments/benchmark.py peers                          # beside other simulators: peers.py and its flags
 
 The contestants take turns, so that a drift of the machine hits all of them; medians are printed, and figures are to be
@@ -41,6 +42,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import peers
+import products
 
 import fedjax_mr as fmr
 from fedjax_mr import config as configuration
@@ -429,6 +431,11 @@ def compare_engines(name: str, options: Options) -> Rows:
     return rows
 
 
+def compare_products(options: Options) -> Rows:
+    """Return XLA's and PyTorch's rates on the products of each network, each network in a process of its own."""
+    return [row for name in options.models for row in in_its_own_process(products.compare_products, name)]
+
+
 def compare_strategies(options: Options) -> Rows:
     """Return a row per strategy: its speed, and what a round costs in rounds of FedAvg.
 
@@ -620,6 +627,7 @@ SUBJECTS: dict[str, Callable[[Options], Rows]] = {
     "fedme": compare_fedme,
     "growth": grow,
     "race": run_race,
+    "products": compare_products,
 }
 
 
@@ -663,13 +671,18 @@ def main() -> None:
     ):
         if unknown := set(given) - set(known):
             parser.error(f"unknown {kind} {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if not chosen and arguments.subject == "products":
+        chosen = ("lenet5", "cnn_mcmahan")
     if not chosen:
         gpu = importlib.util.find_spec("jax_cuda12_plugin") is not None
         chosen = tuple(name for name in COMPARED if gpu or name not in ON_GPU_ONLY)
     repeats = arguments.repeats or (3 if arguments.quick else 5)
     seconds = QUICK_SECONDS if arguments.quick and not arguments.repeats else math.inf
     options = Options(chosen, tuple(arguments.strategies.split(",")), repeats, seconds, arguments.quick)
-    rows = SUBJECTS[arguments.subject](options)
+    try:
+        rows = SUBJECTS[arguments.subject](options)
+    except fmr.UserError as error:
+        parser.error(str(error))
     if arguments.subject != "models":
         show(rows)
     print(f"jax {jax.__version__}, {usable_cores()} CPU cores, {jax.default_backend()}")
