@@ -61,10 +61,12 @@ def layers_of(name: str) -> tuple[list[Layer], int]:
 
     def note(call: Callable, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module, result = context.module, call(*args, **kwargs)
-        path, x = "/".join(module.path), args[0].shape if args else ()
+        path = "/".join(module.path)
         if isinstance(module, layers.Dense):
+            x = args[0].shape
             found.append(Layer(path, x, result.shape, (x[-1], module.features)))
         elif isinstance(module, layers.Conv):
+            x = args[0].shape
             height, width = windows.pair(module.kernel_size)
             kernel = (height, width, x[-1], module.features)
             strides, _ = windows.pair(module.strides)
@@ -135,6 +137,7 @@ def our_update(count: int) -> Timed:
 def their_passes(layer: Layer) -> dict[str, Timed]:
     """Return a layer's forward pass and its two gradients by PyTorch."""
     import torch
+    from torch.nn import grad
 
     x, kernel, gradient = map(torch.from_numpy, random(layer.x, layer.kernel, layer.y))
     if len(layer.kernel) == 2:
@@ -152,8 +155,8 @@ def their_passes(layer: Layer) -> dict[str, Timed]:
         fixed: dict[str, Any] = {"stride": layer.strides, "padding": padding}
         passes = {
             "forward": lambda: torch.nn.functional.conv2d(x, kernel, **fixed),
-            "input": lambda: torch.nn.grad.conv2d_input(x.shape, kernel, gradient, **fixed),
-            "kernel": lambda: torch.nn.grad.conv2d_weight(x, kernel.shape, gradient, **fixed),
+            "input": lambda: grad.conv2d_input(x.shape, kernel, gradient, **fixed),
+            "kernel": lambda: grad.conv2d_weight(x, kernel.shape, gradient, **fixed),
         }
     return {name: repeated(each) for name, each in passes.items()}
 
