@@ -195,7 +195,7 @@ class Config:
     allow_nonfinite: bool = _records(False, "go on when a loss is not finite instead of stopping at that round")
 
     lanes: int | None = _engine(
-        None, "clients that train side by side on a device; none: 1 on a CPU, all on accelerators",
+        None, "clients that train side by side on a device; none: 1 on a CPU, elsewhere as many as its memory holds",
         unit="clients", low=1)
     memory: str = _engine(
         "auto", "where the memories of all N clients are kept; auto: on the host if they need over a third of a device",

@@ -79,6 +79,13 @@ class Program:
         return self._function(*args)
 
 
+def memory_needed(program: Program) -> int:
+    """Return the bytes that a compiled program takes on a device: arguments, results and temporaries."""
+    memory = program.compiled.memory_analysis()
+    both = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return both + memory.temp_size_in_bytes
+
+
 class Programs(dict[str, Program]):
     """Programs by name, each made at its first call."""
 

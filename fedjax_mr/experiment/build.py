@@ -1,5 +1,6 @@
 """From a configuration to its network and its compiled rounds."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
-from fedjax_mr.engine.clients import ClientAxis
+from fedjax_mr.engine.clients import ClientAxis, client_axis
+from fedjax_mr.engine.program import memory_needed
 from fedjax_mr.engine.round import Federation, Given
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
@@ -89,6 +91,33 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
     )
 
 
+def layout(config: Config, federated: FederatedData, model: Model) -> ClientAxis:
+    """Return the devices and lanes of a run: those asked for, else the most lanes that a device's memory holds.
+
+    The compiler says what a round takes before anything runs. The round is compiled once more for the run itself, from
+    the compilation cache. Several processes, whose devices might know different limits, take all lanes.
+    """
+    axis = client_axis(devices=config.devices, lanes=config.lanes, cohort_size=config.cohort)
+    limit = memory_limit(axis)
+    if config.lanes is not None or axis.lanes == 1 or math.isinf(limit) or jax.process_count() > 1:
+        return axis
+    if data_on_host(config, federated, axis):
+        return axis  # such rounds take one client's samples after the other from the host: nothing to compile ahead
+
+    def needed(axis: ClientAxis) -> int:
+        described = dataclasses.replace(axis, described=True)
+        return max(map(memory_needed, build_rounds(config, federated, model, described).compile().values()))
+
+    return lanes_that_fit(axis, limit, needed)
+
+
+def lanes_that_fit(axis: ClientAxis, limit: float, needed: Callable[[ClientAxis], int]) -> ClientAxis:
+    """Return the layout with its lanes halved until ``needed`` bytes are within ``limit``, or one is left."""
+    while axis.lanes > 1 and needed(axis) > limit:
+        axis = dataclasses.replace(axis, lanes=-(-axis.lanes // 2))
+    return axis
+
+
 def build_strategy(config: Config, problem: Problem) -> Strategy:
     """Return a configuration's strategy, with the server's optimizer if there is one."""
     strategy = STRATEGIES[config.strategy].build(configuration.hyper(config), problem)
@@ -123,10 +152,15 @@ def data_on_host(config: Config, federated: FederatedData, axis: ClientAxis) -> 
 
 def too_large(needed: int, axis: ClientAxis) -> bool:
     """Return whether so many bytes are over a third of a device's memory; the processor's own has no limit here."""
+    return 3 * needed > memory_limit(axis)
+
+
+def memory_limit(axis: ClientAxis) -> float:
+    """Return the bytes of a device; infinity where it does not tell, as the processor, or is not here to be asked."""
     if axis.described:
-        return False  # no such device is here to ask
+        return math.inf
     statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
-    return 3 * needed > statistics.get("bytes_limit", math.inf)
+    return statistics.get("bytes_limit", math.inf)
 
 
 def memory_on_host(config: Config, strategy: Strategy, axis: ClientAxis) -> bool:

@@ -18,11 +18,11 @@ from fedjax_mr import data, interrupts
 from fedjax_mr.checks import without_effect
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
-from fedjax_mr.engine.clients import ClientAxis, client_axis
+from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_by_name, set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError
-from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.build import build_model, build_rounds, layout
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.folder import RunFolder
 from fedjax_mr.experiment.processes import Processes, join_processes
@@ -76,7 +76,7 @@ def set_up(
 ) -> Experiment:
     """Build the rounds, take the run folder and return the experiment; ``at_the_end`` a folder without a run goes."""
     model = build_model(config, federated)
-    axis = client_axis(devices=config.devices, lanes=config.lanes, cohort_size=config.cohort)
+    axis = layout(config, federated, model)
     rounds = build_rounds(config, federated, model, axis)
     folder = open_folder(config, processes)
     at_the_end.callback(folder.withdraw)
