@@ -190,6 +190,7 @@ class Config:
     overwrite: bool = _records(False, "replace the run that --run_dir holds")
     compare_to: tuple[str, ...] = _records(
         (), "run folder whose curves are drawn beside this run's; repeat the flag for more", path=True)
+    picture_format: str = _records("png", "format of the run's pictures", choices=("png", "pdf", "svg"))
     tensorboard: bool = _records(False, "also write TensorBoard event files")
     progress: bool = _records(True, "show a progress bar")
     allow_nonfinite: bool = _records(False, "go on when a loss is not finite instead of stopping at that round")

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "__init__": {"config", "data", "engine.local", "experiment", "models", "strategies"},
     "main": {"config", "experiment"},
     "sweep": {"analysis", "config", "experiment"},
-    "experiment": {"checks", "config", "data", "engine", "models", "plots", "strategies"},
+    "experiment": {"checks", "config", "data", "engine", "models", "plots", "strategies", "titles"},
     "experiment.attended": set(),
     "experiment.rendezvous": set(),
     "experiment.processes": {"experiment.rendezvous"},
@@ -49,12 +49,13 @@ MAY_IMPORT = {
     "data": set(),
     "secure": {"models"},
     "plots": set(),
+    "titles": {"config", "strategies"},
     # Beside the drawing: what rebuilds the template of a run's checkpoints (experiment.build, engine), so that every
     # strategy's state can be read without a second description of it; theorem1 trains its own convex problems with the
     # registered strategies.
-    "analysis": {"config", "data", "engine", "experiment", "models", "plots", "strategies"},
+    "analysis": {"config", "data", "engine", "experiment", "models", "plots", "strategies", "titles"},
 }
-COMMANDS_OF_ROOMS = {"config", "plots"}  # what a room's own command (its __main__) may use besides
+COMMANDS_OF_ROOMS = {"config", "plots", "titles"}  # what a room's own command (its __main__) may use besides
 ONLY_IN = {
     "matplotlib": {"plots"},
     "orbax": {"experiment.checkpoint"},
@@ -186,7 +187,8 @@ def test_which_networks_there_are_is_the_models_concern():
 def test_one_door_for_each_heavy_library(library):
     uses = lambda tree: any(f"{dotted}.".startswith(f"{library}.") for dotted in imported(tree))
     users = {name for name, tree in modules() if uses(tree)}
-    assert users <= ONLY_IN[library] | {f"{name}.__main__" for name in ("data", "models", "analysis")}
+    commands = {f"{name}.__main__" for name in ("data", "models", "analysis")}
+    assert {user for user in users if not within(user, ONLY_IN[library])} <= commands
 
 
 def test_shared_flag_files_never_choose_the_strategy():

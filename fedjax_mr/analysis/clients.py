@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import plots
+from fedjax_mr import plots, titles
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.engine.personal import worst_tenth
@@ -22,6 +22,7 @@ from fedjax_mr.models import Variables
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
+    runs.add_picture_arguments(parser)
     runs.add_data_argument(parser)
 
 
@@ -29,13 +30,16 @@ def main(arguments: argparse.Namespace) -> None:
     """Draw the clients' accuracies and print how they spread."""
     chosen = runs.read(arguments.runs)
     accuracies = {run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir)) for run in chosen}
-    path = runs.output_folder(arguments.out, chosen) / "clients.png"
-    plots.histograms(
-        {name: values.tolist() for name, values in accuracies.items()},
-        path,
-        x_label="accuracy on the client's own test samples",
-        y_label="clients",
-    )
+    names = titles.runs([run.config for run in chosen])
+    with runs.output_folder(arguments.out, chosen) as folder:
+        path = folder / f"clients.{arguments.format}"
+        plots.histograms(
+            {name: values.tolist() for name, values in zip(names, accuracies.values(), strict=True)},
+            path,
+            x_label="accuracy on the client's own test samples",
+            y_label="clients",
+            methods={name: run.method() for name, run in zip(names, chosen, strict=True)},
+        )
     rows = [["run", "clients", "mean", "standard deviation", "worst 10 %", "worst"]]
     for name, values in accuracies.items():
         numbers = (values.mean(), values.std(), worst_tenth(values), values.min())

@@ -2,7 +2,8 @@
 
 RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one curve, up to the
 last round that all of them have evaluated. With --best=lr, of each setting only the runs with the learning rate that
-has the best validation accuracy are drawn (see the command best).
+has the best validation accuracy are drawn (see the command best). A method has the same colour and marker in all
+pictures; where all curves are of one method, colours tell its settings apart.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import plots
+from fedjax_mr import plots, titles
 from fedjax_mr.analysis import groups, runs
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError, unknown_name
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--column", default="accuracy", help="column of metrics.csv (default: accuracy)")
     parser.add_argument("--panels", metavar="FLAGS", help="a panel for each value of a flag: alpha, or partition,alpha")
     parser.add_argument("--best", metavar="FLAGS", help="draw only the values of these flags that do best: lr")
-    parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: the first run's analysis/)")
+    runs.add_picture_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -39,15 +40,22 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.best:
         choices = groups.choose(chosen, over=arguments.best.split(","))
         chosen = [run for choice in choices if choice.best for run in choice.best.finished().values()]
-    panels = curves(chosen, column=arguments.column, panels=arguments.panels)
-    path = runs.output_folder(arguments.out, chosen) / f"{arguments.column}.png"
     column: str = arguments.column
-    plots.lines(panels, path, x_label="round", y_label=LABELS.get(column, column))
+    panels, methods = curves(chosen, column=column, panels=arguments.panels)
+    words = LABELS.get(column, column.replace("_", " "))
+    with runs.output_folder(arguments.out, chosen) as folder:
+        path = folder / f"{column}.{arguments.format}"
+        plots.lines(panels, path, x_label="round", y_label=words, methods=methods)
     print(f"drawn in {path}")
 
 
-def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> dict[str, plots.Series]:
-    """Return the curves by panel and setting: rounds, means and, with several seeds, standard deviations.
+def curves(
+    chosen: Sequence[Run], *, column: str, panels: str | None = None
+) -> tuple[dict[str, plots.Series], dict[str, str]]:
+    """Return the curves by panel and name, and the names' methods.
+
+    A curve has rounds, means and, with several seeds, standard deviations. Its name is that of the method and of the
+    settings in which the curves of a panel differ.
 
     Args:
       chosen: as `groups.find` returns them.
@@ -60,20 +68,23 @@ def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> 
     by_panel: dict[str, list[Run]] = {}
     for run in chosen:
         by_panel.setdefault(_panel(run, panels), []).append(run)
-    return {
-        title: {groups.name(setting): _mean(members, column) for setting, members in groups.by_setting(own)}
-        for title, own in by_panel.items()
-    }
+    found, methods = {}, {}
+    for title, own in by_panel.items():
+        settings = groups.by_setting(own)
+        names = groups.titles_of(settings)
+        found[title] = {name: _mean(members, column) for name, (_, members) in zip(names, settings, strict=True)}
+        methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
+    return found, methods
 
 
 def _panel(run: Run, flags: str | None) -> str:
-    values = groups.facts(run.config)
+    """Return the title of the panel that a run's curve belongs to."""
     names = flags.split(",") if flags else []
     known = configuration.decisive(run.config)
     for name in names:
         if name not in known:
             raise unknown_name("flag in --panels", name, known)
-    return "\n".join(f"{name} = {values[name]}" for name in names if name in values)
+    return ", ".join(titles.words(names, titles.facts(run.config)))
 
 
 def _mean(members: Sequence[Run], column: str) -> tuple[Sequence[float], ...]:

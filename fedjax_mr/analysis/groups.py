@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
+from fedjax_mr import titles
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment.folder import STATES, run_state
 
-SEEDS = ("seed", "partition_seed")
 VALIDATION = "validation_accuracy"
-# Settings of one division only; the others ignore them.
-DIVISIONS = {
-    "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
-    "shard_size": ("shards",), "classes_per_client": ("classes",), "quantity_power": ("quantity",),
-}  # fmt: skip
 
 
 class Statistic(NamedTuple):
@@ -69,18 +64,9 @@ def find(paths: Iterable[Path | str]) -> list[Run]:
 
 
 def _order(run: Run) -> tuple[str, list[tuple[str, str, Any]]]:
-    values = facts(run.config)
+    values = titles.facts(run.config)
     # The types first: values of two types, such as a number and None, have no order.
     return run.config.strategy, [(flag, type(value).__name__, value) for flag, value in values.items()]
-
-
-def facts(config: Config) -> dict[str, Any]:
-    """Return the settings that mean something to a run, by flag, without its seeds."""
-    return {
-        flag: value
-        for flag, value in configuration.decisive(config).items()
-        if flag not in SEEDS and config.partition in DIVISIONS.get(flag, (config.partition,))
-    }
 
 
 def seeds(config: Config) -> list[int]:
@@ -95,18 +81,17 @@ def by_setting(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     one setting and seed, one counts: the last of those that are furthest.
     """
     once = {
-        json.dumps([facts(run.config), *seeds(run.config)]): run.path
+        json.dumps([titles.facts(run.config), *seeds(run.config)]): run.path
         for run in sorted(chosen, key=lambda run: STATES.index(run_state(run.path)))
     }
     chosen = [run for run in chosen if run.path in once.values()]
-    decisive = [facts(run.config) for run in chosen]
+    decisive = [titles.facts(run.config) for run in chosen]
     flags = list(dict.fromkeys(flag for each in decisive for flag in each))
     groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
     for each, run in zip(decisive, chosen, strict=True):
         key = json.dumps({flag: each.get(flag, "-") for flag in flags})
         groups.setdefault(key, (each, []))[1].append(run)
-    values = {flag: {json.dumps(each[flag]) for each in decisive if flag in each} for flag in flags}
-    varied = [flag for flag in flags if len(values[flag]) > 1 and flag != "strategy"]
+    varied = [flag for flag in titles.varied(decisive) if flag != "strategy"]
     return [
         ({"strategy": each["strategy"]} | {flag: each[flag] for flag in varied if flag in each}, members)
         for each, members in groups.values()
@@ -118,6 +103,15 @@ def name(setting: Mapping[str, Any]) -> str:
     strategy, *others = setting.items()
     prefix = f"{strategy[1]}_"
     return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
+
+
+def titles_of(settings: Sequence[tuple[Mapping[str, Any], Sequence[Run]]]) -> list[str]:
+    """Return the names of settings, as `by_setting` returns them, in pictures: ``FedMR, Dirichlet(0.1)``."""
+    known = [titles.facts(members[0].config) for _, members in settings]
+    return [
+        ", ".join([titles.method(own), *titles.words(setting, own)])
+        for (setting, _), own in zip(settings, known, strict=True)
+    ]
 
 
 def short_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -178,7 +172,7 @@ def choose(chosen: Sequence[Run], *, over: Sequence[str]) -> list[Choice]:
             raise unknown_name("flag in --over", flag, sorted(flags))
     grids: dict[str, tuple[dict[str, Any], list[Tried]]] = {}
     for setting, members in by_setting(chosen):
-        known = facts(members[0].config)
+        known = titles.facts(members[0].config)
         values = {flag: known[flag] for flag in over if flag in known}
         rest = {flag: value for flag, value in setting.items() if flag not in over}
         grids.setdefault(json.dumps(rest), (rest, []))[1].append(Tried(values, members))

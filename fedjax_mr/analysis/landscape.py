@@ -14,6 +14,7 @@ The loss is the mean cross-entropy in evaluation mode of a random part of the sa
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from fedjax_mr import files, plots, trees
+from fedjax_mr import files, plots, titles, trees
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
@@ -46,6 +47,7 @@ class Sharpness(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
+    runs.add_picture_arguments(parser)
     runs.add_data_argument(parser)
     parser.add_argument("--dimensions", type=int, choices=(1, 2), default=2, help="directions drawn (default: 2)")
     parser.add_argument("--points", type=int, default=21, help="points per direction, odd (default: 21)")
@@ -62,7 +64,12 @@ def main(arguments: argparse.Namespace) -> None:
     """Compute, draw and keep the landscapes of the runs, and print their sharpness."""
     check(arguments)
     chosen = runs.read(arguments.runs)
-    folder = runs.output_folder(arguments.out, chosen)
+    with runs.output_folder(arguments.out, chosen) as folder:
+        _explore(arguments, chosen, folder)
+
+
+def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: Path) -> None:
+    """Compute the landscapes, keep and draw them in ``folder``, and print the sharpness."""
     steps = np.linspace(-arguments.radius, arguments.radius, arguments.points, dtype=np.float32)
     grid = np.stack(np.meshgrid(*[steps] * arguments.dimensions, indexing="ij"), axis=-1)  # [points, (points,) D]
     surfaces: dict[str, np.ndarray] = {}
@@ -86,16 +93,18 @@ def main(arguments: argparse.Namespace) -> None:
         )
         rows.append((run.name, str(trained.round), f"{around.loss():.4f}", *(f"{number:.4g}" for number in sharpness)))
     name = f"landscape{arguments.dimensions}d"
-    with files.whole(folder / f"{name}.npz") as path:
-        np.savez(path, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
-    label = f"{arguments.of} loss (nats)"
+    with files.whole(folder / f"{name}.npz") as whole:
+        np.savez(whole, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
+    label, path = f"{arguments.of} loss (nats)", folder / f"{name}.{arguments.format}"
+    shown = dict(zip(titles.runs([run.config for run in chosen]), surfaces.values(), strict=True))
     if arguments.dimensions == 1:
-        lines = {each: (steps, surface) for each, surface in surfaces.items()}
-        plots.lines({"": lines}, folder / f"{name}.png", x_label="distance (filter norms)", y_label=label)
+        lines = {title: (steps, surface) for title, surface in shown.items()}
+        methods = {title: run.method() for title, run in zip(shown, chosen, strict=True)}
+        plots.lines({"": lines}, path, x_label="distance (filter norms)", y_label=label, methods=methods)
     else:
-        plots.surfaces(surfaces, steps, folder / f"{name}.png", label=label)
+        plots.surfaces(shown, steps, path, label=label)
     print(tables.aligned(rows))
-    print(f"drawn in {folder / name}.png, kept in {folder / name}.npz")
+    print(f"drawn in {path}, kept in {folder / name}.npz")
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -1,9 +1,9 @@
 """How pFedHR took the clients' networks apart and reassembled them: pictures from a run's folder.
 
-Drawn are ``alike.png`` (the mean CKA of the inputs and of the outputs of every two blocks of the last round, sorted by
-group), ``candidates.png`` (the candidates of each round as strips of blocks, coloured by the client that they are from,
+Drawn are ``alike`` (the mean CKA of the inputs and of the outputs of every two blocks of the last round, sorted by
+group), ``candidates`` (the candidates of each round as strips of blocks, coloured by the client that they are from,
 squares for convolutions and discs for dense blocks, with the block's place in the client's network) and
-``teachers.png`` (the owners of the blocks in each client's teacher, round by round and in total). Rounds are those with
+``teachers`` (the owners of the blocks in each client's teacher, round by round and in total). Rounds are those with
 a checkpoint: train with ``--checkpoint_every=1 --keep_checkpoints=100``. ``--seconds`` reassembles the last round's
 networks twice more and prints how long each step of the second time took, when everything was compiled.
 """
@@ -29,6 +29,7 @@ Strip = list[tuple[int, int, bool]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser, several=False)
+    runs.add_picture_arguments(parser)
     runs.add_data_argument(parser)
     parser.add_argument("--rounds", type=int, default=12, help="the last rounds that are drawn (default: 12)")
     parser.add_argument("--seconds", action="store_true", help="measure the steps of the server's part")
@@ -47,17 +48,18 @@ def main(arguments: argparse.Namespace) -> None:
     accounts = {number: Account(**read_info(run.path, number)) for number in numbers}
     last = accounts[numbers[-1]]
 
-    folder, num_clients = runs.output_folder(arguments.out, chosen), run.config.clients
+    num_clients, suffix = run.config.clients, arguments.format
     blocks = blocks_of(last)
     order = sorted(range(len(blocks)), key=lambda i: (last.groups[i], blocks[i]))
     names = [f"{owner}.{place}{' fc' if dense else ''}" for owner, place, dense in (blocks[i] for i in order)]
     groups = last.groups[order].tolist()
-    plots.grouped(last.similarity[np.ix_(order, order)], names, groups, folder / "alike.png", label="mean CKA")
+    alike = last.similarity[np.ix_(order, order)]
     strips = {f"round {number}": strips_of(account) for number, account in accounts.items()}
-    plots.strips(strips, folder / "candidates.png", num_colours=num_clients)
-    plots.teachers(
-        {number: teachers_of(account) for number, account in accounts.items()}, num_clients, folder / "teachers.png"
-    )
+    teachers = {number: teachers_of(account) for number, account in accounts.items()}
+    with runs.output_folder(arguments.out, chosen) as folder:
+        plots.grouped(alike, names, groups, folder / f"alike.{suffix}", label="mean CKA")
+        plots.strips(strips, folder / f"candidates.{suffix}", num_colours=num_clients)
+        plots.teachers(teachers, num_clients, folder / f"teachers.{suffix}")
 
     rows = [("round", "clients", "blocks", "candidates", "of length", "different teachers")]
     for number, account in accounts.items():

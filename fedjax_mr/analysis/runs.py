@@ -2,13 +2,15 @@
 
 import argparse
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data
+from fedjax_mr import data, files, plots, titles
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.clients import client_axis
@@ -58,6 +60,10 @@ class Run:
         """Return the rounds that have a checkpoint, ascending."""
         return Checkpoints(self.path / "checkpoints").rounds()
 
+    def method(self) -> str:
+        """Return what decides about the look of the run's lines."""
+        return titles.key(titles.facts(self.config))
+
 
 class Trained(NamedTuple):
     """A run's models at a checkpoint."""
@@ -71,9 +77,8 @@ class Trained(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
-    """Add the run folders and the folder of the results to a command's arguments."""
+    """Add the run folders to a command's arguments."""
     parser.add_argument("runs", nargs="+" if several else 1, metavar="RUN", help="run folder")
-    parser.add_argument("--out", metavar="FOLDER", help="where results go (default: the first run's analysis/)")
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
@@ -96,18 +101,48 @@ def read(paths: Sequence[str]) -> list[Run]:
     return [Run(path, name, configuration.load(path)) for path, name in zip(folders, named, strict=True)]
 
 
-def output_folder(out: str | None, runs: Sequence[Run]) -> Path:
-    """Return the folder of the results, made if need be: the one asked for, or ``analysis`` of the first run.
+def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the folder and the format of the pictures to the arguments of a command that draws."""
+    add_out_argument(parser)
+    parser.add_argument("--format", choices=plots.FORMATS, default="png", help="of the pictures (default: png)")
+
+
+def add_out_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of the results to a command's arguments."""
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where results go (default: analysis/ in the run, or beside several runs)"
+    )
+
+
+@contextlib.contextmanager
+def output_folder(out: str | None, runs: Sequence[Run]) -> Iterator[Path]:
+    """Yield the folder of the results; if the block fails, folders that were made for it are gone again.
+
+    Args:
+      out: the folder asked for; None: ``analysis`` in the run, or in the deepest folder that holds all runs.
+      runs: of the results.
 
     Raises:
       UserError: it cannot be made.
     """
-    folder = runs[0].path / "analysis" if out is None else Path(out)
+    if out is not None:
+        folder = Path(out)
+    elif len(runs) == 1:
+        folder = runs[0].path / "analysis"
+    else:
+        folder = Path(os.path.commonpath([run.path.absolute() for run in runs])) / "analysis"
+        folder = Path(os.path.relpath(folder)) if not any(run.path.is_absolute() for run in runs) else folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made = files.make_folder(folder)
     except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror})") from None
-    return folder
+        raise UserError(f"cannot write into {folder} ({error.strerror}); --out names another folder") from None
+    try:
+        yield folder
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):  # something has come into it
+                path.rmdir()
+        raise
 
 
 def with_data_dir(config: Config, data_dir: str) -> Config:

@@ -22,8 +22,14 @@ SIDES = {"clients": "clients_seconds_per_round", "server": "server_seconds_per_r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     groups.add_arguments(parser)
-    tables.add_format_argument(parser)
-    parser.add_argument("--out", metavar="FOLDER", help="where the picture goes (default: the first run's analysis/)")
+    runs.add_out_argument(parser)
+    parser.add_argument(
+        "--format",
+        action="append",
+        choices=[*tables.FORMATS, *plots.FORMATS],
+        default=[],
+        help="of the table or of the picture; may be given for both (default: text and png)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -33,14 +39,24 @@ def main(arguments: argparse.Namespace) -> None:
     rows = [["setting", "seeds", *(f"{part}, s per round" for part in next(iter(found.values()))[1])]]
     for name, (count, parts) in found.items():
         rows.append([name, str(count), *(tables.plus_minus(*value, digits=4) for value in parts.values())])
-    print(tables.FORMATS[arguments.format](rows))
-    path = runs.output_folder(arguments.out, chosen) / "seconds.png"
-    means = {side: {name: parts[side].mean for name, (_, parts) in found.items()} for side in SIDES}
+    text, suffix = (
+        next((format for format in reversed(arguments.format) if format in known), first)
+        for known, first in ((tables.FORMATS, "text"), (plots.FORMATS, "png"))
+    )
+    print(tables.FORMATS[text](rows))
+    settings = [each for each in groups.by_setting(chosen) if finished(each[1])]
+    names = groups.titles_of(settings)
+    methods = {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
+    means = {
+        side: {name: parts[side].mean for name, (_, parts) in zip(names, found.values(), strict=True)} for side in SIDES
+    }
     sides = {side: {name: mean for name, mean in each.items() if mean is not None} for side, each in means.items()}
     if sides != means:
         print("not drawn: some runs do not know the two sides (they ran on one device, or with samples on the host)")
         return
-    plots.bars(sides, path, x_label="seconds per round")
+    with runs.output_folder(arguments.out, chosen) as folder:
+        path = folder / f"seconds.{suffix}"
+        plots.bars(sides, path, x_label="seconds per round", methods=methods)
     print(f"drawn in {path}")
 
 
@@ -53,7 +69,7 @@ def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]
     found, settings = {}, groups.by_setting(chosen)
     names = groups.short_names([setting for setting, _ in settings])
     for name, (_, members) in zip(names, settings, strict=True):
-        summaries = [run.summary() for run in members if run_state(run.path) == "finished"]
+        summaries = [run.summary() for run in finished(members)]
         if summaries:
             columns = SIDES | {"all": "seconds_per_round"}
             parts = {part: Statistic.of(each.get(column) for each in summaries) for part, column in columns.items()}
@@ -61,3 +77,8 @@ def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]
     if not found:
         raise UserError("none of the runs is finished")
     return found
+
+
+def finished(members: Sequence[Run]) -> list[Run]:
+    """Return the finished ones of some runs."""
+    return [run for run in members if run_state(run.path) == "finished"]

@@ -13,7 +13,7 @@ import math
 import jax
 import numpy as np
 
-from fedjax_mr import plots
+from fedjax_mr import plots, titles
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
@@ -26,6 +26,7 @@ LABELS = {"cosine": "mean pairwise cosine", "authors": "similarity as in the aut
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
+    runs.add_picture_arguments(parser)
     runs.add_data_argument(parser)
     parser.add_argument(
         "--definition", choices=("cosine", "authors"), default="cosine", help="which similarity (default: cosine)"
@@ -39,8 +40,12 @@ def main(arguments: argparse.Namespace) -> None:
         series = {run.name: recorded(run) for run in chosen}
     else:
         series = {run.name: of_checkpoints(run, arguments.data_dir) for run in chosen}
-    path = runs.output_folder(arguments.out, chosen) / "similarity.png"
-    plots.lines({"": series}, path, x_label="round", y_label=LABELS[arguments.definition])
+    names = titles.runs([run.config for run in chosen])
+    panel = dict(zip(names, series.values(), strict=True))
+    methods = {name: run.method() for name, run in zip(names, chosen, strict=True)}
+    with runs.output_folder(arguments.out, chosen) as folder:
+        path = folder / f"similarity.{arguments.format}"
+        plots.lines({"": panel}, path, x_label="round", y_label=LABELS[arguments.definition], methods=methods)
     print(tables.aligned(cells(series)))
     print(f"drawn in {path}")
 

@@ -10,7 +10,7 @@ import argparse
 import jax
 import numpy as np
 
-from fedjax_mr import plots
+from fedjax_mr import plots, titles
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
@@ -20,6 +20,7 @@ from fedjax_mr.models.base import Layer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
+    runs.add_picture_arguments(parser)
     runs.add_data_argument(parser)
     parser.add_argument("--round", type=int, default=None, help="checkpoint (default: each run's newest)")
 
@@ -28,17 +29,21 @@ def main(arguments: argparse.Namespace) -> None:
     """Draw and print the spread of each run's models."""
     chosen = runs.read(arguments.runs)
     found: dict[str, dict[str, float]] = {}
-    for run in chosen:
+    names: dict[str, str] = {}  # of the lines, with their methods
+    for run, name in zip(chosen, titles.runs([run.config for run in chosen]), strict=True):
         trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir)
         if trained.models is None:
             raise UserError(f"{run.path}: {run.config.strategy} keeps one model; the spread is of K models")
         found[f"{run.name}, round {trained.round}"] = by_layer(trained.models, trained.model.layers())
+        names[f"{name}, round {trained.round}"] = run.method()
     first = list(next(iter(found.values())))
     if any(list(each) != first for each in found.values()):
         raise UserError("the runs have different networks: their layers cannot stand side by side")
-    path = runs.output_folder(arguments.out, chosen) / "spread.png"
-    series = {name: (range(len(first)), list(each.values())) for name, each in found.items()}
-    plots.lines({"": series}, path, x_label="layer", y_label="spread / norm of the mean", x_names=first)
+    series = {name: (range(len(first)), list(each.values())) for name, each in zip(names, found.values(), strict=True)}
+    with runs.output_folder(arguments.out, chosen) as folder:
+        path = folder / f"spread.{arguments.format}"
+        y_label = "spread / norm of the mean"
+        plots.lines({"": series}, path, x_label="layer", y_label=y_label, methods=names, x_names=first)
     rows = [(layer, *(f"{each[layer]:.4f}" for each in found.values())) for layer in first]
     print(tables.aligned([("layer", *found), *rows]))
     print(f"drawn in {path}")

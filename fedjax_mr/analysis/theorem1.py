@@ -26,6 +26,7 @@ steps get lost (here after about 50,000 steps), so longer trainings show a floor
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -294,7 +295,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="E, local steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=4000, help="rounds, at least 20 (default: 4000)")
     parser.add_argument("--seed", type=int, default=0, help="of the problems and of the recombination (default: 0)")
-    parser.add_argument("--out", default=".", metavar="FOLDER", help="where theorem1.png goes (default: here)")
+    parser.add_argument("--out", default=".", metavar="FOLDER", help="where the picture goes (default: here)")
+    parser.add_argument("--format", choices=plots.FORMATS, default="png", help="of the picture (default: png)")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -303,7 +305,12 @@ def main(arguments: argparse.Namespace) -> None:
     for name, least in lowest.items():
         if getattr(arguments, name) < least:
             raise UserError(f"--{name}={getattr(arguments, name)} is too small: at least {least}")
-    path = runs.output_folder(arguments.out, ()) / "theorem1.png"
+    with runs.output_folder(arguments.out, ()) as folder:
+        _compare(arguments, folder / f"theorem1.{arguments.format}")
+
+
+def _compare(arguments: argparse.Namespace, path: Path) -> None:
+    """Train, print and draw into ``path``."""
     set_up_jax(devices=1, cohort_size=1)
     looks = np.unique(np.geomspace(1, arguments.rounds, 60).round().astype(int)).tolist()
     panels: dict[str, plots.Series] = {}
@@ -322,7 +329,8 @@ def main(arguments: argparse.Namespace) -> None:
             "bound of Theorem 1": (steps, known.bound(steps)),
         }
     labels = {"x_label": "local steps T", "y_label": "f - f*"}
-    plots.lines(panels, path, **labels, logarithmic=True)
+    methods = {"FedMR, mean of the models": "fedmr", "FedAvg": "fedavg", "FedMR, the models one by one": "fedmr"}
+    plots.lines(panels, path, **labels, methods=methods, logarithmic=True)
     print(f"drawn in {path}")
 
 

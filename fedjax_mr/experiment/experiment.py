@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_mr import plots
+from fedjax_mr import config as configuration
+from fedjax_mr import plots, titles
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData, plan
 from fedjax_mr.engine.evaluation import Evaluation
@@ -128,8 +129,9 @@ class Experiment:
         self.folder.begin(self.config)
         if self.federated.plan is not None:
             plan.save(self.federated.plan, self.folder.path / "partition.npz")
-        title = f"{self.federated.dataset.name}, {self.federated.num_clients} clients"
-        plots.partition(self.federated.label_counts(), self.folder.path / "partition.png", title=title)
+        name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
+        title = f"{name}, {division}, {self.federated.num_clients} clients"
+        plots.partition(self.federated.label_counts(), self._picture("partition"), title=title)
 
     def _save(self, progress: Progress, done: int) -> None:
         self.processes.on_first(self.folder.sync)  # a checkpoint is never newer than its metrics
@@ -270,11 +272,31 @@ class Experiment:
             summary |= self._test_clients(self.personal, progress)
         if self.folder.writes:
             self.folder.write_summary(summary)
-            runs = {str(self.folder.path): rows} | {other: read_rows(other) for other in config.compare_to}
-            plots.curves(runs, self.folder.path / "curves.png")
+        self.draw_curves()
         return Result(
             summary, rows, self.folder.path, self.model, variables, progress.server, writes=self.folder.writes
         )
+
+    def _picture(self, name: str) -> Path:
+        return self.folder.path / f"{name}.{self.config.picture_format}"
+
+    def draw_curves(self) -> None:
+        """Draw the evaluations so far, and those of the runs to compare with."""
+        rows = self.folder.rows()
+        if not (rows and self.folder.writes):
+            return
+        configs, unknown = [self.config], {}
+        histories = [rows]
+        for folder in self.config.compare_to:
+            try:
+                configs.append(configuration.load(folder))
+                histories.append(read_rows(folder))
+            except UserError:  # of another version, say; its evaluations can be drawn all the same
+                unknown[Path(folder).name] = read_rows(folder)
+        names = titles.runs(configs) if self.config.compare_to else [titles.run(self.config)]
+        methods = {name: titles.key(titles.facts(each)) for name, each in zip(names, configs, strict=True)}
+        shown = dict(zip(names, histories, strict=True)) | unknown
+        plots.curves(shown, self._picture("curves"), methods=methods)
 
     def _test_clients(self, personal: PersonalEvaluation, progress: Progress) -> dict[str, float]:
         """Test every client's last model, fine-tuned too if wanted; keep ``clients.csv`` and a picture."""
@@ -299,10 +321,14 @@ class Experiment:
             if config.finetune_epochs:
                 table["finetuned_accuracy"] = results["finetuned"].accuracy.tolist()
             self.folder.write_clients(table)
+            words = {"personal": "as trained", "finetuned": "fine-tuned"}
+            several = enumerate(networks if len(networks) > 1 else ())
             plots.personal(
                 self.folder.rows(),
-                {name: clients.accuracy[clients.count > 0].tolist() for name, clients in results.items()},
-                self.folder.path / "personal.png",
+                {words[name]: clients.accuracy[clients.count > 0].tolist() for name, clients in results.items()},
+                self._picture("personal"),
+                method=titles.key(titles.facts(config)),
+                networks={f"network_{number}_{name}": titles.network(name) for number, name in several},
             )
         return summary
 

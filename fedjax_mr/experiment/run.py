@@ -21,7 +21,7 @@ from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_by_name, set_up_jax
 from fedjax_mr.engine.round import Progress, Report
-from fedjax_mr.errors import DivergedError
+from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import build_model, build_rounds, layout
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.folder import RunFolder
@@ -154,6 +154,7 @@ class Run:
                 bar.update(done, images_per_second=self._images_per_second(), row=first.folder.last_row())
                 self._finish(progress, done)
                 if stop and self.alive:
+                    self._draw(self.alive)
                     raise interrupted(self.experiments[self.alive[0]], done, stop)
         return [self.ended[number] for number in range(len(self.experiments))]
 
@@ -195,8 +196,15 @@ class Run:
                 experiment.account(done, own, seconds / len(alive))
             except DivergedError as error:
                 self.ended[number] = error
+                self._draw([number])
             else:
                 experiment.record_due(self._part(progress, number), own, done, stop=stop)
+
+    def _draw(self, numbers: Sequence[int]) -> None:
+        """Draw the curves of experiments that end early, if the disk allows it: what counts is saved already."""
+        for number in numbers:
+            with contextlib.suppress(UserError):
+                self.experiments[number].draw_curves()
 
     def _finish(self, progress: Progress, done: int) -> None:
         """Finish the experiments that have nothing left to do."""

@@ -42,6 +42,7 @@ class Row(NamedTuple):
       paper: authors and venue, for the table of strategies.
       several: whether clients may have networks of different architectures (a `Zoo`).
       public: whether it takes public data.
+      title: its name in pictures and papers' tables; "" takes the name that it is registered by.
     """
 
     build: Callable[[Any, Problem], Strategy]
@@ -49,33 +50,38 @@ class Row(NamedTuple):
     paper: str
     several: bool = False
     public: bool = False
+    title: str = ""
 
 
 STRATEGIES: dict[str, Row] = {
-    "fedavg": Row(fedavg.build, fedavg.Hyper, "McMahan et al., AISTATS 2017"),
-    "fedprox": Row(fedprox.build, fedprox.Hyper, "Li et al., MLSys 2020"),
-    "scaffold": Row(scaffold.build, scaffold.Hyper, "Karimireddy et al., ICML 2020"),
-    "moon": Row(moon.build, moon.Hyper, "Li et al., CVPR 2021"),
-    "fedgen": Row(fedgen.build, fedgen.Hyper, "Zhu et al., ICML 2021"),
-    "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021"),
-    "fedasam": Row(fedasam.build, fedasam.Hyper, "Caldarola et al., ECCV 2022"),
-    "fedexp": Row(fedexp.build, fedexp.Hyper, "Jhunjhunwala et al., ICLR 2023"),
-    "fedmut": Row(fedmut.build, fedmut.Hyper, "Hu et al., AAAI 2024"),
-    "fedcross": Row(fedcross.build, fedcross.Hyper, "Hu et al., arXiv 2022"),
-    "fedmr": Row(fedmr.build, fedmr.Hyper, "Hu et al., KDD 2024"),
-    "indep": Row(indep.build, None, "Hu et al., KDD 2024 (FedMR without recombination)"),
-    "local": Row(local_only.build, local_only.Hyper, "Matsuda et al., SDM 2022 (Local-only)", several=True),
-    "centralized": Row(centralized.build, None, "Matsuda et al., SDM 2022 (Centralized)"),
-    "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020"),
-    "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020"),
-    "fml": Row(fml.build, fml.Hyper, "Shen et al., arXiv 2020", several=True),
-    "mapper": Row(mapper.build, mapper.Hyper, "Mansour et al., arXiv 2020"),
-    "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True, public=True),
-    "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True, public=True),
-    "fedmd": Row(fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True, public=True),
-    "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True),
-    "fedkemf": Row(fedkemf.build, fedkemf.Hyper, "Yu et al., arXiv 2022", several=True, public=True),
-    "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True, public=True),
+    "fedavg": Row(fedavg.build, fedavg.Hyper, "McMahan et al., AISTATS 2017", title="FedAvg"),
+    "fedprox": Row(fedprox.build, fedprox.Hyper, "Li et al., MLSys 2020", title="FedProx"),
+    "scaffold": Row(scaffold.build, scaffold.Hyper, "Karimireddy et al., ICML 2020", title="SCAFFOLD"),
+    "moon": Row(moon.build, moon.Hyper, "Li et al., CVPR 2021", title="MOON"),
+    "fedgen": Row(fedgen.build, fedgen.Hyper, "Zhu et al., ICML 2021", title="FedGen"),
+    "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
+    "fedasam": Row(fedasam.build, fedasam.Hyper, "Caldarola et al., ECCV 2022", title="FedASAM"),
+    "fedexp": Row(fedexp.build, fedexp.Hyper, "Jhunjhunwala et al., ICLR 2023", title="FedExP"),
+    "fedmut": Row(fedmut.build, fedmut.Hyper, "Hu et al., AAAI 2024", title="FedMut"),
+    "fedcross": Row(fedcross.build, fedcross.Hyper, "Hu et al., arXiv 2022", title="FedCross"),
+    "fedmr": Row(fedmr.build, fedmr.Hyper, "Hu et al., KDD 2024", title="FedMR"),
+    "indep": Row(indep.build, None, "Hu et al., KDD 2024 (FedMR without recombination)", title="Indep"),
+    "local": Row(
+        local_only.build, local_only.Hyper, "Matsuda et al., SDM 2022 (Local-only)", several=True, title="Local-only"
+    ),
+    "centralized": Row(centralized.build, None, "Matsuda et al., SDM 2022 (Centralized)", title="Centralized"),
+    "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020", title="HypCluster"),
+    "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020", title="pFedMe"),
+    "fml": Row(fml.build, fml.Hyper, "Shen et al., arXiv 2020", several=True, title="FML"),
+    "mapper": Row(mapper.build, mapper.Hyper, "Mansour et al., arXiv 2020", title="MAPPER"),
+    "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True, public=True, title="FedMe"),
+    "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True, public=True, title="pFedHR"),
+    "fedmd": Row(
+        fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True, public=True, title="FedMD"
+    ),
+    "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True, title="FedGH"),
+    "fedkemf": Row(fedkemf.build, fedkemf.Hyper, "Yu et al., arXiv 2022", several=True, public=True, title="FedKEMF"),
+    "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True, public=True, title="FCCL"),
 }
 
 __all__ = ["STRATEGIES", "Cohort", "Parcels", "Problem", "Row", "Strategy", "Traffic", "transforms"]

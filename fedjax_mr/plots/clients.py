@@ -1,0 +1,148 @@
+"""How samples and accuracies are spread over the clients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_mr.plots.figure import WIDTH, column, name_axes, picture
+from fedjax_mr.plots.looks import COLOURS, STROKES, look, looks, number_of
+
+
+def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: str = "training samples") -> None:
+    """Draw the division of the samples: a heat map of clients x classes under the clients' sizes.
+
+    Args:
+      counts: [N, C] samples per client and class.
+      path: the picture to write, in one of `FORMATS`.
+      title: a line above it.
+      noun: the samples that are counted.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.ticker import MaxNLocator
+
+    num_clients, num_classes = counts.shape
+    height = 2.4 + min(6.0, max(1.6, 0.24 * num_classes))
+    with picture(path, (WIDTH, height)) as figure:
+        sizes, table = figure.subplots(2, 1, sharex=True, height_ratios=(1.3, height - 2.4))
+        sizes.bar(range(num_clients), counts.sum(axis=1), width=0.85 if num_clients <= 200 else 1.0, color=COLOURS[0])
+        name_axes(sizes, y_label=noun.replace(" ", "\n"), title=title)
+        sizes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))  # small shares stay visible beside large ones
+        smoothing = "nearest" if num_clients <= 1000 else "antialiased"
+        image = table.imshow(counts.T, aspect="auto", cmap="Blues", norm=norm, interpolation=smoothing)
+        table.set(xlabel="client", ylabel="class", xlim=(-0.5, num_clients - 0.5))
+        for axis, count, most in ((table.xaxis, num_clients, 40), (table.yaxis, num_classes, 20)):
+            axis.set_major_locator(MaxNLocator(min(count, most), integer=True, steps=(1, 2, 5, 10)))
+        if num_clients <= 200 and num_classes <= 100:  # lines between the cells
+            table.set_xticks([client - 0.5 for client in range(1, num_clients)], minor=True)
+            table.set_yticks([label - 0.5 for label in range(1, num_classes)], minor=True)
+            table.grid(which="minor", color="white", linewidth=0.6)
+        table.tick_params(which="minor", length=0)
+        sizes.tick_params(axis="x", which="both", length=0)
+        bar = figure.colorbar(image, ax=table, pad=0.01, fraction=0.04)
+        bar.set_label(noun)
+        bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def histograms(
+    values: Mapping[str, Sequence[float]],
+    path: Path | str,
+    *,
+    x_label: str,
+    y_label: str,
+    methods: Mapping[str, str] | None = None,
+) -> None:
+    """Draw how fractions spread over twenty bins from 0 to 1, a panel for each name, with their mean.
+
+    Args:
+      values: the fractions by name.
+      path: the picture to write, in one of `FORMATS`.
+      x_label: the quantity that the fractions are.
+      y_label: the things that are counted.
+      methods: of the names, which decide about the bars' colours.
+    """
+    chosen = looks(values, methods)
+    with picture(path, (WIDTH, 1.0 + 1.6 * len(values))) as figure:
+        axes = figure.subplots(len(values), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+        for axis, (name, fractions) in zip(axes, values.items(), strict=True):
+            axis.hist(fractions, bins=np.linspace(0, 1, 21), color=chosen[name].colour, rwidth=0.92)
+            mean = axis.axvline(float(np.mean(fractions)), color="0.25", linewidth=1.6, linestyle="--", label="mean")
+            name_axes(axis, y_label=y_label, title=name)
+            axis.yaxis.get_major_locator().set_params(integer=True)
+        axes[0].legend(handles=[mean], frameon=False, fontsize=8, loc="upper left")
+        axes[-1].set(xlabel=x_label, xlim=(0, 1))
+
+
+def personal(
+    rows: Sequence[Mapping[str, Any]],
+    last: Mapping[str, Sequence[float]],
+    path: Path | str,
+    *,
+    method: str | None = None,
+    networks: Mapping[str, str] | None = None,
+    bins: int = 20,
+) -> None:
+    """Draw the accuracy of the clients' own models over the rounds, its spread in the end, and their networks.
+
+    What would be empty is left out: the panel over the rounds if there is one evaluation, or none of single clients.
+
+    Args:
+      rows: the evaluations of a run; columns that are missing are not drawn.
+      last: the clients' accuracies after the last round, by the treatment of their models.
+      path: the picture to write, in one of `FORMATS`.
+      method: the run's, which decides about the first colour.
+      networks: the names of the clients' networks, by the columns that count them; None: all have the same.
+      bins: of the histogram.
+    """
+    of = lambda name: np.array(column(rows, name), float)
+    over_rounds = len(rows) > 1 and bool(np.isfinite(of("personal_accuracy")).any())
+    first = 0 if method is None else number_of(method)
+    colours = [look(first + place).colour for place in range(3)]
+    with picture(path, (WIDTH if over_rounds else 0.7 * WIDTH, 3.6)) as figure:
+        axes = list(figure.subplots(1, 1 + over_rounds + bool(networks), squeeze=False)[0])
+        if over_rounds:
+            _over_rounds(axes.pop(0), of, colours)
+        _last(axes.pop(0), last, colours, bins)
+        if networks:
+            _networks(axes.pop(0), of, networks)
+
+
+def _over_rounds(axis: Any, of: Callable[[str], np.ndarray], colours: Sequence[str]) -> None:
+    rounds, mean, spread = of("round"), of("personal_accuracy"), of("personal_std")
+    axis.plot(rounds, mean, color=colours[0], label="mean of the clients")
+    band = np.maximum(mean - spread, 0), np.minimum(mean + spread, 1)
+    axis.fill_between(rounds, *band, color=colours[0], alpha=0.15, linewidth=0, label="one standard deviation")
+    others = {"personal_worst10": "worst 10 %", "validation_accuracy": "validation, mean"}
+    for (name, words), stroke, colour in zip(others.items(), STROKES[1:], colours[1:], strict=False):
+        if np.isfinite(of(name)).any():
+            axis.plot(rounds, of(name), stroke, color=colour, label=words)
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    name_axes(axis, "round", "accuracy on the client's own samples")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _last(axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str], bins: int) -> None:
+    for (name, values), colour in zip(last.items(), colours, strict=False):
+        axis.hist(values, np.linspace(0, 1, bins + 1), histtype="stepfilled", color=colour, alpha=0.35, label=name)
+        axis.axvline(float(np.mean(values)), color=colour, linewidth=1.6)
+    name_axes(axis, "accuracy after the last round (lines: means)", "clients")
+    axis.set_xlim(0, 1)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def _networks(axis: Any, of: Callable[[str], np.ndarray], networks: Mapping[str, str]) -> None:
+    """Draw how many clients have each network: over the rounds, or as bars if there is one evaluation."""
+    counts = {name: of(counted) for counted, name in networks.items()}
+    if len(of("round")) > 1:
+        axis.stackplot(of("round"), counts.values(), labels=list(counts), colors=COLOURS, alpha=0.8, linewidth=0)
+        name_axes(axis, "round", "clients with the network")
+        axis.margins(0)
+        axis.legend(frameon=True, fontsize=8, loc="lower left")
+    else:
+        axis.barh(list(counts), [float(each[-1]) for each in counts.values()], color=COLOURS, alpha=0.8)
+        name_axes(axis, "clients with the network")
+        axis.invert_yaxis()
+    axis.xaxis.get_major_locator().set_params(integer=True)

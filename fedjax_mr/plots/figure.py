@@ -1,0 +1,43 @@
+"""A picture as a file, whole or not at all, and the parts that all pictures share."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_mr import files
+
+FORMATS = ("png", "pdf", "svg")
+WIDTH = 10.0  # inches
+# Formulas are not typeset: a name may have a dollar sign. Publishers want TrueType fonts in a PDF, not Type 3.
+_SETTINGS: Any = {"text.parse_math": False, "pdf.fonttype": 42, "svg.hashsalt": "fedjax_mr"}
+
+
+@contextlib.contextmanager
+def picture(path: Path | str, size: tuple[float, float]) -> Iterator[Any]:
+    """Yield an empty figure of a size in inches and write it to ``path``, whole, unless the block fails.
+
+    The suffix of the path is one of `FORMATS`.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_SETTINGS), files.whole(path) as temporary:
+        figure = Figure(figsize=size, layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)  # no window, whatever the user's backend
+        yield figure
+        figure.savefig(temporary)
+
+
+def name_axes(axis: Any, x_label: str = "", y_label: str = "", *, title: str = "") -> None:
+    """Name a panel and its axes; leave its frame open at the top and on the right."""
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    axis.set_title(title, fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return a column of evaluations; not a number where it is missing."""
+    return [float("nan") if row.get(name) is None else row[name] for row in rows]

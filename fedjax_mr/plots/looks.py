@@ -1,0 +1,81 @@
+"""What a line looks like: a method has one colour and one marker in all pictures, whatever else is drawn there."""
+
+import collections
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+# Okabe and Ito's colours for all kinds of colour vision (jfly.uni-koeln.de/color, 2008), the pale yellow left out.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STROKES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h")  # 12 and 7 colours make 84 different pairs
+
+# The place of a name is its look, so a new one goes to the end. A row is a colour each; methods that papers compare
+# with one another stand in different columns.
+METHODS = (
+    "fedmr", "fedavg", "fedcross", "scaffold", "fedprox", "fedgen", "local",
+    "pfedhr", "fccl", "fedme", "fedmd", "fedgh", "fedkemf", "centralized",
+    "fedmut", "moon", "clusamp", "fedexp", "indep", "hypcluster", "fedasam",
+    "fml", "fedsam", "feddyn", "pfedme", "mapper", "ditto", "feddc",
+    "fedmerge", "fedspeed", "fedrep", "fedgamma", "fedsmoo", "mofedsam", "fedntd",
+    "heterofl", "fedlc", "adaptivefl", "fedswa", "fedmoswa", "perfedavg", "pfedbayes",
+    "fedproto", "fedtgp", "fedper", "fedbn", "lgfedavg",
+)  # fmt: skip
+_OTHERS = 56  # the first look of methods that are not listed; there are 28 of them
+
+
+class Look(NamedTuple):
+    """A colour, a stroke and a marker as matplotlib names them."""
+
+    colour: str
+    stroke: str
+    marker: str
+
+
+def look(number: int, *, variant: int = 0) -> Look:
+    """Return a look; pairs of colour and marker repeat after 84 numbers, and variants differ in their strokes."""
+    stroke = STROKES[(number // len(COLOURS) + variant) % len(STROKES)]
+    return Look(COLOURS[number % len(COLOURS)], stroke, MARKERS[(number + variant // len(STROKES)) % len(MARKERS)])
+
+
+def number_of(method: str) -> int:
+    """Return the number of a method's look; one that is not listed has it by a hash of its name."""
+    return METHODS.index(method) if method in METHODS else _OTHERS + zlib.crc32(method.encode()) % (84 - _OTHERS)
+
+
+def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dict[str, Look]:
+    """Return the look of each line of a picture.
+
+    Several lines of one method have its colour and marker and differ in their strokes; where all lines are of one
+    method, colours tell them apart, beginning with its own. Lines without a method have the looks in order.
+
+    Args:
+      names: of the lines.
+      methods: of the lines, by name; a line need not have one.
+    """
+    names, methods = list(names), methods or {}
+    own = {name: methods[name] for name in names if name in methods}
+    if len(set(own.values())) <= 1:
+        first = number_of(next(iter(own.values()))) if own else 0
+        return {name: look(first + place) for place, name in enumerate(names)}
+    numbers = _numbers(list(own.values()))
+    free = (number for number in range(84) if number not in numbers.values())
+    count: collections.Counter[str] = collections.Counter()
+    found = {}
+    for name in names:
+        method = own.get(name)
+        found[name] = look(next(free)) if method is None else look(numbers[method], variant=count[method])
+        if method is not None:
+            count[method] += 1
+    return found
+
+
+def _numbers(methods: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of some methods; of those that are not listed and meet on one, the later goes to the next."""
+    numbers: dict[str, int] = {}
+    for method in dict.fromkeys(methods):
+        number = number_of(method)
+        while number in numbers.values():
+            number = _OTHERS + (number + 1 - _OTHERS) % (84 - _OTHERS)
+        numbers[method] = number
+    return numbers

@@ -1,0 +1,158 @@
+"""The names that pictures and papers' tables give to methods, data sets, networks, divisions and other settings."""
+
+import collections
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_mr import config as configuration
+from fedjax_mr.config import Config
+from fedjax_mr.strategies import STRATEGIES
+
+SEEDS = ("seed", "partition_seed")
+# Settings of one division only; the others ignore them.
+DIVISIONS = {
+    "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
+    "shard_size": ("shards",), "classes_per_client": ("classes",), "quantity_power": ("quantity",),
+}  # fmt: skip
+
+DATASETS = {
+    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST",
+    "svhn_cropped": "SVHN", "emnist": "EMNIST", "femnist": "FEMNIST", "shakespeare": "Shakespeare",
+}  # fmt: skip
+SIZES = ("small", "large", "deep")
+NETWORKS = {
+    "cnn_digits": "CNN", **{f"cnn_digits_{size}": f"{size} CNN" for size in SIZES},
+    "lenet5": "LeNet-5", **{f"lenet5_{size}": f"{size} LeNet-5" for size in SIZES},
+    "cnn_mcmahan": "McMahan's CNN", "cnn_femnist": "FEMNIST CNN", "cnn_pfl": "pfl CNN", "mlp": "MLP",
+    "logistic": "logistic regression", "resnet20": "ResNet-20", "resnet20_he": "He's ResNet-20", "vgg16": "VGG-16",
+    "vgg_femnist": "FEMNIST VGG-16", **{f"vgg{depth}_fedma": f"VGG-{depth}" for depth in (11, 13, 16, 19)},
+    **{f"cnn{i}": f"CNN {i}" for i in range(1, 5)}, **{f"lstm{i}": f"LSTM {i}" for i in range(1, 5)},
+    **{f"pfedhr_m{i}": f"M{i}" for i in range(1, 5)},
+}  # fmt: skip
+WITH_AVERAGING = {"momentum": "FedAvgM", "adam": "FedAdam", "yogi": "FedYogi", "adagrad": "FedAdagrad"}
+WORDS = {
+    "clients": "N = {}", "cohort": "K = {}", "rounds": "{} rounds", "local_epochs": "E = {}", "batch_size": "B = {}",
+    "lr": "learning rate {}", "label_mode": "{} labels", "seed": "seed {}",
+}  # fmt: skip
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """Return the settings that mean something to a run, by flag, without its seeds."""
+    return {
+        flag: value
+        for flag, value in configuration.decisive(config).items()
+        if flag not in SEEDS and config.partition in DIVISIONS.get(flag, (config.partition,))
+    }
+
+
+def method(settings: Mapping[str, Any]) -> str:
+    """Return the name of a run's method: its title, and the optimizer of its server where it has one.
+
+    Args:
+      settings: of the run, by flag, as `facts` returns them; the same for the other functions.
+    """
+    name = settings["strategy"]
+    title = (STRATEGIES[name].title if name in STRATEGIES else "") or name
+    optimizer = settings.get("server_optimizer", "none")
+    if optimizer == "none":
+        return title
+    return WITH_AVERAGING[optimizer] if name == "fedavg" else f"{title} + server {optimizer}"
+
+
+def key(settings: Mapping[str, Any]) -> str:
+    """Return what decides about the look of a run's lines: the registered name, and an optimizer of the server."""
+    name, optimizer = settings["strategy"], settings.get("server_optimizer", "none")
+    return name if optimizer == "none" else f"{name} {optimizer}"
+
+
+def dataset(name: str) -> str:
+    """Return the name of a data set, or that of its file."""
+    base, _, part = name.partition("/")
+    return f"{DATASETS[base]} {part}".strip() if base in DATASETS else Path(name).stem
+
+
+def network(names: str) -> str:
+    """Return the name of a network, or the names of several."""
+    return " + ".join(NETWORKS.get(name, name) for name in names.split(","))
+
+
+def division(settings: Mapping[str, Any]) -> str:
+    """Return the name of the division of the samples, such as ``Dirichlet(0.5)``."""
+    of = lambda flag: _number(settings.get(flag))
+    if settings.get("partition_file"):
+        return f"divided as in {Path(settings['partition_file']).name}"
+    names = {
+        "iid": "IID",
+        "dirichlet": f"Dirichlet({of('alpha')})",
+        "dirichlet_size": f"Dirichlet({of('alpha')}), sizes Dirichlet({of('alpha_size')})",
+        "shards": f"{of('shards_per_client')} shards per client",
+        "classes": f"{of('classes_per_client')} classes per client",
+        "quantity": f"sizes by rank^-{of('quantity_power')}",
+        "natural": "natural clients",
+    }
+    return names.get(settings["partition"]) or settings["partition"]
+
+
+def words(flags: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
+    """Return the values of some flags in words; those that the run does not know, and its method's name, have none."""
+    found: dict[str, None] = {}
+    for flag in flags:
+        if flag in settings and flag not in ("strategy", "server_optimizer"):
+            found[_words(flag, settings)] = None
+    return list(found)
+
+
+def _words(flag: str, settings: Mapping[str, Any]) -> str:
+    value = settings[flag]
+    if flag in ("partition", "partition_file", *DIVISIONS):
+        return division(settings)
+    if flag == "dataset":
+        return dataset(value)
+    if flag == "model":
+        return network(value)
+    if flag in WORDS:
+        return WORDS[flag].format(_number(value))
+    name = flag.removeprefix(f"{settings['strategy']}_").replace("_", " ")
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} = {_number(value)}"
+
+
+def _number(value: Any) -> str:
+    """Return a value in words: numbers without needless digits."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return ", ".join(map(_number, value)) or "none"
+    return "none" if value is None else str(value).replace("_", " ")
+
+
+def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the flags whose values differ between the runs that know them."""
+    flags = dict.fromkeys(flag for each in settings for flag in each)
+    return [flag for flag in flags if len({json.dumps(each[flag]) for each in settings if flag in each}) > 1]
+
+
+def runs(configs: Sequence[Config]) -> list[str]:
+    """Return a name for each of some runs: its method and where it differs from the others, its seed included.
+
+    Runs that differ in nothing are numbered.
+    """
+    known = [facts(config) | {flag: getattr(config, flag) for flag in SEEDS} for config in configs]
+    flags = varied(known)
+    names = [", ".join([method(each), *words(flags, each)]) for each in known]
+    count: collections.Counter[str] = collections.Counter()
+    for place, name in enumerate(names):
+        count[name] += 1
+        if count[name] > 1:
+            names[place] = f"{name} ({count[name]})"
+    return names
+
+
+def run(config: Config) -> str:
+    """Return the name of a single run: method, data set, division, network and seed."""
+    known = facts(config)
+    parts = dataset(config.dataset), division(known), network(config.model), f"seed {config.seed}"
+    return f"{method(known)}: {', '.join(parts)}"
