@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fedjax_mr import config as configuration
 from fedjax_mr import files
-from fedjax_mr.analysis import groups, tables
+from fedjax_mr.analysis import groups, layouts
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
@@ -117,11 +117,11 @@ def fill(text: str, folder: Path) -> str:
     def fresh(found: re.Match) -> str:
         begin, name, options, end = found.groups()
         parser = argparse.ArgumentParser(exit_on_error=False)
-        tables.add_accuracy_arguments(parser)
+        layouts.add_arguments(parser)
         try:
             chosen = parser.parse_args([str(folder / name), "--format=markdown", *shlex.split(options)])
         except argparse.ArgumentError as error:
             raise UserError(f"{begin.strip()}: {error}") from None
-        return f"{begin}{tables.accuracy_table(chosen.runs, format=chosen.format, target=chosen.target)}\n{end}"
+        return f"{begin}{layouts.accuracy_text(chosen)}\n{end}"
 
     return TABLE.sub(fresh, text)

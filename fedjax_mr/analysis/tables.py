@@ -16,7 +16,7 @@ from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.experiment.folder import MetricsRow, run_state
-from fedjax_mr.experiment.report import summarise
+from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
 
 # --- Cells -----------------------------------------------------------------------------------------------------------
 
@@ -57,10 +57,15 @@ def comma_separated(rows: Sequence[Sequence[str]]) -> str:
     return text.getvalue().removesuffix("\n")
 
 
+def escaped(text: str) -> str:
+    """Return a text as LaTeX prints it."""
+    signs = {sign: rf"\{sign}" for sign in "%_&#${}"} | {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\~{}"}
+    return text.translate(str.maketrans(signs | {"±": r"$\pm$"}))
+
+
 def latex(rows: Sequence[Sequence[str]]) -> str:
     """Return a table as a LaTeX ``tabular``, with rules of the package booktabs."""
-    escaped = str.maketrans({"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$", "$": r"\$"})
-    head, *body = [" & ".join(text.translate(escaped) for text in row) + r" \\" for row in rows]
+    head, *body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]
     begin = rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
     return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
 
@@ -90,6 +95,7 @@ class Line:
       runs: its runs, by seed.
       finished, diverged, unfinished: how many of them are; only finished ones enter the statistics.
       last, best, last_10: accuracy of the last evaluation, of the best, mean of the last ten.
+      evaluations: the fewest and the most evaluations of a finished run; with up to ten, ``last_10`` is of all.
       personal, finetuned: mean over the clients of each one's last accuracy on its own test samples, and after
         fine-tuning.
       rounds: rounds of the finished runs.
@@ -106,6 +112,7 @@ class Line:
     last: Statistic
     best: Statistic
     last_10: Statistic
+    evaluations: tuple[int, int]
     personal: Statistic
     finetuned: Statistic
     rounds: int
@@ -144,6 +151,7 @@ def _line(setting: dict, chosen: Sequence[Run], target: float | None, published:
         last=Statistic.of(each["accuracy_last"] for each in summaries),
         best=Statistic.of(each["accuracy_best"] for each in summaries),
         last_10=Statistic.of(each["accuracy_mean_last_10"] for each in summaries),
+        evaluations=(min(map(len, histories), default=0), max(map(len, histories), default=0)),
         personal=Statistic.of(rows[-1].get("personal_accuracy") for rows in histories),
         finetuned=Statistic.of(run.summary().get("finetuned_accuracy") for run in ended),
         rounds=max((each["rounds"] for each in summaries), default=0),
@@ -170,7 +178,7 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
     """Return the table of accuracies as cells, the head first; a column in which nothing stands is left out.
 
     Accuracies are in percent, and the difference in percentage points: the mean of the last ten minus the paper's
-    number.
+    number. A mean of all evaluations, where there are no more than ten, says so.
     """
     columns: dict[str, Callable[[Line], str]] = {
         "setting": lambda line: groups.name(line.setting),
@@ -178,7 +186,7 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
         "rounds": lambda line: str(line.rounds) if line.finished else "",
         "last %": lambda line: percent(line.last),
         "best %": lambda line: percent(line.best),
-        "last 10 %": lambda line: percent(line.last_10),
+        "last 10 %": _last_10,
         "clients' own %": lambda line: percent(line.personal),
         "fine-tuned %": lambda line: percent(line.finetuned),
     }
@@ -200,6 +208,11 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
 def _seeds(line: Line) -> str:
     others = {"diverged": line.diverged, "unfinished": line.unfinished}
     return ", ".join([str(line.finished), *(f"{count} {word}" for word, count in others.items() if count)])
+
+
+def _last_10(line: Line) -> str:
+    shown, names = percent(line.last_10), dict.fromkeys(map(last_evaluations, line.evaluations))
+    return f"{shown} ({' or '.join(names)})" if shown and line.evaluations[0] <= LAST else shown
 
 
 def _to_target(line: Line, value: Statistic, unit: float, digits: int) -> str:
@@ -231,10 +244,3 @@ def accuracy_table(paths: Iterable[Path | str], *, format: str = "text", target:
     """
     lines = accuracy_lines(groups.find(paths), target=target, published=papers.rows())
     return FORMATS[format](accuracy_cells(lines, target=target))
-
-
-def add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the table of accuracies."""
-    groups.add_arguments(parser)
-    add_format_argument(parser)
-    parser.add_argument("--target", type=float, metavar="FRACTION", help="accuracy whose rounds and bytes are listed")

@@ -11,9 +11,18 @@ from tqdm import tqdm
 
 from fedjax_mr.experiment.folder import COLUMNS, MetricsRow, plain_numbers
 
+LAST = 10  # evaluations whose mean is reported
+
+
+def last_evaluations(count: int) -> str:
+    """Return the name of the mean of the last ten of ``count`` evaluations: of so few that the first is in it, all."""
+    return f"last {LAST}" if count > LAST else f"all {count}"
+
 
 def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[str, Any]:
     """Return the summary of the evaluations; None stands for a value that is missing.
+
+    With up to ten evaluations ``accuracy_mean_last_10`` is the mean of all; ``evaluations`` says how many there are.
 
     Args:
       rows: the evaluations, ascending.
@@ -23,11 +32,12 @@ def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[s
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     last: Mapping[str, Any] = rows[-1] if rows else dict.fromkeys(COLUMNS)
     reached = [row["round"] for row in rows if target is not None and (row["accuracy"] or 0.0) >= target]
-    ten = [row["accuracy"] for row in rows[-10:] if row["accuracy"] is not None]
+    ten = [row["accuracy"] for row in rows[-LAST:] if row["accuracy"] is not None]
     return {
         "accuracy_last": last["accuracy"],
         "accuracy_best": max(accuracies, default=None),
         "accuracy_mean_last_10": statistics.fmean(ten) if ten else None,
+        "evaluations": len(rows),
         "loss_last": last["loss"],
         "rounds": last["round"] or 0,
         "rounds_to_target": reached[0] if reached else None,
@@ -44,10 +54,11 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         value = summary.get(name)
         return None if value is None else format.format(value / unit if unit != 1 else value)
 
+    last = last_evaluations(summary.get("evaluations", LAST + 1))
     lines = {
         "accuracy, last": number("{:.4f}", "accuracy_last"),
         "accuracy, best": number("{:.4f}", "accuracy_best"),
-        "accuracy, mean of last 10": number("{:.4f}", "accuracy_mean_last_10"),
+        f"accuracy, mean of {last}": number("{:.4f}", "accuracy_mean_last_10"),
         "test loss": number("{:.4f} nats", "loss_last"),
         "clients' own models": number("{:.4f}", "personal_accuracy"),
         "worst tenth of them": number("{:.4f}", "personal_worst10"),

@@ -1,0 +1,272 @@
+"""The table of accuracies in one of two layouts: a line per setting, or methods by settings as in a paper."""
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_mr import titles
+from fedjax_mr.analysis import groups, papers, tables
+from fedjax_mr.analysis.groups import Statistic
+from fedjax_mr.analysis.tables import Line
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.report import last_evaluations
+
+VALUES: dict[str, tuple[str, Callable[[Line], Statistic]]] = {
+    "last_10": ("mean of the {} evaluations", lambda line: line.last_10),
+    "last": ("last evaluation", lambda line: line.last),
+    "best": ("best evaluation", lambda line: line.best),
+    "personal": ("mean over the clients' own models", lambda line: line.personal),
+    "finetuned": ("mean over the clients' fine-tuned models", lambda line: line.finetuned),
+}
+DIVISION = ("partition", "partition_file", *titles.DIVISIONS)
+DATA = ("dataset", "label_mode", *DIVISION, "clients")  # never a matter of the method, so always columns
+LEVELS = (("dataset", "label_mode"), ("model",), DIVISION)  # of the head; every other flag is one of its own
+SAID = ("dataset", "model", "partition", "clients", "cohort", "rounds")  # in the notes if all have one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the table of accuracies."""
+    groups.add_arguments(parser)
+    tables.add_format_argument(parser)
+    parser.add_argument("--target", type=float, metavar="FRACTION", help="accuracy whose rounds and bytes are listed")
+    parser.add_argument(
+        "--layout",
+        choices=("lines", "paper"),
+        default="lines",
+        help="lines: a line per setting; paper: methods by settings, the best bold, the second underlined",
+    )
+    parser.add_argument("--value", choices=VALUES, help="paper: which accuracy (default: last_10)")
+    parser.add_argument("--papers", action="store_true", help="paper: the papers' numbers in brackets")
+
+
+def accuracy_text(arguments: argparse.Namespace) -> str:
+    """Return the table that the arguments describe.
+
+    Raises:
+      UserError: a path holds no run folder, its files cannot be read, or an option is the other layout's.
+    """
+    if arguments.layout == "lines":
+        if given := [name for name in ("value", "papers") if getattr(arguments, name)]:
+            raise UserError(f"--{given[0]} is for --layout=paper")
+        return tables.accuracy_table(arguments.runs, format=arguments.format, target=arguments.target)
+    if arguments.target is not None:
+        raise UserError("--target is for --layout=lines")
+    value = arguments.value or "last_10"
+    return paper_table(arguments.runs, format=arguments.format, value=value, with_papers=arguments.papers)
+
+
+def paper_table(
+    paths: Sequence[Path | str], *, format: str = "text", value: str = "last_10", with_papers: bool = False
+) -> str:
+    """Return accuracies in percent, a row per method and a column per setting, with notes below.
+
+    The best mean of a column is bold and the second underlined (``*best*`` and ``_second_`` in plain text, nothing in
+    CSV); a cell whose number of seeds is not the usual one has it beside it. A setting in which methods differ, but no
+    method from itself, such as a learning rate of each one's own, makes no column; the notes name it.
+
+    Args:
+      paths: run folders, or folders that hold some.
+      format: a key of `tables.FORMATS`.
+      value: a key of `VALUES`.
+      with_papers: write the papers' numbers beside ours, in brackets.
+
+    Raises:
+      UserError: a path holds no run folder, or its files cannot be read.
+    """
+    lines = tables.accuracy_lines(groups.find(paths), published=papers.rows() if with_papers else ())
+    grid = _arranged(lines)
+    usual = collections.Counter(line.finished for line in lines if line.finished).most_common(1)
+    count = usual[0][0] if usual else 0
+    words, of = VALUES[value]
+    evaluations = dict.fromkeys(last_evaluations(number) for line in lines for number in line.evaluations if number)
+    words = words.format(" or ".join(evaluations))
+    seeds = f"; mean ± standard deviation over {count} seeds" if count > 1 else "; one seed"
+    notes = [f"Test accuracy in percent, {words}{seeds}.", *grid.notes]
+    if with_papers:
+        sources = dict.fromkeys(line.published.source for line in lines if line.published)
+        notes.append(f"In brackets: {'; '.join(sources) or 'no paper has a number for these settings'}.")
+    cells = [[_cell(grid.lines.get((row, column)), of, count) for column in grid.columns] for row in grid.rows]
+    marks = [list(row) for row in zip(*(_marks(column) for column in zip(*cells, strict=True)), strict=True)]
+    return _WRITERS[format](grid, [[cell.text for cell in row] for row in cells], marks, notes)
+
+
+# --- Rows and columns ------------------------------------------------------------------------------------------------
+
+Column = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Methods by settings.
+
+    Attributes:
+      rows: the methods' names.
+      columns: the settings in words, level by level of the head.
+      lines: the lines of the table by row and column.
+      notes: what all runs have in common, and what each method has for itself.
+    """
+
+    rows: list[str]
+    columns: list[Column]
+    lines: dict[tuple[str, Column], Line]
+    notes: list[str]
+
+
+def _arranged(lines: Sequence[Line]) -> Grid:
+    known = [titles.facts(line.runs[0].config) for line in lines]
+    methods = [titles.method(each) for each in known]
+    flags = list(dict.fromkeys(flag for line in lines for flag in line.setting if flag != "strategy"))
+
+    def values(flag: str, names: Sequence[str], name: str) -> set[str]:
+        return {json.dumps(own.get(flag, "-")) for own, each in zip(known, names, strict=True) if each == name}
+
+    def varies(flag: str, names: Sequence[str]) -> bool:
+        return any(len(values(flag, names, name)) > 1 for name in set(names))
+
+    own_flags = [
+        [flag for flag in flags if flag.startswith((f"{each['strategy']}_", "server_")) and varies(flag, methods)]
+        for each in known
+    ]
+    rows = [
+        ", ".join([name, *titles.words(own, each)]) for name, own, each in zip(methods, own_flags, known, strict=True)
+    ]
+    of_methods = set(itertools.chain.from_iterable(own_flags))
+    others = [flag for flag in flags if flag not in of_methods]
+    across = [flag for flag in others if flag in DATA or varies(flag, rows)]
+    levels = [[flag for flag in level if flag in across] for level in LEVELS]
+    levels += [[flag] for flag in across if not any(flag in level for level in LEVELS)]
+    columns = [tuple(", ".join(titles.words(level, each)) for level in levels if level) for each in known]
+    orders = [list(dict.fromkeys(texts)) for texts in zip(*columns, strict=True)]
+    ordered = sorted(
+        dict.fromkeys(columns),
+        key=lambda column: [order.index(text) for order, text in zip(orders, column, strict=True)],
+    )
+    same = [flag for flag in SAID if flag not in flags and not (flag == "partition" and {*flags} & {*DIVISION})]
+    notes = [f"All: {', '.join(titles.words(same, known[0]))}."]
+    for flag in others:
+        if flag not in across and not flag.startswith(tuple(f"{each['strategy']}_" for each in known)):
+            pairs = {name: titles.words([flag], each) for name, each in zip(methods, known, strict=True)}
+            notes.append(
+                "Methods differ: " + ", ".join(f"{name} {'; '.join(own)}" for name, own in pairs.items()) + "."
+            )
+    return Grid(
+        list(dict.fromkeys(rows)), ordered, dict(zip(zip(rows, columns, strict=True), lines, strict=True)), notes
+    )
+
+
+class Cell(NamedTuple):
+    """A text, and the mean that is compared as it is printed, if there is one."""
+
+    text: str
+    mean: str
+
+
+def _cell(line: Line | None, of: Callable[[Line], Statistic], count: int) -> Cell:
+    if line is None:
+        return Cell("", "")
+    text = tables.percent(of(line))
+    if not text and not line.finished:
+        return Cell("diverged" if line.diverged else "unfinished", "")
+    mean = text.partition(" ")[0]
+    if text and line.finished != count:
+        text += f" (n = {line.finished})"
+    if line.published:
+        text += f" [{tables.plus_minus(line.published.mean, line.published.deviation, digits=2)}]"
+    return Cell(text, mean)
+
+
+BEST, SECOND = "best", "second"
+
+
+def _marks(cells: Sequence[Cell]) -> list[str]:
+    """Return for each cell of a column whether it is the best of several or the second of more than two."""
+    means = sorted({float(cell.mean) for cell in cells if cell.mean}, reverse=True)
+    with_mean = sum(bool(cell.mean) for cell in cells)
+    names = {means[0]: BEST} if with_mean > 1 else {}
+    if with_mean > 2 and len(means) > 1:
+        names[means[1]] = SECOND
+    return [names.get(float(cell.mean), "") if cell.mean else "" for cell in cells]
+
+
+# --- Formats ---------------------------------------------------------------------------------------------------------
+
+Texts = Sequence[Sequence[str]]
+
+
+def _flat(grid: Grid, texts: Texts, marks: Texts, marked: Mapping[str, str]) -> list[list[str]]:
+    """Return the cells of a table with one line of head; a mark is written around a cell's number."""
+    head = [", ".join(filter(None, column)) or "accuracy %" for column in grid.columns]
+    rows = [
+        [name, *(marked.get(mark, "{}").format(text) for text, mark in zip(own, each, strict=True))]
+        for name, own, each in zip(grid.rows, texts, marks, strict=True)
+    ]
+    return [["method", *head], *rows]
+
+
+def _as_text(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
+    table = tables.aligned(_flat(grid, texts, marks, {BEST: "*{}*", SECOND: "_{}_"}))
+    return "\n".join([table, "", *notes, "*best*, _second_"])
+
+
+def _as_markdown(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
+    table = tables.markdown(_flat(grid, texts, marks, {BEST: "**{}**", SECOND: "<u>{}</u>"}))
+    return "\n".join([table, "", *notes])
+
+
+def _as_csv(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
+    return tables.comma_separated(_flat(grid, texts, marks, {}))
+
+
+def _as_latex(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
+    """Return a ``tabular`` whose head has a line per level, with rules of the package booktabs."""
+    commands = {BEST: r"\textbf{{{}}}", SECOND: r"\underline{{{}}}"}
+    levels = max(1, len(grid.columns[0]))
+    head = []
+    for level in range(levels):
+        last = level == levels - 1
+        groups_of = [
+            (key[-1] if key else "Accuracy (%)", len(list(members)))
+            for key, members in itertools.groupby(grid.columns, key=lambda column: column[: level + 1])
+        ]
+        spans = [
+            text if count == 1 else rf"\multicolumn{{{count}}}{{c}}{{{text}}}" for text, count in _escaped(groups_of)
+        ]
+        head.append(" & ".join(["Method" if last else "", *spans]) + r" \\")
+        if not last:
+            ends = list(itertools.accumulate((count for _, count in groups_of), initial=1))
+            rules = (rf"\cmidrule(lr){{{first + 1}-{end}}}" for first, end in itertools.pairwise(ends))
+            head.append(" ".join(rules))
+    body = [
+        " & ".join(
+            [
+                tables.escaped(name),
+                *(commands.get(mark, "{}").format(tables.escaped(text)) for text, mark in zip(own, each, strict=True)),
+            ]
+        )
+        + r" \\"
+        for name, own, each in zip(grid.rows, texts, marks, strict=True)
+    ]
+    return "\n".join(
+        [
+            *(f"% {note}" for note in notes),
+            rf"\begin{{tabular}}{{l{'c' * len(grid.columns)}}}",
+            r"\toprule",
+            *head,
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+    )
+
+
+def _escaped(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [(tables.escaped(text), count) for text, count in pairs]
+
+
+_WRITERS: dict[str, Any] = {"text": _as_text, "markdown": _as_markdown, "csv": _as_csv, "latex": _as_latex}
