@@ -17,7 +17,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.report import last_evaluations
 
 VALUES: dict[str, tuple[str, Callable[[Line], Statistic]]] = {
-    "last_10": ("mean of the {} evaluations", lambda line: line.last_10),
+    "last_10": ("mean of {} evaluations", lambda line: line.last_10),
     "last": ("last evaluation", lambda line: line.last),
     "best": ("best evaluation", lambda line: line.best),
     "personal": ("mean over the clients' own models", lambda line: line.personal),
@@ -83,7 +83,8 @@ def paper_table(
     usual = collections.Counter(line.finished for line in lines if line.finished).most_common(1)
     count = usual[0][0] if usual else 0
     words, of = VALUES[value]
-    evaluations = dict.fromkeys(last_evaluations(number) for line in lines for number in line.evaluations if number)
+    numbers = [number for line in lines for number in line.evaluations if number]
+    evaluations = dict.fromkeys(last_evaluations(number).replace("last", "the last") for number in sorted(numbers))
     words = words.format(" or ".join(evaluations))
     seeds = f"; mean ± standard deviation over {count} seeds" if count > 1 else "; one seed"
     notes = [f"Test accuracy in percent, {words}{seeds}.", *grid.notes]
@@ -141,22 +142,30 @@ def _arranged(lines: Sequence[Line]) -> Grid:
     levels = [[flag for flag in level if flag in across] for level in LEVELS]
     levels += [[flag] for flag in across if not any(flag in level for level in LEVELS)]
     columns = [tuple(", ".join(titles.words(level, each)) for level in levels if level) for each in known]
-    orders = [list(dict.fromkeys(texts)) for texts in zip(*columns, strict=True)]
-    ordered = sorted(
-        dict.fromkeys(columns),
-        key=lambda column: [order.index(text) for order, text in zip(orders, column, strict=True)],
-    )
+    # The types first: values of two types, such as a number and None, have no order.
+    values_of = lambda own: [(type(own.get(flag)).__name__, own.get(flag)) for level in levels for flag in level]
+    places = {column: values_of(own) for column, own in zip(columns, known, strict=True)}
     same = [flag for flag in SAID if flag not in flags and not (flag == "partition" and {*flags} & {*DIVISION})]
-    notes = [f"All: {', '.join(titles.words(same, known[0]))}."]
-    for flag in others:
-        if flag not in across and not flag.startswith(tuple(f"{each['strategy']}_" for each in known)):
-            pairs = {name: titles.words([flag], each) for name, each in zip(methods, known, strict=True)}
-            notes.append(
-                "Methods differ: " + ", ".join(f"{name} {'; '.join(own)}" for name, own in pairs.items()) + "."
-            )
+    notes = [f"All: {words}." for words in [", ".join(titles.words(same, known[0]))] if words]
+    notes += _of_methods([flag for flag in others if flag not in across], methods, known)
+    ordered = sorted(places, key=lambda column: places[column])
     return Grid(
         list(dict.fromkeys(rows)), ordered, dict(zip(zip(rows, columns, strict=True), lines, strict=True)), notes
     )
+
+
+def _of_methods(flags: Sequence[str], methods: Sequence[str], known: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return notes on the settings that methods have for themselves, where these are not the commonest ones."""
+    settings = dict(zip(methods, known, strict=True))
+    sharing: dict[str, list[str]] = {}
+    for method, own in settings.items():
+        apart = []
+        for flag in flags:
+            values = collections.Counter(json.dumps(each.get(flag, "-")) for each in settings.values())
+            if json.dumps(own.get(flag, "-")) != values.most_common(1)[0][0]:
+                apart.append(flag)
+        sharing.setdefault(", ".join(titles.words(apart, own)), []).append(method)
+    return [f"{', '.join(names)}: {words}." for words, names in sharing.items() if words]
 
 
 class Cell(NamedTuple):
@@ -239,8 +248,8 @@ def _as_latex(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> s
         head.append(" & ".join(["Method" if last else "", *spans]) + r" \\")
         if not last:
             ends = list(itertools.accumulate((count for _, count in groups_of), initial=1))
-            rules = (rf"\cmidrule(lr){{{first + 1}-{end}}}" for first, end in itertools.pairwise(ends))
-            head.append(" ".join(rules))
+            spans = [(first + 1, end) for first, end in itertools.pairwise(ends) if end > first + 1]
+            head += [" ".join(rf"\cmidrule(lr){{{first}-{end}}}" for first, end in spans)] if spans else []
     body = [
         " & ".join(
             [

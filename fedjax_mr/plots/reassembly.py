@@ -35,7 +35,7 @@ def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path
             axis.add_patch(Rectangle(corner, len(rows), len(rows), fill=False, edgecolor=COLOURS[1], linewidth=2.5))
         axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axis.set_yticks(range(len(names)), names, fontsize=7)
-        axis.set_title("blocks (client.place), framed by group", fontsize=10)
+        axis.set_title("blocks (client.place; fc: dense), framed by group", fontsize=10)
         figure.colorbar(image, ax=axis, shrink=0.8).set_label(label)
 
 
@@ -55,7 +55,7 @@ def strips(rows: Mapping[str, Sequence[Strip]], path: Path | str, *, num_colours
     lines = math.ceil(len(rows) / columns)
     widest = max((len(strip) for strips in rows.values() for strip in strips), default=1)
     tallest = max(1, *(len(strips) for strips in rows.values()))
-    size = (columns * (0.28 * widest + 0.5), lines * (0.3 * tallest + 0.4) + 0.5)
+    size = (max(4.8, columns * (0.28 * widest + 0.5)), lines * (0.3 * tallest + 0.4) + 0.5)
     with picture(path, size) as figure:
         axes = figure.subplots(lines, columns, squeeze=False).ravel()
         for axis, (name, drawn) in zip(axes, rows.items(), strict=False):
@@ -137,7 +137,7 @@ def _legends(figure: Any, count: int, *, numbers: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    kinds = {"s": "convolutions", "o": "dense"}
+    kinds = {"s": "convolutional block", "o": "dense block"}
     shapes = [
         Line2D([], [], linestyle="", marker=marker, color="0.85", markeredgecolor="0.2", markersize=8, label=words)
         for marker, words in kinds.items()
