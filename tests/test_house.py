@@ -61,6 +61,7 @@ ONLY_IN = {
     "orbax": {"experiment.checkpoint"},
     "tensorflow_datasets": {"data.sources.tfds"},
     "absl.flags": {"settings"},
+    "pandas": {"analysis.frames"},
     "cryptography": {"secure.messages"},
 }
 

@@ -1,1 +1,5 @@
-"""Diagnostics from run folders; one command, one file: ``python -m fedjax_mr.analysis COMMAND RUN ... [--option]``."""
+"""From run folders to tables and pictures: ``python -m fedjax_mr.analysis``, and `frame` for one's own."""
+
+from fedjax_mr.analysis.frames import frame
+
+__all__ = ["frame"]

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, interrupts, plots
+from fedjax_mr import data, interrupts, plots, titles
 from fedjax_mr.data import plan
 from fedjax_mr.data.federated import Request
 from fedjax_mr.data.partition_table import partition_table
 from fedjax_mr.data.sources import tfds
 from fedjax_mr.errors import UserError, unknown_name
 
+DIVISIONS = "runs/data"  # where divisions without --run_dir are kept
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
-         shows how a data set is divided: a table, and in --run_dir (default: this folder) partition.png and
-         partition.npz; takes the flags of {configuration.COMMAND}
+         shows how a data set is divided: a table, and in --run_dir (default: a folder in {DIVISIONS} of the division's
+         own) partition.png and partition.npz; takes the flags of {configuration.COMMAND}
        python -m fedjax_mr.data prepare NAME [--data_dir=FOLDER]
          downloads {", ".join(tfds.IMAGE_SETS)} (emnist/letters for another part of emnist)
          into FOLDER; needs TensorFlow: pip install 'fedjax-mr[prepare]'
@@ -48,13 +49,13 @@ def _show(arguments: list[str]) -> None:
     config = dataclasses.replace(configuration.parse([*arguments, "--strategy=local"]), cohort=1)
     configuration.validate(config)
     federated = data.federated_data(config)
-    folder = Path(config.run_dir or ".")
-    pictured = folder / "partition.png"
+    words = [Path(config.dataset).stem, Path(config.partition_file or config.partition).stem, federated.hash()[:8]]
+    folder = Path(config.run_dir or f"{DIVISIONS}/{'-'.join(words)}")
+    pictured = folder / f"partition.{config.picture_format}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        title = (
-            f"{federated.dataset.name}, {config.partition_file or config.partition}, {federated.num_clients} clients"
-        )
+        division = titles.division(titles.facts(config))
+        title = f"{titles.dataset(federated.dataset.name)}, {division}, {federated.num_clients} clients"
         plots.partition(federated.label_counts(), pictured, title=title)
         plan.save(federated.plan, folder / "partition.npz")  # type: ignore[arg-type]
     except OSError as error:

@@ -70,7 +70,7 @@ def histograms(
             axis.hist(fractions, bins=np.linspace(0, 1, 21), color=chosen[name].colour, rwidth=0.92)
             mean = axis.axvline(float(np.mean(fractions)), color="0.25", linewidth=1.6, linestyle="--", label="mean")
             name_axes(axis, y_label=y_label, title=name)
-            axis.yaxis.get_major_locator().set_params(integer=True)
+            axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axes[0].legend(handles=[mean], frameon=False, fontsize=8, loc="upper left")
         axes[-1].set(xlabel=x_label, xlim=(0, 1))
 
@@ -118,9 +118,9 @@ def _over_rounds(axis: Any, of: Callable[[str], np.ndarray], colours: Sequence[s
     for (name, words), stroke, colour in zip(others.items(), STROKES[1:], colours[1:], strict=False):
         if np.isfinite(of(name)).any():
             axis.plot(rounds, of(name), stroke, color=colour, label=words)
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    _legend_above(axis)
     name_axes(axis, "round", "accuracy on the client's own samples")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def _last(axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str], bins: int) -> None:
@@ -129,8 +129,8 @@ def _last(axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str]
         axis.axvline(float(np.mean(values)), color=colour, linewidth=1.6)
     name_axes(axis, "accuracy after the last round (lines: means)", "clients")
     axis.set_xlim(0, 1)
-    axis.yaxis.get_major_locator().set_params(integer=True)
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    _legend_above(axis)
 
 
 def _networks(axis: Any, of: Callable[[str], np.ndarray], networks: Mapping[str, str]) -> None:
@@ -140,9 +140,14 @@ def _networks(axis: Any, of: Callable[[str], np.ndarray], networks: Mapping[str,
         axis.stackplot(of("round"), counts.values(), labels=list(counts), colors=COLOURS, alpha=0.8, linewidth=0)
         name_axes(axis, "round", "clients with the network")
         axis.margins(0)
-        axis.legend(frameon=True, fontsize=8, loc="lower left")
+        _legend_above(axis)
     else:
         axis.barh(list(counts), [float(each[-1]) for each in counts.values()], color=COLOURS, alpha=0.8)
         name_axes(axis, "clients with the network")
         axis.invert_yaxis()
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+
+
+def _legend_above(axis: Any) -> None:
+    """Explain a panel's colours above it, where they hide nothing."""
+    axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)

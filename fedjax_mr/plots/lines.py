@@ -103,7 +103,7 @@ def _line_panels(
                     axis.fill_between(x, low, high, color=chosen[name].colour, alpha=0.15, linewidth=0)
                 drawn[name] = _line(axis, x, y, chosen[name], names.index(name) / len(names))
             if all(isinstance(value, int) for x, *_ in series.values() for value in x):
-                axis.xaxis.get_major_locator().set_params(integer=True)
+                axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             axis.grid(color="0.9", linewidth=0.8)
             axis.set_axisbelow(True)
             axis.margins(x=0.02)
@@ -127,9 +127,9 @@ def _line(axis: Any, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.nd
         color=look.colour,
         linewidth=1.6,
         marker=look.marker,
-        markersize=4.5,
+        markersize=8.5 if look.marker == "*" else 5.5,
         markeredgecolor="white",
-        markeredgewidth=0.5,
+        markeredgewidth=0.4,
         markevery=(int(shift * step), step),
     )
     return drawn

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fedjax_mr import config as configuration
-from fedjax_mr.analysis import curves, groups
+from fedjax_mr.analysis import curves, groups, runs
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.config import Config
 from fedjax_mr.strategies import fedmr
@@ -28,19 +28,19 @@ def root(tmp_path):
 
 
 def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
-    panels = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
-    assert set(panels) == {"alpha = 0.1", "alpha = 0.5"}
-    rounds, means, deviations = panels["alpha = 0.1"]["fedmr"]
+    panels, methods = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
+    assert set(panels) == {"Dirichlet(0.1)", "Dirichlet(0.5)"} and methods == {"FedMR": "fedmr", "FedAvg": "fedavg"}
+    rounds, means, deviations = panels["Dirichlet(0.1)"]["FedMR"]
     assert rounds == [5, 10]
     assert means == pytest.approx([0.2, 0.2])
     assert deviations == pytest.approx([0.02**0.5, 0.0], abs=1e-9)
-    rounds, means = panels["alpha = 0.5"]["fedavg"]
+    rounds, means = panels["Dirichlet(0.5)"]["FedAvg"]
     assert (rounds, means) == ([5, 10, 15], pytest.approx([2.5, float("nan"), 3.5], nan_ok=True))
 
 
 def test_without_panels_the_settings_name_the_curves(root):
-    (series,) = curves.curves(groups.find([root]), column="accuracy").values()
-    assert set(series) == {f"{name} alpha={alpha}" for name in ("fedavg", "fedmr") for alpha in (0.1, 0.5)}
+    (series,) = curves.curves(groups.find([root]), column="accuracy")[0].values()
+    assert set(series) == {f"{name}, Dirichlet({alpha})" for name in ("FedAvg", "FedMR") for alpha in (0.1, 0.5)}
 
 
 def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
@@ -49,8 +49,8 @@ def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
     folder.mkdir()
     configuration.save(dataclasses.replace(config, seed=0), folder)
     (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
-    (series,) = curves.curves(groups.find([root]), column="accuracy").values()
-    assert series["fedmr alpha=0.1 unit=layer"] == ([5], [0.25])
+    (series,) = curves.curves(groups.find([root]), column="accuracy")[0].values()
+    assert series["FedMR, Dirichlet(0.1), unit = layer"] == ([5], [0.25])
 
 
 def test_a_division_is_a_panel(root):
@@ -60,10 +60,9 @@ def test_a_division_is_a_panel(root):
         folder.mkdir()
         configuration.save(config, folder)
         (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
-    panels = curves.curves(groups.find([root]), column="accuracy", panels="partition,alpha")
-    dirichlet = [f"partition = dirichlet\nalpha = {alpha}" for alpha in (0.1, 0.5)]
-    assert sorted(panels) == [*dirichlet, "partition = iid"]
-    assert panels["partition = iid"] == {"fedavg": ([5], [0.25])}  # one setting and seed twice counts once
+    panels, _ = curves.curves(groups.find([root]), column="accuracy", panels="partition,alpha")
+    assert sorted(panels) == ["Dirichlet(0.1)", "Dirichlet(0.5)", "IID"]
+    assert panels["IID"] == {"FedAvg": ([5], [0.25])}  # one setting and seed twice counts once
 
 
 def test_the_command_draws(root, tmp_path, capsys):
@@ -72,10 +71,26 @@ def test_the_command_draws(root, tmp_path, capsys):
     assert "accuracy.png" in capsys.readouterr().out
 
 
+def test_a_picture_of_many_runs_goes_beside_them(root, capsys):
+    assert main(["curves", str(root), "--format=svg"]) == 0
+    text = (root / "analysis" / "accuracy.svg").read_text()
+    assert text.startswith("<?xml") and capsys.readouterr().out == f"drawn in {root / 'analysis' / 'accuracy.svg'}\n"
+    (run,) = groups.find([next(root.glob("*/config.json")).parent])
+    with runs.output_folder(None, [run]) as folder:
+        assert folder == run.path / "analysis"
+    assert list((root / "analysis").iterdir()) == [root / "analysis" / "accuracy.svg"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "part"), [(["--column=acc"], "has no column acc"), (["--panels=alhpa"], "did you mean 'alpha'?")]
+    ("arguments", "part"),
+    [
+        (["--column=acc"], "has no column acc"),
+        (["--panels=alhpa"], "did you mean 'alpha'?"),
+        (["--format=gif"], "invalid choice: 'gif'"),
+    ],
 )
 def test_bad_input(root, arguments, part, capsys):
     assert main(["curves", str(root), *arguments]) == 2
     shown = capsys.readouterr().err
     assert part in shown and shown.count("\n") == 1
+    assert not (root / "analysis").exists()

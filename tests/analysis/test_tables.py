@@ -72,7 +72,7 @@ def test_one_seed_has_no_deviation_and_other_data_no_paper(keep):
     keep(Config(strategy="fedavg"), [0.25, 0.75])
     rows = tables.accuracy_cells(tables.accuracy_lines(groups.find(["runs"]), published=papers.rows()))
     assert rows == [["setting", "seeds", "rounds", "last %", "best %", "last 10 %"],
-                    ["fedavg", "1", "10", "75.00", "75.00", "50.00"]]  # fmt: skip
+                    ["fedavg", "1", "10", "75.00", "75.00", "50.00 (all 2)"]]  # fmt: skip
 
 
 def test_only_finished_runs_count(keep):
@@ -89,4 +89,5 @@ def test_formats():
     rows = [["setting", "last %"], ["fedmr a|b_c", "51.00 ± 0.20"]]
     assert tables.markdown(rows) == "| setting | last % |\n| --- | --- |\n| fedmr a\\|b_c | 51.00 ± 0.20 |"
     assert list(csv.reader(tables.comma_separated(rows).splitlines())) == rows
+    assert tables.escaped(r"{\^~") == r"\{\textbackslash{}\^{}\~{}"
     assert "fedmr a|b\\_c & 51.00 $\\pm$ 0.20 \\\\" in tables.latex(rows)

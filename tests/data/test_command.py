@@ -28,10 +28,15 @@ def test_shows_a_partition(tmp_path, capsys):
     assert out.partition("drawn")[0] == repeated.partition("drawn")[0]
 
 
-def test_a_division_for_several_networks(tmp_path, capsys):
-    """The flag file of a method with several networks is enough; nobody trains."""
-    assert main(["--model=logistic,mlp", "--clients=4", "--cohort=9", f"--run_dir={tmp_path}"]) == 0
-    assert capsys.readouterr().out.startswith("digits: 4 clients, ")
+def test_a_division_for_several_networks(tmp_path, monkeypatch, capsys):
+    """The flag file of a method with several networks is enough; nobody trains. Without a folder there is one."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model=logistic,mlp", "--clients=4", "--cohort=9", "--picture_format=svg"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("digits: 4 clients, ")
+    (folder,) = tmp_path.glob("runs/data/digits-dirichlet-*")
+    assert {path.name for path in folder.iterdir()} == {"partition.svg", "partition.npz"}
+    assert str(folder.relative_to(tmp_path)) in out.splitlines()[-1] and len(list(tmp_path.iterdir())) == 1
 
 
 def test_table_counts_samples_and_classes():

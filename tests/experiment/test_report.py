@@ -30,6 +30,7 @@ def test_summary():
         "accuracy_last": 0.7,
         "accuracy_best": 0.9,
         "accuracy_mean_last_10": pytest.approx(0.56),
+        "evaluations": 20,
         "loss_last": 1 / 20,
         "rounds": 20,
         "rounds_to_target": 2,
@@ -62,8 +63,16 @@ def test_summary_table():
     assert len({line.index(value) for line, (_, value) in zip(text.splitlines(), lines, strict=True)}) == 1
     assert "target" not in summary_table(summarise([row(1)]))
     assert "among" not in text
-    assert "sent among clients         1.5 MB" in summary_table(summarise([row(1) | {"bytes_peer": 1.5e6}]))
+    assert "sent among clients       1.5 MB" in summary_table(summarise([row(1) | {"bytes_peer": 1.5e6}]))
     assert summary_table({}) == ""
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "all 1"), (3, "all 3"), (10, "all 10"), (11, "last 10")])
+def test_a_mean_of_all_evaluations_is_not_called_that_of_the_last_ten(count, words):
+    summary = summarise([row(round) for round in range(1, count + 1)])
+    assert f"accuracy, mean of {words} " in summary_table(summary) and summary["evaluations"] == count
+    del summary["evaluations"]  # as older versions wrote it
+    assert "mean of last 10 " in summary_table(summary)
 
 
 # --- While it runs ---------------------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
     with pytest.raises(Interrupted, match=r"stopped after round 4 of 6, saved; .*--run_dir=a --resume") as stop:
         fmr.run(fmr.Config(**SMALL, run_dir="a"))
     assert stop.value.exit_code == 130
+    assert Path("a/curves.png").stat().st_size > 10_000  # of the evaluations so far
     resumed = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))
     assert numbers("a") == numbers(straight.folder)
     equal(resumed.variables, straight.variables)

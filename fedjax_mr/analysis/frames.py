@@ -1,0 +1,48 @@
+"""The evaluations of runs as a pandas frame, for pictures and statistics of one's own."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedjax_mr import titles
+from fedjax_mr.analysis import groups
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import read_rows, run_state
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def frame(paths: Path | str | Iterable[Path | str]) -> "pandas.DataFrame":
+    """Return a frame with a row per run and evaluation.
+
+    Its columns are ``run`` (the folder), ``method`` (its name in pictures), ``strategy``, ``seed``, ``state`` of the
+    run, the settings in which the runs differ (by flag; missing where a run does not know one), and the metrics, first
+    of them ``round``. Runs without an evaluation have no rows.
+
+    Args:
+      paths: a run folder or a folder that holds some, or several of these.
+
+    Raises:
+      UserError: pandas is missing, a path holds no run folder, or its files cannot be read.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("a frame needs pandas: pip install 'fedjax-mr[pandas]'") from None
+    chosen = groups.find([paths] if isinstance(paths, Path | str) else paths)
+    known = [titles.facts(run.config) for run in chosen]
+    varied = [flag for flag in titles.varied(known) if flag != "strategy"]
+    rows: list[dict[str, Any]] = []
+    for run, facts in zip(chosen, known, strict=True):
+        same = {
+            "run": str(run.path),
+            "method": titles.method(facts),
+            "strategy": run.config.strategy,
+            "seed": run.config.seed,
+            "state": run_state(run.path),
+            **{flag: facts.get(flag) for flag in varied},
+        }
+        evaluated = (run.path / "metrics.jsonl").exists()
+        rows += [same | row for row in (read_rows(run.path) if evaluated else [])]
+    return pandas.DataFrame(rows)
