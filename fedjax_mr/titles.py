@@ -1,6 +1,7 @@
 """The names that pictures and papers' tables give to methods, data sets, networks, divisions and other settings."""
 
 import collections
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ NETWORKS = {
     "lenet5": "LeNet-5", **{f"lenet5_{size}": f"{size} LeNet-5" for size in SIZES},
     "cnn_mcmahan": "McMahan's CNN", "cnn_femnist": "FEMNIST CNN", "cnn_pfl": "pfl CNN", "mlp": "MLP",
     "logistic": "logistic regression", "resnet20": "ResNet-20", "resnet20_he": "He's ResNet-20", "vgg16": "VGG-16",
-    "vgg_femnist": "FEMNIST VGG-16", **{f"vgg{depth}_fedma": f"VGG-{depth}" for depth in (11, 13, 16, 19)},
+    "vgg_femnist": "FEMNIST VGG-16", **{f"vgg{depth}_fedma": f"FedMA VGG-{depth}" for depth in (11, 13, 16, 19)},
     **{f"cnn{i}": f"CNN {i}" for i in range(1, 5)}, **{f"lstm{i}": f"LSTM {i}" for i in range(1, 5)},
     **{f"pfedhr_m{i}": f"M{i}" for i in range(1, 5)},
 }  # fmt: skip
@@ -36,6 +37,8 @@ WORDS = {
     "clients": "N = {}", "cohort": "K = {}", "rounds": "{} rounds", "local_epochs": "E = {}", "batch_size": "B = {}",
     "lr": "learning rate {}", "label_mode": "{} labels", "seed": "seed {}",
 }  # fmt: skip
+
+OFF = (0, None, "none", [])
 
 
 def facts(config: Config) -> dict[str, Any]:
@@ -95,13 +98,29 @@ def division(settings: Mapping[str, Any]) -> str:
     return names.get(settings["partition"]) or settings["partition"]
 
 
-def words(flags: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
-    """Return the values of some flags in words; those that the run does not know, and its method's name, have none."""
+def words(flags: Iterable[str], settings: Mapping[str, Any], *, brief: bool = False) -> list[str]:
+    """Return the values of some flags in words; those that the run does not know, and its method's name, have none.
+
+    Args:
+      flags: in order.
+      settings: of the run.
+      brief: leave out what is off in this run and by default: ``validation_share`` at 0, say.
+    """
+    off = _off(settings["strategy"]) if brief else ()
     found: dict[str, None] = {}
     for flag in flags:
-        if flag in settings and flag not in ("strategy", "server_optimizer"):
+        if flag not in settings or flag in ("strategy", "server_optimizer"):
+            continue
+        if not (flag in off and settings[flag] in OFF):
             found[_words(flag, settings)] = None
     return list(found)
+
+
+@functools.cache
+def _off(strategy: str) -> frozenset[str]:
+    """Return the flags of a method's runs, but for its seeds, that are off by default."""
+    defaults = configuration.decisive(Config(strategy=strategy))
+    return frozenset(flag for flag, value in defaults.items() if value in OFF and flag not in SEEDS)
 
 
 def _words(flag: str, settings: Mapping[str, Any]) -> str:
@@ -142,7 +161,7 @@ def runs(configs: Sequence[Config]) -> list[str]:
     """
     known = [facts(config) | {flag: getattr(config, flag) for flag in SEEDS} for config in configs]
     flags = varied(known)
-    names = [", ".join([method(each), *words(flags, each)]) for each in known]
+    names = [", ".join([method(each), *words(flags, each, brief=True)]) for each in known]
     count: collections.Counter[str] = collections.Counter()
     for place, name in enumerate(names):
         count[name] += 1

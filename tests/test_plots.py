@@ -39,14 +39,24 @@ def test_every_run_is_drawn(tmp_path, count):
     assert [each.name for each in tmp_path.iterdir()] == ["curves.png"]
 
 
-def test_every_run_is_named_and_told_apart(tmp_path, monkeypatch):
-    seen, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (seen.append(figure), save(figure, path)))
+@pytest.fixture
+def figures(monkeypatch):
+    """Return the figures that are drawn, in place of files with them."""
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (seen.append(figure), path.touch()))
+    return seen
+
+
+def named(legend):
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_every_run_is_named_and_told_apart(tmp_path, figures):
     runs = {f"run {i}": rows(i / 50) for i in range(12)} | {"_hidden": rows(), "cost $x$": rows()}
     plots.curves(runs, tmp_path / "curves.png")
-    (figure,) = seen
+    (figure,) = figures
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(runs)
+    assert named(legend) == list(runs)
     strokes = {(line.get_color(), line.get_linestyle()) for line in legend.get_lines()}
     assert len(strokes) == len(runs)
     accuracy, loss = figure.axes
@@ -84,3 +94,55 @@ def test_the_users_settings_stay(tmp_path):
     backend, settings = matplotlib.get_backend(), dict(matplotlib.rcParams)
     plots.curves({"a": rows()}, tmp_path / "curves.png")
     assert matplotlib.get_backend() == backend and dict(matplotlib.rcParams) == settings
+
+
+@pytest.mark.parametrize("format", ["pdf", "svg"])
+def test_other_formats(tmp_path, format):
+    plots.curves({"a": rows(count=2)}, tmp_path / f"curves.{format}")
+    text = (tmp_path / f"curves.{format}").read_bytes()
+    assert text.startswith({"pdf": b"%PDF", "svg": b"<?xml"}[format]) and b"/Type3" not in text
+
+
+def test_a_method_looks_the_same_everywhere_and_panels_share_their_axes(tmp_path, figures):
+    series = {name: ([1, 2, 3], [0.1, 0.5, y]) for name, y in (("A", 0.9), ("B", 0.3))}
+    methods = {"A": "fedmr", "B": "fedavg"}
+    words = {"x_label": "round", "y_label": "accuracy"}
+    plots.lines({str(panel): series for panel in range(5)}, tmp_path / "a.png", **words, methods=methods)
+    plots.lines({"": {"B": ([1], [5.0])}}, tmp_path / "b.png", **words, methods=methods)
+    many, one = figures
+    looks = lambda line: (line.get_color(), line.get_linestyle(), line.get_marker())
+    of_b = [looks(axis.get_lines()[-1]) for axis in (*many.axes[:5], one.axes[0])]
+    assert set(of_b) == {tuple(plots.looks(["B"], methods)["B"])}
+    assert len({axis.get_ylim() for axis in many.axes[:5]}) == 1 and not many.axes[5].axison
+    assert [axis.get_ylabel() for axis in many.axes[:5]] == ["accuracy", "", "", "", "accuracy"]
+
+
+def test_personal_results_have_no_empty_panel(tmp_path, figures):
+    evaluations = [
+        {
+            "round": at,
+            "accuracy": 0.5,
+            "personal_accuracy": 0.5,
+            "personal_std": 0.1,
+            "network_0_a": 3,
+            "network_1_b": 1,
+        }
+        for at in (5, 10)
+    ]
+    last, networks = {"as trained": [0.2, 0.8]}, {"network_0_a": "A", "network_1_b": "B"}
+    for rows in (evaluations, evaluations[:1], [{"round": 5, "accuracy": 0.5}] * 2):
+        plots.personal(rows, last, tmp_path / "a.png", networks=networks if len(rows[0]) > 2 else None)
+    over_rounds, once, only_fine_tuned = figures
+    assert [len(figure.axes) for figure in figures] == [3, 2, 1]
+    assert [bar.get_width() for bar in once.axes[1].patches] == [3, 1]
+    assert [label.get_text() for label in once.axes[1].get_yticklabels()] == ["A", "B"]
+    assert named(over_rounds.axes[0].get_legend())[0] == "mean of the clients"
+    assert named(only_fine_tuned.axes[0].get_legend()) == ["as trained"]
+
+
+def test_blocks_are_explained(tmp_path, figures):
+    plots.strips({"round 1": [[(0, 0, False), (1, 3, True)]]}, tmp_path / "a.png", num_colours=2)
+    shapes, owners = figures[0].legends
+    assert named(shapes) == ["convolutional block", "dense block"] and named(owners) == ["0", "1"]
+    plots.teachers({1: {0: [(0, 0, False)]}}, 21, tmp_path / "b.png")
+    assert len(figures[1].legends) == 1  # too many owners to tell apart

@@ -53,6 +53,12 @@ def test_runs_are_told_apart():
         "FedAvg, learning rate 0.1, seed 0 (2)",
     ]
     settings = titles.facts(dataclasses.replace(one, augment="crop_flip", public_labels=False, clip_norm=None))
+    zero = titles.facts(Config())
+    assert titles.words(["validation_share", "fedmr_stage1_rounds"], zero) == [
+        "validation share = 0",
+        "stage1 rounds = 0",
+    ]
+    assert titles.words(["validation_share", "fedmr_stage1_rounds"], zero, brief=True) == []
     flags = ["fedmr_unit", "augment", "public_labels", "clip_norm", "cohort", "fedavg_mu", "fedmr_secure"]
     assert titles.words(flags, settings) == [
         "unit = layer", "augment = crop flip", "no public labels", "clip norm = none", "K = 5", "no secure",

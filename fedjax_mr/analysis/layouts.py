@@ -133,9 +133,8 @@ def _arranged(lines: Sequence[Line]) -> Grid:
         [flag for flag in flags if flag.startswith((f"{each['strategy']}_", "server_")) and varies(flag, methods)]
         for each in known
     ]
-    rows = [
-        ", ".join([name, *titles.words(own, each)]) for name, own, each in zip(methods, own_flags, known, strict=True)
-    ]
+    named = zip(methods, own_flags, known, strict=True)
+    rows = [", ".join([name, *titles.words(own, each, brief=True)]) for name, own, each in named]
     of_methods = set(itertools.chain.from_iterable(own_flags))
     others = [flag for flag in flags if flag not in of_methods]
     across = [flag for flag in others if flag in DATA or varies(flag, rows)]
