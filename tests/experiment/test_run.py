@@ -146,7 +146,10 @@ def test_an_exception_in_any_call_loses_only_the_rounds_since_the_checkpoint(str
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
-    ordinary = Run._advance
+    ordinary, drawn = Run._advance, []
+
+    def curves(runs, path, *, methods):
+        drawn.append((str(path), {name: len(rows) for name, rows in runs.items()}, methods))
 
     def interrupt(self, progress, count):
         if int(progress.round) == 3 and not self.experiments[0].folder.resumed:
@@ -154,11 +157,13 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
         return ordinary(self, progress, 1)
 
     monkeypatch.setattr(Run, "_advance", interrupt)
+    monkeypatch.setattr(plots, "curves", curves)
     monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
     with pytest.raises(Interrupted, match=r"stopped after round 4 of 6, saved; .*--run_dir=a --resume") as stop:
         fmr.run(fmr.Config(**SMALL, run_dir="a"))
     assert stop.value.exit_code == 130
-    assert Path("a/curves.png").stat().st_size > 10_000  # of the evaluations so far
+    name = "FedMR: digits, Dirichlet(0.5), logistic regression, seed 0"
+    assert drawn == [("a/curves.png", {name: 2}, {name: "fedmr"})]  # of the evaluations so far
     resumed = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))
     assert numbers("a") == numbers(straight.folder)
     equal(resumed.variables, straight.variables)
