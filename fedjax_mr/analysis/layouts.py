@@ -76,12 +76,13 @@ def paper_table(
       with_papers: write the papers' numbers beside ours, in brackets.
 
     Raises:
-      UserError: a path holds no run folder, or its files cannot be read.
+      UserError: a path holds no run folder, its files cannot be read, or no run is finished.
     """
     lines = tables.accuracy_lines(groups.find(paths), published=papers.rows() if with_papers else ())
+    if not any(line.finished for line in lines):
+        raise UserError("none of the runs is finished")
     grid = _arranged(lines)
-    usual = collections.Counter(line.finished for line in lines if line.finished).most_common(1)
-    count = usual[0][0] if usual else 0
+    ((count, _),) = collections.Counter(line.finished for line in lines if line.finished).most_common(1)
     words, of = VALUES[value]
     numbers = [number for line in lines for number in line.evaluations if number]
     evaluations = dict.fromkeys(last_evaluations(number).replace("last", "the last") for number in sorted(numbers))

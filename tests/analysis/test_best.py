@@ -127,9 +127,9 @@ def test_the_command_and_the_curves_of_the_best(grid, capsys):
     assert capsys.readouterr().out.splitlines()[1].startswith("fedavg,0.1,70.00")
     assert main(["curves", "runs", "--column=validation_accuracy", "--best=lr", "--out=here"]) == 0
     chosen = [run for choice in groups.choose(groups.find(["runs"]), over=["lr"]) for run in choice.best.runs]
-    (series,) = curves.curves(chosen, column="validation_accuracy").values()
+    (series,) = curves.curves(chosen, column="validation_accuracy")[0].values()
     assert {name: means for name, (_, means, _) in series.items()} == {
-        "fedavg lr=0.1": [pytest.approx(0.7)], "fedme lr=1.0": [pytest.approx(0.8)],
+        "FedAvg, learning rate 0.1": [pytest.approx(0.7)], "FedMe, learning rate 1": [pytest.approx(0.8)],
     }  # fmt: skip
 
 

@@ -87,10 +87,11 @@ def test_a_methods_own_settings_are_rows_and_other_formats(keep):
         (["--layout=paper", "--target=0.5"], "--target is for --layout=lines"),
         (["--layout=paper", "--value=mean"], "invalid choice: 'mean'"),
         (["--layout=papers"], "invalid choice: 'papers'"),
+        (["--layout=paper"], "none of the runs is finished"),
     ],
 )
 def test_bad_input(keep, options, part, capsys):
-    keep(Config(), [0.5])
+    keep(Config(), [0.5], end=None)
     assert main(["table", "runs", *options]) == 2
     out, shown = capsys.readouterr()
     assert part in shown and shown.count("\n") == 1 and out == ""
