@@ -126,7 +126,7 @@ def _line(axis: Any, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.nd
         look.stroke,
         color=look.colour,
         linewidth=1.6,
-        marker=look.marker,
+        marker=look.marker or ("o" if len(x) == 1 else ""),
         markersize=8.5 if look.marker == "*" else 5.5,
         markeredgecolor="white",
         markeredgewidth=0.4,

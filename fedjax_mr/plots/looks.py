@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 # Okabe and Ito's colours for all kinds of colour vision (jfly.uni-koeln.de/color, 2008), the pale yellow left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+GREY = "#7F7F7F"
 STROKES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h")  # 12 and 7 colours make 84 different pairs
 
@@ -47,7 +48,8 @@ def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dic
     """Return the look of each line of a picture.
 
     Several lines of one method have its colour and marker and differ in their strokes; where all lines are of one
-    method, colours tell them apart, beginning with its own. Lines without a method have the looks in order.
+    method, colours tell them apart, beginning with its own. Lines without a method are grey beside others; alone they
+    have the looks in order.
 
     Args:
       names: of the lines.
@@ -55,19 +57,22 @@ def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dic
     """
     names, methods = list(names), methods or {}
     own = {name: methods[name] for name in names if name in methods}
-    if len(set(own.values())) <= 1:
+    if not own or (len(own) == len(names) and len(set(own.values())) == 1):
         first = number_of(next(iter(own.values()))) if own else 0
         return {name: look(first + place) for place, name in enumerate(names)}
     numbers = _numbers(list(own.values()))
-    free = (number for number in range(84) if number not in numbers.values())
-    count: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str | None] = collections.Counter()
     found = {}
     for name in names:
         method = own.get(name)
-        found[name] = look(next(free)) if method is None else look(numbers[method], variant=count[method])
-        if method is not None:
-            count[method] += 1
+        variant = count[method]
+        found[name] = _neutral(variant) if method is None else look(numbers[method], variant=variant)
+        count[method] += 1
     return found
+
+
+def _neutral(variant: int) -> Look:
+    return Look(GREY, STROKES[variant % len(STROKES)], ("", *MARKERS)[variant // len(STROKES) % (len(MARKERS) + 1)])
 
 
 def _numbers(methods: Sequence[str]) -> dict[str, int]:
