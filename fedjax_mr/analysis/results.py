@@ -18,13 +18,12 @@ from pathlib import Path
 
 from fedjax_mr import config as configuration
 from fedjax_mr import files
-from fedjax_mr.analysis import groups, layouts
+from fedjax_mr.analysis import groups, layouts, pages
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import run_state, runs_by_settings
 
-DOCUMENT = Path("experiments/RESULTS.md")
 TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder to keep, or a folder that holds some")
     parser.add_argument("--name", help="name of the kept runs; runs of that name are replaced one by one")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help=f"the file with the tables ({DOCUMENT})")
+    parser.add_argument("--document", type=Path, default=pages.DOCUMENT, help=f"the file with the tables ({pages.DOCUMENT})")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -40,24 +39,12 @@ def main(arguments: argparse.Namespace) -> None:
     if bool(arguments.runs) != bool(arguments.name):
         raise UserError("--name=NAME says where the metrics of RUN are kept: give both or none")
     document = arguments.document
-    text = read(document)
+    text = pages.read(document)
     for run in groups.find(arguments.runs) if arguments.runs else []:
         print(f"kept {keep(run, document.parent / 'results' / arguments.name)}")
     with files.whole(document) as path:
         path.write_text(fill(text, document.parent / "results"), encoding="utf-8")
     print(f"{len(TABLE.findall(text))} tables in {document}")
-
-
-def read(document: Path) -> str:
-    """Return the text of a document.
-
-    Raises:
-      UserError: it is not there.
-    """
-    try:
-        return document.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {document} ({error.strerror}); --document names another") from None
 
 
 def keep(run: Run, folder: Path) -> Path:

@@ -1,0 +1,101 @@
+"""The page of record says what the kept metrics say, and its verdicts follow their rules."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedjax_mr import config as configuration
+from fedjax_mr.analysis import record
+from fedjax_mr.analysis.__main__ import main
+from fedjax_mr.analysis.papers import Published
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+def test_the_page_and_the_flag_files_are_those_of_the_kept_runs(capsys):
+    assert main(["record", "--check", f"--document={EXPERIMENTS / 'RESULTS.md'}"]) == 0
+    assert "say what the kept metrics say" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("own", "paper", "verdict"),
+    [
+        ([58.6], 59.8, "replicates"),
+        ([58.2], 59.8, "lower"),
+        ([61.4], 59.8, "higher"),
+        ([55.0, 57.0, 59.0], 60.9, "replicates within the spread of our seeds"),  # mean 57, deviation 2
+        ([55.0, 57.0, 59.0], 61.1, "lower"),
+        ([], 59.8, "not run"),
+        ([58.6], None, ""),
+    ],
+)
+def test_verdict_of_a_cell(own, paper, verdict):
+    published = None if paper is None else Published("some", paper, None, "a table")
+    by_seed = {str(seed): value for seed, value in enumerate(own)}
+    assert record.Cell("fedmr", "CIFAR-10", "IID", by_seed, [], published).verdict == verdict
+
+
+def test_seeds_are_paired():
+    """Only common seeds count; the interval of 4, 5, 6 is 5 -+ 4.303 / sqrt(3), Student's quantile of two degrees."""
+    better, worse = {"0": 54.0, "1": 65.0, "2": 46.0, "7": 0.0}, {"0": 50.0, "1": 60.0, "2": 40.0, "8": 99.0}
+    found = record.difference(better, worse)
+    assert found is not None and (found.count, found.mean) == (3, 5.0)
+    assert found.low == pytest.approx(5 - 4.302653 / 3**0.5) and found.high == pytest.approx(5 + 4.302653 / 3**0.5)
+    assert found.verdict == "holds (3 seeds)" and str(found) == "+5.0 [+2.5, +7.5], n = 3"
+    assert record.difference({"0": 1.0}, {"1": 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [([1.0], "holds with one seed"), ([-1.0], "does not hold (one seed)"), ([-1.0, 3.0], "not sure (2 seeds)"),
+     ([-1.0, -3.0], "does not hold (2 seeds)")],
+)  # fmt: skip
+def test_verdict_of_a_claim(differences, verdict):
+    own = {str(seed): value for seed, value in enumerate(differences)}
+    found = record.difference(own, dict.fromkeys(own, 0.0))
+    assert found is not None and found.verdict == verdict
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A page and the flag files in a folder of their own, with one kept run of FedMR on CIFAR-100, IID."""
+    for name in ("cifar10.flags", "cifar100.flags", "fedmr_authors.flags"):
+        (tmp_path / name).write_text((EXPERIMENTS / name).read_text().replace("exp/", f"{tmp_path}/"))
+    (tmp_path / "RESULTS.md").write_text("Before.\n<!-- record table -->\nold\n<!-- end -->\nAfter.\n")
+    keep(tmp_path, "--strategy=fedmr", accuracy=0.4)
+    return tmp_path
+
+
+def keep(folder, *flags, accuracy):
+    config = configuration.parse([f"--flagfile={folder / 'cifar100.flags'}", *flags])
+    kept = folder / "results" / "some" / f"{config.strategy}-{len(list(folder.rglob('config.json')))}"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text(json.dumps(configuration.to_json(config)))
+    summary = {"accuracy_mean_last_10": accuracy, "rounds": 500, "seconds": 600.0, "devices": ["cpu", "cpu"]}
+    (kept / "summary.json").write_text(json.dumps(summary))
+
+
+def test_a_new_run_changes_page_and_flag_file(folder, capsys):
+    page = f"--document={folder / 'RESULTS.md'}"
+    before = {path: path.read_text() for path in folder.glob("*.*")}
+    with pytest.raises(SystemExit) as ended:
+        main(["record", "--check", page])
+    assert ended.value.code == 1 and {path: path.read_text() for path in before} == before
+    assert main(["record", page]) == 0
+    text, flags = (folder / "RESULTS.md").read_text(), (folder / "cifar100.flags").read_text()
+    assert "40.0 (n = 1)<br>paper 37.4 ± 0.3<br>**higher**" in text and text.startswith("Before.\n")
+    assert "# Measured: FedMR 40.0 (seed 0): percent" in flags
+    assert configuration.parse([f"--flagfile={folder / 'cifar100.flags'}"]).label_mode == "coarse"
+    keep(folder, "--strategy=fedmr", "--seed=1", accuracy=0.38)
+    keep(folder, "--strategy=fedmr", "--seed=2", "--lr=0.02", accuracy=0.9)  # another setting is no part of the record
+    assert main(["record", page]) == 0
+    assert "39.0 ± 1.4 (n = 2)" in (folder / "RESULTS.md").read_text()
+    capsys.readouterr()
+    assert main(["record", "--check", page]) == 0
+
+
+def test_unknown_parts_are_refused(folder, capsys):
+    (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
+    assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
+    assert "none of table, pairs, cost" in capsys.readouterr().err
