@@ -105,7 +105,10 @@ class Cell(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return ``replicates`` (and if only our spread makes it so), ``lower``, ``higher``, ``not run``; "" where no paper has a number."""
+        """Return ``replicates``, ``lower``, ``higher`` or ``not run``; "" where no paper has a number.
+
+        Where only the spread of our own seeds reaches the paper's number, the verdict says so.
+        """
         own, published = self.own, self.published
         if own.mean is None:
             return "not run"

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder to keep, or a folder that holds some")
     parser.add_argument("--name", help="name of the kept runs; runs of that name are replaced one by one")
-    parser.add_argument("--document", type=Path, default=pages.DOCUMENT, help=f"the file with the tables ({pages.DOCUMENT})")
+    help = f"the file with the tables ({pages.DOCUMENT})"
+    parser.add_argument("--document", type=Path, default=pages.DOCUMENT, help=help)
 
 
 def main(arguments: argparse.Namespace) -> None:
