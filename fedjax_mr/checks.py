@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fedjax_mr.data import SOURCES
+from fedjax_mr.data import SOURCES, is_file
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import MODELS
@@ -53,7 +53,7 @@ def _check_models(config: Any) -> None:
 
 
 def _is_path(name: str) -> bool:
-    return "/" in name or "\\" in name or name.endswith(".npz")
+    return "/" in name or "\\" in name or is_file(name)
 
 
 def without_effect(config: Any) -> Iterator[str]:

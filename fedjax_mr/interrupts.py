@@ -29,7 +29,7 @@ def begin() -> None:
     """
     if _is_command() and _is_default():
         signal.signal(signal.SIGINT, _leave)
-        atexit.register(_keep_code)  # the first to be registered is the last to be called
+        atexit.register(leave_if_interrupted)  # the first to be registered is the last to be called
 
 
 def run(main: Callable[[], int | None]) -> int | None:
@@ -81,8 +81,12 @@ def _come_again(swallowed: Any) -> None:
         sys.__unraisablehook__(swallowed)
 
 
-def _keep_code() -> None:
-    """After Ctrl-C, leave before Python kills this process by a second SIGINT, as it does if an exec() was hit."""
+def leave_if_interrupted() -> None:
+    """After Ctrl-C, leave at once with its code.
+
+    Python would kill this process by a second SIGINT if an exec() was hit, and it would wait for threads, such as those
+    of a download.
+    """
     if _received:
         sys.stdout.flush()
         sys.stderr.flush()

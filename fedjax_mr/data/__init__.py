@@ -11,10 +11,12 @@ from fedjax_mr.data import divide
 from fedjax_mr.data.divide import federate
 from fedjax_mr.data.federated import Dataset, FederatedData, Request, Split
 from fedjax_mr.data.sources import arrays, digits, leaf, tfds
-from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.data.sources.arrays import from_arrays, is_file
 from fedjax_mr.errors import UserError, unknown_name
 
-__all__ = ["SOURCES", "Dataset", "FederatedData", "Split", "federate", "federated_data", "from_arrays", "load"]
+__all__ = [
+    "SOURCES", "Dataset", "FederatedData", "Split", "federate", "federated_data", "from_arrays", "is_file", "load",
+]  # fmt: skip
 
 SOURCES: dict[str, Callable[[Request], Dataset]] = {
     "digits": digits.load,
@@ -48,7 +50,7 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
     base = name.partition("/")[0]
     if label_mode not in LABEL_MODES.get(base, ("fine",)):
         raise UserError(f"{name} has no {label_mode} labels; --label_mode={label_mode} is for {', '.join(LABEL_MODES)}")
-    if name.endswith(".npz"):
+    if is_file(name):
         return arrays.load(name)
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("data set", name, SOURCES)

@@ -77,4 +77,6 @@ def _prepare(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(interrupts.run(main))
+    code = interrupts.run(main)
+    interrupts.leave_if_interrupted()  # do not wait for downloads
+    sys.exit(code)

@@ -81,9 +81,9 @@ class Dataset:
                 raise UserError(f"{where} has samples of shape {x.shape[1:]}, which hold nothing")
             if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
                 raise UserError(f"{where} needs one integer label per sample, not {y.dtype} of shape {y.shape}")
-            if bad := _first((y < 0) | (y >= self.num_classes)):
+            if bad := first_position((y < 0) | (y >= self.num_classes)):
                 raise UserError(f"{where} has label {y[bad[0]]} in row {bad[0]}, outside 0..{self.num_classes - 1}")
-            if np.issubdtype(x.dtype, np.floating) and (bad := _first(~np.isfinite(x))):
+            if np.issubdtype(x.dtype, np.floating) and (bad := first_position(~np.isfinite(x))):
                 raise UserError(f"{where} has a value that is not finite ({x[bad]}) in row {bad[0]}")
         if self.x.shape[1:] != self.test_x.shape[1:]:
             raise UserError(
@@ -112,7 +112,7 @@ class Dataset:
         )
 
 
-def _first(wrong: np.ndarray) -> tuple[int, ...] | None:
+def first_position(wrong: np.ndarray) -> tuple[int, ...] | None:
     """Return the position of the first True, or None."""
     return tuple(int(axis[0]) for axis in np.nonzero(wrong)) if wrong.any() else None
 

@@ -7,6 +7,7 @@ fit in memory as Python objects.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,9 @@ def _load(request: Request, command: str, convert: Callable, facts: dict[str, An
     candidates = [Path(request.data_dir), *(Path(request.data_dir) / place for place in (name, f"{name}/data"))]
     folders = [folder for folder in candidates if any((folder / "train").glob("*.json"))]
     if not folders:
+        if near := _near(Path(request.data_dir)):
+            given = " or ".join(f"--data_dir={shlex.quote(str(folder))}" for folder in near)
+            raise UserError(f"{request.data_dir} has no train/*.json, but there is {given}")
         raise UserError(f"{request.data_dir} has no train/*.json of {name}; {made}")
     sources = {part: sorted((folders[0] / part).glob("*.json")) for part in ("train", "test")}
     if not sources["test"]:
@@ -78,6 +82,12 @@ def _load(request: Request, command: str, convert: Callable, facts: dict[str, An
         )  # fmt: skip
 
     return cached(name, [*sources["train"], *sources["test"]], build)
+
+
+def _near(folder: Path) -> list[Path]:
+    """Return the folders with train/*.json that may have been meant: one level up, or at most two below."""
+    places = [folder.absolute().parent, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
+    return [place for place in places if any((place / "train").glob("*.json"))][:3]
 
 
 def _read(sources: list[Path], convert: Callable) -> _Part:

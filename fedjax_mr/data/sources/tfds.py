@@ -12,7 +12,9 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,8 @@ IMAGE_SETS = {
     "emnist": ImageSet("3.1.0", (0.1307,), (0.3081,), config="byclass"),
 }
 CHUNK = 5000  # records in memory at once while decoding
+CONNECTION_TIMEOUT = 10  # seconds
+TRIES_TO_REMOVE = 20
 
 
 def load(request: Request) -> Dataset:
@@ -56,6 +60,8 @@ def load(request: Request) -> Dataset:
     root = _root(request.data_dir)
     folder = _version_folder(root / name, name, known)
     if folder is None:
+        if elsewhere := _near(root, name, known):
+            raise UserError(f"{name} is not in {root} but in {elsewhere}: give --data_dir={shlex.quote(str(elsewhere))}")
         if request.offline or not _has_tensorflow():
             raise UserError(f"{name} is not in {root}; get it with: {_prepare_command(name, root)}")
         folder = prepare(request)
@@ -67,10 +73,10 @@ def load(request: Request) -> Dataset:
 def prepare(request: Request) -> Path:
     """Download a data set with its own builder, write it as array_record, and return its folder.
 
-    Everything happens in a temporary folder, whose result is renamed when it is whole.
+    Everything happens in a temporary folder, whose result is renamed when it is whole and which is removed in any case.
 
     Raises:
-      UserError: TensorFlow is missing, the network is not allowed, or the builder fails.
+      UserError: TensorFlow is missing, the network is not allowed or not there, or the builder fails.
     """
     name, known = _full_name(request.name)
     root = _root(request.data_dir)
@@ -86,11 +92,31 @@ def prepare(request: Request) -> Path:
         import tensorflow_datasets
 
         builder = tensorflow_datasets.builder(name, data_dir=temporary, file_format="array_record", try_gcs=False)
+        _check_connection(builder.url_infos)
         builder.download_and_prepare()
         return Path(builder.data_dir)
 
     logging.info("preparing %s in %s", name, root)
     return appear_whole(root, build, name=name)
+
+
+def _check_connection(urls: Iterable[str]) -> None:
+    """Ask each host once, because TensorFlow Datasets would ask ten times, for minutes.
+
+    Raises:
+      UserError: one of them cannot be reached.
+    """
+    import requests  # a quarter of a second to import, and it comes with TensorFlow Datasets
+
+    for host, url in {urllib.parse.urlsplit(url).netloc: url for url in urls}.items():
+        try:
+            requests.head(url, timeout=CONNECTION_TIMEOUT)  # whatever it answers, it is there
+        except requests.RequestException as error:
+            reason = "no answer" if isinstance(error, requests.Timeout) else "no connection"
+            raise UserError(
+                f"{reason} from {host}, where the samples are: is there internet here? A folder that was prepared "
+                "elsewhere can be copied"
+            ) from error
 
 
 def appear_whole(root: Path, build: Callable[[Path], Path], *, name: str) -> Path:
@@ -108,11 +134,22 @@ def appear_whole(root: Path, build: Callable[[Path], Path], *, name: str) -> Pat
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(made, target)
         return target
+    except UserError as error:
+        raise UserError(f"could not prepare {name} in {root}: {error}") from error
     except Exception as error:  # a builder raises whatever its downloads and parsers raise
         raise UserError(f"could not prepare {name} in {root}: {_brief(error)}") from error
     finally:
         if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, into which the threads of an interrupted download may still write for a moment."""
+    for _ in range(TRIES_TO_REMOVE):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def _full_name(name: str) -> tuple[str, ImageSet]:
@@ -126,6 +163,14 @@ def _root(data_dir: str | None) -> Path:
     return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
 
 
+def _near(root: Path, name: str, known: ImageSet) -> Path | None:
+    """Return the folder that was meant if ``root`` is one or two levels too deep or one too high, or None."""
+    depth = name.count("/") + 2  # of a version, such as emnist/letters/3.1.0, below the folder that is meant
+    place = root.absolute()
+    places = [*place.parents[:depth], *(found.parents[depth - 2] for found in sorted(place.glob(f"*/{name}")))]
+    return next((each for each in places if _fitting(_versions(each / name), known)), None)
+
+
 def _has_tensorflow() -> bool:
     return importlib.util.find_spec("tensorflow") is not None
 
@@ -137,9 +182,8 @@ def _prepare_command(name: str, root: Path) -> str:
 
 def _version_folder(folder: Path, name: str, known: ImageSet) -> Path | None:
     """Return the newest version that has the known first number (the same samples, says TensorFlow Datasets)."""
-    pattern = re.compile(r"\d+\.\d+\.\d+")
-    versions = [path for path in folder.iterdir() if pattern.fullmatch(path.name)] if folder.is_dir() else []
-    fitting = [path for path in versions if path.name.split(".")[0] == known.version.split(".")[0]]
+    versions = _versions(folder)
+    fitting = _fitting(versions, known)
     if versions and not fitting:
         found = ", ".join(sorted(path.name for path in versions))
         raise UserError(
@@ -147,6 +191,15 @@ def _version_folder(folder: Path, name: str, known: ImageSet) -> Path | None:
             f"{_prepare_command(name, folder.parents[name.count('/')])}"
         )
     return max(fitting, key=lambda path: [int(part) for part in path.name.split(".")], default=None)
+
+
+def _versions(folder: Path) -> list[Path]:
+    pattern = re.compile(r"\d+\.\d+\.\d+")
+    return [path for path in folder.iterdir() if pattern.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def _fitting(versions: list[Path], known: ImageSet) -> list[Path]:
+    return [path for path in versions if path.name.split(".")[0] == known.version.split(".")[0]]
 
 
 def _decode(folder: Path, name: str, known: ImageSet, label_mode: str) -> Dataset:
