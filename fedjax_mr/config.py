@@ -59,7 +59,8 @@ class Config:
         0.5, "concentration of the Dirichlet distribution: the smaller, the more the clients' labels differ",
         low=0, open_low=True, source="KDD'24, the middle of its three settings")
     clients: int = _partition(
-        20, "N, how many clients train; 0: every natural client, or all of --partition_file",
+        20, "N, how many clients train; 0: every natural client, or all of --partition_file, where this is the default "
+        "of the flag",
         unit="clients", low=0, source="our choice")
     partition_seed: int | None = _partition(
         None, "seed of the partition alone; none: the same as --seed", low=0, high=LARGEST_INT32)
@@ -275,7 +276,7 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `validate`'s concern.
     """
-    return _build(settings.parse(arguments, _known()))
+    return _build(_parse(arguments, ()))
 
 
 def parse_command(arguments: Sequence[str], own: type[Owner]) -> tuple[Config, Owner]:
@@ -288,8 +289,19 @@ def parse_command(arguments: Sequence[str], own: type[Owner]) -> tuple[Config, O
     Raises:
       UserError: as `parse`.
     """
-    values = settings.parse(arguments, [*_known(), *settings.settings_of(own)])
+    values = _parse(arguments, settings.settings_of(own))
     return _build(values), settings.build(own, values)
+
+
+def _parse(arguments: Sequence[str], own: Sequence[Setting]) -> dict[str, Any]:
+    """Return the values of all flags; clients that have a number of their own are as many as there are by default."""
+    known = {setting.flag: setting for setting in _known()}
+    default = known["clients"].default
+    known["clients"] = dataclasses.replace(known["clients"], default=None)
+    values = settings.parse(arguments, [*known.values(), *own])
+    if values["clients"] is None:
+        values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else default
+    return values
 
 
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:

@@ -225,14 +225,17 @@ PROTOCOLS = {  # the table of the data set, for both protocols
 
 
 def test_the_flag_files_cover_every_setting_of_the_papers_tables(monkeypatch):
-    """27 settings x 2 protocols; with the methods of a paper, all numbers of its table stand beside some run."""
+    """27 settings x 2 protocols; with the methods of a paper, all numbers of its table stand beside some run.
+
+    All but those of CIFAR-100 with fine labels, because the papers' numbers are of the coarse ones.
+    """
     monkeypatch.chdir(ROOT)
 
     def numbers(data, settings, *flags, paper):
         files = [f"--flagfile=exp/{name}.flags" for name in (data, settings)]
         _, runs = sweep.plan([*files, *flags])
         found = [papers.lookup(run.config, [row for row in tables if row["paper"] == paper]) for run in runs]
-        assert None not in found
+        assert {number is None for number in found} == {data == "cifar100_paper"}
         return found
 
     tables = papers.rows()

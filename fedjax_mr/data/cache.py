@@ -1,18 +1,17 @@
 """Decoded data sets in the user's cache folder, so that only the first run pays for reading the source's format."""
 
-import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import logging
 
 from fedjax_mr import files
 from fedjax_mr.data import npz
-from fedjax_mr.data.federated import Dataset
 
 FORMAT = 1  # raised when a loader decodes differently
 
@@ -22,13 +21,13 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_mr" / "data"
 
 
-def cached(name: str, sources: Iterable[Path], build: Callable[[], Dataset]) -> Dataset:
-    """Return the decoded data set, from the cache if the source's files have not changed since.
+def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the decoded arrays and facts, from the cache if the source's files have not changed since.
 
     Args:
       name: the source, its version and whatever else the result depends on.
       sources: the files that are decoded; known by path, size and time of change.
-      build: decodes them.
+      build: decodes them into arrays and what JSON can hold, by name; tuples stay tuples.
     """
     digest = hashlib.sha256(f"{FORMAT} {name}".encode())
     for source in sorted(sources):
@@ -41,27 +40,26 @@ def cached(name: str, sources: Iterable[Path], build: Callable[[], Dataset]) -> 
         pass
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logging.warning("ignoring a damaged cache file, %s (%s)", path, error)
-    dataset = build()
+    values = build()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.whole(path) as temporary:
-            _write(dataset, temporary)
+            _write(values, temporary)
     except OSError as error:
         logging.warning("cannot keep %s in the cache: %s", name, error)
-    return dataset
+    return values
 
 
-def _write(dataset: Dataset, path: Path) -> None:
-    values = {each.name: getattr(dataset, each.name) for each in dataclasses.fields(dataset)}
+def _write(values: dict[str, Any], path: Path) -> None:
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     facts = {name: value for name, value in values.items() if name not in arrays}
     np.savez(path, facts=np.array(json.dumps(facts)), **arrays)  # type: ignore[arg-type]
 
 
-def _read(path: Path) -> Dataset:
+def _read(path: Path) -> dict[str, Any]:
     values = npz.read(path)
     facts = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in json.loads(str(values.pop("facts"))).items()
     }
-    return Dataset(**facts, **values)
+    return facts | values

@@ -185,9 +185,10 @@ def _natural(
     large = np.flatnonzero(sizes >= min_samples)
     total = num_clients + holdout_clients if num_clients else len(large)
     if not len(large) or total > len(large) or total <= holdout_clients:
+        all_of_them = ": --clients=0 takes all" if num_clients and not holdout_clients and len(large) else ""
         raise UserError(
             f"{dataset.name} has {len(large)} natural clients of at least {min_samples} samples, too few for "
-            f"{num_clients} clients and {holdout_clients} held out (the largest has {sizes.max()})"
+            f"{num_clients} clients and {holdout_clients} held out (the largest has {sizes.max()}){all_of_them}"
         )
     chosen = np.sort(_stream(seed, "clients").choice(large, total, replace=False))
     others = np.concatenate(

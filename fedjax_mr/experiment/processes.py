@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
+from fedjax_mr import interrupts
 from fedjax_mr.errors import LostError, UserError
 from fedjax_mr.experiment import rendezvous
 
@@ -304,4 +305,6 @@ def leave(code: int) -> NoReturn:
             _client().wait_at_barrier("fedjax_mr/leave", ROLL_CALL_SECONDS * 1000)
         except jax.errors.JaxRuntimeError:
             os._exit(code)
+    elif code:
+        interrupts.leave_if_interrupted()  # do not wait for the threads of a download
     sys.exit(code)

@@ -5,7 +5,9 @@ import zipfile
 import numpy as np
 import pytest
 
+from fedjax_mr import config as configuration
 from fedjax_mr import data
+from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -63,6 +65,22 @@ def test_from_a_file_by_its_path(tmp_path):
     assert (dataset.name, len(dataset.client_names)) == ("mine", 6)
 
 
+def test_classes_that_no_sample_has_need_the_number_of_classes(tmp_path):
+    y = np.array([3, 7, 9])[LABELS]
+    assert data.from_arrays(IMAGES, y, num_classes=12).num_classes == 12
+    np.savez(tmp_path / "mine.npz", x=IMAGES, y=y, num_classes=10, mean=0.25, std=[0.5])
+    dataset = data.load(str(tmp_path / "mine.npz"))
+    assert (dataset.num_classes, dataset.mean, dataset.std) == (10, (0.25,), (0.5,))
+    assert data.from_arrays(IMAGES, LABELS * 2, x_test=IMAGES, y_test=LABELS + 1).num_classes == 5  # 1 and 3 are tested
+
+
+def test_floats_of_any_size_with_their_statistics_and_as_vectors():
+    pixels = IMAGES.astype(np.float64)
+    assert data.from_arrays(pixels, LABELS, mean=(127.5,), std=(-127.5,)).std == (-127.5,)
+    for x in (pixels / 255, (pixels - 127) / 74, pixels.reshape(60, -1)):
+        assert data.from_arrays(x, LABELS).x.dtype == np.float32
+
+
 def with_nan():
     x = np.ones((60, 4), np.float32)
     x[17, 2] = np.nan
@@ -76,8 +94,36 @@ def with_nan():
         ({"y": LABELS - 1}, "labels go from -1 to 1; they must be 0..C-1"),
         ({"y": LABELS + 0.5}, "y is float64 of shape (60,); it must be one integer per sample"),
         ({"y": LABELS[:, None]}, "must be one integer per sample"),
-        ({"x": with_nan()}, "value that is not finite (nan) in row "),
-        ({"x": np.full((60, 4), np.inf)}, "value that is not finite (inf) in row "),
+        ({"y": LABELS.astype(str)}, "one integer per sample: classes, y = np.unique(y, return_inverse=True)"),
+        ({"y": LABELS.astype(object)}, "one integer per sample: classes, y = np.unique(y, return_inverse=True)"),
+        ({"y": LABELS.astype(float)}, "one integer per sample: y.astype(int)"),
+        ({"y": LABELS > 0}, "one integer per sample: y.astype(int)"),
+        ({"y": LABELS[:, None]}, "one integer per sample: y[:, 0]"),
+        ({"y": np.eye(3)[LABELS]}, "one integer per sample: y.argmax(1) if these are one-hot"),
+        ({"y": LABELS + 1}, "labels up to 3 make 4 classes, of which 3 are there (1, 2, 3): classes, y = np.unique(y"),
+        ({"y": np.array([3, 7, 9])[LABELS]}, "labels up to 9 make 10 classes, of which 3 are there (3, 7, 9)"),
+        ({"y": (LABELS > 0) * 10**6}, "make 1,000,001 classes, of which 2 are there (0, 1000000)"),
+        ({"num_classes": 2}, "num_classes is 2, but must be an integer above the largest label, 2"),
+        ({"num_classes": 3.0}, "num_classes is 3.0, but must be an integer"),
+        ({"num_classes": 100_001}, "100,001 classes, and at most 100,000 are possible"),
+        (
+            {"x": IMAGES / 1.0},
+            "x has floating-point pixels from 0 to 255, taken as they are and far above 1",
+        ),
+        (
+            {"x": IMAGES / 255, "x_test": IMAGES / 1.0, "y_test": LABELS},
+            "x_test has floating-point pixels from 0 to 255",
+        ),
+        ({"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); it must be one number, or one for each of 1 channels"),
+        ({"std": 0.0}, "std is 0.0; it must be finite and not 0"),
+        ({"mean": np.nan}, "mean is nan; it must be finite"),
+        ({"mean": "a"}, "mean is a; it must be one number"),
+        ({"x": with_nan()}, "x has a value that is not finite (nan) in row 17"),
+        (
+            {"x_test": with_nan()[:, :, None, None], "y_test": LABELS},
+            "x_test has a value that is not finite (nan) in row 17",
+        ),
+        ({"x": np.full((60, 4), np.inf)}, "value that is not finite (inf) in row 0"),
         ({"x": np.arange(60)}, "x is int64 of shape (60,)"),
         ({"x": np.full((60, 2), "a")}, "x is <U1"),
         ({"x": np.full((60, 4), -1)}, "tokens must not be negative"),
@@ -124,6 +170,22 @@ def test_refuses_files(tmp_path):
     with open(path, "wb") as file:
         np.save(file, IMAGES)
     assert "no .npz file of plain arrays" in message()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("mine.csv", 'pd.read_csv("mine.csv"); np.savez("mine.npz", x=df.drop(columns="label")'),
+        ("a/mine.tsv", 'pd.read_table("a/mine.tsv"); np.savez("a/mine.npz", '),
+        ("mine.parquet", 'pd.read_parquet("mine.parquet"); np.savez('),
+        ("x.npy", 'np.savez("x.npz", x=np.load("x.npy"), y=np.load("labels.npy")); then --dataset=x.npz'),
+    ],
+)
+def test_other_files_get_their_recipe(name, part):
+    for call in (data.load, lambda name: configuration.validate(Config(dataset=name)) or data.load(name)):
+        with pytest.raises(UserError) as caught:
+            call(name)
+        assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
 def entry(shape, *, dtype="|u1", content=b"", magic=b"\x93NUMPY\x01\x00"):

@@ -39,6 +39,21 @@ def test_a_division_for_several_networks(tmp_path, monkeypatch, capsys):
     assert str(folder.relative_to(tmp_path)) in out.splitlines()[-1] and len(list(tmp_path.iterdir())) == 1
 
 
+def test_all_natural_clients_are_the_default(tmp_path, capsys, monkeypatch):
+    """As README has it: ``--dataset=mine.npz --partition=natural``, although 20 clients are the default elsewhere."""
+    monkeypatch.setattr(plots, "partition", lambda *_, **__: None)
+    path = tmp_path / "mine.npz"
+    np.savez(path, x=np.zeros((70, 3), np.float32), y=np.arange(70) % 5, client=np.arange(70) // 10)
+    natural = [f"--dataset={path}", "--partition=natural", f"--run_dir={tmp_path}"]
+    for flags, clients in (([], 7), (["--clients=4"], 4), (["--clients=0"], 7)):
+        assert main([*natural, *flags]) == 0
+        assert capsys.readouterr().out.startswith(f"mine: {clients} clients, ")
+    assert main([f"--dataset={path}", f"--partition_file={tmp_path / 'partition.npz'}", f"--run_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.startswith("mine: 7 clients, ")
+    assert main([*natural, "--clients=20"]) == 2
+    assert "mine has 7 natural clients" in (line := capsys.readouterr().err) and "--clients=0 takes all" in line
+
+
 def test_table_counts_samples_and_classes():
     x, y = np.zeros((100, 2), np.float32), np.repeat([0, 1], 50)
     client = np.repeat([0, 1, 2], [50, 30, 20])
@@ -92,6 +107,7 @@ def bad(files):
         "nan": (["--dataset=nan.npz"], "not finite"),
         "different lengths": (["--dataset=lengths.npz"], "40 samples but 39 labels"),
         "empty npz": (["--dataset=empty.npz"], "empty, truncated or no .npz file"),
+        "a table": (["--dataset=mine.csv"], 'pd.read_csv("mine.csv"); np.savez("mine.npz", '),
         "missing npz": (["--dataset=absent.npz"], "absent.npz does not exist"),
         "truncated json": (["--dataset=femnist", "--data_dir=leaf"], "empty, truncated or no LEAF file"),
         "no leaf folder": (["--dataset=shakespeare"], "shakespeare needs --data_dir"),

@@ -84,6 +84,10 @@ class TestBadInput:
         self.refuse(tmp_path, f"{tmp_path} has no train/*.json of femnist", "-k 100 -t sample")
         self.refuse(tmp_path / "absent", "has no train/*.json of shakespeare", name="shakespeare")
 
+    def test_one_folder_too_deep_or_too_high(self, femnist_folder):
+        for wrong in (femnist_folder / "train", femnist_folder.parent):
+            self.refuse(wrong, f"{wrong} has no train/*.json, but there is --data_dir={femnist_folder}")
+
     def test_no_test_part(self, femnist_folder):
         for path in (femnist_folder / "test").iterdir():
             path.unlink()

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+import requests
 
 from fedjax_mr import data
 from fedjax_mr.data.federated import Request
@@ -82,14 +83,18 @@ class TestCache:
         with pytest.raises(UserError, match="incomplete or damaged"):
             data.load("cifar10", data_dir=folder)
 
-    def test_changed_sources_and_other_label_modes_are_read_anew(self, write_image_set, cache_folder):
-        folder, _ = write_image_set("cifar100", labels={"label": 100, "coarse_label": 20}, counts=(200, 100))
-        data.load("cifar100", data_dir=folder)
-        data.load("cifar100", data_dir=folder, label_mode="coarse")
-        assert len(list(cache_folder.iterdir())) == 2
+    def test_label_modes_share_the_images_and_changed_sources_are_read_anew(self, write_image_set, cache_folder):
+        folder, truth = write_image_set("cifar100", labels={"label": 100, "coarse_label": 20}, counts=(200, 100))
+        for _ in ("decoded", "from the cache"):
+            for mode, label in (("fine", "label"), ("coarse", "coarse_label")):
+                dataset = data.load("cifar100", data_dir=folder, label_mode=mode)
+                np.testing.assert_array_equal(dataset.x, truth["train"][0])
+                np.testing.assert_array_equal(dataset.y, truth["train"][1][label])
+                np.testing.assert_array_equal(dataset.test_y, truth["test"][1][label])
+        (kept,) = cache_folder.iterdir()
         (folder / "cifar100/3.0.2/label.labels.txt").write_text("apple\n")
         data.load("cifar100", data_dir=folder)
-        assert len(list(cache_folder.iterdir())) == 3
+        assert len(list(cache_folder.iterdir())) == 2 and kept.exists()
 
     def test_a_damaged_cache_file_is_replaced(self, write_image_set, cache_folder):
         folder, truth = write_image_set("cifar10")
@@ -121,6 +126,16 @@ class TestBadInput:
     def test_missing_and_offline(self, tmp_path):
         with pytest.raises(UserError, match=r"emnist/letters is not in .*; get it with: .* prepare emnist/letters"):
             data.load("emnist/letters", data_dir=str(tmp_path), offline=True)
+
+    @pytest.mark.parametrize("name", ["cifar10", "emnist/byclass"])
+    def test_one_folder_too_deep_or_too_high(self, write_image_set, name):
+        folder, _ = write_image_set(name, version=tfds.IMAGE_SETS[name.partition("/")[0]].version)
+        version = next((folder / name).iterdir())
+        for wrong in (version, folder / name, (folder / name).parent, folder.parent):
+            if wrong != folder:
+                with pytest.raises(UserError) as caught:
+                    data.load(name, data_dir=str(wrong))
+                assert str(caught.value) == f"{name} is not in {wrong} but in {folder}: give --data_dir={folder}"
 
     def test_another_version(self, write_image_set):
         folder, _ = write_image_set("cifar10", version="2.0.0")
@@ -197,7 +212,40 @@ class TestPrepare:
 
         with pytest.raises(UserError, match=r"could not prepare cifar10 in .*(no route to host|No space left)"):
             tfds.appear_whole(tmp_path / "root", build, name="cifar10")
-        assert not list((tmp_path / "root").iterdir())
+        assert not (tmp_path / "root").exists()
+
+    def test_ctrl_c_leaves_nothing_although_a_download_still_writes(self, tmp_path, monkeypatch):
+        late, remove = ["a.tmp", "b.tmp"], tfds.shutil.rmtree
+
+        def rmtree(folder, **options):
+            remove(folder, **options)
+            if late:
+                folder.mkdir()
+                (folder / late.pop()).write_text("")
+
+        def build(temporary):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(tfds.shutil, "rmtree", rmtree)
+        monkeypatch.setattr(tfds.time, "sleep", lambda _: None)
+        with pytest.raises(KeyboardInterrupt):
+            tfds.appear_whole(tmp_path / "root", build, name="cifar10")
+        assert not late and not (tmp_path / "root").exists()
+
+    def test_without_internet_it_fails_at_once(self, monkeypatch):
+        asked, errors = [], [requests.ConnectionError(), requests.Timeout()]
+
+        def head(url, timeout):
+            asked.append(url)
+            if errors:
+                raise errors.pop(0)
+
+        monkeypatch.setattr("requests.head", head)
+        for part in ("no connection from a", "no answer from a"):
+            with pytest.raises(UserError, match=part):
+                tfds._check_connection(["http://a/1", "http://a/2", "https://b/3"])
+        tfds._check_connection(["http://a/1", "http://a/2", "https://b/3"])
+        assert asked == ["http://a/2", "http://a/2", "http://a/2", "https://b/3"]
 
 
 @pytest.fixture(scope="module")

@@ -165,8 +165,8 @@ def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
             raise UserError(f"{name} has a value that is not finite ({x[bad]}) in row {bad[0]}")
         if x.ndim > 2 and x.size and not scaled and _root_mean_square(x) > LARGEST_IMAGES:
             raise UserError(
-                f"{name} has floating-point pixels from {x.min():g} to {x.max():g}, which are taken as they are and far "
-                "above 1, where no network learns: divide them (x / 255), give bytes (x.astype(np.uint8)), or give "
+                f"{name} has floating-point pixels from {x.min():g} to {x.max():g}, taken as they are and "
+                "far above 1, where no network learns: divide them (x / 255), give bytes (x.astype(np.uint8)), or give "
                 "their mean and std"
             )
     elif x.dtype != np.uint8:
@@ -223,7 +223,9 @@ def _num_classes(y: np.ndarray, y_test: np.ndarray | None, given: int | None, na
     if given is not None:
         given = np.asarray(given)
         if given.ndim or not np.issubdtype(given.dtype, np.integer) or given <= largest:
-            raise UserError(f"{name}: num_classes is {given}, but must be an integer above the largest label, {largest}")
+            raise UserError(
+                f"{name}: num_classes is {given}, but must be an integer above the largest label, {largest}"
+            )
         return int(given)
     found = np.unique(y if y_test is None else np.concatenate([y, y_test]))
     found = found[found <= largest]

@@ -68,7 +68,7 @@ def _load(request: Request, command: str, convert: Callable, facts: dict[str, An
     if not sources["test"]:
         raise UserError(f"{folders[0]} has train/*.json but no test/*.json; {made}")
 
-    def build() -> Dataset:
+    def build() -> dict[str, Any]:
         train, test = (_read(sources[part], convert) for part in ("train", "test"))
         names = sorted({*train.users, *test.users})
         number = {user: client for client, user in enumerate(names)}
@@ -76,12 +76,12 @@ def _load(request: Request, command: str, convert: Callable, facts: dict[str, An
         def clients(part: _Part) -> np.ndarray:
             return np.repeat(np.array([number[user] for user in part.users], np.int32), part.sizes)
 
-        return Dataset(
-            name, train.x, train.y, test.x, test.y, **facts,
-            client=clients(train), test_client=clients(test), client_names=tuple(names),
-        )  # fmt: skip
+        return facts | {
+            "x": train.x, "y": train.y, "test_x": test.x, "test_y": test.y,
+            "client": clients(train), "test_client": clients(test), "client_names": tuple(names),
+        }  # fmt: skip
 
-    return cached(name, [*sources["train"], *sources["test"]], build)
+    return Dataset(name=name, **cached(name, [*sources["train"], *sources["test"]], build))
 
 
 def _near(folder: Path) -> list[Path]:

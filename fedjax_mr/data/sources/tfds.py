@@ -5,6 +5,7 @@ those of the released FedMR code (Hu et al., KDD 2024); SVHN and EMNIST, which i
 CIFAR-10's and MNIST's. Deviation: EMNIST's images, stored mirrored and lying, are turned upright.
 """
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
+from fedjax_mr import files
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import Dataset, Request
 from fedjax_mr.errors import UserError
@@ -43,6 +45,7 @@ IMAGE_SETS = {
     "svhn_cropped": ImageSet("3.1.0", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "emnist": ImageSet("3.1.0", (0.1307,), (0.3081,), config="byclass"),
 }
+LABELS = {"fine": "label", "coarse": "coarse_label"}  # the features of a sample, by label mode
 CHUNK = 5000  # records in memory at once while decoding
 CONNECTION_TIMEOUT = 10  # seconds
 TRIES_TO_REMOVE = 20
@@ -61,13 +64,19 @@ def load(request: Request) -> Dataset:
     folder = _version_folder(root / name, name, known)
     if folder is None:
         if elsewhere := _near(root, name, known):
-            raise UserError(f"{name} is not in {root} but in {elsewhere}: give --data_dir={shlex.quote(str(elsewhere))}")
+            raise UserError(
+                f"{name} is not in {root} but in {elsewhere}: give --data_dir={shlex.quote(str(elsewhere))}"
+            )
         if request.offline or not _has_tensorflow():
             raise UserError(f"{name} is not in {root}; get it with: {_prepare_command(name, root)}")
         folder = prepare(request)
     sources = [path for path in folder.iterdir() if path.is_file()]
-    version = f"{name}-{folder.name}-{request.label_mode}"
-    return cached(version, sources, lambda: _decode(folder, name, known, request.label_mode))
+    values = cached(f"{name}-{folder.name}", sources, lambda: _decode(folder, name))
+    label = LABELS[request.label_mode]
+    return Dataset(
+        name, values["x"], values[f"{label}_train"], values["test_x"], values[f"{label}_test"],
+        num_classes=values[f"{label}_classes"], mean=known.mean, std=known.std,
+    )  # fmt: skip
 
 
 def prepare(request: Request) -> Path:
@@ -92,7 +101,7 @@ def prepare(request: Request) -> Path:
         import tensorflow_datasets
 
         builder = tensorflow_datasets.builder(name, data_dir=temporary, file_format="array_record", try_gcs=False)
-        _check_connection(builder.url_infos)
+        _check_connection(builder.url_infos or ())
         builder.download_and_prepare()
         return Path(builder.data_dir)
 
@@ -125,9 +134,9 @@ def appear_whole(root: Path, build: Callable[[Path], Path], *, name: str) -> Pat
     Raises:
       UserError: ``build`` failed or ``root`` cannot be written.
     """
-    temporary = None
+    temporary, made_for_it = None, []
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        made_for_it = files.make_folder(root)
         temporary = Path(tempfile.mkdtemp(prefix=".preparing-", dir=root))
         made = build(temporary)
         target = root / made.relative_to(temporary)
@@ -141,6 +150,9 @@ def appear_whole(root: Path, build: Callable[[Path], Path], *, name: str) -> Pat
     finally:
         if temporary is not None:
             _remove(temporary)
+        for folder in made_for_it:
+            with contextlib.suppress(OSError):  # it holds the result, or what others have put there
+                folder.rmdir()
 
 
 def _remove(folder: Path) -> None:
@@ -202,10 +214,10 @@ def _fitting(versions: list[Path], known: ImageSet) -> list[Path]:
     return [path for path in versions if path.name.split(".")[0] == known.version.split(".")[0]]
 
 
-def _decode(folder: Path, name: str, known: ImageSet, label_mode: str) -> Dataset:
+def _decode(folder: Path, name: str) -> dict[str, Any]:
+    """Return the images and, of each kind of labels that there is, those of both parts and the number of classes."""
     import tensorflow_datasets
 
-    label = "coarse_label" if label_mode == "coarse" else "label"
     try:
         builder: Any = tensorflow_datasets.builder_from_directory(folder)
         read = _read_tfrecord if builder.info.file_format.value == "tfrecord" else _read_array_record
@@ -214,8 +226,9 @@ def _decode(folder: Path, name: str, known: ImageSet, label_mode: str) -> Datase
                 f"{folder} is a TFRECORD folder, which only TensorFlow reads (pip install 'fedjax-mr[prepare]'); "
                 f"or move it away and run: {_prepare_command(name, folder.parents[name.count('/') + 1])}"
             )
-        (x, y), (test_x, test_y) = (read(builder, split, label) for split in ("train", "test"))
-        num_classes = builder.info.features[label].num_classes
+        labels = [label for label in LABELS.values() if label == "label" or label in builder.info.features]
+        (x, y), (test_x, test_y) = (read(builder, split, labels) for split in ("train", "test"))
+        facts = {f"{label}_classes": builder.info.features[label].num_classes for label in labels}
     except UserError:
         raise
     except Exception as error:  # damaged files raise whatever the parsers of JSON, protobuf, array_record and PNG raise
@@ -224,24 +237,26 @@ def _decode(folder: Path, name: str, known: ImageSet, label_mode: str) -> Datase
         ) from error
     if name.startswith("emnist"):
         x, test_x = x.swapaxes(1, 2), test_x.swapaxes(1, 2)
-    return Dataset(name, x, y, test_x, test_y, num_classes, known.mean, known.std)
+    parts = {f"{label}_{part}": of[label] for part, of in (("train", y), ("test", test_y)) for label in labels}
+    return {"x": x, "test_x": test_x} | parts | facts
 
 
-def _read_array_record(builder: Any, split: str, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return uint8 images and int32 labels, in the data set's original order where its samples carry their number."""
+def _read_array_record(builder: Any, split: str, labels: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return uint8 images and int32 labels by kind, in the original order where samples carry their number."""
     import tensorflow_datasets
     from PIL import Image
 
     source = builder.as_data_source(split, decoders={"image": tensorflow_datasets.decode.SkipDecoding()})
     x = np.zeros((len(source), *builder.info.features["image"].shape), np.uint8)
-    y = np.zeros(len(source), np.int32)
+    y = {label: np.zeros(len(source), np.int32) for label in labels}
     ids = []
     for row, record in enumerate(_records(source)):
         x[row] = np.asarray(Image.open(io.BytesIO(record["image"]))).reshape(x.shape[1:])
-        y[row] = record[label]
+        for label in labels:
+            y[label][row] = record[label]
         ids.append(record.get("id", row))
     order = np.argsort(np.array(ids), kind="stable")
-    return x[order], y[order]
+    return x[order], {label: values[order] for label, values in y.items()}
 
 
 def _records(source: Any) -> Iterator[dict[str, Any]]:
@@ -249,13 +264,13 @@ def _records(source: Any) -> Iterator[dict[str, Any]]:
         yield from source.__getitems__(range(start, min(start + CHUNK, len(source))))
 
 
-def _read_tfrecord(builder: Any, split: str, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return uint8 images and int32 labels as `_read_array_record` does; needs TensorFlow."""
+def _read_tfrecord(builder: Any, split: str, labels: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return what `_read_array_record` does; needs TensorFlow."""
     import tensorflow_datasets
 
     whole = tensorflow_datasets.as_numpy(builder.as_dataset(split=split, batch_size=-1))
-    order = np.argsort(whole["id"], kind="stable") if "id" in whole else np.arange(len(whole[label]))
-    return whole["image"][order], whole[label][order].astype(np.int32)
+    order = np.argsort(whole["id"], kind="stable") if "id" in whole else np.arange(len(whole["label"]))
+    return whole["image"][order], {label: whole[label][order].astype(np.int32) for label in labels}
 
 
 def _brief(error: Exception) -> str:
