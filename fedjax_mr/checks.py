@@ -1,5 +1,6 @@
 """The checks across the settings of a configuration, before any data are read; `settings` checks each by itself."""
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,9 @@ from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import MODELS
 from fedjax_mr.strategies import STRATEGIES
+
+LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""The values of ``--log``, each also an extra of this package, and the package that each needs."""
 
 
 def check_together(config: Any) -> None:
@@ -21,6 +25,7 @@ def check_together(config: Any) -> None:
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
     _check_models(config)
+    _check_logs(config)
     if 0 < config.clients < config.cohort:  # 0 clients: as many as the data has, which only the data can tell
         raise UserError(
             f"--cohort={config.cohort} is more than --clients={config.clients}: at most all clients train in a round"
@@ -50,6 +55,20 @@ def _check_models(config: Any) -> None:
             f"--architectures_from names {len(config.architectures_from)} runs, but --model {len(names)} networks: "
             "one run for each network, in the same order, or one folder that holds them"
         )
+
+
+def log_names(config: Any) -> list[str]:
+    """Return the logs that a configuration wants; ``--tensorboard`` is one of them."""
+    names = [] if config.log is None else config.log.split(",")
+    return list(dict.fromkeys([*names, *(["tensorboard"] if config.tensorboard else [])]))
+
+
+def _check_logs(config: Any) -> None:
+    for name in log_names(config):
+        if name not in LOGS:
+            raise unknown_name("value of --log", name, LOGS)
+        if importlib.util.find_spec(LOGS[name]) is None:
+            raise UserError(f"--log={name} needs {LOGS[name]}: pip install 'fedjax-mr[{name}]'")
 
 
 def _is_path(name: str) -> bool:

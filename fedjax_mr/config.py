@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files, settings
-from fedjax_mr.checks import check_together
+from fedjax_mr.checks import LOGS, check_together
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
@@ -192,7 +192,10 @@ class Config:
     compare_to: tuple[str, ...] = _records(
         (), "run folder whose curves are drawn beside this run's; repeat the flag for more", path=True)
     picture_format: str = _records("png", "format of the run's pictures", choices=("png", "pdf", "svg"))
-    tensorboard: bool = _records(False, "also write TensorBoard event files")
+    log: str | None = _records(
+        None, "also write the metrics to another program, each an extra of this package; several with commas between "
+        "them", names=LOGS)
+    tensorboard: bool = _records(False, "the same as --log=tensorboard")
     progress: bool = _records(True, "show a progress bar")
     allow_nonfinite: bool = _records(False, "go on when a loss is not finite instead of stopping at that round")
 

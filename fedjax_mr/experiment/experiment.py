@@ -24,9 +24,10 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.folder import RunFolder, read_rows
+from fedjax_mr.experiment.folder import MetricsRow, RunFolder, read_rows
+from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
-from fedjax_mr.experiment.report import TensorBoard, summarise
+from fedjax_mr.experiment.report import summarise
 from fedjax_mr.models import Model
 
 # What every version has written into its checkpoints; `traffic` and `rows` came later.
@@ -67,6 +68,8 @@ class Experiment:
         rounds: Rounds,
         folder: RunFolder,
         processes: Processes = ALONE,
+        *,
+        on_row: OnRow | None = None,
     ) -> None:
         """Gather the parts; nothing is computed yet."""
         self.config = config
@@ -87,16 +90,17 @@ class Experiment:
         self.train_seconds = 0.0
         self.seconds = 0.0  # training and evaluation, without compilation
         self.compile_seconds_before = 0.0  # of the processes that were interrupted, and of shared programs
-        self.board: TensorBoard | None = None
+        self.logs = Logs()
+        self.on_row = on_row
 
     def start(self) -> tuple[Progress, int]:
         """Return the progress to go on from, at round 0 or at the last whole checkpoint, and the rounds done."""
         if not self.folder.resumed:
             self.processes.on_first(self._begin)
+            self.processes.on_first(self._open_logs)
             progress = self.rounds.init()
             self._save(progress, 0)
             self.folder.to_keep = True
-            self._open_board()
             return progress, 0
         round, notes = self.checkpoints.newest_whole()
         if self.processes.writes:
@@ -117,12 +121,11 @@ class Experiment:
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
         self.processes.together(lambda: self.folder.cut(done, meta.get("rows")))
-        self._open_board()
+        self.processes.on_first(self._open_logs)
         return self.rounds.place(progress), done
 
-    def _open_board(self) -> None:
-        if self.config.tensorboard and self.processes.writes:
-            self.board = TensorBoard(self.folder.path)
+    def _open_logs(self) -> None:
+        self.logs.open(self.config, self.folder)
 
     def _begin(self) -> None:
         """Write what is known before the first round into the run folder: configuration and partition."""
@@ -182,14 +185,21 @@ class Experiment:
 
     def record_due(self, progress: Progress, report: Report, done: int, *, stop: bool = False) -> None:
         """Evaluate and save what is due after ``done`` rounds, or before the run stops."""
-        if self._due(done, self.config.eval_every):
-            row = self._evaluate(progress, report, done)
-            self.folder.append(row)
-            if self.board:
-                self.board.write(row)
-        if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop:
-            self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
-            self._save(progress, done)
+        try:
+            if self._due(done, self.config.eval_every):
+                self.folder.append(self._evaluate(progress, report, done))
+                self._hand_out(self.folder.rows()[-1])
+        finally:  # an error of the callback, such as the wish to stop, loses no rounds
+            if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop:
+                self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
+                self._save(progress, done)
+
+    def _hand_out(self, row: MetricsRow) -> None:
+        """Give an evaluation to the logs and to the user's callback."""
+        if self.folder.writes:
+            self.logs.write(row)
+            if self.on_row is not None:
+                self.on_row(dict(row))
 
     def _evaluate(self, progress: Progress, report: Report, done: int) -> dict[str, Any]:
         compiled, started = self.compile_seconds(), time.perf_counter()
@@ -238,8 +248,7 @@ class Experiment:
 
     def close(self) -> None:
         """Close what is open until the end of the process, or of the run."""
-        if self.board:
-            self.board.close()
+        self.logs.close()
 
     def finish(self, progress: Progress, done: int) -> Result:
         """Test what is tested at the end, write the summary and the pictures, and return the result."""

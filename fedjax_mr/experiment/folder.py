@@ -36,7 +36,7 @@ PICTURES = ("png", "pdf", "svg")  # --picture_format
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
     "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES), "partition.npz",
-    *(f"partition.{format}" for format in PICTURES), "config.json", "run.flags",
+    *(f"partition.{format}" for format in PICTURES), "logs.json", "config.json", "run.flags",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes, in this order: ``run.flags`` is the first file
 to come and the last to go, so that whatever is left after a kill is known as a run folder."""

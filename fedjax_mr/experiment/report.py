@@ -1,10 +1,9 @@
-"""A run as its user sees it: the progress bar, the summary at its end, TensorBoard events."""
+"""A run as its user sees it: the progress bar, the summary at its end."""
 
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -110,35 +109,3 @@ class ProgressBar:
     def close(self) -> None:
         """Leave the bar as it is and end its line."""
         self._bar.close()
-
-
-class TensorBoard:
-    """Event files in ``tensorboard`` of a run folder; without the extra it says so once and does nothing."""
-
-    def __init__(self, folder: Path | str):
-        """Open an event file."""
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            print(
-                "fedjax-mr: --tensorboard writes nothing because tensorboardX is missing: "
-                "pip install 'fedjax-mr[tensorboard]'",
-                file=sys.stderr,
-            )
-            self._writer = None
-            return
-        self._writer = SummaryWriter(str(Path(folder) / "tensorboard"))
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Write the numbers of an evaluation."""
-        if self._writer is None:
-            return
-        for name, value in plain_numbers(row).items():
-            if name != "round" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, row["round"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()

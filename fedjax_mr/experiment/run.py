@@ -25,6 +25,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import build_model, build_rounds, layout
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.folder import RunFolder
+from fedjax_mr.experiment.logs import OnRow
 from fedjax_mr.experiment.processes import Processes, join_processes
 from fedjax_mr.experiment.report import ProgressBar
 
@@ -40,12 +41,15 @@ class Interrupted(Exception):
         self.exit_code = exit_code
 
 
-def run(config: Config, *, dataset: Dataset | None = None) -> Result:
+def run(config: Config, *, dataset: Dataset | None = None, on_row: OnRow | None = None) -> Result:
     """Run an experiment, or go on with one, and return its result.
 
     Args:
       config: all settings of the run.
       dataset: one's own samples, in place of the data set that ``config`` names.
+      on_row: called with each evaluation, a row of ``metrics.jsonl`` as a dictionary, when it is in that file; of
+        several processes, the first one's is. A resumed run calls it for the rows that it writes, among them again
+        those after its last checkpoint. Whatever it raises ends the run, which can be resumed.
 
     Raises:
       UserError: bad input, and nothing was changed; or the memory does not suffice.
@@ -54,6 +58,8 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
       LostError: another process of the run is out of reach.
     """
     configuration.validate(config)
+    if on_row is not None and not callable(on_row):
+        raise UserError(f"on_row is {on_row!r}, but must be a function of one row")
     processes = join_processes(
         coordinator=config.coordinator,
         num_processes=config.num_processes,
@@ -65,14 +71,19 @@ def run(config: Config, *, dataset: Dataset | None = None) -> Result:
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
     interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
-        (end,) = Run([set_up(config, federated, processes, at_the_end)]).run()
+        (end,) = Run([set_up(config, federated, processes, at_the_end, on_row=on_row)]).run()
     if isinstance(end, DivergedError):
         raise end
     return end
 
 
 def set_up(
-    config: Config, federated: FederatedData, processes: Processes, at_the_end: contextlib.ExitStack
+    config: Config,
+    federated: FederatedData,
+    processes: Processes,
+    at_the_end: contextlib.ExitStack,
+    *,
+    on_row: OnRow | None = None,
 ) -> Experiment:
     """Build the rounds, take the run folder and return the experiment; ``at_the_end`` a folder without a run goes."""
     model = build_model(config, federated)
@@ -89,7 +100,7 @@ def set_up(
             )
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
         print(headline(config, federated, axis), file=sys.stderr)
-    return Experiment(config, federated, model, rounds, folder, processes)
+    return Experiment(config, federated, model, rounds, folder, processes, on_row=on_row)
 
 
 def open_folder(config: Config, processes: Processes) -> RunFolder:

@@ -1,14 +1,12 @@
-"""Summary, progress bar and event files say what happened."""
+"""Summary and progress bar say what happened."""
 
 import math
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 from fedjax_mr.experiment.folder import COLUMNS
-from fedjax_mr.experiment.report import ProgressBar, TensorBoard, summarise, summary_table
+from fedjax_mr.experiment.report import ProgressBar, summarise, summary_table
 
 
 @pytest.fixture(autouse=True)
@@ -113,33 +111,3 @@ def test_progress_of_a_diverged_model_and_quiet(capsys):
     bar.update(20, images_per_second=1, row=row(20))
     bar.close()
     assert capsys.readouterr() == ("", "")
-
-
-def test_tensorboard_event_files():
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-
-    board = TensorBoard("a")
-    board.write(row(5, loss=math.nan, extra=2))
-    board.write(row(10))
-    board.close()
-    (path,) = Path("a/tensorboard").iterdir()
-    data, found = path.read_bytes(), {}  # records of: length (8 bytes), checksum (4), event, checksum (4)
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + length])
-        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
-        data = data[16 + length :]
-    assert found["accuracy", 5] == pytest.approx(0.05) and found["extra", 5] == 2.0
-    assert ("loss", 5) not in found and found["loss", 10] == pytest.approx(0.1)
-    assert not any(tag == "round" for tag, _ in found)
-
-
-def test_tensorboard_without_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    board = TensorBoard("a")
-    board.write(row(5))
-    board.close()
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and "fedjax-mr[tensorboard]" in shown
-    assert not Path("a").exists()

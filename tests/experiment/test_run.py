@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr import checks, plots
 from fedjax_mr import main as command
-from fedjax_mr import plots
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import experiment as experiments
+from fedjax_mr.experiment import logs
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
@@ -226,6 +227,38 @@ def test_ones_own_arrays():
     own = fmr.Dataset("mine", x[:240], y[:240], x[240:], y[240:], num_classes=3)
     result = fmr.run(fmr.Config(**SMALL, run_dir="a"), dataset=own)
     assert result.summary["accuracy_best"] > 0.5
+
+
+def test_on_row_gets_every_evaluation_and_may_stop_the_run(straight):
+    """It is called when the row is in its file; what it raises ends the run, which has lost nothing."""
+    config, rows = fmr.Config(**SMALL, run_dir="a"), []
+
+    def stop_at_4(row):
+        rows.append(row)
+        assert numbers("a")[-1]["round"] == row["round"]
+        row["accuracy"] = None  # its own copy
+        if row["round"] == 4:
+            raise StopIteration("enough")
+
+    with pytest.raises(StopIteration, match="enough"):
+        fmr.run(config, on_row=stop_at_4)
+    assert run_state("a") == "started" and Checkpoints(Path("a/checkpoints").absolute()).rounds()[-1] == 4
+    result = fmr.run(dataclasses.replace(config, resume=True), on_row=rows.append)
+    assert [row["round"] for row in rows] == [2, 4, 6] and rows[-1] == result.rows[-1]
+    assert numbers("a") == numbers(straight.folder)
+
+
+def test_a_log_that_cannot_begin_leaves_nothing(monkeypatch):
+    def fail(*arguments):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setitem(checks.LOGS, "tensorboard", "json")
+    monkeypatch.setitem(logs.LOGS, "tensorboard", fail)
+    with pytest.raises(UserError, match=r"^--log=tensorboard cannot begin: no route to host$"):
+        fmr.run(fmr.Config(**SMALL, run_dir="a/b", log="tensorboard"))
+    with pytest.raises(UserError, match="on_row is 3, but must be a function of one row"):
+        fmr.run(fmr.Config(**SMALL, run_dir="a/b"), on_row=3)
+    assert not Path("a").exists()
 
 
 def test_stopping_and_targets():

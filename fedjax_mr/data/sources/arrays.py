@@ -221,12 +221,12 @@ def _num_classes(y: np.ndarray, y_test: np.ndarray | None, given: int | None, na
     """
     largest = int(y.max(initial=0))
     if given is not None:
-        given = np.asarray(given)
-        if given.ndim or not np.issubdtype(given.dtype, np.integer) or given <= largest:
+        number = np.asarray(given)
+        if number.ndim or not np.issubdtype(number.dtype, np.integer) or number <= largest:
             raise UserError(
                 f"{name}: num_classes is {given}, but must be an integer above the largest label, {largest}"
             )
-        return int(given)
+        return int(number)
     found = np.unique(y if y_test is None else np.concatenate([y, y_test]))
     found = found[found <= largest]
     if len(y) and len(found) <= largest:

@@ -1,0 +1,226 @@
+"""The metrics of a run in other programs, row by row: TensorBoard, Weights & Biases, MLflow (``--log``).
+
+TensorBoard's event files are in the run folder. The others write where their own settings say (WANDB_MODE, WANDB_DIR,
+WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); projects and experiments are called fedjax_mr otherwise. A
+run has the name of its folder, whose ``logs.json`` keeps what the run is known by there, so that a resumed run goes on
+in the same one. After a kill, rounds that are trained again may be there twice, with the same numbers; of the last
+seconds, Weights & Biases, which writes by a process of its own, may have lost some.
+"""
+
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedjax_mr import config as configuration
+from fedjax_mr import files
+from fedjax_mr.checks import log_names
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import MetricsRow, RunFolder, plain_numbers, read_summary, run_state
+
+OnRow = Callable[[MetricsRow], object]
+IDS = "logs.json"
+PROJECT = "fedjax_mr"
+LONGEST_BATCH = 100  # parameters that MLflow takes at once
+
+
+class Log(Protocol):
+    """One program that is written to.
+
+    Attributes:
+      id: what the run is known by there.
+    """
+
+    id: str
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write the numbers of one evaluation."""
+
+    def close(self, state: str, summary: Mapping[str, float]) -> None:
+        """End, with the state of the run (`folder.STATES`) and the numbers of its summary, if it has one."""
+
+
+class TensorBoard:
+    """Event files in ``tensorboard`` of the run folder."""
+
+    def __init__(self, config: Config, folder: Path, id: str | None, done: int) -> None:
+        """Open an event file in which nothing after ``done`` rounds counts that older files say."""
+        from tensorboardX import SummaryWriter
+
+        self.id = "tensorboard"
+        self._writer = SummaryWriter(str(folder / self.id), purge_step=done + 1 if id else 0)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write and flush."""
+        for name, value in numbers(row).items():
+            self._writer.add_scalar(name, value, row["round"])
+        self._writer.flush()
+
+    def close(self, state: str, summary: Mapping[str, float]) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; the horizontal axis of its metrics is the round."""
+
+    def __init__(self, config: Config, folder: Path, id: str | None, done: int) -> None:
+        """Begin a run, or go on with the one that has this ``id``."""
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self.id = id or uuid.uuid4().hex[:12]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            id=self.id,
+            resume="allow",
+            config=configuration.to_json(config),
+            reinit="create_new",
+            settings=wandb.Settings(console="off"),  # our progress bar is no log
+        )
+        self._run.define_metric("round")
+        self._run.define_metric("*", step_metric="round")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Hand the row to the process that writes or sends it."""
+        self._run.log({"round": row["round"], **numbers(row)})
+
+    def close(self, state: str, summary: Mapping[str, float]) -> None:
+        """Wait until everything is written or sent."""
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=0 if state == "finished" else 1)
+
+
+class MLflow:
+    """A run of MLflow, by its client, which keeps several runs of a process apart."""
+
+    def __init__(self, config: Config, folder: Path, id: str | None, done: int) -> None:
+        """Begin a run, or go on with the one that has this ``id``."""
+        from mlflow import entities  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        self._entities, self._client = entities, MlflowClient()
+        self._written: set[str] = set()
+        if id is not None:
+            self._client.update_run(id, status="RUNNING")
+            self.id = id
+            return
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        self.id = self._client.create_run(experiment, run_name=folder.name).info.run_id
+        settings = configuration.to_json(config).items()
+        params = [entities.Param(flag, "none" if value is None else str(value)) for flag, value in settings]
+        for start in range(0, len(params), LONGEST_BATCH):
+            self._client.log_batch(self.id, params=params[start : start + LONGEST_BATCH])
+
+    def _experiment(self, name: str) -> str:
+        """Return the identity of an experiment, which other processes may be about to make, too."""
+        if found := self._client.get_experiment_by_name(name):
+            return found.experiment_id
+        try:
+            return self._client.create_experiment(name)
+        except Exception:
+            if found := self._client.get_experiment_by_name(name):
+                return found.experiment_id
+            raise
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write the row at the step of its round."""
+        self._log(numbers(row), row["round"])
+
+    def close(self, state: str, summary: Mapping[str, float]) -> None:
+        """Write those numbers of the summary that are no columns, and how the run ended."""
+        self._log({name: value for name, value in summary.items() if name not in self._written}, 0)
+        self._client.set_terminated(self.id, {"finished": "FINISHED", "diverged": "FAILED"}.get(state, "KILLED"))
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        now = int(1000 * time.time())
+        self._client.log_batch(self.id, [self._entities.Metric(*pair, now, step) for pair in values.items()])
+        self._written.update(values)
+
+
+LOGS: dict[str, Callable[[Config, Path, str | None, int], Log]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+"""The values of ``--log``; `checks.LOGS` has the packages that they need."""
+
+
+class Logs:
+    """The logs of one run. One that fails later is told once and left: the metrics are in the run folder."""
+
+    def __init__(self) -> None:
+        """Hold none; `open` takes those of a configuration."""
+        self._open: dict[str, Log] = {}
+        self._folder: Path | None = None
+
+    def open(self, config: Config, folder: RunFolder) -> None:
+        """Begin all logs of a run, or go on with them; one that is new gets the evaluations so far.
+
+        Raises:
+          UserError: one of them cannot begin.
+        """
+        if not (names := log_names(config)):
+            return
+        self._folder, known, rows = folder.path, _read_ids(folder.path), folder.rows()
+        for name in names:
+            try:
+                log = LOGS[name](config, folder.path, known.get(name), rows[-1]["round"] if rows else 0)
+                self._open[name] = log
+                for row in () if name in known else rows:
+                    log.write(row)
+            except Exception as error:
+                raise UserError(f"--log={name} cannot begin: {_brief(error)}") from error
+        ids = known | {name: log.id for name, log in self._open.items()}
+        with files.whole(folder.path / IDS) as path:
+            path.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+
+    def write(self, row: MetricsRow) -> None:
+        """Write an evaluation to every log."""
+        self._each(list(self._open), lambda log: log.write(row))
+
+    def close(self) -> None:
+        """End all logs."""
+        if self._folder is None:
+            return
+        state = run_state(self._folder)
+        summary = numbers(read_summary(self._folder)) if state == "finished" else {}
+        self._each(list(self._open), lambda log: log.close(state, summary))
+        self._open = {}
+
+    def _each(self, names: Iterable[str], do: Callable[[Log], None]) -> None:
+        for name in names:
+            try:
+                do(self._open[name])
+            except Exception as error:
+                del self._open[name]
+                print(
+                    f"fedjax-mr: --log={name} has ended ({_brief(error)}); the run goes on, with its metrics in "
+                    f"{self._folder}",
+                    file=sys.stderr,
+                )
+
+
+def _read_ids(folder: Path) -> dict[str, str]:
+    try:
+        found = files.parse_json(files.read_text(folder / IDS))
+        return {str(name): str(id) for name, id in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder / IDS} cannot be read ({_brief(error)}); without it, the logs begin anew") from None
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row or summary, without the round."""
+    plain = plain_numbers(values).items()
+    return {name: value for name, value in plain if type(value) in (int, float) and name != "round"}
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
