@@ -185,9 +185,11 @@ class Experiment:
 
     def record_due(self, progress: Progress, report: Report, done: int, *, stop: bool = False) -> None:
         """Evaluate and save what is due after ``done`` rounds, or before the run stops."""
+        tested = self._due(done, self.config.eval_every)
+        if tested:
+            self.folder.append(self._evaluate(progress, report, done))
         try:
-            if self._due(done, self.config.eval_every):
-                self.folder.append(self._evaluate(progress, report, done))
+            if tested:
                 self._hand_out(self.folder.rows()[-1])
         finally:  # an error of the callback, such as the wish to stop, loses no rounds
             if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop:
