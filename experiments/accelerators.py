@@ -175,7 +175,7 @@ def federation(config: fmr.Config) -> FederatedData:
     shape = SHAPES.get(config.model.split(",")[0], (32, 32, 3))
     count = 20 * config.clients
     x = rng.integers(0, 256, (count, *shape), np.uint8)
-    return data.federated_data(config, dataset=fmr.from_arrays(x, rng.integers(0, 10, count)))
+    return data.federated_data(config, dataset=fmr.from_arrays(x, rng.integers(0, 10, count), num_classes=10))
 
 
 def compile_round(target: str, config: fmr.Config, *, lanes: int | None = None, tested: bool = True) -> Compiled:

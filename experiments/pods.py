@@ -41,7 +41,7 @@ def synthetic(shape: tuple[int, ...], *, samples: int, classes: int = 10) -> fmr
     """Return noise with random labels: only shapes matter here."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (samples, *shape), np.uint8)
-    return fmr.from_arrays(x, rng.integers(0, classes, samples))
+    return fmr.from_arrays(x, rng.integers(0, classes, samples), num_classes=classes)
 
 
 def leaf_type(leaf: Any) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ A new source is one file and one row of `SOURCES`.
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fedjax_mr.data import divide
@@ -52,6 +53,8 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
         raise UserError(f"{name} has no {label_mode} labels; --label_mode={label_mode} is for {', '.join(LABEL_MODES)}")
     if is_file(name):
         return arrays.load(name)
+    if name not in SOURCES and Path(name).exists():
+        raise UserError(f"{name} is no data set: one's own data come as an .npz file of arrays x and y")
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("data set", name, SOURCES)
     return SOURCES[base](Request(name, data_dir, label_mode, offline)).check()

@@ -77,7 +77,7 @@ def test_classes_that_no_sample_has_need_the_number_of_classes(tmp_path):
 def test_floats_of_any_size_with_their_statistics_and_as_vectors():
     pixels = IMAGES.astype(np.float64)
     assert data.from_arrays(pixels, LABELS, mean=(127.5,), std=(-127.5,)).std == (-127.5,)
-    for x in (pixels / 255, (pixels - 127) / 74, pixels.reshape(60, -1)):
+    for x in (pixels / 255, (pixels - 127) / 74, pixels.reshape(60, -1) / 50):
         assert data.from_arrays(x, LABELS).x.dtype == np.float32
 
 
@@ -108,12 +108,17 @@ def with_nan():
         ({"num_classes": 100_001}, "100,001 classes, and at most 100,000 are possible"),
         (
             {"x": IMAGES / 1.0},
-            "x has floating-point pixels from 0 to 255, taken as they are and far above 1",
+            "x has floating-point values from 0 to 255, taken as they are and far above 1",
         ),
         (
             {"x": IMAGES / 255, "x_test": IMAGES / 1.0, "y_test": LABELS},
-            "x_test has floating-point pixels from 0 to 255",
+            "x_test has floating-point values from 0 to 255",
         ),
+        ({"x": np.zeros((60, 3, 8, 8))}, "x has images of shape (3, 8, 8), channels first: x.transpose(0, 2, 3, 1)"),
+        ({"x": IMAGES / 1.0}, "learn little or nothing: divide them (x / 255), or give mean=12"),
+        ({"x": IMAGES.reshape(60, -1) / 1.0}, "little or nothing: give mean=x.mean(0) and std=x.std(0) + 1e-6"),
+        ({"x": IMAGES / 16.0}, "divide them (x / 16), or give mean="),
+        ({"x": IMAGES * -9.0}, "divide them (x / 2295), or give mean="),
         ({"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); it must be one number, or one for each of 1 channels"),
         ({"std": 0.0}, "std is 0.0; it must be finite and not 0"),
         ({"mean": np.nan}, "mean is nan; it must be finite"),

@@ -15,7 +15,7 @@ from fedjax_mr.errors import UserError
 
 TEST_SHARE = 0.2  # held out where there is no test part
 SPLIT_SEED = 0  # constant: every run of every strategy is tested on the same samples
-LARGEST_IMAGES = 5.0  # root mean square of floats: 1 if standardised, less in 0..1, but 7.7 in 0..16 and 87 in 0..255
+LARGEST_FLOATS = 5.0  # root mean square: 1 if standardised, less in 0..1; of digits in 0..16 it is 7.7, in 0..255 117
 OPTIONAL = ("client", "x_test", "y_test", "client_test", "num_classes", "mean", "std")
 
 # What to do with other files, by the end of their names.
@@ -74,10 +74,10 @@ def from_arrays(
 ) -> Dataset:
     """Make a data set of images, vectors or token sequences with class labels.
 
-    Bytes and integers in 0..255 of shape [M, H, W] or [M, H, W, channels] are images; other integers [M, T] are tokens;
-    floating-point numbers are taken as they are, so that images whose root mean square is above `LARGEST_IMAGES`, from
-    which no network learns, need ``mean`` and ``std``. Without a test part, 20 % of each client's samples, or of all
-    samples of each class, are held out, with a constant seed.
+    Bytes and integers in 0..255 of shape [M, H, W] or [M, H, W, channels] are images (1 or 3 channels that come first,
+    in front of a square, are refused); other integers [M, T] are tokens; floating-point numbers are taken as they are,
+    and need ``mean`` and ``std`` if their root mean square is above `LARGEST_FLOATS`. Without a test part, 20 % of each
+    client's samples, or of all samples of each class, are held out, with a constant seed.
 
     Args:
       x: [M, ...] samples.
@@ -158,16 +158,23 @@ def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
     x = np.asarray(x)
     if x.ndim < 2 or not (np.issubdtype(x.dtype, np.integer) or np.issubdtype(x.dtype, np.floating)):
         raise UserError(f"{name} is {x.dtype} of shape {x.shape}; it must be numbers [samples, ...]")
+    if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3] > 4:
+        raise UserError(
+            f"{name} has images of shape {x.shape[1:]}, channels first: x.transpose(0, 2, 3, 1) puts them last"
+        )
     if np.issubdtype(x.dtype, np.floating):
         with np.errstate(over="ignore"):  # what becomes infinite is refused
             x = x.astype(np.float32)
         if bad := first_position(~np.isfinite(x)):
             raise UserError(f"{name} has a value that is not finite ({x[bad]}) in row {bad[0]}")
-        if x.ndim > 2 and x.size and not scaled and _root_mean_square(x) > LARGEST_IMAGES:
+        if x.size and not scaled and _root_mean_square(x) > LARGEST_FLOATS:
+            low, high = float(x.min()), float(x.max())
+            unit = 255 if 128 < high <= 255 else math.ceil(max(high, -low))
+            remedy = f"divide them (x / {unit}), or give mean={x.mean():.4g} and std={x.std():.4g}"
+            remedy = "give mean=x.mean(0) and std=x.std(0) + 1e-6" if x.ndim == 2 else remedy
             raise UserError(
-                f"{name} has floating-point pixels from {x.min():g} to {x.max():g}, taken as they are and "
-                "far above 1, where no network learns: divide them (x / 255), give bytes (x.astype(np.uint8)), or give "
-                "their mean and std"
+                f"{name} has floating-point values from {low:g} to {high:g}, taken as they are and far above 1, where "
+                f"networks learn little or nothing: {remedy}"
             )
     elif x.dtype != np.uint8:
         low, high = (int(x.min()), int(x.max())) if x.size else (0, 0)
