@@ -1,9 +1,10 @@
 """The checks across the settings of a configuration, before any data are read; `settings` checks each by itself."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+from fedjax_mr import given
 from fedjax_mr.data import SOURCES, is_file
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
@@ -14,13 +15,20 @@ LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The values of ``--log``, each also an extra of this package, and the package that each needs."""
 
 
-def check_together(config: Any) -> None:
+def check_together(config: Any, *, in_python: Collection[str] = ()) -> None:
     """Check the names in a `config.Config` and what its settings say together.
+
+    Args:
+      config: the configuration.
+      in_python: the flags, of ``dataset`` and ``model``, whose object is given in Python this time.
 
     Raises:
       UserError: something is wrong; the message names the flag, its value and what is allowed.
     """
-    if config.dataset not in SOURCES and not _is_path(config.dataset):
+    for flag in given.HOW:
+        if given.is_given(name := getattr(config, flag)) and flag not in in_python:
+            raise given.missing(flag, name)
+    if config.dataset not in SOURCES and not given.is_given(config.dataset) and not _is_path(config.dataset):
         raise unknown_name("data set", config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
@@ -42,7 +50,7 @@ def check_together(config: Any) -> None:
 def _check_models(config: Any) -> None:
     names = config.model.split(",")
     for name in names:
-        if name not in MODELS:
+        if name not in MODELS and not given.is_given(name):
             raise unknown_name("model", name, MODELS)
     if len(names) > 1 and not STRATEGIES[config.strategy].several:
         able = ", ".join(name for name, row in STRATEGIES.items() if row.several)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import files, settings
+from fedjax_mr import files, given, settings
 from fedjax_mr.checks import LOGS, check_together
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
@@ -337,8 +337,12 @@ def help_text(width: int | None = None) -> str:
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, *, in_python: Collection[str] = ()) -> None:
     """Check names, types and ranges.
+
+    Args:
+      config: the configuration.
+      in_python: as in `checks.check_together`.
 
     Raises:
       UserError: something is wrong; the message names the flag, its value and what is allowed.
@@ -349,7 +353,7 @@ def validate(config: Config) -> None:
         raise UserError(f"strategy {config.strategy!r} {wanted}, but hyper is a {_full_name(type(config.hyper))}")
     for setting, value in _values(config):
         setting.check(value)
-    check_together(config)
+    check_together(config, in_python=in_python)
 
 
 def _full_name(kind: type) -> str:
@@ -383,7 +387,10 @@ def to_flags(config: Config) -> list[str]:
 def save(config: Config, folder: Path | str) -> None:
     """Write the re-runnable ``run.flags``, by which a run folder is known, and then ``config.json`` into a folder."""
     folder = Path(folder)
-    lines = [f"# {COMMAND} --flagfile={shlex.quote(str(folder / 'run.flags'))}", *to_flags(config)]
+    how = f"{COMMAND} --flagfile={shlex.quote(str(folder / 'run.flags'))}"
+    if needed := given.needed(config):  # no flag can stand for them
+        how = f"In Python: fmr.run(config, {needed}). This file alone is refused, because it cannot hold them."
+    lines = [f"# {how}", *to_flags(config)]
     with files.whole(folder / "run.flags") as path:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with files.whole(folder / "config.json") as path:

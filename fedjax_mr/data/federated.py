@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_mr import given
 from fedjax_mr.errors import UserError
 
 MOST_CLASSES = 100_000  # every client's samples are counted by class, and the head of a network has a row for each
@@ -98,6 +99,19 @@ class Dataset:
         for part in (self.y, self.test_y, some):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()[:16]
+
+    def full_name(self) -> str:
+        """Return the name under which samples that were given in Python are recorded, ``given:NAME:HASH``.
+
+        The hash is of everything but the name: all samples and labels, clients and normalisation.
+        """
+        facts = (self.num_classes, self.mean, self.std, self.client_names, self.vocabulary)
+        digest = hashlib.sha256(repr(facts).encode())
+        for part in (self.x, self.y, self.test_x, self.test_y, self.client, self.test_client):
+            if part is not None:
+                digest.update(f"{part.shape}{part.dtype}".encode())
+                digest.update(np.ascontiguousarray(part).data)
+        return given.full_name(self.name, digest.hexdigest())
 
     def take(self, rows: np.ndarray, test_rows: np.ndarray) -> "Dataset":
         """Return the data set of some training and test rows, in increasing order of the rows."""

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,37 +15,45 @@ from fedjax_mr import models, trees
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.augment import crop_flip
+from fedjax_mr.data.facts import scale_and_shift
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import ClientAxis, client_axis
 from fedjax_mr.engine.program import memory_needed
-from fedjax_mr.engine.round import Federation, Given
+from fedjax_mr.engine.round import Build, Federation, Given, begin, finish, start, train_client
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.architectures import architectures
-from fedjax_mr.models import Model, Zoo
+from fedjax_mr.models import BlockNet, Model, Zoo
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
 
-def build_model(config: Config, federated: FederatedData) -> Model:
-    """Return the network for the samples of a federation; a `Zoo` if the configuration names several."""
-    networks = [_build_one(name, config, federated) for name in config.model.split(",")]
-    return networks[0] if len(networks) == 1 else Zoo.of(networks)
+def build_model(config: Config, federated: FederatedData, *, modules: Sequence[Any] = ()) -> Model:
+    """Return the network for the samples of a federation; a `Zoo` if there are several.
 
+    Args:
+      config: names the networks.
+      federated: the data.
+      modules: Flax modules, or `Model`s of them, in place of the networks that the configuration names.
 
-def _build_one(name: str, config: Config, federated: FederatedData) -> Model:
+    Raises:
+      UserError: a network does not fit the samples; this before anything is compiled.
+    """
     x = federated.dataset.x
     tokens = np.issubdtype(x.dtype, np.signedinteger)
-    return models.build(
-        name,
-        input_shape=x.shape[1:],
-        num_classes=federated.dataset.num_classes,
-        input_dtype=np.int32 if tokens else np.float32,
-        init=config.init,
-        norm=config.norm,
-        authors_state=config.authors_state,
-        projection=config.projection,
-    )
+    facts: dict[str, Any] = {
+        "input_shape": x.shape[1:],
+        "num_classes": federated.dataset.num_classes,
+        "input_dtype": np.int32 if tokens else np.float32,
+        "norm": config.norm,
+        "authors_state": config.authors_state,
+        "projection": config.projection,
+    }
+    if modules:
+        networks = [models.of_module(module, **facts) for module in modules]
+    else:
+        networks = [models.build(name, **facts, init=config.init) for name in config.model.split(",")]
+    return networks[0] if len(networks) == 1 else Zoo.of(networks)
 
 
 def build_rounds(config: Config, federated: FederatedData, model: Model, axis: ClientAxis) -> Rounds:
@@ -81,9 +90,12 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
     dataset, split = federated.dataset, federated.train_and_validation()
     federation = Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
     build = functools.partial(build_strategy, config)
+    given = Given(problem, federation, jax.random.key(config.seed))
+    if not all(isinstance(network.module, BlockNet) for network in model.networks):
+        _rehearse(config, build, given, axis)
     return Rounds(
         build,
-        Given(problem, federation, jax.random.key(config.seed)),
+        given,
         axis,
         stop_at_divergence=not config.allow_nonfinite,
         memory_on_host=memory_on_host(config, build(problem), axis),
@@ -116,6 +128,25 @@ def lanes_that_fit(axis: ClientAxis, limit: float, needed: Callable[[ClientAxis]
     while axis.lanes > 1 and needed(axis) > limit:
         axis = dataclasses.replace(axis, lanes=-(-axis.lanes // 2))
     return axis
+
+
+def _rehearse(config: Config, build: Build, given: Given, axis: ClientAxis) -> None:
+    """Trace a round with a network that is not ours; nothing is computed.
+
+    Raises:
+      UserError: the strategy needs more of the network than it has.
+    """
+
+    def one_round(given: Given) -> Any:
+        progress = start(build, given)
+        plan, rows = begin(build, axis, given, progress)
+        trained = jax.lax.map(lambda row: train_client(build, given, progress.round, row), rows)
+        return finish(build, given, progress, plan, trained)
+
+    try:
+        jax.eval_shape(one_round, given)
+    except UserError as error:
+        raise UserError(f"{config.strategy}: {error}") from None
 
 
 def build_strategy(config: Config, problem: Problem) -> Strategy:
@@ -190,8 +221,5 @@ def augmentation(config: Config, federated: FederatedData) -> Callable[[jax.Arra
 
 def samples(federated: FederatedData, x: np.ndarray, y: np.ndarray) -> local.Samples:
     """Return samples with the data set's normalisation, (pixel - mean) / std, as one factor and one summand."""
-    mean, std = np.array(federated.dataset.mean), np.array(federated.dataset.std)
-    unit = 255.0 if x.dtype == np.uint8 else 1.0
-    return local.Samples(
-        x, np.asarray(y, np.int32), (1 / (unit * std)).astype(np.float32), (-mean / std).astype(np.float32)
-    )
+    scale, shift = scale_and_shift(federated.dataset.mean, federated.dataset.std, x.dtype)
+    return local.Samples(x, np.asarray(y, np.int32), scale, shift)

@@ -17,6 +17,7 @@ from fedjax_mr import config as configuration
 from fedjax_mr import plots, titles
 from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData, plan
+from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation
 from fedjax_mr.engine.round import Progress, Report
@@ -132,6 +133,7 @@ class Experiment:
         self.folder.begin(self.config)
         if self.federated.plan is not None:
             plan.save(self.federated.plan, self.folder.path / "partition.npz")
+        Facts.of(self.federated.dataset).save(self.folder.path)
         name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
         title = f"{name}, {division}, {self.federated.num_clients} clients"
         plots.partition(self.federated.label_counts(), self._picture("partition"), title=title)

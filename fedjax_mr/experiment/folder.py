@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import files
+from fedjax_mr import files, given
 from fedjax_mr.config import Config
 from fedjax_mr.data import npz
 from fedjax_mr.errors import UserError
@@ -36,7 +36,7 @@ PICTURES = ("png", "pdf", "svg")  # --picture_format
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
     "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES), "partition.npz",
-    *(f"partition.{format}" for format in PICTURES), "logs.json", "config.json", "run.flags",
+    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", "config.json", "run.flags",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes, in this order: ``run.flags`` is the first file
 to come and the last to go, so that whatever is left after a kill is known as a run folder."""
@@ -358,8 +358,8 @@ def runs_by_settings(parent: Path | str, pattern: str = "*") -> dict[str, list[P
 
 def _stem(config: Config) -> str:
     """Return the start of the name of a configuration's folders in `RUNS`."""
-    dataset = re.sub(r"\W+", "_", Path(config.dataset).stem)
-    return f"{config.strategy}-{dataset}-{config.model.replace(',', '+')}-"
+    dataset = re.sub(r"\W+", "_", Path(given.shown(config.dataset)).stem)
+    return f"{config.strategy}-{dataset}-{given.shown(config.model).replace(',', '+')}-"
 
 
 def _number(name: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, interrupts
+from fedjax_mr import data, given, interrupts
 from fedjax_mr.checks import without_effect
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
@@ -22,12 +22,14 @@ from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_by_name, set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment.build import build_model, build_rounds, layout
+from fedjax_mr.experiment.build import build_rounds, layout
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.folder import RunFolder
 from fedjax_mr.experiment.logs import OnRow
+from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.processes import Processes, join_processes
 from fedjax_mr.experiment.report import ProgressBar
+from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
 
@@ -41,12 +43,19 @@ class Interrupted(Exception):
         self.exit_code = exit_code
 
 
-def run(config: Config, *, dataset: Dataset | None = None, on_row: OnRow | None = None) -> Result:
+def run(
+    config: Config, *, dataset: Dataset | None = None, model: Any = None, on_row: OnRow | None = None
+) -> Result:
     """Run an experiment, or go on with one, and return its result.
+
+    Own samples and networks are recorded as ``given:NAME:HASH``. Such a run goes on where they are given again, by
+    ``fmr.load(FOLDER).resume(dataset=..., model=...)``.
 
     Args:
       config: all settings of the run.
-      dataset: one's own samples, in place of the data set that ``config`` names.
+      dataset: one's own samples (`from_arrays`), in place of the data set that ``config`` names.
+      model: one's own network, in place of the one that ``config`` names: any Flax module from samples [B, ...] to
+        logits [B, C]; a list of several where clients have different ones (see `models.own.bind`).
       on_row: called with each evaluation, a row of ``metrics.jsonl`` as a dictionary, when it is in that file; of
         several processes, the first one's is. A resumed run calls it for the rows that it writes, among them again
         those after its last checkpoint. Whatever it raises ends the run, which can be resumed.
@@ -57,7 +66,9 @@ def run(config: Config, *, dataset: Dataset | None = None, on_row: OnRow | None 
       Interrupted: Ctrl-C or a termination signal; a checkpoint was written.
       LostError: another process of the run is out of reach.
     """
-    configuration.validate(config)
+    own = Own.of(dataset, model)
+    config = own.named(config)
+    configuration.validate(config, in_python=own.flags)
     if on_row is not None and not callable(on_row):
         raise UserError(f"on_row is {on_row!r}, but must be a function of one row")
     processes = join_processes(
@@ -67,11 +78,12 @@ def run(config: Config, *, dataset: Dataset | None = None, on_row: OnRow | None 
         join_timeout=config.join_timeout,
     )
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
-    federated = processes.together(lambda: data.federated_data(config, dataset=dataset))
+    federated = processes.together(lambda: data.federated_data(config, dataset=own.dataset))
+    config, network = processes.together(lambda: own.build(config, federated))
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
     interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
-        (end,) = Run([set_up(config, federated, processes, at_the_end, on_row=on_row)]).run()
+        (end,) = Run([set_up(config, federated, network, processes, at_the_end, on_row=on_row)]).run()
     if isinstance(end, DivergedError):
         raise end
     return end
@@ -80,13 +92,13 @@ def run(config: Config, *, dataset: Dataset | None = None, on_row: OnRow | None 
 def set_up(
     config: Config,
     federated: FederatedData,
+    model: Model,
     processes: Processes,
     at_the_end: contextlib.ExitStack,
     *,
     on_row: OnRow | None = None,
 ) -> Experiment:
     """Build the rounds, take the run folder and return the experiment; ``at_the_end`` a folder without a run goes."""
-    model = build_model(config, federated)
     axis = layout(config, federated, model)
     rounds = build_rounds(config, federated, model, axis)
     folder = open_folder(config, processes)
@@ -121,7 +133,7 @@ def headline(config: Config, federated: FederatedData, axis: ClientAxis) -> str:
     optimizer = "" if config.server_optimizer == "none" else f", server optimizer {config.server_optimizer}"
     return (
         f"{config.strategy}{optimizer}: {config.cohort} of {federated.num_clients} clients per round, "
-        f"{config.dataset} ({config.partition}), {config.model}; "
+        f"{given.shown(config.dataset)} ({config.partition}), {given.shown(config.model)}; "
         f"{axis.num_devices} x {kind}, {axis.lanes} lane{'s' if axis.lanes > 1 else ''}"
     )
 
@@ -238,6 +250,8 @@ def interrupted(experiment: Experiment, done: int, number: int) -> Interrupted:
     config, path = experiment.config, experiment.folder.path
     flags = shlex.join([f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"])
     command = f"{configuration.COMMAND} {flags}"
+    if needed := given.needed(config):
+        command = f"fmr.load({str(path)!r}).resume({needed}) in Python, with the same in place of the dots"
     return Interrupted(f"stopped after round {done} of {config.rounds}, saved; go on with: {command}", 128 + number)
 
 

@@ -10,17 +10,21 @@ import jax
 from fedjax_mr import config as configuration
 from fedjax_mr import data
 from fedjax_mr.config import Config
+from fedjax_mr.data import Dataset
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import SeedRounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.experiment import Experiment, Result
+from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.processes import ALONE
 from fedjax_mr.experiment.run import Run, set_up
 
 
-def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
+def run_seeds(
+    configs: Sequence[Config], *, dataset: Dataset | None = None, model: Any = None
+) -> list[Result | DivergedError]:
     """Run several seeds of one setting in one compiled program; return each one's result, or why it ended early.
 
     Each seed has its run folder, as if it had run alone, and can also be resumed alone. One that diverges does not stop
@@ -28,15 +32,18 @@ def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
 
     Args:
       configs: the same but for ``seed``, ``partition_seed`` and ``run_dir``.
+      dataset, model: as those of `run.run`, the same for all seeds.
 
     Raises:
       UserError: bad input, settings that differ, a strategy that works on the host between rounds, several CPU devices,
         or folders to resume that are at different rounds.
       Interrupted: Ctrl-C or a termination signal; checkpoints were written.
     """
+    own = Own.of(dataset, model)
+    configs = [own.named(config) for config in configs]
     first = configs[0]
     for config in configs:
-        configuration.validate(config)
+        configuration.validate(config, in_python=own.flags)
         own = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
         if different := configuration.differences(dataclasses.replace(first, **own), config):
             raise UserError(f"seeds in one program differ in nothing else: {'; '.join(different)}")
@@ -44,7 +51,12 @@ def run_seeds(configs: Sequence[Config]) -> list[Result | DivergedError]:
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
     with contextlib.ExitStack() as at_the_end:
-        experiments = [set_up(config, data.federated_data(config), ALONE, at_the_end) for config in configs]
+        divided = [data.federated_data(config, dataset=own.dataset) for config in configs]
+        built = [own.build(config, federated) for config, federated in zip(configs, divided, strict=True)]
+        experiments = [
+            set_up(config, federated, network, ALONE, at_the_end)
+            for federated, (config, network) in zip(divided, built, strict=True)
+        ]
         rounds = experiments[0].rounds
         if rounds.on_host:
             raise UserError("seeds in one program need the clients' samples and memories on the devices")

@@ -2,34 +2,38 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr import given
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.models import cnn, lstm, pfedhr, resnet, vgg
+from fedjax_mr.models import cnn, lstm, own, pfedhr, resnet, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One entry of the registry of networks.
+class ModelRow:
+    """A registered network; one's own needs no more than the first field: ``MODELS["mine"] = ModelRow(MyNetwork)``.
 
     Attributes:
-      network: called with ``num_classes`` and the network's other attributes.
-      input_shape: the sample that its source describes, for the table.
+      network: called with ``num_classes`` and others of a `BlockNet`'s attributes, as far as it takes them; or a Flax
+        module.
+      input_shape: the sample that its source describes, for the table; None: it is not in the table.
       num_classes: C of the same source.
       source: where the network comes from.
       input_dtype: float32 for images and vectors, int32 for token sequences.
     """
 
-    network: Callable[..., BlockNet]
-    input_shape: tuple[int, ...]
-    num_classes: int
-    source: str
+    network: Callable[..., nn.Module] | nn.Module
+    input_shape: tuple[int, ...] | None = None
+    num_classes: int = 10
+    source: str = ""
     input_dtype: Any = np.float32
 
 
@@ -38,46 +42,46 @@ CIFAR, GREY, TEXT = (32, 32, 3), (28, 28, 1), (80,)
 SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
 """Relatives of a small network, for clients of different ones."""
 
-MODELS: dict[str, Entry] = {
-    "cnn_digits": Entry(cnn.CNNDigits, (8, 8, 1), 10, "ours, for the quickstart"),
+MODELS: dict[str, ModelRow] = {
+    "cnn_digits": ModelRow(cnn.CNNDigits, (8, 8, 1), 10, "ours, for the quickstart"),
     **{
-        f"cnn_digits_{size}": Entry(
+        f"cnn_digits_{size}": ModelRow(
             functools.partial(cnn.CNNDigits, **options), (8, 8, 1), 10, "ours, beside cnn_digits"
         )
         for size, options in SIZES.items()
     },
-    "lenet5": Entry(cnn.LeNet5, CIFAR, 10, "FedMR's and FedCross's code (CNN on CIFAR)"),
+    "lenet5": ModelRow(cnn.LeNet5, CIFAR, 10, "FedMR's and FedCross's code (CNN on CIFAR)"),
     **{
-        f"lenet5_{size}": Entry(functools.partial(cnn.LeNet5, **options), CIFAR, 10, "ours, beside lenet5")
+        f"lenet5_{size}": ModelRow(functools.partial(cnn.LeNet5, **options), CIFAR, 10, "ours, beside lenet5")
         for size, options in SIZES.items()
     },
-    "cnn_mcmahan": Entry(cnn.CNNMcMahan, CIFAR, 10, "McMahan et al., AISTATS 2017"),
-    "cnn_femnist": Entry(cnn.CNNFEMNIST, GREY, 62, "FedMR's code (CNN on FEMNIST)"),
-    "cnn_pfl": Entry(cnn.CNNPfl, CIFAR, 10, "pfl-research's benchmarks (CIFAR10-IID)"),
-    "mlp": Entry(cnn.MLP, GREY, 10, "McMahan et al., AISTATS 2017 (2NN)"),
-    "logistic": Entry(cnn.Logistic, GREY, 10, "convex experiments"),
-    "resnet20": Entry(resnet.ResNet20, CIFAR, 10, "FedMR's and FedCross's code"),
-    "resnet20_he": Entry(resnet.ResNet20He, CIFAR, 10, "He et al., CVPR 2016"),
-    "vgg16": Entry(vgg.VGG16, CIFAR, 10, "FedMR's and FedCross's code (CIFAR)"),
-    "vgg_femnist": Entry(vgg.VGGFEMNIST, GREY, 62, "FedMR's code (VGG-16 on FEMNIST)"),
+    "cnn_mcmahan": ModelRow(cnn.CNNMcMahan, CIFAR, 10, "McMahan et al., AISTATS 2017"),
+    "cnn_femnist": ModelRow(cnn.CNNFEMNIST, GREY, 62, "FedMR's code (CNN on FEMNIST)"),
+    "cnn_pfl": ModelRow(cnn.CNNPfl, CIFAR, 10, "pfl-research's benchmarks (CIFAR10-IID)"),
+    "mlp": ModelRow(cnn.MLP, GREY, 10, "McMahan et al., AISTATS 2017 (2NN)"),
+    "logistic": ModelRow(cnn.Logistic, GREY, 10, "convex experiments"),
+    "resnet20": ModelRow(resnet.ResNet20, CIFAR, 10, "FedMR's and FedCross's code"),
+    "resnet20_he": ModelRow(resnet.ResNet20He, CIFAR, 10, "He et al., CVPR 2016"),
+    "vgg16": ModelRow(vgg.VGG16, CIFAR, 10, "FedMR's and FedCross's code (CIFAR)"),
+    "vgg_femnist": ModelRow(vgg.VGGFEMNIST, GREY, 62, "FedMR's code (VGG-16 on FEMNIST)"),
     **{
-        f"vgg{depth}_fedma": Entry(functools.partial(vgg.VGGFedMA, depth=depth), CIFAR, 10, "FedMe's code")
+        f"vgg{depth}_fedma": ModelRow(functools.partial(vgg.VGGFedMA, depth=depth), CIFAR, 10, "FedMe's code")
         for depth in vgg.STAGES
     },
     **{
-        f"cnn{i}": Entry(functools.partial(cnn.CNNFedMe, depth=i), GREY, 62, "FedMe's code (FEMNIST)")
+        f"cnn{i}": ModelRow(functools.partial(cnn.CNNFedMe, depth=i), GREY, 62, "FedMe's code (FEMNIST)")
         for i in range(1, 5)
     },
     **{
-        f"lstm{i}": Entry(
+        f"lstm{i}": ModelRow(
             functools.partial(lstm.CharacterLSTM, depth=i), TEXT, 90, "FedMe's code (Shakespeare)", np.int32
         )
         for i in range(1, 5)
     },
-    "pfedhr_m1": Entry(pfedhr.M1, CIFAR, 10, "pFedHR's code (CNN1)"),
-    "pfedhr_m2": Entry(pfedhr.M2, CIFAR, 10, "pFedHR, as intended"),
-    "pfedhr_m3": Entry(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
-    "pfedhr_m4": Entry(pfedhr.M4, CIFAR, 10, "pFedHR's code (CNN4)"),
+    "pfedhr_m1": ModelRow(pfedhr.M1, CIFAR, 10, "pFedHR's code (CNN1)"),
+    "pfedhr_m2": ModelRow(pfedhr.M2, CIFAR, 10, "pFedHR, as intended"),
+    "pfedhr_m3": ModelRow(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
+    "pfedhr_m4": ModelRow(pfedhr.M4, CIFAR, 10, "pFedHR's code (CNN4)"),
 }
 """Every network by its name."""
 
@@ -111,6 +115,8 @@ def build(
       UserError: no network has this name, an option is unknown or means nothing to the network, or the samples do not
         fit it; all this before anything is compiled.
     """
+    if given.is_given(name):
+        raise given.missing("model", name)
     if name not in MODELS:
         raise unknown_name("model", name, MODELS)
     if init not in ("torch", "flax"):
@@ -119,9 +125,14 @@ def build(
         raise unknown_name("norm", norm, ("batch", "group"))
     if authors_state and norm != "batch":
         raise UserError(f"the authors' state has batch normalisation, not norm={norm}; drop one of the two")
-    if projection and not getattr(MODELS[name].network, "has_representation", True):
+    network = _made(name, num_classes=num_classes, initialisation=init, projection=projection)
+    if not isinstance(network, BlockNet):
+        return of_module(
+            network, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name, norm=norm,
+            authors_state=authors_state, projection=projection,
+        )  # fmt: skip
+    if projection and not network.has_representation:
         raise UserError(f"--projection={projection}: {name} has no representation to project; use another model, or 0")
-    network = MODELS[name].network(num_classes=num_classes, initialisation=init, projection=projection)
     options: dict[str, Any] = {"norm": norm} if norm != "batch" else {}
     options |= {"authors_state": True} if authors_state else {}
     for option, value in options.items():
@@ -131,6 +142,51 @@ def build(
     model = Model(network, tuple(input_shape), input_dtype, name)
     _check_fit(model, network.takes)
     return model
+
+
+def _made(name: str, **options: Any) -> nn.Module:
+    """Return the module of a row, made with those of the options that it takes."""
+    row = MODELS[name]
+    network = getattr(row, "network", None)
+    if isinstance(network, nn.Module):
+        return network
+    if not callable(network):
+        raise UserError(f"MODELS[{name!r}] is no ModelRow: write MODELS[{name!r}] = ModelRow(MyNetwork)")
+    parameters = inspect.signature(network).parameters
+    lacking = [
+        each.name
+        for each in parameters.values()
+        if each.default is each.empty and each.kind is not each.VAR_KEYWORD and each.name not in options
+    ]
+    if lacking:
+        raise UserError(f"MODELS[{name!r}] needs {', '.join(lacking)}, too: give it a function of num_classes alone")
+    return network(**{option: value for option, value in options.items() if option in parameters})
+
+
+def of_module(
+    module: Any,
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    input_dtype: Any = np.float32,
+    norm: str = "batch",
+    authors_state: bool = False,
+    projection: int = 0,
+    name: str = "",
+) -> Model:
+    """Return a Flax module, or a `Model` of one, as a network for samples of ``input_shape``; see `own.bind`.
+
+    Raises:
+      UserError: it does not fit the samples, or an option is set that is for our networks alone.
+    """
+    if isinstance(module, Model):
+        module, name = module.module, name or module.name
+    for option, value, default in (
+        ("norm", norm, "batch"), ("authors_state", authors_state, False), ("projection", projection, 0),
+    ):  # fmt: skip
+        if value != default:
+            raise UserError(f"--{option}={value} is for the networks in MODELS: build it into the module instead")
+    return own.bind(module, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name)
 
 
 def _check_fit(model: Model, takes: str) -> None:
@@ -155,4 +211,4 @@ def _check_fit(model: Model, takes: str) -> None:
         raise UserError(f"images of {sample} are too small for {model.name}: {error}; use another model") from error
 
 
-__all__ = ["MODELS", "BlockNet", "Entry", "Layer", "Model", "Variables", "Zoo", "build"]
+__all__ = ["MODELS", "BlockNet", "Layer", "Model", "ModelRow", "Variables", "Zoo", "build", "of_module"]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.models import calls
 from fedjax_mr.models.blocks import Projection
 
 Variables = dict[str, Any]
@@ -79,8 +80,8 @@ class BlockNet(nn.Module):
 class Model:
     """A network bound to its input: pure functions over ``Variables``.
 
-    Any Flax module called as ``module(x, train=..., mask=...)`` will do; ``features`` and ``head`` ask for a
-    `BlockNet`.
+    Any Flax module will do (see `calls` for what it is called with, `own.bind` for what is checked); ``features`` and
+    ``head`` ask for methods of these names, which every `BlockNet` has.
 
     Attributes:
       module: the Flax module.
@@ -104,7 +105,7 @@ class Model:
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
         """Return fresh variables of a network; consumes ``key``."""
         x = jnp.zeros((1, *self.input_shape), self.input_dtype)
-        return dict(self.module.init(key, x, train=False, mask=None))
+        return calls.init(self.module, key, x)
 
     def apply(self, variables: Variables, x: jax.Array) -> jax.Array:
         """Return the logits [B, C] in evaluation mode."""
@@ -200,10 +201,32 @@ class Model:
         """Return the number of trainable numbers."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes()["params"]))
 
+    def head_name(self) -> str:
+        """Return the name of the submodule that is all of the head.
+
+        Raises:
+          UserError: the module has no ``head``, or its head is made of several submodules.
+        """
+        z = jax.eval_shape(self.features, self.shapes(), jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype))
+        owners = _modules_called(lambda: jax.eval_shape(self.head, self.shapes(), z))
+        names = list(dict.fromkeys(path[0] for path in owners if path and path[0] in self.shapes()["params"]))
+        if len(names) != 1:
+            raise UserError(
+                f"the head of {self.name} is not one submodule ({', '.join(names) or 'none has parameters'}): let its "
+                "method head call a single one"
+            )
+        return names[0]
+
     def _apply(self, variables: Variables, x: jax.Array, *, method: str = "__call__", **options: Any) -> Any:
         if method != "head":
             self._check(x)
-        return self.module.apply(variables, x, method=method, **options)
+        if not hasattr(self.module, method):
+            raise UserError(
+                f"{self.name} has no method {method!r}, which is needed here: give the module both features(x), all "
+                "before its last layer [B, F], and head(z), the last layer's logits [B, C], and let __call__ return "
+                "head(features(x))"
+            )
+        return calls.apply(self.module, variables, x, method=method, **options)
 
     def _check(self, x: jax.Array) -> None:
         same_kind = jnp.issubdtype(x.dtype, jnp.integer) == jnp.issubdtype(self.input_dtype, jnp.integer)
@@ -247,19 +270,9 @@ def forward_layers(
         keys = tuple(entry.key for entry in path)
         leaves.setdefault(keys[1:-1], {})[keys[-1]] = position
 
-    order: list[tuple[str, ...]] = []
-
-    def record(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        path = tuple(context.module.path)
-        if path in leaves and path not in order:
-            order.append(path)
-        return call(*args, **kwargs)
-
-    def forward(variables: Variables) -> Any:
-        with nn.intercept_methods(record):
-            return module.apply(variables, jnp.zeros((1, *input_shape), input_dtype), train=False, mask=None)
-
-    jax.eval_shape(forward, shapes)
+    x = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)
+    forward = functools.partial(calls.apply, module, train=False, mask=None, method="__call__")
+    order = [path for path in _modules_called(lambda: jax.eval_shape(forward, shapes, x)) if path in leaves]
     order += [path for path in leaves if path not in order]  # tensors that no forward pass reads stay at the end
 
     def layer(path: tuple[str, ...]) -> Layer:
@@ -267,6 +280,19 @@ def forward_layers(
         return Layer("/".join(path), tuple(leaves[path][name] for name in names), tuple(names))
 
     return tuple(layer(path) for path in order)
+
+
+def _modules_called(trace: Callable[[], Any]) -> list[tuple[str, ...]]:
+    """Return the paths of the modules that are called while something is traced, in the order of the first calls."""
+    order: dict[tuple[str, ...], None] = {}
+
+    def record(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        order.setdefault(tuple(context.module.path))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(record):
+        trace()
+    return list(order)
 
 
 def _leaf_rank(name: str, names: dict[str, int]) -> tuple[int, str]:

@@ -63,16 +63,11 @@ class Memory(NamedTuple):
     model: Variables
 
 
-def header_name(model: Model) -> str:
-    """Return the name of the last block."""
-    return model.module.bind(model.shapes()).block_names[-1]
-
-
 def with_header(network: Model, variables: Variables, header: Any) -> Variables:
     """Return a network's variables with another header."""
 
     def replace(number, member, own):
-        return network.pack(own | {"params": own["params"] | {header_name(member): header}}, number)
+        return network.pack(own | {"params": own["params"] | {member.head_name(): header}}, number)
 
     return network.switch(variables, replace)
 
@@ -125,7 +120,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return first.head(with_header(first, blank, header), z)
 
     def init(key):
-        header = first.init(key)["params"][header_name(first)]
+        header = first.init(key)["params"][first.head_name()]
         return State(header, jnp.zeros((), bool))
 
     def init_memory(key):

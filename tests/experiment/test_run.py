@@ -101,7 +101,7 @@ def test_the_run_folder_holds_everything(straight):
     names = {path.name for path in straight.folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         "checkpoints", "config.json", "run.flags", "metrics.jsonl", "metrics.csv", "summary.json", "curves.png",
-        "partition.npz", "partition.png",
+        "partition.npz", "partition.png", "samples.json",
     }  # fmt: skip
     summary = json.loads((straight.folder / "summary.json").read_text())
     assert set(SUMMARY) <= set(summary)

@@ -68,8 +68,7 @@ def take_apart(model: Model, variables: Variables, *, owner: int = 0) -> tuple[B
     Raises:
       UserError: the network is not made of blocks, or does not take images or vectors.
     """
-    if not isinstance(model.module, BlockNet) or jnp.issubdtype(model.input_dtype, jnp.integer):
-        raise UserError(f"{model.name} cannot be taken apart: only networks of blocks over images or vectors can")
+    require_blocks(model)
     bound = model.module.bind(variables)
     shape, blocks = model.input_shape, []
     for index, name in enumerate(bound.block_names):
@@ -79,6 +78,21 @@ def take_apart(model: Model, variables: Variables, *, owner: int = 0) -> tuple[B
         blocks.append(Block(owner, index, _kind(piece), tuple(shape), returns, piece))
         shape = returns
     return tuple(blocks)
+
+
+def require_blocks(model: Model) -> None:
+    """Check that a network can be taken apart.
+
+    Raises:
+      UserError: it is not made of blocks, or does not take images or vectors.
+    """
+    if not isinstance(model.module, BlockNet):
+        raise UserError(
+            f"{model.name} cannot be taken apart: derive its class from fedjax_mr.BlockNet, whose blocks() returns the "
+            "named blocks in forward order, the last one the head"
+        )
+    if jnp.issubdtype(model.input_dtype, jnp.integer):
+        raise UserError(f"{model.name} cannot be taken apart: only networks over images or vectors can")
 
 
 def _kind(piece: Piece) -> str:

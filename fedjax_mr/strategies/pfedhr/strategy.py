@@ -240,6 +240,8 @@ class Server:
             raise UserError("pfedhr fine-tunes on public data: give --public_share")
         if hyper.public == "labelled" and problem.public.y is None:
             raise UserError("the public data have no labels: give --pfedhr_public=unlabelled")
+        for member in problem.model.networks:
+            chains.require_blocks(member)
         self.hyper, self.problem, self.public = hyper, problem, problem.public
         self.programs = Programs(lr=hyper.server_lr)
         self._warned = False

@@ -1,0 +1,87 @@
+"""One's own samples and networks in a run, and how the configuration names them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+
+from fedjax_mr import given
+from fedjax_mr.config import Config
+from fedjax_mr.data import Dataset, FederatedData
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import build_model
+from fedjax_mr.models import Model, own
+
+
+class Own(NamedTuple):
+    """What was given in Python beside a configuration.
+
+    Attributes:
+      dataset: the samples; None: those that the configuration names.
+      modules: the networks; (): those that the configuration names.
+    """
+
+    dataset: Dataset | None = None
+    modules: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, dataset: Any, model: Any) -> "Own":
+        """Return what was given.
+
+        Args:
+          dataset: a `Dataset` or None.
+          model: a Flax module, a `Model`, a list of several, or None.
+
+        Raises:
+          UserError: it is something else.
+        """
+        if dataset is not None and not isinstance(dataset, Dataset):
+            raise UserError(f"dataset= takes what fmr.from_arrays(x, y) returns, not a {type(dataset).__name__}")
+        several = isinstance(model, Sequence) and not isinstance(model, str)
+        modules = tuple(model) if several else () if model is None else (model,)
+        for module in modules:
+            if isinstance(module, str):
+                raise UserError(f"model= takes a Flax module; a network by name is fmr.Config(model={module!r})")
+            if not isinstance(module, nn.Module | Model):
+                kind = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+                raise UserError(f"model= takes an instance of flax.linen.Module, such as MyNetwork(), not {kind}")
+        return cls(dataset, modules)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that these take the place of."""
+        return ("dataset",) * (self.dataset is not None) + ("model",) * bool(self.modules)
+
+    def named(self, config: Config) -> Config:
+        """Return the configuration with the samples by name and hash, and the networks by name alone so far.
+
+        Raises:
+          UserError: the configuration is of other samples that were given in Python.
+        """
+        changes = {}
+        if self.dataset is not None:
+            changes["dataset"] = _same("dataset", self.dataset.full_name(), config.dataset)
+        if self.modules and not given.is_given(config.model):
+            names = (module.name if isinstance(module, Model) else type(module).__name__ for module in self.modules)
+            changes["model"] = ",".join(map(given.full_name, names))
+        return dataclasses.replace(config, **changes)
+
+    def build(self, config: Config, federated: FederatedData) -> tuple[Config, Model]:
+        """Return the configuration with the networks by name and hash, and the network or `Zoo`.
+
+        Raises:
+          UserError: a network does not fit the samples, or the configuration is of others.
+        """
+        model = build_model(config, federated, modules=self.modules)
+        if not self.modules:
+            return config, model
+        name = ",".join(map(own.full_name, model.networks))
+        whole = all(each.count(":") == 2 for each in config.model.split(","))
+        return dataclasses.replace(config, model=_same("model", name, config.model if whole else "")), model
+
+
+def _same(flag: str, name: str, recorded: str) -> str:
+    if given.is_given(recorded) and name != recorded:
+        raise given.other(flag, name, recorded)
+    return name
