@@ -17,9 +17,11 @@ from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.engine import local
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.experiment import Result
+from fedjax_mr.experiment.load import SavedRun, load
 from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.seeds import run_seeds
-from fedjax_mr.models import MODELS, BlockNet, Model, Variables
+from fedjax_mr.experiment.trained import TrainedNetwork
+from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms
 
 __version__ = "0.1.0"
@@ -36,14 +38,18 @@ __all__ = [
     "FederatedData",
     "Interrupted",
     "Model",
+    "ModelRow",
     "Parcels",
     "Problem",
     "Result",
     "Row",
+    "SavedRun",
     "Strategy",
+    "TrainedNetwork",
     "UserError",
     "Variables",
     "from_arrays",
+    "load",
     "local",
     "models",
     "run",

@@ -25,6 +25,11 @@ def shown(name: str) -> str:
     return ",".join(each.split(":")[1] if each.startswith(PREFIX) else each for each in name.split(","))
 
 
+def digests(name: str) -> list[str]:
+    """Return the digests of ``given:NAME:HASH``, of several networks each one's."""
+    return [each.rpartition(":")[2] for each in name.split(",")]
+
+
 def needed(config: Any) -> str:
     """Return the arguments of `run` that a configuration asks for, such as ``dataset=..., model=...``; "" if none."""
     return ", ".join(f"{flag}=..." for flag in HOW if is_given(getattr(config, flag)))

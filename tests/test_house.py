@@ -32,6 +32,7 @@ FREE = {"errors", "files", "given", "interrupts", "platforms", "settings", "tree
 MAY_IMPORT = {
     "__init__": {"config", "data", "engine.local", "experiment", "models", "strategies"},
     "main": {"config", "experiment"},
+    "export": {"experiment"},
     "sweep": {"analysis", "config", "experiment"},
     "experiment": {"checks", "config", "data", "engine", "models", "plots", "strategies", "titles"},
     "experiment.attended": set(),

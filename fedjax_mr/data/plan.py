@@ -25,8 +25,12 @@ def save(plan: Plan, path: Path | str) -> None:
         np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
 
 
-def read(path: Path | str, *, dataset: Dataset) -> Plan:
+def read(path: Path | str, *, dataset: Dataset | None = None) -> Plan:
     """Read the ``partition.npz`` of a run folder.
+
+    Args:
+      path: the file.
+      dataset: the samples that it divides; None: they are not here to compare it with.
 
     Raises:
       UserError: the file is missing, damaged, made for another data set, or does not divide its samples: rows that the
@@ -40,13 +44,13 @@ def read(path: Path | str, *, dataset: Dataset) -> Plan:
         plan = Plan(**splits, **single, names=tuple(arrays.pop("names").tolist()), **arrays)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"partition file {path} is damaged or no partition file ({_brief(error)})") from None
-    if plan.fingerprint != dataset.fingerprint():
+    if dataset is not None and plan.fingerprint != dataset.fingerprint():
         raise UserError(
             f"partition file {path} was made for other data: {plan.dataset} {plan.fingerprint}, "
             f"but this is {dataset.name} {dataset.fingerprint()}"
         )
     try:
-        _check(plan, len(dataset.y), len(dataset.test_y))
+        _check(plan, *(LARGEST_INT32,) * 2 if dataset is None else (len(dataset.y), len(dataset.test_y)))
     except ValueError as error:
         raise UserError(f"partition file {path} is damaged: {error}; take the partition.npz of a run folder") from None
     checked = {name: Split(*(part.astype(np.int32) for part in getattr(plan, name))) for name in _SPLITS}

@@ -234,6 +234,20 @@ def _arrays(folder: Path, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray
         raise _DamageError(f"orbax cannot read it: {' '.join(str(error).split())[:200]}") from None
 
 
+def save_arrays(folder: Path, tree: Any) -> None:
+    """Write a tree of arrays as ``orbax.checkpoint.StandardCheckpointer().restore(folder)`` reads it.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    try:
+        with _silent():
+            _orbax().save(folder.absolute(), jax.tree.map(_host, tree))
+    except ValueError as error:
+        raise OSError(errno.EIO, _system_error(error) or str(error)) from None
+    files.sync_tree(folder)
+
+
 def _require_readable(arrays: Path, saved: dict[str, Any]) -> None:
     """Ask orbax what it has written, before an older checkpoint is given up for it.
 

@@ -82,6 +82,13 @@ class Own(NamedTuple):
 
 
 def _same(flag: str, name: str, recorded: str) -> str:
-    if given.is_given(recorded) and name != recorded:
+    """Return the name of what was given: the recorded one if there is one, and its content must be the same.
+
+    Raises:
+      UserError: it is not.
+    """
+    if not given.is_given(recorded):
+        return name
+    if given.digests(name) != given.digests(recorded):
         raise given.other(flag, name, recorded)
-    return name
+    return recorded

@@ -32,7 +32,8 @@ def run_seeds(
 
     Args:
       configs: the same but for ``seed``, ``partition_seed`` and ``run_dir``.
-      dataset, model: as those of `run.run`, the same for all seeds.
+      dataset: as that of `run.run`, the same for all seeds.
+      model: likewise.
 
     Raises:
       UserError: bad input, settings that differ, a strategy that works on the host between rounds, several CPU devices,
@@ -44,8 +45,8 @@ def run_seeds(
     first = configs[0]
     for config in configs:
         configuration.validate(config, in_python=own.flags)
-        own = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
-        if different := configuration.differences(dataclasses.replace(first, **own), config):
+        apart = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
+        if different := configuration.differences(dataclasses.replace(first, **apart), config):
             raise UserError(f"seeds in one program differ in nothing else: {'; '.join(different)}")
     cohort_size = len(configs) * first.cohort
     set_up_jax(devices=first.devices, cohort_size=cohort_size)

@@ -1,6 +1,6 @@
 """Calls of Flax modules, ours and the users' own: what a module is told beside its input follows from its signature.
 
-Ours are called as ``module(x, train=..., mask=...)``. Others may name the switch of training as they like, or have none.
+Ours are called as ``module(x, train=..., mask=...)``. Others may name the switch of training in their way, or have none.
 """
 
 import dataclasses

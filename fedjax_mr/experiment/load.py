@@ -1,0 +1,258 @@
+"""A run folder read again: configuration, results, trained networks and their predictions. No data set is needed."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr import config as configuration
+from fedjax_mr import data, given
+from fedjax_mr.config import Config
+from fedjax_mr.data import Dataset, FederatedData, Split, plan
+from fedjax_mr.data.facts import Facts
+from fedjax_mr.data.federated import Plan, Public
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.local import ClientData
+from fedjax_mr.engine.round import PERSONAL, Progress, round_key
+from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import build_rounds
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.experiment import Result
+from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary
+from fedjax_mr.experiment.own import Own
+from fedjax_mr.experiment.run import run
+from fedjax_mr.experiment.trained import TrainedNetwork
+from fedjax_mr.models import Model, Variables
+from fedjax_mr.strategies.base import kept_for_validation
+
+
+def load(
+    folder: Path | str,
+    *,
+    model: Any = None,
+    dataset: Dataset | None = None,
+    data_dir: str | None = None,
+    round: int | None = None,
+) -> "SavedRun":
+    """Return the run that a folder holds; its networks are read when they are asked for.
+
+    Args:
+      folder: the run folder.
+      model: the network, of a run that was started with ``model=``.
+      dataset: the samples, of a run that was started with ``dataset=``; only `SavedRun.resume` and the personal models
+        of some strategies need them.
+      data_dir: where the data set is now, likewise; None: where it was.
+      round: of which checkpoint; None: the newest.
+
+    Raises:
+      UserError: it is no run folder, or the samples are not those of the run.
+    """
+    config, own = configuration.load(folder), Own.of(dataset, model)
+    for flag in own.flags:
+        if not given.is_given(name := getattr(config, flag)):
+            raise UserError(f"{folder} was made with --{flag}={name}: leave out {flag}=")
+    if data_dir is not None:
+        config = dataclasses.replace(config, data_dir=data_dir)
+    return SavedRun(Path(folder), own.named(config), own, round)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """A run in its folder.
+
+    Attributes:
+      folder: the run folder.
+      config: the configuration that it was made with.
+      own: the samples and networks that were given in Python.
+      wanted: the round of the checkpoint; None: the newest.
+    """
+
+    folder: Path
+    config: Config
+    own: Own = Own()
+    wanted: int | None = None
+
+    @property
+    def rows(self) -> list[MetricsRow]:
+        """The evaluations, as in ``metrics.jsonl``."""
+        return read_rows(self.folder)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``; a UserError if the run is not finished."""
+        return read_summary(self.folder)
+
+    @functools.cached_property
+    def samples(self) -> Facts:
+        """The kind of the samples and their normalisation."""
+        found = Facts.read(self.folder)  # runs of earlier versions kept none: then the data set is needed after all
+        return found or Facts.of(data.federated_data(self.config, dataset=self.own.dataset).dataset)
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The network, or the `Zoo` of several."""
+        if given.is_given(self.config.model) and not self.own.modules:
+            name = given.shown(self.config.model)
+            raise UserError(
+                f"the network {name} of {self.folder} was given in Python: fmr.load({str(self.folder)!r}, model=...)"
+            )
+        return self.own.build(self.config, self._template)[1]
+
+    @property
+    def round(self) -> int:
+        """The number of rounds that the networks have been trained for."""
+        return int(self._progress.round)
+
+    @functools.cached_property
+    def deployed(self) -> TrainedNetwork:
+        """The model that is deployed; a UserError where a strategy has none."""
+        function = self._rounds.strategy.global_model
+        if function is None:
+            raise UserError(f"{self.config.strategy} deploys no model: .personal(client) is a client's own")
+        return self._trained(jax.jit(function)(self._progress.server))
+
+    @property
+    def variables(self) -> Variables:
+        """The deployed model's Flax collections."""
+        return self.deployed.variables
+
+    def predict(self, x: Any) -> np.ndarray:
+        """Return the deployed model's class probabilities [n, C] of samples [n, ...]; see `TrainedNetwork.predict`."""
+        return self.deployed.predict(x)
+
+    def personal(self, client: int) -> TrainedNetwork:
+        """Return a client's own model.
+
+        Raises:
+          UserError: the strategy has no personal models, there is no such client, or the model depends on the client's
+            samples and they are not here.
+        """
+        rounds, progress, count = self._rounds, self._progress, self._template.num_clients
+        if rounds.strategy.personal_model is None:
+            raise UserError(f"{self.config.strategy} gives clients no models of their own: .deployed is the one of all")
+        if not 0 <= client < count:
+            raise UserError(f"there is no client {client}: they are 0 to {count - 1}")
+        try:
+            variables = self._personal(rounds, progress, client, samples=_Absent())
+        except _NeedsSamplesError:
+            federated = data.federated_data(self.config, dataset=self.own.dataset)
+            variables = self._personal(self._built(federated), progress, client)
+        return self._trained(variables, client=client)
+
+    def resume(self, *, dataset: Dataset | None = None, model: Any = None) -> Result:
+        """Go on with the run from its newest checkpoint, and return the result.
+
+        Args:
+          dataset: the samples, if they were given in Python; None: those that `load` got.
+          model: the network, likewise.
+
+        Raises:
+          UserError: as `run`.
+        """
+        config = dataclasses.replace(self.config, run_dir=str(self.folder), resume=True, overwrite=False)
+        modules = self.own.modules or None
+        return run(
+            config,
+            dataset=self.own.dataset if dataset is None else dataset,
+            model=modules if model is None else model,
+        )
+
+    def export(self, folder: Path | str, *, client: int | None = None) -> Path:
+        """Write the deployed model, or a client's own, as `TrainedNetwork.export` does, and return the folder."""
+        network = self.deployed if client is None else self.personal(client)
+        return network.export(folder)
+
+    # --- what a checkpoint is read with
+
+    @functools.cached_property
+    def _plan(self) -> Plan:
+        return plan.read(self.folder / "partition.npz")
+
+    @functools.cached_property
+    def _template(self) -> FederatedData:
+        """The federation without its samples: clients of the true sizes, whose samples are zeros that nobody reads."""
+        members = np.flatnonzero(~self._plan.held_out)
+        sizes = self._plan.train.sizes[members]
+        validation = self._plan.validation.sizes[members]
+        rows = _consecutive(sizes)
+        public = None
+        if count := len(self._plan.public):
+            x, y = np.zeros((count, *self.samples.shape), self.samples.dtype), np.zeros(count, np.int32)
+            public = Public(x, y if self.config.public_labels else None)
+        return FederatedData(
+            self.samples.dataset(max(1, len(rows.index))),
+            rows,
+            validation=_consecutive(validation) if validation.any() else None,
+            public=public,
+        )
+
+    @functools.cached_property
+    def _rounds(self) -> Rounds:
+        return self._built(self._template)
+
+    def _built(self, federated: FederatedData) -> Rounds:
+        # Only shapes are asked for, whichever network a client started with: so the runs that say it need not be here.
+        config = dataclasses.replace(
+            self.config, devices=1, lanes=1, memory="device", data_placement="device", architectures_from=()
+        )
+        set_up_jax(devices=None, cohort_size=config.cohort)
+        axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
+        return build_rounds(config, federated, self.model, axis)
+
+    @functools.cached_property
+    def _progress(self) -> Progress:
+        checkpoints = Checkpoints(self.folder / "checkpoints")
+        return checkpoints.restore(self._rounds.shapes(), self.wanted)[0]
+
+    def _personal(self, rounds: Rounds, progress: Progress, client: int, *, samples: Any = None) -> Variables:
+        """Return a client's own model in the form that all networks share.
+
+        Args:
+          rounds: those of the run.
+          progress: of the checkpoint.
+          client: its number.
+          samples: in place of the samples of ``rounds``.
+        """
+        problem, federation = rounds.given.problem, rounds.given.federation
+        function = rounds.build(problem).personal_model
+        assert function is not None
+        key = jax.random.fold_in(round_key(rounds.given.key, PERSONAL, progress.round), client)
+        own_key, _ = jax.random.split(key)  # as where these models are tested
+        here = ClientData(
+            federation.samples if samples is None else samples,
+            federation.index,
+            jnp.asarray(federation.offsets)[client],
+            problem.sizes[client],
+            jnp.int32(client),
+            kept_for_validation(problem)[client],
+        )
+        memory = jax.tree.map(lambda leaf: leaf[client], progress.memory)
+        return jax.jit(lambda server, memory: function(server, memory, here, own_key))(progress.server, memory)
+
+    def _trained(self, variables: Variables, *, client: int | None = None) -> TrainedNetwork:
+        number = int(self.model.architecture(variables))
+        own = jax.tree.map(np.asarray, self.model.unpack(variables, number))
+        origin = {"strategy": self.config.strategy, "round": self.round, "client": client}
+        return TrainedNetwork(self.model.networks[number], own, self.samples, origin)
+
+
+def _consecutive(sizes: np.ndarray) -> Split:
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    return Split(np.arange(ends[-1], dtype=np.int32), ends)
+
+
+class _NeedsSamplesError(Exception):
+    """A personal model depends on the client's samples."""
+
+
+class _Absent:
+    """Stands for samples that are not here, and says so when they are used."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NeedsSamplesError

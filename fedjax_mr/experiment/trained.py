@@ -1,0 +1,200 @@
+"""A trained network by itself: its predictions for raw samples, and a folder that needs nothing of this package."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr import files
+from fedjax_mr.data.facts import Facts, scale_and_shift
+from fedjax_mr.engine.local import Samples, evaluation_batch, gather
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import save_arrays
+from fedjax_mr.models import Model, Variables, calls
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedNetwork:
+    """A network with its variables and the normalisation of its samples.
+
+    Attributes:
+      model: the network.
+      variables: its Flax collections.
+      samples: the kind of samples that it was trained on.
+      origin: what to say about where it comes from, by name: strategy, round, client.
+    """
+
+    model: Model
+    variables: Variables
+    samples: Facts
+    origin: dict[str, Any]
+
+    def predict(self, x: Any) -> np.ndarray:
+        """Return the class probabilities [n, C] of samples [n, ...], which are normalised here.
+
+        Args:
+          x: the samples as the source gives them: bytes as 0..255, floats in the range of the training samples.
+
+        Raises:
+          UserError: they are of another shape or type, or in another range.
+        """
+        x = self.samples.samples(x)
+        size = max(1, min(evaluation_batch(), len(x)))
+        found = [np.zeros((0, self.samples.num_classes), np.float32)]
+        for first in range(0, len(x), size):
+            batch = x[first : first + size]
+            filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch), axis=0)])
+            found.append(np.asarray(self._probabilities(self.variables, filled))[: len(batch)])
+        return np.concatenate(found)
+
+    @functools.cached_property
+    def _probabilities(self) -> Callable[[Variables, np.ndarray], jax.Array]:
+        """The compiled function from variables and raw samples to probabilities."""
+        scale, shift = scale_and_shift(self.samples.mean, self.samples.std, self.samples.dtype)
+
+        def probabilities(variables: Variables, x: jax.Array) -> jax.Array:
+            rows = jnp.arange(len(x), dtype=jnp.int32)
+            return jax.nn.softmax(self.model.apply(variables, gather(Samples(x, rows, scale, shift), rows)))
+
+        return jax.jit(probabilities)
+
+    def export(self, folder: Path | str) -> Path:
+        """Write a folder that loads with orbax and Flax alone, and return it.
+
+        It holds ``variables`` (orbax), ``network.json`` (class, fields, normalisation), ``example.py`` and
+        ``README.md``.
+
+        Raises:
+          UserError: the folder is not empty, or cannot be written.
+        """
+        folder, texts = Path(folder), self._texts()
+        made: list[Path] = []
+        try:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UserError(f"{folder} is there already and not empty: choose a new folder")
+            made = files.make_folder(folder)
+            save_arrays(folder / "variables", self.variables)
+            for name, text in texts.items():
+                with files.whole(folder / name) as path:
+                    path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            if made:
+                shutil.rmtree(made[-1], ignore_errors=True)
+            raise UserError(f"cannot write into {folder} ({error.strerror or error})") from None
+        return folder
+
+    def _texts(self) -> dict[str, str]:
+        """Return the files beside the variables by name."""
+        module, arguments = calls.switched(self.model.module, "__call__", train=False)
+        kind, samples = type(module), self.samples
+        scale, shift = scale_and_shift(samples.mean, samples.std, samples.dtype)
+        fields = {
+            field.name: getattr(module, field.name)
+            for field in dataclasses.fields(module)  # type: ignore[arg-type]
+            if field.init and field.name not in ("parent", "name")
+        }
+        ours = kind.__module__.startswith("fedjax_mr.")
+        place = kind.__module__ if kind.__module__ != "__main__" else _script(kind)
+        content = {
+            "name": self.model.name,
+            "class": f"{place}.{kind.__name__}",
+            "fields": {name: value if _is_plain(value) else _name(value) for name, value in fields.items()},
+            "input_shape": samples.shape,
+            "input_dtype": samples.dtype,
+            "num_classes": samples.num_classes,
+            "scale": scale.tolist(),
+            "shift": shift.tolist(),
+            "data": dataclasses.asdict(samples),
+            "parameters": self.model.num_parameters(),
+        } | self.origin
+        open_fields = [f"{name} ({_name(value)})" for name, value in fields.items() if not _is_plain(value)]
+        note = "needs fedjax_mr installed, for this class alone" if ours else "your own: put its file beside this one"
+        words = {
+            "PLACE": place,
+            "CLASS": kind.__name__,
+            "MADE": ", ".join(
+                f"{name}={value!r}" if _is_plain(value) else f"{name}=..." for name, value in fields.items()
+            ),
+            "OPEN": f"  # fill in {', '.join(open_fields)}" if open_fields else "",
+            "CALLED": "".join(f", {name}={value}" for name, value in arguments.items()),
+            "NOTE": note,
+            "NAME": self.model.name,
+            "ORIGIN": ", ".join(f"{name} {value}" for name, value in self.origin.items() if value is not None),
+            "SHAPE": ", ".join(map(str, samples.shape)),
+            "KIND": f"{samples.dtype} from {samples.low:g} to {samples.high:g} in training",
+            "CLASSES": str(samples.num_classes),
+        }
+        fill = lambda text: functools.reduce(lambda text, word: text.replace(f"@{word}@", words[word]), words, text)
+        return {
+            "network.json": json.dumps(content, indent=2) + "\n",
+            "example.py": fill(EXAMPLE_TOKENS if samples.vocabulary else EXAMPLE),
+            "README.md": fill(README),
+        }
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON, and Python by its repr, can say what a value is."""
+    return isinstance(value, PLAIN) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _script(kind: type) -> str:
+    """Return the name of the file in which a class of the running script was defined."""
+    try:
+        return Path(inspect.getfile(kind)).stem
+    except (TypeError, OSError):  # typed into a console
+        return "your_file"
+
+
+EXAMPLE = '''"""Class probabilities of raw samples: python example.py [SAMPLES.npy]. Needs flax and orbax-checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint
+
+from @PLACE@ import @CLASS@  # @NOTE@
+
+folder = Path(__file__).resolve().parent
+network = json.loads((folder / "network.json").read_text())
+variables = orbax.checkpoint.StandardCheckpointer().restore(folder / "variables")
+module = @CLASS@(@MADE@)@OPEN@
+
+# Samples as the source gives them, [n, @SHAPE@]: @KIND@.
+x = np.load(sys.argv[1]) if len(sys.argv) > 1 else np.zeros((1, *network["input_shape"]), network["input_dtype"])
+normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])
+probabilities = jax.nn.softmax(module.apply(variables, normalised@CALLED@))
+print(json.dumps(np.asarray(probabilities).tolist()))
+'''
+EXAMPLE_TOKENS = EXAMPLE.replace(
+    'normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])\n', ""
+).replace("normalised", "x")
+
+README = """# @NAME@
+
+@ORIGIN@.
+
+- `variables`: all Flax collections, written by orbax: `orbax.checkpoint.StandardCheckpointer().restore(PATH)`.
+- `network.json`: the class of the network and its fields, the samples, and their normalisation: the network sees
+  `x * scale + shift`.
+- `example.py`: `python example.py [SAMPLES.npy]` prints the probabilities of the @CLASSES@ classes for samples
+  [n, @SHAPE@], @KIND@.
+
+The class of the network is `@PLACE@.@CLASS@` (@NOTE@). The variables need orbax alone.
+"""

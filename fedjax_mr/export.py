@@ -1,0 +1,47 @@
+"""Write the trained network of a run as a folder that loads with orbax and Flax alone.
+
+FOLDER gets the variables (orbax), network.json (class, fields, normalisation), an example and a README. Of a network
+that was given in Python, only fmr.load(RUN, model=...).export(FOLDER) can do it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fedjax_mr import interrupts
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.load import load
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are UserErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help tells more)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code: 0, or 2 for bad input.
+
+    Args:
+      arguments: without the program's name; None reads the command line.
+    """
+    parser = _Parser(prog="python -m fedjax_mr.export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser.add_argument("folder", metavar="FOLDER", help="the new folder")
+    parser.add_argument("--round", type=int, help="of which checkpoint (default: the newest)")
+    parser.add_argument("--client", type=int, help="a client's own model (default: the deployed one)")
+    parser.add_argument("--data_dir", metavar="DIR", help="where the data sets are now (default: as in the run)")
+    try:
+        chosen = parser.parse_args(arguments)
+        saved = load(chosen.run, round=chosen.round, data_dir=chosen.data_dir)
+        print(f"exported into {saved.export(chosen.folder, client=chosen.client)}: try python example.py there")
+    except UserError as error:
+        print(f"fedjax-mr: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(main))
