@@ -1,6 +1,8 @@
 """Names of samples and networks that were given in Python: ``given:NAME:HASH``, kept where a registered name stands."""
 
+import collections
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from fedjax_mr.errors import UserError
@@ -28,6 +30,12 @@ def shown(name: str) -> str:
 def digests(name: str) -> list[str]:
     """Return the digests of ``given:NAME:HASH``, of several networks each one's."""
     return [each.rpartition(":")[2] for each in name.split(",")]
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return each recorded name as people read it, with its hash where several would read the same."""
+    count = collections.Counter(map(shown, dict.fromkeys(names)))
+    return {name: shown(name) if count[shown(name)] == 1 else name.replace(PREFIX, "") for name in names}
 
 
 def needed(config: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
-from fedjax_mr import titles
+from fedjax_mr import given, titles
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
@@ -92,8 +92,10 @@ def by_setting(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
         key = json.dumps({flag: each.get(flag, "-") for flag in flags})
         groups.setdefault(key, (each, []))[1].append(run)
     varied = [flag for flag in titles.varied(decisive) if flag != "strategy"]
+    shown = {flag: given.short_names({each[flag] for each in decisive}) for flag in given.HOW if flag in varied}
+    short = lambda flag, value: shown[flag][value] if flag in shown else value
     return [
-        ({"strategy": each["strategy"]} | {flag: each[flag] for flag in varied if flag in each}, members)
+        ({"strategy": each["strategy"]} | {flag: short(flag, each[flag]) for flag in varied if flag in each}, members)
         for each, members in groups.values()
     ]
 

@@ -12,6 +12,7 @@ from fedjax_mr.data.federated import Dataset
 from fedjax_mr.errors import UserError
 
 FILE = "samples.json"
+DTYPES = ("uint8", "float32", "int32")
 BEYOND = 1.0  # how far float samples may lie outside the training samples' range, in widths of it
 
 
@@ -63,10 +64,15 @@ class Facts:
         path = folder / FILE
         try:
             values = files.parse_json(files.read_text(path))
-            return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+            for name in ("shape", "mean", "std"):
+                values[name] = tuple(values[name])
+            found = cls(**values)
+            if found.dtype not in DTYPES or not all(type(each) is int for each in (*found.shape, found.num_classes)):
+                raise ValueError(f"no samples are {found.dtype} of shape {found.shape}")
+            return found
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{path} is damaged ({error})") from None
 
     def dataset(self, count: int) -> Dataset:

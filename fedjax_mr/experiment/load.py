@@ -75,7 +75,7 @@ class SavedRun:
 
     folder: Path
     config: Config
-    own: Own = Own()
+    own: Own
     wanted: int | None = None
 
     @property

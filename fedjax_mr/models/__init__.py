@@ -160,7 +160,8 @@ def _made(name: str, **options: Any) -> nn.Module:
     ]
     if lacking:
         raise UserError(f"MODELS[{name!r}] needs {', '.join(lacking)}, too: give it a function of num_classes alone")
-    return network(**{option: value for option, value in options.items() if option in parameters})
+    made: Any = network(**{option: value for option, value in options.items() if option in parameters})
+    return made
 
 
 def of_module(

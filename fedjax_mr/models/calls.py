@@ -1,6 +1,6 @@
 """Calls of Flax modules, ours and the users' own: what a module is told beside its input follows from its signature.
 
-Ours are called as ``module(x, train=..., mask=...)``. Others may name the switch of training in their way, or have none.
+Ours are called as ``module(x, train=..., mask=...)``. Others name the switch of training in their way, or have none.
 """
 
 import dataclasses
@@ -56,12 +56,12 @@ def apply(
         return module.apply(variables, x, method=method, **arguments, **options)
 
 
-def switched(module: nn.Module, method: str, *, train: bool) -> tuple[nn.Module, dict[str, bool]]:
+def switched(module: nn.Module, method: str, *, train: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Return a module in training or evaluation mode, and the arguments that tell its method so."""
     names = accepted(type(module), method)
     arguments = {name: train == on for name, on in SWITCHES.items() if name in names}
     own = {} if arguments else {field.name for field in dataclasses.fields(module)}  # type: ignore[arg-type]
-    fields = {name: train == on for name, on in SWITCHES.items() if name in own}
+    fields: dict[str, Any] = {name: train == on for name, on in SWITCHES.items() if name in own}
     return (module.clone(**fields) if fields else module), arguments
 
 

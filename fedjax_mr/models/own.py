@@ -5,11 +5,11 @@ import hashlib
 import re
 from typing import Any
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 
 from fedjax_mr import given
 from fedjax_mr.errors import UserError
@@ -90,7 +90,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return tuple(map(_frozen, value))
     if isinstance(value, dict):
-        return flax.core.FrozenDict({name: _frozen(each) for name, each in value.items()})
+        return FrozenDict({name: _frozen(each) for name, each in value.items()})
     return value
 
 
