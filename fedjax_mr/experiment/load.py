@@ -141,6 +141,11 @@ class SavedRun:
         try:
             variables = self._personal(rounds, progress, client, samples=_Absent())
         except _NeedsSamplesError:
+            if given.is_given(self.config.dataset) and self.own.dataset is None:
+                raise UserError(
+                    f"a client's model of {self.config.strategy} depends on the client's samples, which were given in "
+                    f"Python: fmr.load({str(self.folder)!r}, dataset=...)"
+                ) from None
             federated = data.federated_data(self.config, dataset=self.own.dataset)
             variables = self._personal(self._built(federated), progress, client)
         return self._trained(variables, client=client)

@@ -1,0 +1,180 @@
+"""Flax modules that are not ours: how they are called, what is refused, what their hash sees."""
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import models
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import own
+from fedjax_mr.models.cnn import Logistic
+
+FACTS = {"input_shape": (4,), "num_classes": 3, "input_dtype": np.float32}
+
+
+class Net(nn.Module):
+    """An ordinary module: list fields, BatchNorm, dropout, a switch with a default."""
+
+    widths: Sequence[int] = (5,)
+    activation: Callable = nn.relu
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        for width in self.widths:
+            x = self.activation(nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(width)(x)))
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class Deterministic(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, deterministic):
+        return nn.Dense(3)(nn.Dropout(0.5)(x, deterministic=deterministic))
+
+
+class ByField(nn.Module):
+    training: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not self.training)(x))
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x)
+
+
+class Parts(nn.Module):
+    """With a representation and a head, whose layer has any name."""
+
+    def setup(self):
+        self.body, self.last = nn.Dense(5), nn.Dense(3)
+
+    def features(self, x):
+        return nn.relu(self.body(x))
+
+    def head(self, z):
+        return self.last(z)
+
+    def __call__(self, x):
+        return self.head(self.features(x))
+
+
+ORDINARY = [Net([6, 5]), Deterministic(), ByField(), Plain(), Parts(), Logistic(3)]
+
+
+def test_ordinary_modules_fit():
+    for module in ORDINARY:
+        model = own.bind(module, **FACTS)
+        assert (model.name, hash(model)) == (type(module).__name__, hash(own.bind(module, **FACTS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ORDINARY, ids=lambda module: type(module).__name__)
+def test_ordinary_modules_train_and_are_tested(module):
+    """Dropout is at work in training alone, and BatchNorm's statistics move there alone."""
+    model = own.bind(module, **FACTS)
+    variables = model.init(jax.random.key(0))
+    params, state = variables["params"], {name: tree for name, tree in variables.items() if name != "params"}
+    x = jnp.ones((8, 4))
+    trained, new = model.train_apply(params, state, x, mask=jnp.ones(8), key=jax.random.key(1))
+    assert model.apply(variables, x).shape == trained.shape == (8, 3)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    if isinstance(module, Net | Deterministic | ByField):
+        assert np.ptp(np.asarray(trained), axis=0).max() > 0  # equal samples, other masks of dropout
+        assert np.ptp(np.asarray(model.apply(variables, x)), axis=0).max() == 0
+
+
+@pytest.mark.slow
+def test_padding_never_enters_the_statistics_of_flax_s_batch_norm():
+    model = own.bind(Net(), **FACTS)
+    variables = model.init(jax.random.key(0))
+    rows = jax.random.normal(jax.random.key(1), (3, 4))
+    padded = jnp.concatenate([rows, jnp.full((5, 4), 100.0)])
+    mask = jnp.arange(8) < 3
+    statistics = {"batch_stats": variables["batch_stats"]}
+    train = lambda x, mask: model.train_apply(variables["params"], statistics, x, mask=mask, key=jax.random.key(2))[1]
+    full, masked = train(rows, jnp.ones(3)), train(padded, mask.astype(jnp.float32))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), full, masked)
+
+
+class Softmaxes(Plain):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x), x
+
+
+class Unswitched(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=False)(x))
+
+
+class NoParameters(nn.Module):
+    def __call__(self, x):
+        return x[:, :3]
+
+
+class WithArray(Plain):
+    table: jax.Array | None = None
+
+
+REFUSED = {
+    "a class": (Net, "takes an instance of flax.linen.Module, not the class Net; make one: Net(...)"),
+    "no module": ("mlp", "not str"),
+    "too few classes": (nn.Dense(2), "Dense returns 2 of float32 for a sample, but the data need 3 logits"),
+    "a tuple": (Softmaxes(), "returns a tuple for a sample, but the data need 3 logits"),
+    "another input": (nn.Conv(3, (3, 3, 3)), "Conv cannot be initialised for samples 4 of float32 (ValueError"),
+    "no switch": (Unswitched(), "cannot be evaluated (ModifyScopeVariableError"),
+    "no parameters": (NoParameters(), "has no parameters to train"),
+    "an array": (WithArray(jnp.ones(2)), "has a field that cannot be hashed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained_is_one_line(case):
+    module, message = REFUSED[case]
+    with pytest.raises(UserError) as error:
+        own.bind(module, **FACTS)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_hash_sees_class_fields_and_shapes():
+    name = lambda module, **facts: own.full_name(own.bind(module, **FACTS | facts))
+    assert name(Net([6, 5])) == name(Net((6, 5))) != name(Net([5, 6]))
+    assert name(Net()).startswith("given:Net:") and len(name(Net()).split(":")[2]) == 8
+    others = [Net(), Net(activation=nn.tanh), Plain(), nn.Dense(3), nn.Dense(3, use_bias=False)]
+    assert len({name(module) for module in others} | {name(Net(), input_shape=(5,))}) == 6
+
+
+def test_features_and_head_are_asked_for_by_name():
+    model = own.bind(Parts(), **FACTS)
+    assert model.head_name() == "last"
+    x = jax.ShapeDtypeStruct((2, 4), np.float32)
+    assert jax.eval_shape(model.features, model.shapes(), x).shape == (2, 5)
+    plain = own.bind(Plain(), **FACTS)
+    with pytest.raises(UserError, match=r"Plain has no method 'features'.*features\(x\).*head\(z\)"):
+        jax.eval_shape(plain.features, plain.shapes(), x)
+
+
+def test_a_row_of_ones_own(monkeypatch):
+    """One field is enough, and options that are ours mean nothing to it."""
+    monkeypatch.setitem(models.MODELS, "mine", models.ModelRow(Parts))
+    monkeypatch.setitem(models.MODELS, "sized", models.ModelRow(lambda num_classes: nn.Dense(num_classes)))
+    monkeypatch.setitem(models.MODELS, "lacking", models.ModelRow(nn.Dense))
+    monkeypatch.setitem(models.MODELS, "bare", Parts)
+    assert [models.build(name, **FACTS).num_parameters() for name in ("mine", "sized")] == [43, 15]
+    for name, options, message in (
+        ("lacking", {}, "needs features, too"),
+        ("bare", {}, "is no ModelRow: write MODELS['bare'] = ModelRow(MyNetwork)"),
+        ("mine", {"projection": 4}, "--projection=4 is for the networks in MODELS"),
+        ("given:mine:12345678", {}, "cannot be found by name"),
+    ):
+        with pytest.raises(UserError) as error:
+            models.build(name, **FACTS, **options)
+        assert message in str(error.value)
