@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import checks, plots
 from fedjax_mr import main as command
+from fedjax_mr.data.federated import Request
+from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import experiment as experiments
 from fedjax_mr.experiment import logs
@@ -114,6 +117,23 @@ def test_the_run_folder_holds_everything(straight):
     assert last["images"] > 0
     for name in ("curves.png", "partition.png"):
         assert (straight.folder / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_loaded_run_predicts_what_was_tested(straight, equal):
+    """Raw samples in, and the data set is not asked for."""
+    saved = fmr.load(straight.folder)
+    test = digits.load(Request("digits"))
+    assert (saved.predict(test.test_x).argmax(axis=1) == test.test_y).mean() == straight.summary["accuracy_last"]
+    equal(saved.variables, straight.variables)
+    assert (saved.summary["rounds"], saved.rows, saved.config.lr) == (6, straight.rows, 0.05)
+    for function, message in (
+        (lambda: fmr.load("nowhere"), "nowhere is not a run folder"),
+        (lambda: fmr.load(straight.folder, model=nn.Dense(10)), "was made with --model=logistic: leave out model="),
+        (lambda: fmr.load(straight.folder, round=5).round, "no checkpoint of round 5 (rounds there: 4, 6)"),
+    ):
+        with pytest.raises(UserError) as error:
+            function()
+        assert message in str(error.value)
 
 
 def test_the_command_gives_the_same_numbers_as_python(straight, tmp_path, capsys):
