@@ -215,7 +215,9 @@ def augmentation(config: Config, federated: FederatedData) -> Callable[[jax.Arra
     if config.augment == "none":
         return None
     if federated.dataset.x.ndim != 4:
-        raise UserError(f"--augment={config.augment} is for images, and {config.dataset} has none; leave it out")
+        raise UserError(
+            f"--augment={config.augment} is for images, and {federated.dataset.name} has none; leave it out"
+        )
     return functools.partial(crop_flip, pad=config.augment_pad)
 
 

@@ -40,6 +40,8 @@ class Own(NamedTuple):
             raise UserError(f"dataset= takes what fmr.from_arrays(x, y) returns, not a {type(dataset).__name__}")
         several = isinstance(model, Sequence) and not isinstance(model, str)
         modules = tuple(model) if several else () if model is None else (model,)
+        if several and not modules:
+            raise UserError("model= is an empty list: it takes one network or several")
         for module in modules:
             if isinstance(module, str):
                 raise UserError(f"model= takes a Flax module; a network by name is fmr.Config(model={module!r})")

@@ -24,14 +24,14 @@ class ModelRow:
     Attributes:
       network: called with ``num_classes`` and others of a `BlockNet`'s attributes, as far as it takes them; or a Flax
         module.
-      input_shape: the sample that its source describes, for the table; None: it is not in the table.
+      input_shape: the sample that its source describes, for the table; (): it is not in the table.
       num_classes: C of the same source.
       source: where the network comes from.
       input_dtype: float32 for images and vectors, int32 for token sequences.
     """
 
     network: Callable[..., nn.Module] | nn.Module
-    input_shape: tuple[int, ...] | None = None
+    input_shape: tuple[int, ...] = ()
     num_classes: int = 10
     source: str = ""
     input_dtype: Any = np.float32
@@ -201,7 +201,10 @@ def _check_fit(model: Model, takes: str) -> None:
             f"{model.name} wants {takes}, but the samples are token sequences ({sample}); use an lstm model"
         )
     if takes == "images" and len(shape) != 3:
-        raise UserError(f"{model.name} wants images [height, width, channels], but the samples are {sample}")
+        raise UserError(
+            f"{model.name} wants images [height, width, channels], but the samples are {sample}; mlp and logistic take "
+            "numbers of any shape"
+        )
     if takes == "images" and shape[0] in (1, 3) and shape[-1] > 4:
         raise UserError(
             f"{model.name} wants images with the channels last, but the samples are {sample}; transpose them"

@@ -20,7 +20,6 @@ def row(name: str) -> tuple[str, ...]:
     """Return the table's cells for one network on the samples of its source."""
     entry = MODELS[name]
     shape, dtype = entry.input_shape, entry.input_dtype
-    assert shape is not None
     model = build(name, input_shape=shape, num_classes=entry.num_classes, input_dtype=dtype)
     leaves = jax.tree.leaves(model.shapes())
     numbers = (
@@ -72,7 +71,7 @@ def _inner(params: dict) -> Iterator[core.Jaxpr]:
 
 def network_table() -> str:
     """Return the table of all networks as text."""
-    rows = [COLUMNS, *(row(name) for name, entry in MODELS.items() if entry.input_shape is not None)]
+    rows = [COLUMNS, *(row(name) for name, entry in MODELS.items() if entry.input_shape)]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(COLUMNS))]
     left = {0, 1, len(COLUMNS) - 1}
 

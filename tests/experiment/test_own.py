@@ -89,6 +89,7 @@ WRONG = {
     "arrays": (dict(dataset=X), "dataset= takes what fmr.from_arrays(x, y) returns, not a ndarray"),
     "a class": (dict(model=Net), "takes an instance of flax.linen.Module, such as MyNetwork(), not the class Net"),
     "a name": (dict(model="mlp"), "a network by name is fmr.Config(model='mlp')"),
+    "nothing": (dict(model=[]), "model= is an empty list"),
     "several for one": (dict(model=[Net([4]), Net([5])]), "needs the same network for all clients"),
 }
 
