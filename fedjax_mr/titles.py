@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import config as configuration
+from fedjax_mr import given
 from fedjax_mr.config import Config
 from fedjax_mr.strategies import STRATEGIES
 
@@ -72,13 +73,13 @@ def key(settings: Mapping[str, Any]) -> str:
 
 def dataset(name: str) -> str:
     """Return the name of a data set, or that of its file."""
-    base, _, part = name.partition("/")
+    base, _, part = (name := given.shown(name)).partition("/")
     return f"{DATASETS[base]} {part}".strip() if base in DATASETS else Path(name).stem
 
 
 def network(names: str) -> str:
     """Return the name of a network, or the names of several."""
-    return " + ".join(NETWORKS.get(name, name) for name in names.split(","))
+    return " + ".join(NETWORKS.get(name, name) for name in given.shown(names).split(","))
 
 
 def division(settings: Mapping[str, Any]) -> str:

@@ -111,7 +111,7 @@ def titles_of(settings: Sequence[tuple[Mapping[str, Any], Sequence[Run]]]) -> li
     """Return the names of settings, as `by_setting` returns them, in pictures: ``FedMR, Dirichlet(0.1)``."""
     known = [titles.facts(members[0].config) for _, members in settings]
     return [
-        ", ".join([titles.method(own), *titles.words(setting, own, brief=True)])
+        ", ".join([titles.method(own), *titles.words(setting, {**own, **setting}, brief=True)])
         for (setting, _), own in zip(settings, known, strict=True)
     ]
 

@@ -118,10 +118,13 @@ def test_tables_keep_them_apart():
             json.dumps({"round": 2, "accuracy": 0.5, "loss": 1.0, "bytes_down": 1, "bytes_up": 1}) + "\n"
         )
         (folder / "summary.json").write_text("{}")
+    titles = groups.titles_of(groups.by_setting(groups.find(["0", "1", "2"])))
+    hashes = [each.full_name().removeprefix("given:") for each in (MINE, OTHER)]
+    assert titles == [*(f"FedAvg, {each}" for each in hashes), "FedAvg, mirrored"]
     lines = tables.accuracy_lines(groups.find(["0", "1", "2"]))
     names = [groups.name(line.setting) for line in lines]
     assert names[2] == "fedavg dataset=mirrored"
-    assert names[:2] == [f"fedavg dataset={each.full_name().removeprefix('given:')}" for each in (MINE, OTHER)]
+    assert names[:2] == [f"fedavg dataset={each}" for each in hashes]
 
 
 @pytest.fixture(scope="module")
