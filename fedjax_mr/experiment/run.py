@@ -43,9 +43,7 @@ class Interrupted(Exception):
         self.exit_code = exit_code
 
 
-def run(
-    config: Config, *, dataset: Dataset | None = None, model: Any = None, on_row: OnRow | None = None
-) -> Result:
+def run(config: Config, *, dataset: Dataset | None = None, model: Any = None, on_row: OnRow | None = None) -> Result:
     """Run an experiment, or go on with one, and return its result.
 
     Own samples and networks are recorded as ``given:NAME:HASH``. Such a run goes on where they are given again, by
