@@ -13,6 +13,7 @@ interrupts.begin()  # before the imports that take seconds
 from fedjax_mr import models, strategies, trees
 from fedjax_mr.config import Config
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
+from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.engine import local
 from fedjax_mr.errors import DivergedError, UserError
@@ -22,12 +23,14 @@ from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MODELS",
+    "PARTITIONS",
     "SOURCES",
     "STRATEGIES",
     "BlockNet",
@@ -40,6 +43,7 @@ __all__ = [
     "Model",
     "ModelRow",
     "Parcels",
+    "Partitioner",
     "Problem",
     "Result",
     "Row",
@@ -48,6 +52,7 @@ __all__ = [
     "TrainedNetwork",
     "UserError",
     "Variables",
+    "field",
     "from_arrays",
     "load",
     "local",

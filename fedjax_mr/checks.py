@@ -1,10 +1,11 @@
 """The checks across the settings of a configuration, before any data are read; `settings` checks each by itself."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from fedjax_mr import given
+from fedjax_mr import given, imports
 from fedjax_mr.data import SOURCES, is_file
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
@@ -13,6 +14,47 @@ from fedjax_mr.strategies import STRATEGIES
 
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The values of ``--log``, each also an extra of this package, and the package that each needs."""
+PUBLIC_SHARE = 0.1  # of methods that cannot do without public data, as in FedMe's and pFedHR's papers
+
+
+def with_imports(config: Any) -> Any:
+    """Return a `config.Config` with the content hashes of the imports that it uses.
+
+    Raises:
+      UserError: as `imports.load`.
+    """
+    imports.load(config.imports)
+    used = {("strategy", config.strategy), ("partition", config.partition)}
+    used |= {("model", name) for name in config.model.split(",")}
+    used |= {("data set", name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
+    return dataclasses.replace(config, imports=imports.recorded(config.imports, used))
+
+
+def complete(config: Any) -> Any:
+    """Return a `config.Config` as it is run and kept: `with_imports`, and with public data if its method needs some.
+
+    Raises:
+      UserError: as `imports.load`.
+    """
+    lacks = needs_public(config) and not config.public_share
+    return dataclasses.replace(with_imports(config), **({"public_share": PUBLIC_SHARE} if lacks else {}))
+
+
+def needs_public(config: Any) -> bool:
+    """Return whether the method, with its settings, needs public data, and no partition file may hold some."""
+    row = STRATEGIES.get(config.strategy)
+    if row is None or row.needs_public is None or config.partition_file:
+        return False
+    hyper = row.hyper() if config.hyper is None and row.hyper is not None else config.hyper
+    return row.needs_public(hyper)
+
+
+def added(asked: Any, completed: Any) -> Iterator[str]:
+    """Yield one line for each setting that `complete` has added."""
+    if asked.public_share != completed.public_share:
+        share = f"{completed.public_share:g} of the training samples (--public_share={completed.public_share:g})"
+        yield f"{completed.strategy} needs public data: {share}, which no client has"
+
 
 
 def check_together(config: Any, *, in_python: Collection[str] = ()) -> None:

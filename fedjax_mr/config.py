@@ -5,13 +5,12 @@ import functools
 import hashlib
 import json
 import shlex
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import files, given, settings
-from fedjax_mr.checks import LOGS, check_together
+from fedjax_mr import files, given, imports, settings
+from fedjax_mr.checks import LOGS, check_together, with_imports
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
@@ -144,6 +143,10 @@ class Config:
         None, "largest L2 norm of a batch's gradient, which is scaled down to it; none: no limit",
         low=0, open_low=True, source="the FedMR authors' code")
 
+    imports: tuple[str, ...] = _federation(
+        (), "Python file, or module by its dotted name, that registers methods, networks, data sets or partitions of "
+        "one's own; read before all other flags; #HASH behind it accepts that content alone, as run.flags has it",
+        flag="import", path=True, affects_results=False, source="our choice")
     strategy: str = _federation("fedmr", "federated method by name", names=STRATEGIES)
     cohort: int = _federation(5, "K, how many clients train in a round", unit="clients", low=1)
     rounds: int = _federation(300, "how many rounds to train", unit="rounds", low=1)
@@ -235,8 +238,10 @@ def hyper(config: Config) -> Any:
     Raises:
       UserError: the strategy is unknown.
     """
+    if config.hyper is not None:
+        return config.hyper
     owner = _hyper_type(config.strategy)
-    return owner() if config.hyper is None and owner is not None else config.hyper
+    return None if owner is None else owner()
 
 
 def _hyper_type(strategy: str) -> type | None:
@@ -257,7 +262,8 @@ def _known(strategies: Collection[str] | None = None) -> Iterator[Setting]:
 def _values(config: Config) -> Iterator[tuple[Setting, Any]]:
     """Yield each setting of the run with its value, the chosen strategy's own last."""
     yield from settings.values_of(config)
-    yield from settings.values_of(hyper(config), f"{config.strategy}_")
+    known = config.hyper is not None or config.strategy in STRATEGIES  # not so in the folder of somebody's own method
+    yield from settings.values_of(hyper(config) if known else None, f"{config.strategy}_")
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -279,7 +285,7 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `validate`'s concern.
     """
-    return _build(_parse(arguments, ()))
+    return _read(arguments)[0]
 
 
 def parse_command(arguments: Sequence[str], own: type[Owner]) -> tuple[Config, Owner]:
@@ -292,8 +298,24 @@ def parse_command(arguments: Sequence[str], own: type[Owner]) -> tuple[Config, O
     Raises:
       UserError: as `parse`.
     """
-    values = _parse(arguments, settings.settings_of(own))
-    return _build(values), settings.build(own, values)
+    config, values = _read(arguments, settings.settings_of(own))
+    return config, settings.build(own, values)
+
+
+def read_imports(arguments: Sequence[str]) -> None:
+    """Import what the flags name by ``--import``, so that the registries have all names.
+
+    Raises:
+      UserError: a missing flag file, or as `imports.load`.
+    """
+    imports.load(settings.given(arguments, "import"))
+
+
+def _read(arguments: Sequence[str], own: Sequence[Setting] = ()) -> tuple[Config, Mapping[str, Any]]:
+    """Return the configuration that flags describe, and all values by flag."""
+    read_imports(arguments)
+    values = _parse(arguments, own)
+    return with_imports(_build(values)), values
 
 
 def _parse(arguments: Sequence[str], own: Sequence[Setting]) -> dict[str, Any]:
@@ -310,28 +332,6 @@ def _parse(arguments: Sequence[str], own: Sequence[Setting]) -> dict[str, Any]:
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:
     """Return the flags that decide about runs of these strategies (None: all); others name folders and the like."""
     return [setting.flag for setting in _known(strategies) if setting.info.affects_results]
-
-
-def help_text(width: int | None = None) -> str:
-    """Return the text of ``--help``: every flag by group, with unit, range, default and its source."""
-    width = settings.help_width(width)
-    groups: dict[str, list[Setting]] = {name: [] for name in GROUPS}
-    for setting in settings.settings_of(Config):
-        groups[setting.info.group].append(setting)
-    for name, row in STRATEGIES.items():
-        if own := list(settings.settings_of(row.hyper, f"{name}_")):
-            groups[f"Strategy {name} ({row.paper})"] = own
-
-    intro = (
-        "Train a federation in one XLA program. Without flags: FedMR on the embedded digits. Flags are read from left "
-        "to right and the last value wins; --flagfile=FILE reads flags from a file at that place. A switch is set by "
-        "--name and cleared by --noname; 'none' clears a value that may be missing, and a list."
-    )
-    usage = f"usage: {COMMAND} [--help] [--flag=value ...] [--flagfile=FILE ...]"
-    lines = [*textwrap.wrap(usage, width, subsequent_indent="  "), "", *textwrap.wrap(intro, width)]
-    for title, group in groups.items():
-        lines += ["", title, *(line for setting in group for line in setting.help(width))]
-    return "\n".join(lines)
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
@@ -375,7 +375,8 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def shared(config: Config) -> dict[str, Any]:
     """Return the settings in which all processes of a run must agree, as plain values by flag."""
-    return {flag: value for flag, value in to_json(config).items() if flag not in _ABOUT_THE_PROCESS}
+    kept = {flag: value for flag, value in to_json(config).items() if flag not in _ABOUT_THE_PROCESS}
+    return kept | {"import": imports.hashes(config.imports)}
 
 
 def to_flags(config: Config) -> list[str]:
@@ -393,12 +394,15 @@ def save(config: Config, folder: Path | str) -> None:
     lines = [f"# {how}", *to_flags(config)]
     with files.whole(folder / "run.flags") as path:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    imports.keep(config.imports, folder / imports.FOLDER)
     with files.whole(folder / "config.json") as path:
         path.write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: Path | str) -> Config:
     """Return the configuration that a run folder was made with; settings that it lacks have their defaults.
+
+    The code of somebody's own method is not needed: its settings are those that the folder names.
 
     Raises:
       UserError: the folder holds no readable ``config.json``.
@@ -407,6 +411,10 @@ def load(folder: Path | str) -> Config:
     try:
         values = files.parse_json(files.read_text(path))
         config = _build(values)
+        if config.strategy not in STRATEGIES:
+            common = {setting.flag for setting in settings.settings_of(Config)}
+            others = {flag: value for flag, value in values.items() if flag not in common}
+            config = dataclasses.replace(config, hyper=settings.recorded(others, f"{config.strategy}_"))
     except FileNotFoundError:
         raise UserError(f"{folder} is not a run folder: it has no config.json") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -420,6 +428,16 @@ def load(folder: Path | str) -> Config:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return config
+
+
+def load_code(folder: Path | str) -> Config:
+    """Return the configuration of a run folder, ready to be built: what it imports is imported.
+
+    Raises:
+      UserError: as `load` and `imports.load`; of a file that is gone or has changed the folder's own copy is taken.
+    """
+    imports.load(load(folder).imports, copies=Path(folder) / imports.FOLDER)
+    return load(folder)
 
 
 def differences(config: Config, saved: Config) -> list[str]:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr import config, interrupts
+from fedjax_mr import config, imports, interrupts, manual
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.report import summary_table
@@ -21,8 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if any(argument in ("--help", "-help", "-h") for argument in arguments):
-            print(config.help_text())
+        if "--version" in arguments:
+            print(manual.version())
+            return 0
+        if (topic := manual.asked(arguments)) is not None:
+            config.read_imports(arguments)
+            print(manual.page(topic))
             return 0
         result = run(config.parse(arguments))
     except (UserError, Interrupted) as reason:
@@ -31,6 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(interrupts.LINE)
         return interrupts.EXIT_CODE
+    except Exception as error:
+        reason = imports.blame(error)
+        if reason is None:
+            raise
+        print(f"fedjax-mr: {reason}", file=sys.stderr)
+        return reason.exit_code
     if result.writes:
         print(summary_table(result.summary))
         print(f"run folder: {result.folder}")

@@ -39,7 +39,7 @@ class Info:
 
     Attributes:
       help: one sentence; for hyper-parameters it names the paper's symbol.
-      group: the heading under which ``--help`` lists the flag ("" for a strategy's own fields).
+      group: the heading under which ``--help=all`` lists the flag ("" for a strategy's own fields).
       unit: the unit of the value, such as "samples" or "rounds".
       low, high: the least and the largest value allowed; ``open_low`` and ``open_high`` exclude the bound itself. A
         number without ``high`` still has to fit into 32 bits; where the setting is the size of an array or a count of
@@ -47,6 +47,7 @@ class Info:
       choices: the names allowed.
       names: names to list in ``--help``, such as the rows of a registry; the owner of the field checks them.
       path: whether the text may be the path of a file or folder.
+      flag: the flag where Python forbids its name for a field; "": the field's own name.
       source: the origin of the default.
       affects_results: whether the field can change the numbers of a run (a run folder, say, cannot).
     """
@@ -61,6 +62,7 @@ class Info:
     choices: Sequence[str] | None = None
     names: Collection[str] = ()
     path: bool = False
+    flag: str = ""
     source: str = ""
     affects_results: bool = True
 
@@ -160,7 +162,7 @@ class Setting:
         return [f"--{self.flag}={'none' if plain is None else plain}"]
 
     def help(self, width: int) -> list[str]:
-        """Return the lines of ``--help`` about the setting, at most ``width`` characters each (long names aside)."""
+        """Return the lines of help about the setting, at most ``width`` characters each (long names aside)."""
         choices = self.info.choices or self.info.names
         facts = [self.info.unit, self.info.allowed(), f"one of {', '.join(choices)}" if choices else ""]
         facts.append("repeatable" if self.repeated else "")
@@ -241,7 +243,8 @@ def _settings_of(owner: type, prefix: str) -> tuple[Setting, ...]:
         optional, hint = len(options) < len(_options(hints[each.name])), options[0]
         repeated = typing.get_origin(hint) is tuple
         kind = typing.get_args(hint)[0] if repeated else hint
-        settings.append(Setting(prefix + each.name, each.name, kind, optional, repeated, each.default, found))
+        flag = prefix + (found.flag or each.name)
+        settings.append(Setting(flag, each.name, kind, optional, repeated, each.default, found))
     return tuple(settings)
 
 
@@ -262,6 +265,25 @@ def build(owner: type[Owner], values: Mapping[str, Any], prefix: str = "") -> Ow
     """
     found = {setting.name: values[setting.flag] for setting in settings_of(owner, prefix) if setting.flag in values}
     return owner(**{name: _uncleared(value) if isinstance(value, list) else value for name, value in found.items()})
+
+
+def recorded(values: Mapping[str, Any], prefix: str) -> Any:
+    """Return a dataclass with the settings that JSON has under a prefix, where their own is not there; None if none."""
+    fields = [
+        (name.removeprefix(prefix), _kind_of(value), field(tuple(value) if isinstance(value, list) else value, ""))
+        for name, value in values.items()
+        if name.startswith(prefix)
+    ]
+    return dataclasses.make_dataclass("Hyper", fields, frozen=True)() if fields else None
+
+
+def _kind_of(value: Any) -> Any:
+    """Return the type of a setting that may have a value of JSON."""
+    if isinstance(value, list):
+        return tuple[_kind_of(value[0]) if value else str, ...]
+    if not isinstance(value, str | int | float | None):
+        raise TypeError(f"{value} is no value of a setting")
+    return (str | None) if value is None else type(value)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -289,19 +311,46 @@ def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, An
       UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `Setting.check`'s concern.
     """
     values = _FlagValues()
-    for setting in settings:
-        _define(values, setting)
     try:
+        for setting in settings:
+            _define(values, setting)
         rest = values(["fedjax-mr", *arguments])[1:]
     except flags.UnrecognizedFlagError as error:
         raise _unknown_flag(error.flagname, list(values)) from None
     except flags.CantOpenFlagFileError as error:
-        raise UserError(f"cannot read the flag file: {str(error).rpartition('] ')[2]}") from None
+        raise _no_flag_file(error) from None
     except (flags.Error, ValueError) as error:
         raise UserError(" ".join(str(error).split())) from None
     if rest:
-        raise UserError(f"unexpected argument {rest[0]!r}: every setting is a flag, --name=value (--help lists them)")
+        raise UserError(
+            f"unexpected argument {rest[0]!r}: every setting is a flag, --name=value (--help=all lists them)"
+        )
     return {name: values[name].value for name in values}
+
+
+def given(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return all values that the command line and its flag files give to one flag, before the others are known.
+
+    Raises:
+      UserError: a missing flag file.
+    """
+    try:
+        words = _FlagValues().read_flags_from_files(list(arguments))
+    except flags.CantOpenFlagFileError as error:
+        raise _no_flag_file(error) from None
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from None
+    words = words[: words.index("--")] if "--" in words else words
+    names, found = (f"-{flag}", f"--{flag}"), []
+    for position, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in names:
+            found.append(value if equals else "".join(words[position + 1 : position + 2]))
+    return list(_uncleared([None if value.lower() == "none" else value for value in found]))
+
+
+def _no_flag_file(error: Exception) -> UserError:
+    return UserError(f"cannot read the flag file: {str(error).rpartition('] ')[2]}")
 
 
 class _FlagValues(flags.FlagValues):
@@ -361,7 +410,7 @@ def _define(values: flags.FlagValues, setting: Setting) -> None:
 def _unknown_flag(name: str, known: Collection[str]) -> UserError:
     found = str(unknown_name("flag", name, known)).partition("did you mean '")[2].partition("'")[0]
     hint = f"; did you mean --{found}?" if found else ""
-    return UserError(f"unknown flag --{name}{hint} (--help lists all flags)")
+    return UserError(f"unknown flag --{name}{hint} (--help=all lists all flags)")
 
 
 # --- Help ------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_mr import config as configuration
-from fedjax_mr import interrupts
+from fedjax_mr import interrupts, manual
 from fedjax_mr.analysis import tables
+from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
@@ -40,7 +41,7 @@ COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
 
 Run the product of strategies, settings and seeds; the same command again skips the finished runs and goes on with the
-others. All flags of {configuration.COMMAND} (its --help lists them) describe the runs, and these the sweep:
+others. All flags of {configuration.COMMAND} (its --help=all lists them) describe the runs, and these the sweep:
 """
 Pairs = list[tuple[str, str]]  # settings by flag
 OWN_FLAG = {"strategy": "strategies", "seed": "seeds"}
@@ -126,7 +127,7 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         chosen = dict(pair for pairs in values for pair in pairs)
         flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
         flags += [f"--{name}={value}" for name, value in chosen.items()]
-        one, _ = configuration.parse_command(flags, Sweep)
+        one = complete(configuration.parse_command(flags, Sweep)[0])
         configuration.validate(one)
         plain, digest = configuration.to_json(one), configuration.digest(one)
         choice = {name: plain[name] for name in chosen if name in plain}
@@ -469,10 +470,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the flags, without the program's name; None reads the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if any(argument in ("--help", "-help", "-h") for argument in arguments):
-        print(USAGE + help_of(Sweep))
-        return 0
     try:
+        if (topic := manual.asked(arguments)) is not None:
+            configuration.read_imports(arguments)
+            print(manual.page(topic) if topic else USAGE + help_of(Sweep))
+            return 0
         config, sweep = configuration.parse_command(arguments, Sweep)
         if sweep.together:
             return run_together(config, sweep)

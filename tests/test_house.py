@@ -26,15 +26,16 @@ from fedjax_mr.strategies import STRATEGIES, Row
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
 # Leaves of the tree: everybody may use them, they use nobody above.
-FREE = {"errors", "files", "given", "interrupts", "platforms", "settings", "trees"}
+FREE = {"errors", "files", "given", "interrupts", "platforms", "registry", "settings", "trees"}
 
 # Downwards only; a room may use its own files. The longest name that fits a module counts.
 MAY_IMPORT = {
     "__init__": {"config", "data", "engine.local", "experiment", "models", "strategies"},
-    "main": {"config", "experiment"},
+    "main": {"config", "experiment", "imports", "manual"},
     "export": {"experiment"},
-    "sweep": {"analysis", "config", "experiment"},
-    "experiment": {"checks", "config", "data", "engine", "models", "plots", "strategies", "titles"},
+    "manual": {"config", "data", "models", "strategies"},
+    "sweep": {"analysis", "checks", "config", "experiment", "manual"},
+    "experiment": {"checks", "config", "data", "engine", "imports", "models", "plots", "strategies", "titles"},
     "experiment.attended": set(),
     "experiment.rendezvous": set(),
     "experiment.processes": {"experiment.rendezvous"},
@@ -42,8 +43,15 @@ MAY_IMPORT = {
     "engine": {"data.federated", "models", "strategies.base"},
     "engine.local": {"models"},
     "engine.mutual": {"engine.local", "models"},
-    "config": {"checks", "data", "models", "strategies"},  # for the names and settings that flags are made of
-    "checks": {"data", "models", "strategies"},
+    "imports": {"data", "models", "strategies"},  # whose registries files of one's own extend
+    "config": {
+        "checks",
+        "data",
+        "imports",
+        "models",
+        "strategies",
+    },  # for the names and settings that flags are made of
+    "checks": {"data", "imports", "models", "strategies"},
     "strategies": {"engine.local", "engine.mutual", "models", "secure"},
     "strategies.base": {"engine.local", "models"},
     "models": set(),
@@ -54,9 +62,15 @@ MAY_IMPORT = {
     # Beside the drawing: what rebuilds the template of a run's checkpoints (experiment.build, engine), so that every
     # strategy's state can be read without a second description of it; theorem1 trains its own convex problems with the
     # registered strategies.
-    "analysis": {"config", "data", "engine", "experiment", "models", "plots", "strategies", "titles"},
+    "analysis": {"config", "data", "engine", "experiment", "imports", "models", "plots", "strategies", "titles"},
 }
-COMMANDS_OF_ROOMS = {"config", "plots", "titles"}  # what a room's own command (its __main__) may use besides
+COMMANDS_OF_ROOMS = {
+    "checks",
+    "config",
+    "imports",
+    "plots",
+    "titles",
+}  # what a room's own command (its __main__) may use besides
 ONLY_IN = {
     "matplotlib": {"plots"},
     "orbax": {"experiment.checkpoint"},

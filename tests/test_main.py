@@ -94,7 +94,7 @@ def test_the_real_command_refuses_in_one_line():
     assert process.returncode == 2
     assert (out, shown) == (
         "",
-        "fedjax-mr: unknown flag --stratgy; did you mean --strategy? (--help lists all flags)\n",
+        "fedjax-mr: unknown flag --stratgy; did you mean --strategy? (--help=all lists all flags)\n",
     )
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from fedjax_mr import interrupts
+from fedjax_mr import imports, interrupts
 from fedjax_mr.analysis import (
     best,
     choices,
@@ -77,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Command = COMMANDS[name]
         parser = _Parser(prog=f"python -m fedjax_mr.analysis {name}", description=command.__doc__, allow_abbrev=False)
         command.add_arguments(parser)
-        command.main(parser.parse_args(rest))
+        parser.add_argument(
+            "--import", dest="imports", action="append", default=[], metavar="FILE", help="Python file with own methods"
+        )
+        parsed = parser.parse_args(rest)
+        imports.load(parsed.imports)
+        command.main(parsed)
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code

@@ -88,6 +88,7 @@ def _without_folders(config: Config) -> Config:
         public_from=name(config.public_from),
         partition_file=name(config.partition_file),
         architectures_from=tuple(map(name, config.architectures_from)),
+        imports=tuple(map(name, config.imports)),
     )
 
 

@@ -161,7 +161,8 @@ class Rebuilt(NamedTuple):
 
 def rebuild(run: Run, *, data_dir: str | None = None) -> Rebuilt:
     """Return a run's data, network and rounds, with which its checkpoints are read; nothing is computed."""
-    config = run.config if data_dir is None else with_data_dir(run.config, data_dir)
+    config = configuration.load_code(run.path)
+    config = config if data_dir is None else with_data_dir(config, data_dir)
     set_up_jax(devices=1, cohort_size=1)
     federated = data.federated_data(config)
     model = build_model(config, federated)

@@ -15,12 +15,24 @@ from fedjax_mr.data.federated import Dataset, FederatedData, Request, Split
 from fedjax_mr.data.sources import arrays, digits, leaf, tfds
 from fedjax_mr.data.sources.arrays import from_arrays, is_file
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.registry import Registry
 
 __all__ = [
     "SOURCES", "Dataset", "FederatedData", "Split", "federate", "federated_data", "from_arrays", "is_file", "load",
 ]  # fmt: skip
 
-SOURCES: dict[str, Callable[[Request], Dataset]] = {
+
+def check_source(name: str, row: Any) -> None:
+    """Check the row of a data set from outside the package.
+
+    Raises:
+      UserError: it cannot be called.
+    """
+    if not callable(row):
+        raise UserError(f"fmr.SOURCES[{name!r}] takes a function of a request that returns a Dataset")
+
+
+_OURS: dict[str, Callable[[Request], Dataset]] = {
     "digits": digits.load,
     "cifar10": tfds.load,
     "cifar100": tfds.load,
@@ -31,6 +43,7 @@ SOURCES: dict[str, Callable[[Request], Dataset]] = {
     "femnist": leaf.femnist,
     "shakespeare": leaf.shakespeare,
 }
+SOURCES = Registry("data set", "fmr.SOURCES", check_source, _OURS)
 """Every data set by name."""
 
 LABEL_MODES = {"cifar100": ("fine", "coarse")}

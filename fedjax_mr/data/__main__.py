@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data, interrupts, plots, titles
+from fedjax_mr.checks import complete
 from fedjax_mr.data import plan
 from fedjax_mr.data.federated import Request
 from fedjax_mr.data.partition_table import partition_table
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(arguments: list[str]) -> None:
     # No client trains: the method must not refuse several networks, nor the cohort be larger than the federation.
-    config = dataclasses.replace(configuration.parse([*arguments, "--strategy=local"]), cohort=1)
+    config = complete(configuration.parse(arguments))
+    config = dataclasses.replace(config, strategy="local", hyper=None, cohort=1)
     configuration.validate(config)
     federated = data.federated_data(config)
     words = [Path(config.dataset).stem, Path(config.partition_file or config.partition).stem, federated.hash()[:8]]

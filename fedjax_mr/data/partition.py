@@ -8,11 +8,12 @@ here the best of `MAX_DRAWS` draws is repaired, with a note to the caller.
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.registry import Registry
 
 Parts = list[np.ndarray]
 """One row array per client."""
@@ -248,7 +249,21 @@ class Partitioner(NamedTuple):
     settings: tuple[str, ...] = ()
 
 
-PARTITIONS: dict[str, Partitioner] = {
+def check_row(name: str, row: Any) -> None:
+    """Check the row of a partition from outside the package.
+
+    Raises:
+      UserError: it is no `Partitioner`, or reads settings that there are not.
+    """
+    known = {setting for each in _OURS.values() for setting in each.settings}
+    if not isinstance(row, Partitioner) or not callable(row.divide) or not set(row.settings) <= known:
+        raise UserError(
+            f"fmr.PARTITIONS[{name!r}] takes fmr.Partitioner(divide, settings): divide(labels, num_clients, *, rng, "
+            f"...) returns each client's rows, and settings are some of {', '.join(sorted(known))}"
+        )
+
+
+_OURS: dict[str, Partitioner] = {
     "iid": Partitioner(iid),
     "dirichlet": Partitioner(dirichlet, ("alpha", "report")),
     "dirichlet_size": Partitioner(dirichlet_size, ("alpha", "alpha_size", "report")),
@@ -257,6 +272,7 @@ PARTITIONS: dict[str, Partitioner] = {
     "quantity": Partitioner(quantity, ("quantity_power",)),
     "natural": Partitioner(natural),
 }
+PARTITIONS = Registry("partition", "fmr.PARTITIONS", check_row, _OURS)
 """Every partition; `natural` alone reads client numbers instead of labels."""
 
 

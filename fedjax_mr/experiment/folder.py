@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import files, given
+from fedjax_mr import files, given, imports
 from fedjax_mr.config import Config
 from fedjax_mr.data import npz
 from fedjax_mr.errors import UserError
@@ -36,7 +36,7 @@ PICTURES = ("png", "pdf", "svg")  # --picture_format
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
     "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES), "partition.npz",
-    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", "config.json", "run.flags",
+    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", "imports", "config.json", "run.flags",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes, in this order: ``run.flags`` is the first file
 to come and the last to go, so that whatever is left after a kill is known as a run folder."""
@@ -425,7 +425,13 @@ def _to_resume(config: Config) -> Path:
     if not _has_checkpoint(path):
         remedy = "start it anew with --overwrite" if (path / "config.json").exists() else "is it a run folder?"
         raise UserError(f"cannot resume: {path} has no checkpoint; {remedy}")
-    different = configuration.differences(config, configuration.load(path))
+    saved = configuration.load(path)
+    if imports.hashes(config.imports) != imports.hashes(saved.imports):
+        raise UserError(
+            f"cannot resume {path}, which was made with other code: --import={','.join(config.imports) or 'none'} "
+            f"(saved {','.join(saved.imports) or 'none'}; copies are in {path / imports.FOLDER})"
+        )
+    different = configuration.differences(config, saved)
     if different:
         raise UserError(f"cannot resume {path}, which was made with other settings: {'; '.join(different)}")
     return path

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data, given, interrupts
-from fedjax_mr.checks import without_effect
+from fedjax_mr.checks import added, complete, without_effect
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
@@ -65,7 +65,8 @@ def run(config: Config, *, dataset: Dataset | None = None, model: Any = None, on
       LostError: another process of the run is out of reach.
     """
     own = Own.of(dataset, model)
-    config = own.named(config)
+    asked = own.named(config)
+    config = complete(asked)
     configuration.validate(config, in_python=own.flags)
     if on_row is not None and not callable(on_row):
         raise UserError(f"on_row is {on_row!r}, but must be a function of one row")
@@ -81,7 +82,8 @@ def run(config: Config, *, dataset: Dataset | None = None, model: Any = None, on
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
     interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
-        (end,) = Run([set_up(config, federated, network, processes, at_the_end, on_row=on_row)]).run()
+        notes = added(asked, config)
+        (end,) = Run([set_up(config, federated, network, processes, at_the_end, notes=notes, on_row=on_row)]).run()
     if isinstance(end, DivergedError):
         raise end
     return end
@@ -94,6 +96,7 @@ def set_up(
     processes: Processes,
     at_the_end: contextlib.ExitStack,
     *,
+    notes: Iterable[str] = (),
     on_row: OnRow | None = None,
 ) -> Experiment:
     """Build the rounds, take the run folder and return the experiment; ``at_the_end`` a folder without a run goes."""
@@ -102,7 +105,7 @@ def set_up(
     folder = open_folder(config, processes)
     at_the_end.callback(folder.withdraw)
     if config.progress and processes.writes:
-        notes = [*federated.notes, *without_effect(config)]
+        notes = [*notes, *federated.notes, *without_effect(config)]
         if federated.holdout is not None and rounds.strategy.global_model is None:
             notes.append(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "

@@ -9,6 +9,7 @@ import jax
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data
+from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset
 from fedjax_mr.engine.clients import client_axis
@@ -41,7 +42,7 @@ def run_seeds(
       Interrupted: Ctrl-C or a termination signal; checkpoints were written.
     """
     own = Own.of(dataset, model)
-    configs = [own.named(config) for config in configs]
+    configs = [complete(own.named(config)) for config in configs]
     first = configs[0]
     for config in configs:
         configuration.validate(config, in_python=own.flags)

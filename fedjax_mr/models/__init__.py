@@ -15,6 +15,7 @@ from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import cnn, lstm, own, pfedhr, resnet, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
+from fedjax_mr.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,18 @@ CIFAR, GREY, TEXT = (32, 32, 3), (28, 28, 1), (80,)
 SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
 """Relatives of a small network, for clients of different ones."""
 
-MODELS: dict[str, ModelRow] = {
+
+def check_row(name: str, row: Any) -> None:
+    """Check the row of a network from outside the package.
+
+    Raises:
+      UserError: it is no `ModelRow`.
+    """
+    if not isinstance(row, ModelRow) or not (isinstance(row.network, nn.Module) or callable(row.network)):
+        raise UserError(f"fmr.MODELS[{name!r}] takes fmr.ModelRow(MyNetwork)")
+
+
+_OURS: dict[str, ModelRow] = {
     "cnn_digits": ModelRow(cnn.CNNDigits, (8, 8, 1), 10, "ours, for the quickstart"),
     **{
         f"cnn_digits_{size}": ModelRow(
@@ -83,6 +95,7 @@ MODELS: dict[str, ModelRow] = {
     "pfedhr_m3": ModelRow(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
     "pfedhr_m4": ModelRow(pfedhr.M4, CIFAR, 10, "pFedHR's code (CNN4)"),
 }
+MODELS = Registry("model", "fmr.MODELS", check_row, _OURS)
 """Every network by its name."""
 
 

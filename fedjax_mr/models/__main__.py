@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from fedjax_mr import interrupts
+from fedjax_mr import imports, interrupts
+from fedjax_mr.errors import UserError
 from fedjax_mr.models import MODELS, Model, build
 from fedjax_mr.models.base import describe
 
@@ -85,13 +86,18 @@ def network_table() -> str:
     return "\n".join(map(line, rows))
 
 
-def main() -> None:
-    """Print the table; the command takes no arguments."""
-    argparse.ArgumentParser(
-        prog="python -m fedjax_mr.models", description="Print the table of all networks."
-    ).parse_args()
-    print(network_table())
+def main() -> int:
+    """Print the table and return the exit code: 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m fedjax_mr.models", description="Print the table of all networks.")
+    parser.add_argument("--import", dest="imports", action="append", default=[], help="Python file with own networks")
+    try:
+        imports.load(parser.parse_args().imports)
+        print(network_table())
+    except UserError as error:
+        print(f"fedjax-mr: {error}", file=sys.stderr)
+        return error.exit_code
     print("Multiply-adds: of one sample, forward. State bytes: parameters and normalisation statistics, float32.")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """Strategies by name; one paper, one file. A row of `STRATEGIES` is all the registration that a new file needs."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fedjax_mr import settings
+from fedjax_mr.errors import UserError
+from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import (
     centralized,
     clusamp,
@@ -43,6 +47,7 @@ class Row(NamedTuple):
       several: whether clients may have networks of different architectures (a `Zoo`).
       public: whether it takes public data.
       title: its name in pictures and papers' tables; "" takes the name that it is registered by.
+      needs_public: hyper -> whether it cannot run without public data, and so gets some by default; None: it can.
     """
 
     build: Callable[[Any, Problem], Strategy]
@@ -51,9 +56,33 @@ class Row(NamedTuple):
     several: bool = False
     public: bool = False
     title: str = ""
+    needs_public: Callable[[Any], bool] | None = None
 
 
-STRATEGIES: dict[str, Row] = {
+def check_row(name: str, row: Any) -> None:
+    """Check the row of a strategy from outside the package.
+
+    Raises:
+      UserError: it is no `Row`, or its settings cannot be flags.
+    """
+    place = f"fmr.STRATEGIES[{name!r}]"
+    if not isinstance(row, Row) or not callable(row.build) or not isinstance(row.paper, str):
+        raise UserError(f"{place} takes fmr.Row(build, Hyper or None, 'paper'), with build(hyper, problem) a function")
+    if row.hyper is None:
+        return
+    try:
+        if not isinstance(row.hyper, type) or not dataclasses.is_dataclass(row.hyper):
+            raise TypeError("it is no dataclass")
+        row.hyper()
+        for setting in settings.settings_of(row.hyper, f"{name}_"):
+            setting.check(setting.default)
+    except (TypeError, KeyError, NameError, UserError) as error:
+        raise UserError(
+            f"the settings of {place} are no dataclass of numbers, texts and switches that all have defaults ({error})"
+        ) from None
+
+
+_OURS: dict[str, Row] = {
     "fedavg": Row(fedavg.build, fedavg.Hyper, "McMahan et al., AISTATS 2017", title="FedAvg"),
     "fedprox": Row(fedprox.build, fedprox.Hyper, "Li et al., MLSys 2020", title="FedProx"),
     "scaffold": Row(scaffold.build, scaffold.Hyper, "Karimireddy et al., ICML 2020", title="SCAFFOLD"),
@@ -74,14 +103,53 @@ STRATEGIES: dict[str, Row] = {
     "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020", title="pFedMe"),
     "fml": Row(fml.build, fml.Hyper, "Shen et al., arXiv 2020", several=True, title="FML"),
     "mapper": Row(mapper.build, mapper.Hyper, "Mansour et al., arXiv 2020", title="MAPPER"),
-    "fedme": Row(fedme.build, fedme.Hyper, "Matsuda et al., SDM 2022", several=True, public=True, title="FedMe"),
-    "pfedhr": Row(pfedhr.build, pfedhr.Hyper, "Wang et al., NeurIPS 2023", several=True, public=True, title="pFedHR"),
+    "fedme": Row(
+        fedme.build,
+        fedme.Hyper,
+        "Matsuda et al., SDM 2022",
+        several=True,
+        public=True,
+        title="FedMe",
+        needs_public=fedme.needs_public,
+    ),
+    "pfedhr": Row(
+        pfedhr.build,
+        pfedhr.Hyper,
+        "Wang et al., NeurIPS 2023",
+        several=True,
+        public=True,
+        title="pFedHR",
+        needs_public=pfedhr.needs_public,
+    ),
     "fedmd": Row(
-        fedmd.build, fedmd.Hyper, "Li and Wang, NeurIPS workshop 2019", several=True, public=True, title="FedMD"
+        fedmd.build,
+        fedmd.Hyper,
+        "Li and Wang, NeurIPS workshop 2019",
+        several=True,
+        public=True,
+        title="FedMD",
+        needs_public=fedmd.needs_public,
     ),
     "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True, title="FedGH"),
-    "fedkemf": Row(fedkemf.build, fedkemf.Hyper, "Yu et al., arXiv 2022", several=True, public=True, title="FedKEMF"),
-    "fccl": Row(fccl.build, fccl.Hyper, "Huang et al., CVPR 2022", several=True, public=True, title="FCCL"),
+    "fedkemf": Row(
+        fedkemf.build,
+        fedkemf.Hyper,
+        "Yu et al., arXiv 2022",
+        several=True,
+        public=True,
+        title="FedKEMF",
+        needs_public=fedkemf.needs_public,
+    ),
+    "fccl": Row(
+        fccl.build,
+        fccl.Hyper,
+        "Huang et al., CVPR 2022",
+        several=True,
+        public=True,
+        title="FCCL",
+        needs_public=fccl.needs_public,
+    ),
 }
+STRATEGIES = Registry("strategy", "fmr.STRATEGIES", check_row, _OURS)
 
 __all__ = ["STRATEGIES", "Cohort", "Parcels", "Problem", "Row", "Strategy", "Traffic", "transforms"]

@@ -141,6 +141,11 @@ def cluster_as_authors(outputs: np.ndarray, count: int, *, seed: int) -> np.ndar
     return labels.astype(np.int32)
 
 
+def needs_public(hyper: Hyper) -> bool:
+    """Return whether it cannot run without public data: where it clusters the clients."""
+    return hyper.clustering and bool(hyper.cluster_rounds)
+
+
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedMe.
 
@@ -150,7 +155,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     model = problem.model
     if problem.cohort_size < 2:
         raise UserError("fedme exchanges models among the clients of a round: --cohort must be at least 2")
-    if hyper.clustering and hyper.cluster_rounds and problem.public is None:
+    if needs_public(hyper) and problem.public is None:
         raise UserError(
             "fedme clusters outputs on a public set: give --public_share (and --public_max), or --nofedme_clustering"
         )

@@ -1,0 +1,316 @@
+"""Python files and modules of one's own that register methods, networks, data sets or partitions (``--import``).
+
+They are imported before the flags are made, because flags are made from the registries. An installed package is found
+by itself if it names such a module as an entry point of the group ``fedjax_mr``. A run that uses what they register
+keeps their paths, content hashes and copies, so that it is never repeated or continued with other code unnoticed.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Collection, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+from fedjax_mr import files
+from fedjax_mr.data import SOURCES
+from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import MODELS
+from fedjax_mr.registry import Registry
+from fedjax_mr.strategies import STRATEGIES
+
+GROUP = "fedjax_mr"  # of entry points
+FOLDER = "imports"  # of a run folder: the copies
+REGISTRIES: tuple[Registry, ...] = (STRATEGIES, MODELS, SOURCES, PARTITIONS)
+_PINNED = re.compile(r"(.+)#([0-9a-f]{12})")
+Names = set[tuple[str, str]]  # the kind of a row and its name
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """A file or module that was imported.
+
+    Attributes:
+      name: the absolute path of the file, or the dotted name.
+      file: the path of its code.
+      code: the content of a single file; None of a package.
+      hash: of its content.
+      names: the rows that it registered.
+    """
+
+    name: str
+    file: Path
+    code: bytes | None
+    hash: str
+    names: frozenset[tuple[str, str]]
+
+    @property
+    def pinned(self) -> str:
+        """The value of ``--import`` that accepts this content alone."""
+        return f"{self.name}#{self.hash}"
+
+
+_IMPORTED: dict[str, Imported] = {}  # by name, as Python keeps its modules
+
+
+def _all_names() -> Names:
+    return {(registry.kind, name) for registry in REGISTRIES for name in registry}
+
+
+_OURS = _all_names()
+
+
+# --- Before the flags are made ---------------------------------------------------------------------------------------
+
+
+def load(given: Iterable[str], *, copies: Path | None = None) -> None:
+    """Import files and modules, each once, after the entry points of installed packages.
+
+    Args:
+      given: paths of Python files and dotted names, several with commas between them; with ``#`` and a content hash
+        behind it, a file must have that content.
+      copies: the folder of the copies that a run keeps, for files that are gone or have changed since.
+
+    Raises:
+      UserError: a file is not there, has changed, fails to import, registers nothing, or takes a name that is taken.
+    """
+    _load_entry_points()
+    for value in split(given):
+        try:
+            _load(value)
+        except UserError:
+            copy = None if copies is None else copies / Path(_parted(value)[0]).name
+            if copy is None or not copy.is_file():
+                raise
+            _load(f"{copy}#{_parted(value)[1]}")
+
+
+def split(given: Iterable[str]) -> list[str]:
+    """Return the single files and modules of the values of ``--import``."""
+    return [part.strip() for value in given for part in value.split(",") if part.strip()]
+
+
+def _parted(value: str) -> tuple[str, str | None]:
+    """Return the path or dotted name of a value, and the content hash if it has one."""
+    found = _PINNED.fullmatch(value)
+    return (found[1], found[2]) if found else (value, None)
+
+
+def _load(value: str) -> None:
+    given, wanted = _parted(value)
+    is_path = given.endswith(".py") or "/" in given or "\\" in given
+    name = str(Path(given).absolute()) if is_path else given
+    if is_path and not Path(name).is_file():
+        raise UserError(f"--import={given}: there is no such file")
+    if not is_path and not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"--import={given} is neither the path of a Python file nor the dotted name of a module")
+    if name not in _IMPORTED:
+        if wanted and is_path:
+            _refuse_other(given, wanted, _hash(Path(name)))  # before it runs
+        _IMPORTED[name] = _register(given, name, is_path=is_path)
+    if wanted:
+        _refuse_other(given, wanted, _IMPORTED[name].hash)
+
+
+def _refuse_other(given: str, wanted: str, found: str) -> None:
+    if wanted != found:
+        raise UserError(
+            f"--import={given} has changed: its content hash is {found}, not {wanted}; without #{wanted} it is taken "
+            f"as it is now, and the run folder keeps the one that it was made with in {FOLDER}/"
+        )
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    """Import the modules that installed packages name; one that fails is told and left out, as no run asked for it."""
+    for entry in metadata.entry_points(group=GROUP):
+        if entry.module in _IMPORTED:
+            continue
+        try:
+            _IMPORTED[entry.module] = _register(entry.module, entry.module, is_path=False)
+        except UserError as error:
+            package = entry.dist.name if entry.dist else entry.value
+            print(f"fedjax-mr: the installed package {package} is left out: {error}", file=sys.stderr)
+
+
+def _register(given: str, name: str, *, is_path: bool) -> Imported:
+    """Import a file or module; if something is wrong, leave the registries as they were."""
+    before = {registry.kind: dict(registry) for registry in REGISTRIES}
+    modules = set(sys.modules)
+    claimed = _OURS.union(*(each.names for each in _IMPORTED.values()))
+    try:
+        with _guarded():
+            module = _import_file(Path(name)) if is_path else _import_module(name)
+        names = _new_names(given, claimed, before)
+    except BaseException:
+        for registry in REGISTRIES:
+            registry.clear()
+            dict.update(registry, before[registry.kind])
+        for new in set(sys.modules) - modules:
+            if getattr(sys.modules[new], "__file__", None) == name:
+                del sys.modules[new]
+        raise
+    file = Path(str(module.__file__))
+    code = file.read_bytes() if file.name != "__init__.py" else None
+    return Imported(name, file, code, _hash(file), frozenset(names))
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Let the registries refuse names that are taken, and rows that are none."""
+    for registry in REGISTRIES:
+        registry.guarded = True
+    try:
+        yield
+    finally:
+        for registry in REGISTRIES:
+            registry.guarded = False
+
+
+def _new_names(given: str, claimed: Collection[tuple[str, str]], before: dict[str, dict]) -> Names:
+    """Return what an import has registered.
+
+    Raises:
+      UserError: nothing, or it changed rows that are not its own.
+    """
+    for registry in REGISTRIES:
+        for name, row in before[registry.kind].items():
+            if registry.get(name) is not row:
+                raise UserError(f"{given} changes the {registry.kind} {name!r}, which is there already")
+        for name, row in registry.items():
+            if name not in before[registry.kind]:
+                registry.refuse_unless_row(name, row)
+    # What an earlier `import` of the same module has registered is its own, too.
+    if names := _all_names() - set(claimed):
+        return names
+    places = [registry.place for registry in REGISTRIES]
+    raise UserError(f"{given} registers nothing: no new name in {', '.join(places[:-1])} or {places[-1]}")
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file, under its own name unless another module has it; its folder is searched for what it imports."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+        if spec is not None and spec.origin and Path(spec.origin) == path:
+            return _executed(path, path.stem)
+    name = f"{GROUP}_import_{path.stem}_{_hash(path)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise UserError(f"--import={path.name} is no Python file: its name ends with .py")
+    return _executed(path, name)
+
+
+def _executed(path: Path, name: str) -> ModuleType:
+    """Return the module of a file, executed unless it was before."""
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look for their types there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UserError(_told(error, path)) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:  # the script fedjax-mr does not search it
+        sys.path.append(str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.origin:
+        raise UserError(f"--import={name}: there is no such module in this folder, nor is one installed")
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise UserError(_told(error, Path(spec.origin))) from error
+
+
+def _hash(file: Path) -> str:
+    """Return the content hash of a file, or of all Python files of a package."""
+    paths = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def blame(error: BaseException) -> UserError | None:
+    """Return an error in the code of an imported file as one line with the place; None if it is not in one."""
+    files = {str(each.file): each.file for each in _IMPORTED.values()}
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return UserError(_told(error, files[frames[-1]])) if frames else None
+
+
+def _told(error: BaseException, file: Path) -> str:
+    """Return an error with the line of the file where it arose."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    if isinstance(error, SyntaxError) and error.filename:
+        file, lines = Path(error.filename), [error.lineno]
+    place = f"{_short(file)}, line {lines[-1]}" if lines else _short(file)
+    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    return f"{place}: {message if isinstance(error, UserError) else f'{type(error).__name__}: {message}'}"
+
+
+def _short(file: Path) -> str:
+    """Return a path as seen from the current folder if it is below that."""
+    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+# --- What a run keeps ------------------------------------------------------------------------------------------------
+
+
+def recorded(given: Iterable[str], used: Names) -> tuple[str, ...]:
+    """Return the imports that a run needs, with their content hashes: none if it uses nothing of theirs.
+
+    Files that are given together may build on each other, so all of them are kept if one is needed.
+
+    Args:
+      given: the values of ``--import``, which `load` has seen.
+      used: the rows that the run uses.
+    """
+    names = [_parted(value)[0] for value in split(given)]
+    chosen = [_IMPORTED.get(name) or _IMPORTED[str(Path(name).absolute())] for name in names]
+    needed = chosen if any(each.names & used for each in chosen) else []
+    left = used.difference(*(each.names for each in needed))
+    needed += [each for each in _IMPORTED.values() if each.names & left]  # entry points, and those of earlier calls
+    return tuple(dict.fromkeys(each.pinned for each in needed))
+
+
+def hashes(recorded: Iterable[str]) -> list[str]:
+    """Return the content hashes of recorded imports, wherever their files are."""
+    return [_parted(value)[1] or value for value in recorded]
+
+
+def keep(recorded: Iterable[str], folder: Path) -> None:
+    """Copy the imported files of a run into a folder.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    for name in (_parted(value)[0] for value in recorded):
+        code = _IMPORTED[name].code if name in _IMPORTED else None
+        if code is not None:
+            try:
+                files.make_folder(folder)
+            except OSError as error:
+                raise UserError(f"cannot write into {folder} ({error.strerror})") from None
+            with files.whole(folder / _IMPORTED[name].file.name) as path:
+                path.write_bytes(code)

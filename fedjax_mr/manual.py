@@ -1,0 +1,229 @@
+"""The pages of ``--help``: a short one, all flags, and one for each method, data set, network, partition and flag."""
+
+import difflib
+import functools
+import inspect
+import platform
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from fedjax_mr import __version__, models, settings
+from fedjax_mr.config import COMMAND, GROUPS, Config
+from fedjax_mr.data import LABEL_MODES, SOURCES
+from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.data.sources.tfds import IMAGE_SETS
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import MODELS
+from fedjax_mr.models.base import describe
+from fedjax_mr.settings import Setting
+from fedjax_mr.strategies import STRATEGIES
+
+COMMANDS = {
+    "main": "one run",
+    "sweep": "many runs: methods x settings x seeds",
+    "analysis": "tables and pictures of runs",
+    "data": "show a partition, or prepare a data set",
+    "models": "the table of all networks",
+    "testing": "the contract that every method must pass",
+}
+SHORT = (  # the flags of the short page
+    "strategy", "import", "dataset", "data_dir", "partition", "alpha", "clients", "public_share", "model",
+    "local_epochs", "batch_size", "optimizer", "lr", "momentum", "clip_norm", "cohort", "rounds", "seed",
+    "server_optimizer", "server_lr", "eval_every", "eval_clients", "finetune_epochs", "target_accuracy", "run_dir",
+    "resume", "overwrite", "compare_to", "lanes", "devices",
+)  # fmt: skip
+
+
+def version() -> str:
+    """Return the line of ``--version``."""
+    return f"fedjax_mr {__version__} (JAX {jax.__version__}, Python {platform.python_version()})"
+
+
+def asked(arguments: Sequence[str]) -> str | None:
+    """Return the topic of the help that the command line asks for, "" for the short page; None if it asks for none."""
+    for position, argument in enumerate(arguments):
+        name, _, topic = argument.partition("=")
+        if name in ("--help", "-help", "-h"):
+            following = arguments[position + 1] if position + 1 < len(arguments) else "-"
+            return topic or ("" if following.startswith("-") else following)
+    return None
+
+
+def page(topic: str, width: int | None = None) -> str:
+    """Return the help on a topic: "" (the short page), "all", or the name of anything that has one.
+
+    Raises:
+      UserError: there is no such thing; the message has the nearest names.
+    """
+    if topic in ("", "all"):
+        return short_page(width) if not topic else all_flags(width)
+    topic = topic.lstrip("-")
+    kinds: dict[Callable[[str, int], str], Collection[str]] = {
+        _strategy: STRATEGIES, _data_set: SOURCES, _network: MODELS, _partition: PARTITIONS, _flag: _flags(),
+    }  # fmt: skip
+    pages = [write(topic, settings.help_width(width)) for write, names in kinds.items() if topic in names]
+    if not pages:
+        known = [*STRATEGIES, *SOURCES, *MODELS, *PARTITIONS, *_flags()]
+        nearest = difflib.get_close_matches(topic, known, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+        raise UserError(f"no help on {topic!r}{hint} (--help lists the topics)")
+    return "\n\n".join(pages)
+
+
+# --- All flags -------------------------------------------------------------------------------------------------------
+
+
+def short_page(width: int | None = None) -> str:
+    """Return the commands, the flags that most runs need with their defaults, and how to see more."""
+    width = settings.help_width(width)
+    lines = [f"usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]", ""]
+    lines += textwrap.wrap("Train a federation in one XLA program. Without flags: FedMR on the embedded digits.", width)
+    lines += ["", "Commands (python -m fedjax_mr.NAME --help)"]
+    lines += [f"  {name.ljust(10)}{line}" for name, line in COMMANDS.items()]
+    groups: dict[str, list[Setting]] = {}
+    for setting in (_flags()[name] for name in SHORT):
+        groups.setdefault(setting.info.group, []).append(setting)
+    for group in GROUPS:
+        lines += ["", group, *(_one_line(setting, width) for setting in groups.get(group, ()))]
+    lines += [
+        "",
+        "More",
+        "  --help=all          every flag: unit, range, default and its source",
+        "  --help=NAME         one strategy, data set, network, partition or flag:",
+        *_listed("strategies", STRATEGIES, width),
+        *_listed("data sets", SOURCES, width),
+        *_listed("networks", MODELS, width),
+        *_listed("partitions", PARTITIONS, width),
+        "  --version           the versions of this package, JAX and Python",
+    ]
+    return "\n".join(lines)
+
+
+def _one_line(setting: Setting, width: int) -> str:
+    default = setting.default
+    if setting.kind is bool:
+        default = "on" if default else "off"
+    ending = "" if default in (None, ()) else f" (default {default})"
+    text = textwrap.shorten(setting.info.help, max(20, width - 21 - len(ending)), placeholder=" ...")
+    return f"  {f'--{setting.flag}'.ljust(19)}{text}{ending}"
+
+
+def _listed(kind: str, names: Iterable[str], width: int) -> list[str]:
+    indent = " " * 22
+    return textwrap.wrap(
+        f"{kind}: {', '.join(names)}", width, initial_indent=indent, subsequent_indent=indent + "  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def all_flags(width: int | None = None) -> str:
+    """Return every flag by group, with unit, range, default and its source."""
+    width = settings.help_width(width)
+    groups: dict[str, list[Setting]] = {name: [] for name in GROUPS}
+    for setting in settings.settings_of(Config):
+        groups[setting.info.group].append(setting)
+    for name, row in STRATEGIES.items():
+        if own := list(settings.settings_of(row.hyper, f"{name}_")):
+            groups[f"Strategy {name} ({row.paper})"] = own
+
+    intro = (
+        "Train a federation in one XLA program. Without flags: FedMR on the embedded digits. Flags are read from left "
+        "to right and the last value wins; --flagfile=FILE reads flags from a file at that place. A switch is set by "
+        "--name and cleared by --noname; 'none' clears a value that may be missing, and a list."
+    )
+    usage = f"usage: {COMMAND} [--help[=NAME]] [--flag=value ...] [--flagfile=FILE ...]"
+    lines = [*textwrap.wrap(usage, width, subsequent_indent="  "), "", *textwrap.wrap(intro, width)]
+    for title, group in groups.items():
+        lines += ["", title, *(line for setting in group for line in setting.help(width))]
+    return "\n".join(lines)
+
+
+def _flags() -> dict[str, Setting]:
+    """Return all flags by name."""
+    owners = [("", Config), *((f"{name}_", row.hyper) for name, row in STRATEGIES.items())]
+    return {setting.flag: setting for prefix, owner in owners for setting in settings.settings_of(owner, prefix)}
+
+
+# --- One thing -------------------------------------------------------------------------------------------------------
+
+
+def _strategy(name: str, width: int) -> str:
+    row = STRATEGIES[name]
+    facts = {
+        "paper": row.paper,
+        "networks": "clients may have different ones" if row.several else "the same for all clients",
+        "public data": "takes some (--public_share)" if row.public else "takes none",
+        "file": _file(row.build),
+    }
+    return _page(f"--strategy={name}", _sentence(sys.modules.get(_module(row.build))), facts, width, _own_flags(name))
+
+
+def _data_set(name: str, width: int) -> str:
+    facts = {"file": _file(SOURCES[name])}
+    if name in IMAGE_SETS:
+        facts["to prepare it"] = f"python -m fedjax_mr.data prepare {name} --data_dir=FOLDER"
+    flags = ["data_dir", "offline", *(["label_mode"] if name in LABEL_MODES else [])]
+    flags += ["min_samples_per_client"] if SOURCES[name].__module__.endswith(".leaf") else []
+    return _page(f"--dataset={name}", _sentence(sys.modules.get(_module(SOURCES[name]))), facts, width, flags)
+
+
+def _network(name: str, width: int) -> str:
+    entry = MODELS[name]
+    model = models.build(
+        name, input_shape=entry.input_shape, num_classes=entry.num_classes, input_dtype=entry.input_dtype
+    )
+    facts = {
+        "source": entry.source,
+        "samples there": f"{describe(entry.input_shape, entry.input_dtype)}, {entry.num_classes} classes",
+        "parameters": f"{model.num_parameters():,}",
+        "file": _file(entry.network),
+    }
+    flags = ["init", "norm", "projection"]
+    return _page(f"--model={name}", _sentence(_plain(entry.network)), facts, width, flags)
+
+
+def _partition(name: str, width: int) -> str:
+    row = PARTITIONS[name]
+    flags = [*(each for each in row.settings if each in _flags()), "clients", "partition_seed"]
+    return _page(f"--partition={name}", _sentence(row.divide), {"file": _file(row.divide)}, width, flags)
+
+
+def _flag(name: str, width: int) -> str:
+    return "\n".join(_flags()[name].help(width))
+
+
+def _own_flags(strategy: str) -> list[str]:
+    return [setting.flag for setting in settings.settings_of(STRATEGIES[strategy].hyper, f"{strategy}_")]
+
+
+def _page(title: str, sentence: str, facts: dict[str, str], width: int, flags: Iterable[str]) -> str:
+    lines = [title, *textwrap.wrap(sentence, width), ""]
+    indent = " " * 16
+    for name, text in facts.items():
+        lines += textwrap.wrap(f"{name.ljust(16)}{text}", width, subsequent_indent=indent, break_long_words=False)
+    entries = [line for flag in flags for line in _flags()[flag].help(width)]
+    return "\n".join([*lines, "", *(entries or ["  it has no flags of its own"])])
+
+
+def _plain(function: Any) -> Any:
+    """Return the function or class behind partial applications."""
+    return _plain(function.func) if isinstance(function, functools.partial) else function
+
+
+def _module(function: Any) -> str:
+    return getattr(_plain(function), "__module__", None) or ""
+
+
+def _sentence(thing: Any) -> str:
+    """Return the first sentence of a docstring, or of its first paragraph what there is."""
+    paragraph = (inspect.getdoc(thing) or "").partition("\n\n")[0]
+    return re.sub(r"`+", "", " ".join(paragraph.split()))
+
+
+def _file(function: Any) -> str:
+    return str(getattr(sys.modules.get(_module(function)), "__file__", None) or "in this program")

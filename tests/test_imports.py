@@ -1,0 +1,257 @@
+"""Files of one's own are imported before the flags are made, and mistakes in them are one line with the place."""
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr import config as configuration
+from fedjax_mr import imports, main, sweep
+from fedjax_mr.analysis import runs
+from fedjax_mr.analysis.__main__ import main as analysis
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import RunFolder
+
+METHOD = """
+import dataclasses
+import fedjax_mr as fmr
+from fedjax_mr.strategies import fedavg
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    further: float = fmr.field(1.2, "how far the server goes", low=0)
+    steps: tuple[int, ...] = fmr.field((1, 2), "steps")
+
+def build(hyper, problem):
+    return fedavg.build(fedavg.Hyper(), problem)
+
+fmr.STRATEGIES["further"] = fmr.Row(build, Hyper, "me, 2026")
+"""
+OTHERS = """
+import numpy as np
+import fedjax_mr as fmr
+
+def halves(labels, num_clients, *, rng):
+    return np.array_split(np.arange(len(labels)), num_clients)
+
+fmr.PARTITIONS["halves"] = fmr.Partitioner(halves)
+fmr.SOURCES["mine"] = lambda request: fmr.SOURCES["digits"](request)
+fmr.MODELS["small"] = fmr.MODELS["cnn_digits_small"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(imports, "_IMPORTED", {})
+    before, modules = {registry.kind: dict(registry) for registry in imports.REGISTRIES}, set(sys.modules)
+    Path("my_method.py").write_text(METHOD)
+    Path("others.py").write_text(OTHERS)
+    yield
+    for registry in imports.REGISTRIES:
+        registry.clear()
+        registry.update(before[registry.kind])
+    for name in set(sys.modules) - modules:
+        if getattr(sys.modules[name], "__file__", None) and tmp_path in Path(sys.modules[name].__file__).parents:
+            del sys.modules[name]
+
+
+def forget():
+    """Be another process, which has imported nothing."""
+    for each in imports._IMPORTED.values():
+        for registry in imports.REGISTRIES:
+            for name in [name for kind, name in each.names if kind == registry.kind]:
+                del registry[name]
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) == str(each.file):
+                del sys.modules[name]
+    imports._IMPORTED.clear()
+
+
+def refusal(call, *arguments):
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert message and "\n" not in message and caught.value.exit_code == 2
+    return message
+
+
+def test_a_method_of_ones_own_has_flags_help_and_checks():
+    flags = ["--import=my_method.py", "--strategy=further", "--further_further=1.5"]
+    config = configuration.parse(flags)
+    assert config.hyper.further == 1.5 and config.hyper.steps == (1, 2)
+    (value,) = config.imports
+    name, hash = value.split("#")
+    assert name == str(Path("my_method.py").absolute()) and len(hash) == 12
+    assert configuration.parse(configuration.to_flags(config)) == config
+    assert "--further_further=-1.0 is out of range" in refusal(
+        configuration.validate, configuration.parse([*flags, "--further_further=-1"])
+    )
+    assert "did you mean --further_further?" in refusal(configuration.parse, [*flags, "--further_furthr=1"])
+
+
+def test_imports_stand_in_flag_files_and_are_lists():
+    Path("job.flags").write_text("# mine\n--flagfile=inner.flags\n--strategy=further\n--further_further=3")
+    Path("inner.flags").write_text("--import=others.py,my_method.py\n--partition=halves")
+    config = configuration.parse(["--rounds=2", "--flagfile=job.flags", "--dataset=mine", "--model=small"])
+    assert (config.hyper.further, config.partition, len(config.imports)) == (3.0, "halves", 2)
+    configuration.validate(config)
+    federated = fmr.data.federated_data(config)
+    assert federated.num_clients == 20 and federated.dataset.name == "digits"
+    assert configuration.parse(["--import", "my_method.py", "--strategy=further"]).imports == config.imports[1:]
+
+
+def test_a_run_that_uses_nothing_of_an_import_does_not_keep_it():
+    assert configuration.parse(["--import=my_method.py", "--strategy=fedavg"]).imports == ()
+    assert configuration.parse(["--import=my_method.py", "--import=none"]).imports == ()
+
+
+def test_modules_by_their_dotted_names_and_entry_points(monkeypatch, capsys):
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("")
+    Path("package/method.py").write_text(METHOD)
+    Path("broken.py").write_text("import no_such_thing")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    (value,) = configuration.parse(["--import=package.method", "--strategy=further"]).imports
+    assert value.startswith("package.method#")
+    forget()
+    entries = [metadata.EntryPoint("mine", "package.method", "fedjax_mr")]
+    entries.append(metadata.EntryPoint("theirs", "broken", "fedjax_mr"))
+    monkeypatch.setattr(imports.metadata, "entry_points", lambda group: entries if group == "fedjax_mr" else [])
+    imports._load_entry_points.cache_clear()
+    assert configuration.parse(["--strategy=further"]).imports == (value,)
+    assert "broken" in (told := capsys.readouterr().err) and told.count("\n") == 1
+    imports._load_entry_points.cache_clear()
+
+
+BAD = {
+    "syntax": ("x = (", "bad.py, line 1: SyntaxError: '(' was never closed"),
+    "error": ("import math\n\nmath.sqroot(2)", "bad.py, line 3: AttributeError: module 'math' has no"),
+    "missing": ("\nimport no_such_module", "bad.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
+    "leaves": ("raise SystemExit(3)", "bad.py, line 1: SystemExit: 3"),
+    "nothing": ("x = 1", "bad.py registers nothing: no new name in fmr.STRATEGIES, fmr.MODELS, fmr.SOURCES or fmr.P"),
+    "ours": (METHOD.replace('"further"', '"fedavg"'), "bad.py, line 14: the strategy 'fedavg' is there already"),
+    "twice": (METHOD + METHOD, "bad.py, line 28: the strategy 'further' is there already: choose another name"),
+    "quietly": (METHOD + 'fmr.STRATEGIES.update(fedmr=fmr.STRATEGIES["further"])', "changes the strategy 'fedmr'"),
+    "name": (METHOD.replace('"further"', '"a-b"'), "line 14: the strategy 'a-b' needs a name of letters"),
+    "no row": (METHOD.replace("fmr.Row(build, Hyper, ", "(build, Hyper, "), "fmr.STRATEGIES['further'] takes fmr.Row("),
+    "no default": (METHOD.replace("(1.2,", "(dataclasses.MISSING,"), "settings of fmr.STRATEGIES['further'] are no"),
+    "bad default": (METHOD.replace("1.2", "-1.2"), "--further_further=-1.2 is out of range"),
+    "bad type": (METHOD.replace(": float", ": dict"), "settings of fmr.STRATEGIES['further'] are no dataclass"),
+    "no entry": ("import fedjax_mr as fmr\nfmr.MODELS['mine'] = 3", "line 2: fmr.MODELS['mine'] takes"),
+    "no source": ("import fedjax_mr as fmr\nfmr.SOURCES['mine'] = 3", "line 2: fmr.SOURCES['mine'] takes"),
+    "no partition": (OTHERS.replace("fmr.Partitioner(halves)", "halves"), "line 8: fmr.PARTITIONS['halves'] takes"),
+}
+
+
+@pytest.mark.parametrize("text, part", BAD.values(), ids=BAD)
+def test_a_bad_file_is_one_line_and_leaves_nothing_behind(text, part):
+    Path("bad.py").write_text(text)
+    before = [dict(registry) for registry in imports.REGISTRIES]
+    assert part in refusal(configuration.parse, ["--import=bad.py"])
+    assert [dict(registry) for registry in imports.REGISTRIES] == before
+    assert "bad" not in sys.modules
+    Path("bad.py").write_text(METHOD)  # mended
+    assert configuration.parse(["--import=bad.py", "--strategy=further"]).hyper.further == 1.2
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--import=gone.py", "--import=gone.py: there is no such file"),
+        ("--import=.", "neither the path of a Python file nor the dotted name of a module"),
+        ("--import=./", "--import=./: there is no such file"),
+        ("--import=no_such.module", "there is no such module in this folder, nor is one installed"),
+        ("--import=my_method.py#0123456789ab", "my_method.py has changed: its content hash is"),
+        ("--import=my_method.py --import=others.py,my_method.py,gone.py", "gone.py"),
+        ("--strategy=further", "unknown strategy 'further'"),
+    ],
+)
+def test_bad_values(flags, part):
+    assert part in refusal(lambda: configuration.validate(configuration.parse(flags.split())))
+
+
+def test_two_files_cannot_register_one_name():
+    Path("again.py").write_text(METHOD)
+    assert "again.py, line 14: the strategy 'further' is there already" in refusal(
+        configuration.parse, ["--import=my_method.py,again.py"]
+    )
+
+
+def test_flags_of_a_method_cannot_be_those_of_others():
+    Path("server.py").write_text(METHOD.replace('"further"', '"server"').replace("further:", "lr:"))
+    message = refusal(configuration.parse, ["--import=server.py"])
+    assert "server_lr" in message
+
+
+def test_an_error_in_the_code_of_a_method_is_one_line_with_its_place(monkeypatch, capsys):
+    Path("my_method.py").write_text(METHOD.replace("return fedavg", "return hyper.nothing + fedavg"))
+
+    def run(config):
+        fmr.STRATEGIES["further"].build(config.hyper, None)
+
+    monkeypatch.setattr(main, "run", run)
+    assert main.main(["--import=my_method.py", "--strategy=further"]) == 2
+    told = "fedjax-mr: my_method.py, line 12: AttributeError: 'Hyper' object has no attribute 'nothing'\n"
+    assert capsys.readouterr() == ("", told)
+
+
+def row(round, accuracy):
+    return {name: 0.0 for name in fmr.experiment.folder.COLUMNS} | {"round": round, "accuracy": accuracy}
+
+
+def finished(path, *flags):
+    """Make a run folder of a method that is not ours, without training."""
+    config = configuration.parse(["--import=my_method.py", "--strategy=further", f"--run_dir={path}", *flags])
+    folder = RunFolder.open(config)
+    folder.begin(config)
+    folder.append(row(5, 0.5) | {"bytes_down": 1, "bytes_up": 1})
+    folder.write_summary({"accuracy_last": 0.5})
+    return folder.path
+
+
+def test_the_run_folder_keeps_path_hash_and_copy():
+    path = finished("kept")
+    (value,) = json.loads((path / "config.json").read_text())["import"]
+    assert f"--import={value}" in (path / "run.flags").read_text().splitlines()
+    assert (path / "imports" / "my_method.py").read_text() == METHOD
+    (path / "checkpoints" / "5").mkdir(parents=True)
+    assert configuration.parse([f"--flagfile={path}/run.flags"]).strategy == "further"
+    forget()
+    Path("my_method.py").write_text(METHOD + "# changed")
+    assert "my_method.py has changed: its content hash is" in refusal(
+        configuration.parse, [f"--flagfile={path}/run.flags"]
+    )
+    forget()
+    Path("my_method.py").unlink()
+    assert "my_method.py: there is no such file" in refusal(configuration.parse, [f"--flagfile={path}/run.flags"])
+    again = configuration.parse(
+        [f"--flagfile={path}/run.flags", "--import=none", f"--import={path}/imports/my_method.py"]
+    )
+    assert imports.hashes(again.imports) == imports.hashes([value])
+
+
+def test_tables_and_curves_need_no_code(capsys):
+    finished("a/1"), finished("a/2", "--seed=1"), finished("a/3", "--further_further=3")
+    assert analysis(["table", "a", "--import=my_method.py"]) == 0
+    with_code = capsys.readouterr().out
+    forget()
+    Path("my_method.py").unlink()
+    assert analysis(["table", "a"]) == 0
+    assert capsys.readouterr().out == with_code
+    assert "further=3.0" in with_code and len(with_code.splitlines()) == 3
+    assert configuration.digest(configuration.load("a/1")) != configuration.digest(configuration.load("a/3"))
+    (run,) = runs.read(["a/1"])
+    assert run.config.hyper.further == 1.2
+    assert configuration.load_code(run.path).hyper.steps == (1, 2)  # by the folder's copy
+
+
+def test_a_sweep_passes_imports_on():
+    Path("job.flags").write_text("--import=my_method.py")
+    _, planned = sweep.plan(["--flagfile=job.flags", "--strategies=fedavg,further", "--grid=further_further=1,2"])
+    assert [len(run.config.imports) for run in planned] == [0, 1, 1]
+    assert all("--import=" in " ".join(configuration.to_flags(run.config)) for run in planned[1:])
