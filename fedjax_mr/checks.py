@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from fedjax_mr import given, imports
@@ -55,6 +55,14 @@ def added(asked: Any, completed: Any) -> Iterator[str]:
         share = f"{completed.public_share:g} of the training samples (--public_share={completed.public_share:g})"
         yield f"{completed.strategy} needs public data: {share}, which no client has"
 
+
+def unequal_shares(configs: Sequence[Any]) -> Iterator[str]:
+    """Yield a line if, of runs that are compared, those that need public data have less to train on than the rest."""
+    needing = dict.fromkeys(config.strategy for config in configs if needs_public(config))
+    others = [config.public_share for config in configs if config.strategy not in needing]
+    if needing and others and not any(others):
+        share = f"--public_share={max(config.public_share for config in configs):g}"
+        yield f"{share} for {', '.join(needing)} and none for the others: given to all, the data are the same"
 
 
 def check_together(config: Any, *, in_python: Collection[str] = ()) -> None:

@@ -190,7 +190,8 @@ class Config:
     run_dir: str | None = _records(
         None, "folder of the run; none: one in runs/ that is named from the configuration, with a counter", path=True)
     resume: bool = _records(
-        False, "go on from the last checkpoint of --run_dir, or of the newest run of the same configuration")
+        False, "go on from the last checkpoint of --run_dir, or of the newest run of the same configuration; with "
+        "other --rounds it ends earlier or later")
     overwrite: bool = _records(False, "replace the run that --run_dir holds")
     compare_to: tuple[str, ...] = _records(
         (), "run folder whose curves are drawn beside this run's; repeat the flag for more", path=True)
@@ -327,6 +328,11 @@ def _parse(arguments: Sequence[str], own: Sequence[Setting]) -> dict[str, Any]:
     if values["clients"] is None:
         values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else default
     return values
+
+
+def flags_of(group: str) -> set[str]:
+    """Return the flags of one of the `GROUPS`."""
+    return {setting.flag for setting in settings.settings_of(Config) if setting.info.group == group}
 
 
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:

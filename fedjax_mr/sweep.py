@@ -27,11 +27,11 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_mr import config as configuration
-from fedjax_mr import interrupts, manual
+from fedjax_mr import grids, interrupts, manual
 from fedjax_mr.analysis import tables
-from fedjax_mr.checks import complete
+from fedjax_mr.checks import complete, unequal_shares
 from fedjax_mr.config import Config
-from fedjax_mr.errors import DivergedError, UserError, unknown_name
+from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.seeds import run_seeds
@@ -43,8 +43,6 @@ USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
 Run the product of strategies, settings and seeds; the same command again skips the finished runs and goes on with the
 others. All flags of {configuration.COMMAND} (its --help=all lists them) describe the runs, and these the sweep:
 """
-Pairs = list[tuple[str, str]]  # settings by flag
-OWN_FLAG = {"strategy": "strategies", "seed": "seeds"}
 SECONDS_PER_LOOK = 0.5  # how often the bar looks at the metrics of the run under way
 CALIBRATION_ROUNDS = 2
 ABORTED = 1  # the exit code for runs that ended in no foreseen way
@@ -72,7 +70,10 @@ class Sweep:
         "train in this process, in one program, the --seeds in these folders; --batch_seeds starts such processes",
         path=True,
     )
-    dry_run: bool = field(False, "print the plan and an estimate of its time, from a few rounds of each strategy")
+    dry_run: bool = field(False, "print the plan and train nothing")
+    calibrate: bool = field(
+        False, "with --dry_run: also estimate the time, from a few rounds of one run of each method and shape"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,13 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """What decides about the run's time: strategy and settings, but neither the seed nor fractional numbers."""
-        coarse = [f"{name}={value}" for name, value in self.choice.items() if not isinstance(value, float)]
+        """What decides about the run's time: method, shapes and epochs, but no rate, nor how the data are divided."""
+        timeless = configuration.flags_of("Partition")
+        coarse = [
+            f"{name}={value}"
+            for name, value in self.choice.items()
+            if name in ("clients", "public_share") or not (isinstance(value, float) or name in timeless)
+        ]
         return " ".join([self.config.strategy, *coarse])
 
     def done(self) -> int:
@@ -119,9 +125,9 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         setting.check(value)
     if config.run_dir or config.overwrite:
         raise UserError("a sweep names its run folders itself, in --sweep_dir; leave out --run_dir and --overwrite")
-    strategies = _split("strategies", sweep.strategies, config.strategy)
-    seeds = _seeds(sweep.seeds) or [config.seed]
-    grid = _grid(sweep.grid, strategies)
+    strategies = grids.split("strategies", sweep.strategies, config.strategy)
+    seeds = grids.seeds_of(sweep.seeds) or [config.seed]
+    grid = grids.grid_of(sweep.grid, strategies)
     runs: dict[str, Run] = {}
     for strategy, values, seed in itertools.product(strategies, itertools.product(*grid), seeds):
         chosen = dict(pair for pairs in values for pair in pairs)
@@ -141,65 +147,24 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
     return sweep, list(runs.values())
 
 
-def _split(name: str, text: str | None, default: str) -> list[str]:
-    values = [default] if text is None else [value.strip() for value in text.split(",")]
-    if "" in values:
-        raise UserError(f"--{name}={text} has an empty value: separate values by single commas")
-    return values
-
-
-def _seeds(text: str | None) -> list[int]:
-    seeds: list[int] = []
-    for part in [] if text is None else text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", part)
-        if match is None or (match[2] and int(match[2]) <= int(match[1])):
-            raise UserError(f"--seeds={text} has no seeds at {part!r}: write 0,1,5 or 0:3, which is 0,1,2")
-        seeds += range(int(match[1]), int(match[2] or int(match[1]) + 1))
-    return seeds
-
-
-def _grid(entries: Sequence[str], strategies: Sequence[str]) -> list[list[Pairs]]:
-    """Return for each ``--grid`` its values; a value is the settings that it makes."""
-    known = [name for name in configuration.flag_names(strategies) if name not in OWN_FLAG]
-    everything = configuration.flag_names()  # what a value brings along may concern methods that are not run
-    grid, seen = [], set()
-    for entry in entries:
-        name, equals, values = entry.partition("=")
-        if not equals or not values:
-            raise UserError(f"--grid={entry} names no values: write --grid alpha=0.1,0.5")
-        if name in OWN_FLAG:
-            raise UserError(f"--grid={entry}: write --{OWN_FLAG[name]}={values}")
-        grid.append([_pairs(name, value) for value in _split(f"grid {name}", values, "")])
-        if name not in known:
-            raise unknown_name("flag in --grid", name, known)
-        names = {name for pairs in grid[-1] for name, _ in pairs}
-        if unknown := sorted(names - set(everything)):
-            raise unknown_name("flag in --grid", unknown[0], known)
-        if twice := sorted(names & seen):
-            raise UserError(f"--grid names {twice[0]} twice: write all values of it after one --grid")
-        seen |= names
-    return grid
-
-
-def _pairs(name: str, value: str) -> Pairs:
-    """Return the settings of a value: ``dirichlet+alpha=0.1`` of partition also has alpha."""
-    first, *others = re.split(r"\+(?=[a-z]\w*=)", value)  # the plus of 1e+5 is none of these
-    return [(name, first), *((other.partition("=")[0], other.partition("=")[2]) for other in others)]
-
-
-def describe(runs: Sequence[Run], costs: Mapping[str, "Cost"]) -> str:
-    """Return the plan as lines: folder, state, rounds to go and the time that they will take."""
+def describe(runs: Sequence[Run], costs: Mapping[str, "Cost"] | None = None) -> str:
+    """Return the plan as lines: folder, state, rounds to go and, where the costs are known, the time that they take."""
     width = max(len(run.folder.name) for run in runs)
-    lines, total = [], 0.0
+    lines, total, to_go = [], 0.0, 0
     for run in runs:
         state = run_state(run.folder)
         line = f"  {run.folder.name.ljust(width)}  {state:<8}"
         if state in ("new", "started"):
             rounds = run.config.rounds - run.done()
-            seconds = costs[run.kind].of(run.config, rounds)
-            total += seconds
-            line += f"  {rounds:>6,} rounds to go, {duration(seconds)}"
+            line += f"  {rounds:>6,} rounds to go"
+            to_go += rounds
+            if costs is not None:
+                seconds = costs[run.kind].of(run.config, rounds)
+                total += seconds
+                line += f", {duration(seconds)}"
         lines.append(line)
+    if costs is None:
+        return "\n".join([*lines, f"together {to_go:,} rounds; --calibrate estimates their time"])
     return "\n".join([*lines, f"together {duration(total)} on this machine as busy as it is now"])
 
 
@@ -402,7 +367,7 @@ def run_together(config: Config, sweep: Sweep) -> int:
     Raises:
       UserError: bad input, or what `run_seeds` refuses.
     """
-    seeds = _seeds(sweep.seeds)
+    seeds = grids.seeds_of(sweep.seeds)
     if len(seeds) != len(sweep.together):
         raise UserError(f"--together names {len(sweep.together)} folders for {len(seeds)} --seeds")
     pairs = zip(seeds, sweep.together, strict=True)
@@ -479,9 +444,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sweep.together:
             return run_together(config, sweep)
         sweep, runs = plan(arguments)
+        if sweep.calibrate and not sweep.dry_run:
+            raise UserError("--calibrate estimates the time of a plan: give --dry_run, too")
+        for note in unequal_shares([run.config for run in runs]):
+            print(note, file=sys.stderr)
         if sweep.dry_run:
             print(f"{len(runs)} runs in {sweep.sweep_dir}:")
-            print(describe(runs, estimate(runs)))
+            print(describe(runs, estimate(runs) if sweep.calibrate else None))
             return 0
         code = run_all(runs, batch_seeds=sweep.batch_seeds)
         begun = [run.folder for run in runs if (run.folder / "config.json").exists()]

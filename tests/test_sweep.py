@@ -269,11 +269,23 @@ def test_the_estimate_adds_start_rounds_and_evaluations():
 def test_kinds_of_runs_are_timed_once(monkeypatch, capsys):
     timed = []
     monkeypatch.setattr(sweep, "calibrate", lambda run: timed.append(run.kind) or sweep.Cost(1.0, 1.0, 0.0))
-    assert sweep.main([*PRODUCT, "--grid=local_epochs=1,2", "--dry_run"]) == 0
+    grid = ["--grid=local_epochs=1,2", "--grid=partition=iid,classes"]  # the division of the data takes no time
+    assert sweep.main([*PRODUCT, *grid, "--dry_run", "--calibrate"]) == 0
     assert sorted(timed) == sorted(f"{name} local_epochs={epochs}" for name in ("fedavg", "fedmr") for epochs in (1, 2))
     out = capsys.readouterr().out
-    assert out.startswith("16 runs in runs") and "about 7 s" in out and "together about 2 min" in out
+    assert out.startswith("32 runs in runs") and "about 7 s" in out and "together about 4 min" in out
     assert not Path("runs").exists()
+
+
+def test_a_dry_run_prints_the_plan_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "calibrate", lambda run: pytest.fail("trained"))
+    assert sweep.main(["--strategies=fedavg,pfedhr", "--seeds=0:2", "--rounds=1000", "--dry_run"]) == 0
+    out, told = capsys.readouterr()
+    assert out.startswith("4 runs in runs") and "1,000 rounds to go\n" in out
+    assert out.endswith("together 4,000 rounds; --calibrate estimates their time\n")
+    assert told.startswith("--public_share=0.1 for pfedhr and none for the others: ") and told.count("\n") == 1
+    assert sweep.main(["--calibrate"]) == 2
+    assert capsys.readouterr().err.endswith("give --dry_run, too\n")
 
 
 # --- Real processes --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import platform
 import resource
 import sys
@@ -121,7 +122,9 @@ class Experiment:
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
-        self.processes.together(lambda: self.folder.cut(done, meta.get("rows")))
+        due = functools.partial(self._due, every=self.config.eval_every)
+        self.processes.together(lambda: self.folder.cut(done, meta.get("rows"), due=due))
+        self.processes.together(lambda: self.folder.extend(self.config.rounds))
         self.processes.on_first(self._open_logs)
         return self.rounds.place(progress), done
 

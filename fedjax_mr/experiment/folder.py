@@ -1,18 +1,17 @@
 """The folder of a run: which one it is, its lock, its metrics (jsonl and csv), its summary."""
 
 import contextlib
-import csv
+import dataclasses
 import errno
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +21,10 @@ from fedjax_mr.config import Config
 from fedjax_mr.data import npz
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-
-MetricsRow = dict[str, Any]
+from fedjax_mr.experiment.rows import COLUMNS, MetricsRow, csv_writer, line_of, plain_numbers, read_rows
 
 RUNS = "runs"  # where runs without --run_dir are kept
 STATES = ("new", "started", "diverged", "finished")  # of a run folder, the furthest last; new has no checkpoint yet
-COLUMNS = (
-    "round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds",
-)  # fmt: skip
-"""The columns of every run, in order: fractions in 0..1, nats, bytes, seconds; a strategy's own columns follow."""
-
 PICTURES = ("png", "pdf", "svg")  # --picture_format
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
@@ -166,9 +159,9 @@ class RunFolder:
             return
         try:
             with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(_line(numbers))
+                file.write(line_of(numbers))
             with (self.path / "metrics.csv").open("a", encoding="utf-8", newline="") as file:
-                _csv(file, self._columns).writerow(numbers)
+                csv_writer(file, self._columns).writerow(numbers)
         except OSError as error:
             raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
 
@@ -184,21 +177,24 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
 
-    def cut(self, round: int, count: int | None = None) -> None:
+    def cut(self, round: int, count: int | None = None, *, due: Callable[[int], bool] = lambda round: True) -> None:
         """Forget the evaluations after a round: those that are newer than the checkpoint to go on from.
 
         Args:
           round: the round of the checkpoint.
           count: how many evaluations there were then; None if the checkpoint does not say.
+          due: whether a round is evaluated; the last one of a run that is now extended would not have been.
 
         Raises:
           UserError: evaluations, or parts of them, are missing; nothing was changed.
         """
-        rows = [row for row in self._rows if row["round"] <= round]
+        before = [row for row in self._rows if row["round"] <= round]
+        rows = [row for row in before if due(row["round"])]
+        extended = not due(round) and len(rows) == sum(map(due, range(1, round + 1)))  # perhaps cut before
         path, remedy = self.path / "metrics.jsonl", "put back the whole file, or start anew with --overwrite"
-        if count is not None and len(rows) != count:
+        if count is not None and len(before) != count and not (extended and len(rows) == count - 1):
             raise UserError(
-                f"{path} has {len(rows)} evaluations up to round {round} and its checkpoint counts {count}: {remedy}"
+                f"{path} has {len(before)} evaluations up to round {round} and its checkpoint counts {count}: {remedy}"
             )
         for row in rows:
             if missing := [name for name in COLUMNS if name not in row]:
@@ -207,6 +203,20 @@ class RunFolder:
         if self.writes:
             (self.path / "diverged.txt").unlink(missing_ok=True)
             self._rewrite()
+
+    def extend(self, rounds: int) -> None:
+        """Let the run that goes on end after so many rounds, and remove the results of an end that is none any more.
+
+        Raises:
+          UserError: the folder cannot be written.
+        """
+        saved = configuration.load(self.path)
+        if not self.writes or saved.rounds == rounds:
+            return
+        pictures = (f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES)
+        for name in ("summary.json", "clients.csv", *pictures):
+            (self.path / name).unlink(missing_ok=True)
+        configuration.save(dataclasses.replace(saved, rounds=rounds), self.path)
 
     def write_info(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write ``info/ROUND.npz``: what a strategy tells of a round beside its metrics."""
@@ -229,9 +239,9 @@ class RunFolder:
     def _rewrite(self) -> None:
         self._columns = list(dict.fromkeys((*COLUMNS, *(name for row in self._rows for name in row))))
         with files.whole(self.path / "metrics.jsonl") as path:
-            path.write_text("".join(map(_line, self._rows)), encoding="utf-8")
+            path.write_text("".join(map(line_of, self._rows)), encoding="utf-8")
         with files.whole(self.path / "metrics.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
-            writer = _csv(file, self._columns)
+            writer = csv_writer(file, self._columns)
             writer.writeheader()
             writer.writerows(self._rows)
 
@@ -243,7 +253,7 @@ class RunFolder:
     def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Write ``clients.csv``, one row per client; numbers that are not finite are left out."""
         with files.whole(self.path / "clients.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
-            writer = _csv(file, table)
+            writer = csv_writer(file, table)
             writer.writeheader()
             for values in zip(*table.values(), strict=True):
                 writer.writerow(plain_numbers(dict(zip(table, values, strict=True))))
@@ -254,26 +264,6 @@ class RunFolder:
             return
         with files.whole(self.path / "diverged.txt") as path:
             path.write_text(message + "\n", encoding="utf-8")
-
-
-def read_rows(folder: Path | str) -> list[MetricsRow]:
-    """Return the evaluations that a run folder holds; a last line that was cut short by a kill is left out.
-
-    Raises:
-      UserError: the folder holds no readable ``metrics.jsonl``.
-    """
-    path = Path(folder) / "metrics.jsonl"
-    try:
-        whole, _, _ = files.read_text(path).rpartition("\n")
-        rows = [files.parse_json(line) for line in whole.splitlines()]
-        for number, row in enumerate(rows, 1):
-            if not _is_row(row):
-                raise ValueError(f"line {number} is no evaluation")
-        return rows
-    except OSError as error:
-        raise UserError(f"{folder} is not a run folder with metrics ({path.name}: {error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error})") from None
 
 
 def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
@@ -337,7 +327,7 @@ def is_taken(folder: Path | str) -> bool:
 # --- Which folder ----------------------------------------------------------------------------------------------------
 
 
-def runs_by_settings(parent: Path | str, pattern: str = "*") -> dict[str, list[Path]]:
+def runs_by_settings(parent: Path | str, pattern: str = "*", **changes: Any) -> dict[str, list[Path]]:
     """Return the run folders in a folder by the digest of their settings, oldest first.
 
     The settings are those in ``config.json``, completed by the defaults of options that are younger than it. The digest
@@ -346,12 +336,13 @@ def runs_by_settings(parent: Path | str, pattern: str = "*") -> dict[str, list[P
     Args:
       parent: the folder that holds them; it need not be there.
       pattern: of the names to look at.
+      changes: settings that count as equal, with the values that they are to have.
     """
     found: dict[str, list[tuple[int, int, Path]]] = {}
     for file in Path(parent).glob(f"{pattern}/config.json"):
         folder = file.parent
         with contextlib.suppress(UserError, OSError):  # unreadable, or of a version with other options
-            digest = configuration.digest(configuration.load(folder))
+            digest = configuration.digest(dataclasses.replace(configuration.load(folder), **changes))
             found.setdefault(digest, []).append((file.stat().st_mtime_ns, _number(folder.name), folder))
     return {digest: [folder for _, _, folder in sorted(folders)] for digest, folders in found.items()}
 
@@ -418,7 +409,9 @@ def _to_resume(config: Config) -> Path:
         if not path.is_dir():
             raise UserError(f"cannot resume: there is no folder {path}; leave out --resume to start")
     else:
-        runs = runs_by_settings(RUNS, f"{_stem(config)}*").get(configuration.digest(config), [])
+        digest, pattern = configuration.digest(config), f"{_stem(config)}*"
+        runs = runs_by_settings(RUNS, pattern).get(digest) or []
+        runs = runs or runs_by_settings(RUNS, pattern, rounds=config.rounds).get(digest, [])
         if not runs:
             raise UserError(f"cannot resume: no run of this configuration in {RUNS}/; name its folder by --run_dir")
         path = next(filter(_has_checkpoint, reversed(runs)), runs[-1])  # one that ended too early has nothing to lose
@@ -431,7 +424,14 @@ def _to_resume(config: Config) -> Path:
             f"cannot resume {path}, which was made with other code: --import={','.join(config.imports) or 'none'} "
             f"(saved {','.join(saved.imports) or 'none'}; copies are in {path / imports.FOLDER})"
         )
-    different = configuration.differences(config, saved)
+    done, rows = saved_round(path) or 0, read_rows(path) if (path / "metrics.jsonl").exists() else []
+    if config.rounds < done or (config.rounds == done < saved.rounds and (not rows or rows[-1]["round"] < done)):
+        more = "" if config.rounds < done else "more than "
+        raise UserError(
+            f"{path} has done {done} of {saved.rounds} rounds, so that it cannot end after --rounds={config.rounds}: "
+            f"give {more}{done}, or start anew with --overwrite"
+        )
+    different = configuration.differences(dataclasses.replace(config, rounds=saved.rounds), saved)
     if different:
         raise UserError(f"cannot resume {path}, which was made with other settings: {'; '.join(different)}")
     return path
@@ -462,32 +462,3 @@ def lock(path: Path) -> int:
         os.close(descriptor)
         raise UserError(f"another process was at work in {path}: try again")
     return descriptor
-
-
-# --- Rows ------------------------------------------------------------------------------------------------------------
-
-
-def plain_numbers(value: Any) -> Any:
-    """Return a value that JSON can hold: Python's own numbers, and None where one is not finite."""
-    if isinstance(value, Mapping):
-        return {name: plain_numbers(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_numbers(each) for each in value]
-    if hasattr(value, "item"):  # a NumPy or JAX number
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _is_row(row: Any) -> bool:
-    """Return whether a value that was read is an evaluation: numbers by name, among them the round."""
-    if not isinstance(row, dict) or type(row.get("round")) is not int:
-        return False
-    return all(value is None or isinstance(value, int | float) for value in row.values())
-
-
-def _line(row: MetricsRow) -> str:
-    return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _csv(file: TextIO, columns: Iterable[str]) -> csv.DictWriter:
-    return csv.DictWriter(file, list(columns), lineterminator="\n")

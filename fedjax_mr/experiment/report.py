@@ -2,7 +2,6 @@
 
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,11 +78,16 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 class ProgressBar:
-    """A bar on standard error: round, accuracy, images per second, time left."""
+    """A bar on standard error: round, accuracy, images per second, time left.
+
+    The time left is that of the rounds to go at the pace of this process, without compilation; the first call, which
+    also warms up, counts until there is another.
+    """
 
     def __init__(self, total: int, done: int = 0, *, quiet: bool = False):
         """Show the bar at ``done`` of ``total`` rounds; ``quiet`` shows none."""
-        self._started = quiet
+        self._since = (done, 0.0)  # rounds and seconds that the pace does not count
+        self._calls = 0
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -92,19 +96,31 @@ class ProgressBar:
             dynamic_ncols=True,
             smoothing=0,
             mininterval=0.2 if sys.stderr.isatty() else 5.0,  # a log file needs fewer lines
-            bar_format="round {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix}, {remaining} left",
+            bar_format="round {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix}",
             postfix="compiling",
         )
 
-    def update(self, done: int, *, images_per_second: float, row: MetricsRow | None = None) -> None:
-        """Move the bar to ``done`` rounds; ``row`` is the newest evaluation."""
+    def update(self, done: int, *, seconds: float, images_per_second: float, row: MetricsRow | None = None) -> None:
+        """Move the bar to ``done`` rounds.
+
+        Args:
+          done: rounds.
+          seconds: since the start of this process's first round, without compilation.
+          images_per_second: of training.
+          row: the newest evaluation.
+        """
+        rounds, before = self._since
+        pace = (seconds - before) / max(done - rounds, 1)
+        left = tqdm.format_interval(max(0.0, pace * ((self._bar.total or 0) - done)))
+        self._calls += 1
+        if self._calls == 1:
+            self._since = done, seconds
         accuracy = row["accuracy"] if row else None
         parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
-        self._bar.set_postfix_str(", ".join([*parts, f"{images_per_second:,.0f} images/s"]), refresh=False)
+        self._bar.set_postfix_str(
+            ", ".join([*parts, f"{images_per_second:,.0f} images/s", f"{left} left"]), refresh=False
+        )
         self._bar.update(done - self._bar.n)
-        if not self._started:  # the first call compiles, which the time left must not extrapolate
-            self._started, self._bar.initial = True, done
-            self._bar.start_t = self._bar.last_print_t = time.time()
 
     def close(self) -> None:
         """Leave the bar as it is and end its line."""

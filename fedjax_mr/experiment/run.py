@@ -167,6 +167,7 @@ class Run:
             bar = ProgressBar(config.rounds, done, quiet=not (config.progress and first.processes.writes))
             at_the_end.callback(bar.close)
             rounds_per_call = 1
+            compiled, started = self._compile_seconds(), time.perf_counter()
             self._finish(progress, done)  # those that had ended before
             while self.alive:
                 before, count = done, min(rounds_per_call, first.next_event(done) - done)
@@ -175,7 +176,10 @@ class Run:
                 done = int(self._part(progress.round, 0))
                 rounds_per_call = max(1, int(SECONDS_PER_CALL * (done - before) / max(seconds, 1e-6)))
                 self._record(progress, report, done, seconds, stop=stop > 0)
-                bar.update(done, images_per_second=self._images_per_second(), row=first.folder.last_row())
+                at_work = time.perf_counter() - started - (self._compile_seconds() - compiled)
+                bar.update(
+                    done, seconds=at_work, images_per_second=self._images_per_second(), row=first.folder.last_row()
+                )
                 self._finish(progress, done)
                 if stop and self.alive:
                     self._draw(self.alive)

@@ -78,8 +78,8 @@ def test_a_mean_of_all_evaluations_is_not_called_that_of_the_last_ten(count, wor
 
 def test_progress_shows_round_accuracy_speed_and_time_left(capsys):
     bar = ProgressBar(20, 5)
-    bar.update(10, images_per_second=8123.4)
-    bar.update(20, images_per_second=8000, row=row(20, accuracy=0.5))
+    bar.update(10, seconds=1, images_per_second=8123.4)
+    bar.update(20, seconds=2, images_per_second=8000, row=row(20, accuracy=0.5))
     bar.close()
     out, shown = capsys.readouterr()
     assert out == ""
@@ -89,25 +89,34 @@ def test_progress_shows_round_accuracy_speed_and_time_left(capsys):
     assert "round 5/20" in shown
 
 
-def test_time_left_ignores_the_compilation(capsys, monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr("time.time", lambda: now)
-    monkeypatch.setattr("tqdm.std.time", lambda: now)
-    bar = ProgressBar(101)
-    now += 600  # compilation and the first round
-    bar.update(1, images_per_second=1)
-    now += 10
-    bar.update(11, images_per_second=1)  # one second per round: 90 are left
-    bar.close()
-    assert "01:30 left" in capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+@pytest.mark.parametrize(
+    ("calls", "left"),
+    [
+        ([(1, 2.0)], "03:20"),  # one round so far, which took two seconds
+        ([(1, 20.0), (11, 30.0)], "01:30"),  # the first call warms up and is left out: then one second per round
+        ([(1, 20.0), (11, 30.0), (31, 40.0)], "00:46"),
+        ([(101, 50.0)], "00:00"),
+    ],
+)
+def test_time_left_is_that_of_the_rounds_alone(capsys, monkeypatch, calls, left):
+    """Seconds are without compilation; the clock, which has them all, does not matter."""
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    for before in (0, 100):  # a run from its start, and one that is resumed
+        bar = ProgressBar(101 + before, before)
+        for done, seconds in calls:
+            now[0] += 600
+            bar.update(before + done, seconds=seconds, images_per_second=1)
+        bar.close()
+        assert f"{left} left" in capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
 
 
 def test_progress_of_a_diverged_model_and_quiet(capsys):
     bar = ProgressBar(20)
-    bar.update(20, images_per_second=1, row={"round": 20, "accuracy": None})
+    bar.update(20, seconds=1, images_per_second=1, row={"round": 20, "accuracy": None})
     bar.close()
     assert "accuracy" not in capsys.readouterr().err
     bar = ProgressBar(20, quiet=True)
-    bar.update(20, images_per_second=1, row=row(20))
+    bar.update(20, seconds=1, images_per_second=1, row=row(20))
     bar.close()
     assert capsys.readouterr() == ("", "")

@@ -67,7 +67,9 @@ def _shared_programs():
         return kept[key]
 
     def rounds(config, federated, *rest, build=running.build_rounds):
-        not_compiled = dict(run_dir="", resume=False, overwrite=False, target_accuracy=None, stop_at_accuracy=None)
+        not_compiled = dict(
+            rounds=1, run_dir="", resume=False, overwrite=False, target_accuracy=None, stop_at_accuracy=None
+        )
         settings = dataclasses.replace(config, **not_compiled)
         return shared(build, (repr(settings), federated.hash()), config, federated, *rest)
 
@@ -200,6 +202,76 @@ def test_the_command_that_goes_on_can_be_pasted_into_a_shell(name):
     _, _, command = str(interrupted(experiment, 3, 2)).partition("go on with: ")
     said = ["python", "-m", "fedjax_mr.main", f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"]
     assert shlex.split(command) == said
+
+
+def test_a_finished_run_is_extended_and_equals_a_straight_one(straight, equal, monkeypatch, capsys):
+    """At its first end, round 3 or 5, it was evaluated although that was not due; extending it forgets that."""
+    fmr.run(fmr.Config(**SMALL | {"rounds": 3}))
+    (folder,) = Path("runs").iterdir()
+    assert [row["round"] for row in numbers(folder)] == [2, 3] and run_state(folder) == "finished"
+
+    def fail(self, progress, done):
+        raise RuntimeError("killed at the end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Experiment, "finish", fail)
+        with pytest.raises(RuntimeError):
+            fmr.run(fmr.Config(**SMALL | {"rounds": 5}, resume=True))
+    assert [row["round"] for row in numbers(folder)] == [2, 4, 5] and run_state(folder) == "started"
+    assert fmr.config.load(folder).rounds == 5
+    with monkeypatch.context() as patch:  # before the first round of the extension
+        patch.setattr(Run, "_train", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                fmr.run(fmr.Config(**SMALL, run_dir=str(folder), resume=True))
+            assert [row["round"] for row in numbers(folder)] == [2, 4]
+    extended = fmr.run(fmr.Config(**SMALL, run_dir=str(folder), resume=True))
+    assert numbers(folder) == numbers(straight.folder)
+    equal(extended.variables, straight.variables)
+    for rounds in (4, 5):
+        capsys.readouterr()
+        assert command.main([*FLAGS, f"--run_dir={folder}", "--resume", f"--rounds={rounds}"]) == 2
+        told = f"{folder} has done 6 of 6 rounds, so that it cannot end after --rounds={rounds}: give 6"
+        assert told in capsys.readouterr().err
+    assert run_state(folder) == "finished" and fmr.config.load(folder).rounds == 6
+
+
+def test_a_broken_run_may_end_earlier(straight, equal, monkeypatch):
+    def stop_after_three(self, seconds, asked):
+        return seconds, signal.SIGTERM
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_confer", stop_after_three)
+        with pytest.raises(Interrupted):
+            fmr.run(fmr.Config(**SMALL | {"rounds": 60}, run_dir="a"))
+    assert Checkpoints(Path("a/checkpoints").absolute()).latest() == 1
+    with pytest.raises(UserError, match=r"has done 1 of 60 rounds, .* --rounds=1: give more than 1, or start anew"):
+        fmr.run(fmr.Config(**SMALL | {"rounds": 1}, run_dir="a", resume=True))
+    equal(fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True)).variables, straight.variables)
+    assert numbers("a") == numbers(straight.folder)
+
+
+EXTENDED = {  # methods whose rounds differ from each other, and one that works on the host
+    "fedmr": fmr.strategies.fedmr.Hyper(stage1_rounds=2),
+    "fedcross": fmr.strategies.fedcross.Hyper(acceleration="pm_da", acceleration_rounds=4, warmup_rounds=1),
+    "fedmut": None,
+    "fedasam": fmr.strategies.fedasam.Hyper(swa_start=2, swa_cycle=2),
+    "moon": None,
+    "clusamp": None,
+    "fedme": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", EXTENDED)
+def test_extending_equals_a_straight_run_whatever_the_method(equal, strategy):
+    settings = SMALL | {"model": "cnn_digits", "strategy": strategy, "hyper": EXTENDED[strategy], "eval_every": 4}
+    straight = fmr.run(fmr.Config(**settings, run_dir="straight"))
+    fmr.run(fmr.Config(**settings | {"rounds": 3}, run_dir="extended"))
+    extended = fmr.run(fmr.Config(**settings, run_dir="extended", resume=True))
+    assert numbers("extended") == numbers("straight")
+    equal(extended.variables, straight.variables)
+    equal(extended.state, straight.state)
 
 
 def test_resume_takes_the_newest_run_of_the_same_configuration():
@@ -359,7 +431,7 @@ def test_bad_resumes_are_one_line(straight, capsys):
     assert command.main(config) == 0
     for flags, expected in (
         (config, "a is not empty: --resume goes on with the run in it, --overwrite replaces it"),
-        ([*config, "--resume", "--lr=0.1", "--rounds=9"], "settings: lr: 0.1 (saved 0.05); rounds: 9 (saved 6)"),
+        ([*config, "--resume", "--lr=0.1", "--rounds=9"], "which was made with other settings: lr: 0.1 (saved 0.05)\n"),
     ):
         capsys.readouterr()
         assert command.main(flags) == 2
