@@ -1,0 +1,57 @@
+"""Every strategy runs by its name alone on the embedded digits."""
+
+import functools
+
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr import checks, data
+from fedjax_mr import config as configuration
+from fedjax_mr.config import Config
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.strategies import STRATEGIES, fedme
+
+NEED_PUBLIC = ("fedme", "pfedhr", "fedmd", "fedkemf", "fccl")
+
+
+@functools.cache
+def federated(public_share):
+    return data.federated_data(Config(public_share=public_share))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_name_is_enough_to_build_it(strategy):
+    given = configuration.parse([f"--strategy={strategy}"])
+    config = checks.complete(given)
+    configuration.validate(config)
+    assert config.public_share == (0.1 if strategy in NEED_PUBLIC else 0.0)
+    assert [strategy in line and "0.1" in line for line in checks.added(given, config)] == [True] * (given != config)
+    assert list(checks.without_effect(config)) == []
+    division = federated(config.public_share)
+    assert (division.public is not None) == (strategy in NEED_PUBLIC)
+    axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
+    rounds = build_rounds(config, division, build_model(config, division), axis)
+    assert rounds.strategy.init is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({"strategy": "pfedhr", "public_share": 0.2}, 0.2),
+        ({"strategy": "pfedhr", "partition_file": "x.npz"}, 0.0),  # which may hold a public set
+        ({"strategy": "fedme", "hyper": fedme.Hyper(clustering=False)}, 0.0),
+        ({"strategy": "unknown"}, 0.0),
+    ],
+)
+def test_who_gets_public_data(changes, share):
+    assert checks.complete(Config(**changes)).public_share == share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_name_is_enough_to_run_it(strategy, tmp_path, capsys):
+    result = fmr.run(Config(strategy=strategy, rounds=2, devices=1, run_dir=str(tmp_path / "run")))
+    assert result.rows[-1]["round"] == 2 and 0 < result.summary["accuracy_last"] <= 1
+    needs = f"{strategy} needs public data: 0.1 of the training samples (--public_share=0.1), which no client has\n"
+    assert (needs in capsys.readouterr().err) == (strategy in NEED_PUBLIC)
