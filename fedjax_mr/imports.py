@@ -104,10 +104,18 @@ def _parted(value: str) -> tuple[str, str | None]:
     return (found[1], found[2]) if found else (value, None)
 
 
+def _is_path(given: str) -> bool:
+    return given.endswith(".py") or "/" in given or "\\" in given
+
+
+def _key(given: str) -> str:
+    """Return the name by which a file or module is kept."""
+    return str(Path(given).absolute()) if _is_path(given) else given
+
+
 def _load(value: str) -> None:
     given, wanted = _parted(value)
-    is_path = given.endswith(".py") or "/" in given or "\\" in given
-    name = str(Path(given).absolute()) if is_path else given
+    is_path, name = _is_path(given), _key(given)
     if is_path and not Path(name).is_file():
         raise UserError(f"--import={given}: there is no such file")
     if not is_path and not all(part.isidentifier() for part in name.split(".")):
@@ -286,12 +294,22 @@ def recorded(given: Iterable[str], used: Names) -> tuple[str, ...]:
       given: the values of ``--import``, which `load` has seen.
       used: the rows that the run uses.
     """
-    names = [_parted(value)[0] for value in split(given)]
-    chosen = [_IMPORTED.get(name) or _IMPORTED[str(Path(name).absolute())] for name in names]
+    chosen = [_IMPORTED[_key(_parted(value)[0])] for value in split(given)]
     needed = chosen if any(each.names & used for each in chosen) else []
     left = used.difference(*(each.names for each in needed))
     needed += [each for each in _IMPORTED.values() if each.names & left]  # entry points, and those of earlier calls
     return tuple(dict.fromkeys(each.pinned for each in needed))
+
+
+def strategies(given: Iterable[str]) -> list[str]:
+    """Return the strategies that files and modules have registered, in order.
+
+    Args:
+      given: the values of ``--import``, which `load` has seen.
+    """
+    asked = {_key(_parted(value)[0]) for value in split(given)}
+    names = set().union(*(each.names for name, each in _IMPORTED.items() if name in asked))
+    return [name for name in STRATEGIES if (STRATEGIES.kind, name) in names]
 
 
 def hashes(recorded: Iterable[str]) -> list[str]:

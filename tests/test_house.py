@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "main": {"config", "experiment", "imports", "manual"},
     "export": {"experiment"},
     "grids": {"config"},
+    "testing": {"data", "engine", "experiment", "imports", "models", "strategies"},
     "manual": {"config", "data", "models", "strategies"},
     "sweep": {"analysis", "checks", "config", "experiment", "grids", "manual"},
     "experiment": {"checks", "config", "data", "engine", "imports", "models", "plots", "strategies", "titles"},

@@ -1,0 +1,212 @@
+"""Small federations and their compiled rounds, on which strategies are tested."""
+
+import functools
+import gc
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedjax_mr import models
+from fedjax_mr.data import Split
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.models import layers
+from fedjax_mr.strategies import STRATEGIES, Problem
+from fedjax_mr.strategies.base import usual_traffic
+
+# Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
+QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": "0",
+    "xla_cpu_use_fusion_emitters": "false",  # in JAX 0.10; later there are no other emitters
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+SIZES = (7, 12, 1, 5, 9, 4)  # samples per client: uneven, one client with a single sample
+COHORT, CLASSES, BATCH, EPOCHS = 3, 3, 4, 2
+
+
+class ThinBlock(nn.Module):
+    """A convolution with everything that can go wrong beside it: BatchNorm and dropout."""
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        x = layers.Conv(4, (2, 2), strides=2, padding="VALID", name="conv")(x)
+        x = nn.relu(layers.BatchNorm(name="norm")(x, train=train, mask=mask)).reshape(x.shape[0], -1)
+        return nn.Dropout(0.1, deterministic=not train)(x)
+
+
+class ThinHead(nn.Module):
+    """The classifier of all."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, z, *, train=False, mask=None):
+        return layers.Dense(self.num_classes, name="dense")(z)
+
+
+class Thin(models.BlockNet):
+    """The smallest network of the contract: convolution, BatchNorm, dropout, dense layer."""
+
+    def blocks(self):
+        return ("body", ThinBlock()), ("classifier", ThinHead(self.num_classes))
+
+
+class Linear(models.BlockNet):
+    """Multinomial logistic regression: convex, and every strategy must make progress on it."""
+
+    def blocks(self):
+        return ("flatten", Flatten()), ("classifier", ThinHead(self.num_classes))
+
+
+class Normed(models.BlockNet):
+    """BatchNorm and dropout as in ``Thin``, on the images themselves: what the quick contract trains everywhere."""
+
+    def blocks(self):
+        return ("body", NormedImages()), ("classifier", ThinHead(self.num_classes))
+
+
+class Perceptron(models.BlockNet):
+    """One smooth hidden layer: the network on which equations are written down a second time."""
+
+    def blocks(self):
+        return ("hidden", Hidden()), ("classifier", ThinHead(self.num_classes))
+
+
+class Hidden(nn.Module):
+    """The layer of `Perceptron`."""
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        return nn.tanh(layers.Dense(5, name="dense")(x.reshape(x.shape[0], -1)))
+
+
+class NormedImages(nn.Module):
+    """The body of `Normed`."""
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        x = layers.BatchNorm(name="norm")(x.reshape(x.shape[0], -1), train=train, mask=mask)
+        return nn.Dropout(0.1, deterministic=not train)(x)
+
+
+class Flatten(nn.Module):
+    """Images as vectors."""
+
+    def __call__(self, x, *, train=False, mask=None):
+        return x.reshape(x.shape[0], -1)
+
+
+QUICK = {  # settings with which a first round trains like the others, and the server does little (see layouts for Adam)
+    "fedgen": {"steps": 5, "batch_size": 16},
+    "fedmd": {"public_epochs": 1, "private_epochs": EPOCHS},
+    "fccl": {"private_epochs": EPOCHS},
+    "fedkemf": {"server_lr": 1e-6},
+    "pfedhr": {"groups": 2, "max_candidates": 2, "server_epochs": 1, "server_lr": 1e-4},
+}
+NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perceptron}
+
+
+def network_of(name):
+    """Return a network by its name, or the zoo of several with commas between them."""
+    built = [models.Model(NETWORKS[each](num_classes=CLASSES), (4, 4, 1), name=each) for each in name.split(",")]
+    return built[0] if len(built) == 1 else models.Zoo.of(built)
+
+
+@functools.lru_cache(maxsize=24)  # the same object for the same federation: engines may then share a program
+def given(
+    network="thin", *, sizes=SIZES, cohort=COHORT, seed=0, lr=0.05, momentum=0.5, epochs=EPOCHS, batch_size=BATCH
+):
+    """Return a small federation of 4 x 4 images whose class shows in their brightness."""
+    rng = np.random.default_rng(0)
+    count, sizes = sum(sizes), np.array(sizes)
+    y = rng.integers(0, CLASSES, count).astype(np.int32)
+    x = (rng.normal(size=(count, 4, 4, 1)) * 0.5 + y[:, None, None, None]).astype(np.float32)
+    split = Split.of(np.split(rng.permutation(count), np.cumsum(sizes)[:-1]))
+    counts = np.stack([np.bincount(y[split.rows(client)], minlength=CLASSES) for client in range(len(sizes))])
+    model = network_of(network)
+    public = (rng.normal(size=(10, 4, 4, 1)) + rng.integers(0, CLASSES, (10, 1, 1, 1))).astype(np.float32)
+    problem = Problem(
+        model=model,
+        local=local.LocalSetting(
+            optax.sgd(lr, momentum or None), epochs, batch_size, int(sizes.max()), lr=lr, momentum=momentum
+        ),
+        num_clients=len(sizes),
+        cohort_size=cohort,
+        num_classes=CLASSES,
+        layers=model.layers(),
+        sizes=jnp.asarray(sizes, jnp.int32),
+        label_counts=jnp.asarray(counts, jnp.int32),
+        architectures=jnp.asarray(np.arange(len(sizes), dtype=np.int32) % len(network.split(","))),
+        public=local.Samples(
+            public, np.arange(10, dtype=np.int32) % CLASSES, np.ones(1, np.float32), np.zeros(1, np.float32)
+        ),
+    )
+    samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
+    return rounds.Given(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(seed))
+
+
+def make_engine(
+    strategy, network="thin", *, devices=1, lanes=1, hyper=None, memory_on_host=False, data_on_host=False, **federation
+):
+    """Return the compiled rounds of a strategy; shared by all tests that ask for the same, however they say it."""
+    row = STRATEGIES[strategy]
+    hyper = row.hyper(**QUICK.get(strategy, {})) if hyper is None and row.hyper else hyper
+    build = row.build, hyper
+    return shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, tuple(federation.items()))
+
+
+# Not all at once: a compiled program takes hundreds of memory maps, and Linux allows a process 65,530 of them.
+@functools.lru_cache(maxsize=24)
+def shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, federation):
+    federation = given(network, **dict(federation))
+    axis = client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
+    build = functools.partial(*build)
+    return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
+
+
+MOST_MAPS = 35_000  # of the 65,530 that Linux allows a process; beyond them XLA dies by a segmentation fault
+
+
+def drop_programs() -> None:
+    """Forget the programs of the tests before if they take too many memory maps."""
+    if memory_maps() > MOST_MAPS:
+        shared_engine.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+
+
+def memory_maps():
+    """Return the number of this process's memory maps; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+def bytes_of_a_round(engine, round=0):
+    """Return the bytes down, up and from client to client, for methods whose traffic follows from shapes."""
+
+    def shapes(given):
+        progress = rounds.start(engine.build, given)
+        plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
+        rows = jax.tree.map(lambda leaf: leaf[: given.problem.cohort_size], rows)
+        uploads = jax.vmap(lambda row: rounds.train_client(engine.build, given, progress.round, row)[0])(rows)
+        return progress.server, plan.cohort, rows.payload, uploads
+
+    state, cohort, payloads, uploads = jax.eval_shape(shapes, engine.given)
+    traffic = usual_traffic(payloads, uploads)
+    if engine.strategy.traffic is not None:
+        traffic = engine.strategy.traffic(traffic, state, uploads, cohort, round)
+    return traffic.num_bytes()
+
+
+def tree_equal(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def tree_close(a, b, *, rtol=1e-4, atol=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol, atol=atol), a, b)

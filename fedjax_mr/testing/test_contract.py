@@ -1,0 +1,233 @@
+"""The contract: what every registered strategy must do, whatever its method."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.program import Program
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.strategies import fedcross, fedexp, fedmut, mapper, pfedme, scaffold
+from fedjax_mr.strategies.base import usual_traffic
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+# One federation for all quick tests, so that they share two programs of each strategy: BatchNorm and dropout, five of
+# six clients in a round, which on 2 x 2 lanes also leaves empty slots.
+NORMED = {"network": "normed", "cohort": 5, "seed": 1}
+LINEAR = {"network": "linear", "cohort": 6}  # convex, and all clients in each round
+THIN = {"network": "thin", "cohort": 3}  # a convolution too
+
+
+def quick_and(*slow):
+    """Return the quick federation, and others for the slow suite, as parameters."""
+    return [
+        pytest.param(NORMED, id="normed"),
+        *(pytest.param(each, id=each["network"], marks=pytest.mark.slow) for each in slow),
+    ]
+
+
+# Federation, devices and lanes; (1, 1) is what they are compared with. The last one has lanes without devices, on a
+# fused program.
+LAYOUTS = [
+    pytest.param(NORMED, 2, 2, id="normed-2-2"),
+    pytest.param(LINEAR, 2, 2, id="linear-2-2", marks=pytest.mark.slow),
+    *(
+        pytest.param(THIN, *each, id=f"thin-{each[0]}-{each[1]}", marks=pytest.mark.slow)
+        for each in [(2, 2), (2, 1), (1, 3)]
+    ),
+]
+
+EXTRAPOLATING = {  # settings with which a strategy leaves the range of its clients' models, beside its defaults
+    "fedcross": fedcross.Hyper(acceleration="pm_da", acceleration_rounds=8),
+    "fedexp": fedexp.Hyper(epsilon=0.0),
+    "fedmut": fedmut.Hyper(radius=8.0),
+    "mapper": mapper.Hyper(mode="fedme"),
+    "pfedme": pfedme.Hyper(beta=2.0, strength=1.0),
+    "scaffold": scaffold.Hyper(server_lr=2.0),
+}
+
+
+def run(engine, calls, *, start=None):
+    """Run some rounds; ``start`` is an engine of another layout that has compiled the start already."""
+    progress = engine.init() if start is None else engine.place(start.init())
+    for count in calls:
+        progress, report = engine.run(progress, count)
+    return progress, report
+
+
+@pytest.fixture
+def results(monkeypatch):
+    """Return what each program returned last."""
+    results, call = {}, Program.__call__
+
+    def recorded(program, *args):
+        results[program] = call(program, *args)
+        return results[program]
+
+    monkeypatch.setattr(Program, "__call__", recorded)
+    return results
+
+
+@pytest.mark.parametrize("federation", quick_and(THIN))
+def test_structure_shapes_and_dtypes_are_kept(engine, strategy, federation):
+    engine = engine(strategy, **federation)
+    before = engine.shapes()
+    progress, _ = run(engine, [2])
+    assert jax.tree.structure(before) == jax.tree.structure(progress)
+    described = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    assert described(before) == described(progress)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("federation", quick_and(THIN))
+def test_any_division_into_calls_gives_the_same_bits_in_one_trace(engine, equal, strategy, federation, devices):
+    engine = engine(strategy, devices=devices, **federation)
+    whole, report = run(engine, [4])
+    parts, last = run(engine, [1, 3])
+    again, _ = run(engine, [1, 1, 1, 1])
+    equal(whole, parts)
+    equal(whole, again)
+    of_the_last_round = lambda report: report._replace(images=0, steps=0, traffic=None)
+    equal(of_the_last_round(report), of_the_last_round(last))
+    assert {program.traces for program in engine.programs.values()} == {1}
+
+
+@pytest.mark.parametrize("federation, devices, lanes", LAYOUTS)
+def test_the_layout_changes_nothing(engine, close, strategy, federation, devices, lanes):
+    """Clients, payloads and memories move together: one device and one lane give the same numbers as any layout.
+
+    Tensors are compared as wholes: where a gradient is nothing but rounding, Adam (FedGen's server) takes steps of full
+    length all the same, so single numbers may differ.
+    """
+    alone, laid_out = engine(strategy, **federation), engine(strategy, devices=devices, lanes=lanes, **federation)
+    one, report = run(alone, [3])
+    other, other_report = run(laid_out, [3], start=alone)
+    jax.tree.map(assert_close_as_a_whole, one, other)
+    close(report, other_report)
+
+
+def assert_close_as_a_whole(a, b):
+    a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
+    size = lambda numbers: np.sqrt(np.mean(np.square(numbers)))
+    assert size(a - b) <= 1e-4 * size(a) + 1e-5
+
+
+@pytest.mark.slow  # one strategy is quick: engine/test_placement.py
+@pytest.mark.parametrize("devices", [2, 1])
+def test_memory_may_live_on_the_host(engine, equal, strategy, devices):
+    kept = engine(strategy, devices=devices, lanes=2, memory_on_host=True, **THIN)
+    if kept.strategy.init_memory is None:
+        pytest.skip("its clients keep nothing")
+    other = engine(strategy, devices=2, lanes=2, **THIN)  # in steps, as with memory on the host
+    expected, _ = run(other, [3])
+    if devices == 2:  # the clients' program is the same, and need not be compiled twice
+        kept.programs["clients"] = other.programs["clients"]
+    progress, _ = run(kept, [2, 1])
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(progress.memory))
+    if devices == 2 and strategy != "fedkemf":  # whose server's Adam steps are rounded otherwise in the other program
+        equal(progress, expected)
+    else:
+        jax.tree.map(assert_close_as_a_whole, progress, expected)
+
+
+def test_the_key_decides(engine, equal, strategy):
+    engine = engine(strategy, **NORMED)
+    first, _ = run(engine, [2])
+    second, _ = run(engine, [2])
+    equal(first, second)
+
+
+def test_a_checkpoint_continues_bit_for_bit(engine, equal, strategy, tmp_path):
+    engine = engine(strategy, **NORMED)
+    progress, _ = run(engine, [2])
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, progress, {})
+    straight, _ = engine.run(progress, 2)
+    restored, _ = checkpoints.restore(engine.shapes())
+    resumed, _ = engine.run(engine.place(restored), 2)
+    equal(straight, resumed)
+
+
+@pytest.mark.parametrize("federation", quick_and(LINEAR))
+def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
+    """What counts is the deployed model: a strategy's own loss may have more terms than the cross-entropy."""
+    engine = engine(strategy, **federation)
+    given = engine.given
+    problem, (samples, index, offsets) = given.problem, given.federation
+    count = len(samples.y)
+
+    @jax.jit
+    def loss(progress):
+        """Return the loss of the deployed model on all samples, or of the clients' own models on their own."""
+        if engine.strategy.global_model:
+            model = engine.strategy.global_model(progress.server)
+            return local.evaluate(problem.model, model, samples, jnp.ones(count), batch_size=count).loss
+
+        def on_its_own(client):
+            data = local.ClientData(samples, index, offsets[client], problem.sizes[client], client)
+            memory = trees.take(progress.memory, client)
+            model = engine.strategy.personal_model(progress.server, memory, data, given.key)
+            return local.score(problem.model, model, data, batch_size=4).loss
+
+        return jnp.sum(jax.lax.map(on_its_own, jnp.arange(problem.num_clients, dtype=jnp.int32)))
+
+    before = loss(engine.init())
+    progress, _ = run(engine, [1, 5, 5, 5])
+    assert float(loss(progress)) < 0.8 * float(before)
+
+
+@pytest.mark.parametrize("extrapolating", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("federation", quick_and(THIN))
+def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, federation, extrapolating):
+    """Parameters are not statistics: with sums over whole models three methods failed here within eleven rounds.
+
+    ``variant=authors`` of FedExP and FedMut extrapolates statistics as released, and is left out.
+    """
+    if extrapolating and strategy not in EXTRAPOLATING:
+        pytest.skip("it has no setting that extrapolates")
+    one = engine(strategy, hyper=EXTRAPOLATING[strategy] if extrapolating else None, **federation)
+    progress = one.init()
+    for _ in range(12):
+        progress, report = one.run(progress, 1)
+        for path, leaf in jax.tree_util.tree_leaves_with_path((progress.server, progress.memory)):
+            if "['var']" in jax.tree_util.keystr(path):
+                assert np.min(leaf) >= 0
+        assert bool(trees.all_finite([one.deployed(progress), report.train_loss]))
+
+
+def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
+    start, engine = engine(strategy, **NORMED), engine(strategy, devices=2, lanes=2, **NORMED)
+    _, report = run(engine, [1], start=start)
+    (_, rows), (uploads, _, _) = (results[engine.programs[name]] for name in ("begin", "clients"))
+    count = engine.given.problem.cohort_size
+    sent = lambda tree: sum(count * leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(tree))  # without padding
+    down, up = sent(rows.payload), sent(uploads)
+    first = lambda tree: jax.tree.map(lambda leaf: leaf[:count], tree)
+    assert usual_traffic(first(rows.payload), first(uploads)).num_bytes() == (down, up, 0)
+    if engine.strategy.traffic is None:  # methods that count otherwise have tests of their own
+        assert report.traffic.num_bytes() == (down, up, 0)
+
+
+def test_the_client_part_holds_no_collective(engine, strategy):
+    start, engine = engine(strategy, **NORMED), engine(strategy, devices=2, lanes=2, **NORMED)
+    run(engine, [1], start=start)
+    text = engine.programs["clients"].compiled.as_text()
+    assert [name for name in COLLECTIVES if name in text] == []
+
+
+@pytest.mark.parametrize("federation", quick_and(LINEAR))
+def test_a_client_of_one_sample_and_almost_all_clients_at_once_train(engine, strategy, federation):
+    engine = engine(strategy, **federation)
+    plan = jax.jit(lambda given, server: rounds.plan(engine.build, engine.axis, given, server, np.int32(0)))
+    sizes = np.asarray(plan(engine.given, engine.init().server).cohort.sizes)
+    _, report = run(engine, [1])
+    if strategy != "mapper":  # it trains on parts of the samples, once for every lambda: counted in its own test
+        assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch
+        assert int(report.steps) == 2 * sum(-(-sizes // 4))  # batches of 4; no step is spent on padding
+    assert np.isfinite(float(report.train_loss))
+    if engine.strategy.select is None:
+        assert 1 in sizes and len(sizes) == federation["cohort"]
+        if federation["cohort"] == 6:
+            assert sorted(sizes) == sorted((7, 12, 1, 5, 9, 4))

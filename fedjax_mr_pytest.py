@@ -1,0 +1,10 @@
+"""The option --import of `pytest --pyargs fedjax_mr.testing`.
+
+pytest reads the options before it knows that folder, so this is a plugin, which is loaded in every session where the
+package is installed. It stands outside the package because importing anything of that takes seconds and JAX's settings.
+"""
+
+
+def pytest_addoption(parser):
+    """Add the option."""
+    parser.addoption("--import", action="append", default=[], metavar="FILE", help="of fedjax_mr.testing: own methods")
