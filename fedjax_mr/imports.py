@@ -117,7 +117,7 @@ def _load(value: str) -> None:
     given, wanted = _parted(value)
     is_path, name = _is_path(given), _key(given)
     if is_path and not Path(name).is_file():
-        raise UserError(f"--import={given}: there is no such file")
+        raise UserError(f"--import={given}: there is no such file{_instead(given) if wanted else ''}")
     if not is_path and not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"--import={given} is neither the path of a Python file nor the dotted name of a module")
     if name not in _IMPORTED:
@@ -130,10 +130,12 @@ def _load(value: str) -> None:
 
 def _refuse_other(given: str, wanted: str, found: str) -> None:
     if wanted != found:
-        raise UserError(
-            f"--import={given} has changed: its content hash is {found}, not {wanted}; without #{wanted} it is taken "
-            f"as it is now, and the run folder keeps the one that it was made with in {FOLDER}/"
-        )
+        raise UserError(f"--import={given} has changed (its content hash is {found}, not {wanted}){_instead(given)}")
+
+
+def _instead(given: str) -> str:
+    """Return what to do if the file that a run was made with is not there."""
+    return f"; --import=none --import=RUN/{FOLDER}/{Path(given).name}, after the other flags, takes the run's own copy"
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, given, interrupts
+from fedjax_mr import data, given, imports, interrupts
 from fedjax_mr.checks import added, complete, without_effect
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
@@ -82,8 +82,15 @@ def run(config: Config, *, dataset: Dataset | None = None, model: Any = None, on
     processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
     interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
-        notes = added(asked, config)
-        (end,) = Run([set_up(config, federated, network, processes, at_the_end, notes=notes, on_row=on_row)]).run()
+        experiment = set_up(
+            config, federated, network, processes, at_the_end, notes=added(asked, config), on_row=on_row
+        )
+        try:
+            (end,) = Run([experiment]).run()
+        except Exception as error:
+            if imports.blame(error) and not experiment.images:  # a method that never trained: nothing to go on with
+                experiment.folder.to_keep = experiment.folder.resumed
+            raise
     if isinstance(end, DivergedError):
         raise end
     return end
