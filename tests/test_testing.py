@@ -1,0 +1,58 @@
+"""The contract as a command, for methods outside the package."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedjax_mr.testing.__main__ import main
+
+METHOD = """
+import fedjax_mr as fmr
+from fedjax_mr.strategies import fedavg
+
+CALLS = []
+
+def build(hyper, problem):
+    base = fedavg.build(fedavg.Hyper(), problem)
+
+    def init(key):
+        CALLS.append(key)
+        state = base.init(key)
+        return state._replace(model=state.model | {"params": fmr.trees.scale(state.model["params"], FACTOR)})
+
+    return base._replace(init=init)
+
+fmr.STRATEGIES["mine"] = fmr.Row(build, None, "me, 2026")
+"""
+
+
+def test_it_says_that_pytest_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert main(["-k", "fedavg"]) == 2
+    assert capsys.readouterr() == ("", "fedjax-mr: the contract needs pytest: pip install 'fedjax-mr[test]'\n")
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m fedjax_mr.testing [--import=FILE ...]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factor", "code", "part"),
+    [
+        ("1.0", 0, "1 passed"),
+        ("1.0 + len(CALLS)", 1, "1 failed"),  # it depends on how often it was built
+        ("1.0 +", 2, "fedjax-mr: mine.py, line 12: SyntaxError: invalid syntax"),
+    ],
+)
+def test_it_tests_what_a_file_registers(tmp_path, factor, code, part):
+    (tmp_path / "mine.py").write_text(METHOD.replace("FACTOR", factor))
+    command = [sys.executable, "-m", "fedjax_mr.testing", "--import=mine.py", "-k", "mine and key_decides"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == code, done.stdout
+    assert part in done.stdout and "warning" not in done.stdout
