@@ -9,15 +9,19 @@ from fedjax_mr import checks, data
 from fedjax_mr import config as configuration
 from fedjax_mr.config import Config
 from fedjax_mr.engine.clients import client_axis
-from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.build import build_model, build_rounds, build_strategy
 from fedjax_mr.strategies import STRATEGIES, fedme
 
 NEED_PUBLIC = ("fedme", "pfedhr", "fedmd", "fedkemf", "fccl")
 
 
 @functools.cache
-def federated(public_share):
-    return data.federated_data(Config(public_share=public_share))
+def problem(public_share):
+    """Return the problem of the embedded job, which is the same for all methods but for the public set."""
+    config = Config(strategy="fedavg", public_share=public_share)
+    federated = data.federated_data(config)
+    axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
+    return build_rounds(config, federated, build_model(config, federated), axis).given.problem
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -28,11 +32,9 @@ def test_the_name_is_enough_to_build_it(strategy):
     assert config.public_share == (0.1 if strategy in NEED_PUBLIC else 0.0)
     assert [strategy in line and "0.1" in line for line in checks.added(given, config)] == [True] * (given != config)
     assert list(checks.without_effect(config)) == []
-    division = federated(config.public_share)
-    assert (division.public is not None) == (strategy in NEED_PUBLIC)
-    axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
-    rounds = build_rounds(config, division, build_model(config, division), axis)
-    assert rounds.strategy.init is not None
+    given = problem(config.public_share)
+    assert (given.public is not None) == (strategy in NEED_PUBLIC)
+    assert build_strategy(config, given).init is not None
 
 
 @pytest.mark.parametrize(
