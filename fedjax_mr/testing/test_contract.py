@@ -220,7 +220,7 @@ def test_the_client_part_holds_no_collective(engine, strategy):
 @pytest.mark.parametrize("federation", quick_and(LINEAR))
 def test_a_client_of_one_sample_and_almost_all_clients_at_once_train(engine, strategy, federation):
     engine = engine(strategy, **federation)
-    plan = jax.jit(lambda given, server: rounds.plan(engine.build, engine.axis, given, server, np.int32(0)))
+    plan = jax.jit(lambda given, server: rounds.plan(engine.build, engine.axis, given, server, jnp.int32(0)))
     sizes = np.asarray(plan(engine.given, engine.init().server).cohort.sizes)
     _, report = run(engine, [1])
     if strategy != "mapper":  # it trains on parts of the samples, once for every lambda: counted in its own test

@@ -251,6 +251,18 @@ def test_a_broken_run_may_end_earlier(straight, equal, monkeypatch):
     assert numbers("a") == numbers(straight.folder)
 
 
+def test_a_method_of_ones_own_that_fails_before_its_first_round_leaves_no_folder(monkeypatch):
+    def fail(self, progress, count):
+        raise TypeError("in my_method.py")
+
+    monkeypatch.setattr(Run, "_train", fail)
+    for run_dir, blamed in (("theirs", UserError("my_method.py, line 3: TypeError")), ("ours", None)):
+        monkeypatch.setattr(running.imports, "blame", lambda error, blamed=blamed: blamed)
+        with pytest.raises(TypeError, match=r"in my_method\.py"):
+            fmr.run(fmr.Config(**SMALL, run_dir=run_dir))
+    assert not Path("theirs").exists() and run_state("ours") == "started"
+
+
 EXTENDED = {  # methods whose rounds differ from each other, and one that works on the host
     "fedmr": fmr.strategies.fedmr.Hyper(stage1_rounds=2),
     "fedcross": fmr.strategies.fedcross.Hyper(acceleration="pm_da", acceleration_rounds=4, warmup_rounds=1),
