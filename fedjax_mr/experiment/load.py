@@ -53,7 +53,7 @@ def load(
     Raises:
       UserError: it is no run folder, or the samples are not those of the run.
     """
-    config, own = configuration.load(folder), Own.of(dataset, model)
+    config, own = configuration.load_code(folder), Own.of(dataset, model)
     for flag in own.flags:
         if not given.is_given(name := getattr(config, flag)):
             raise UserError(f"{folder} was made with --{flag}={name}: leave out {flag}=")

@@ -1,7 +1,8 @@
 """The option --import of `pytest --pyargs fedjax_mr.testing`.
 
 pytest reads the options before it knows that folder, so this is a plugin, which is loaded in every session where the
-package is installed. It stands outside the package because importing anything of that takes seconds and JAX's settings.
+package is installed. It is installed as a package of its own, because importing anything of fedjax_mr takes seconds and
+sets JAX up.
 """
 
 
