@@ -43,10 +43,11 @@ def complete(config: Any) -> Any:
 def needs_public(config: Any) -> bool:
     """Return whether the method, with its settings, needs public data, and no partition file may hold some."""
     row = STRATEGIES.get(config.strategy)
-    if row is None or row.needs_public is None or config.partition_file:
+    if row is None or config.partition_file:
         return False
-    hyper = row.hyper() if config.hyper is None and row.hyper is not None else config.hyper
-    return row.needs_public(hyper)
+    if not callable(row.needs_public):
+        return row.needs_public
+    return row.needs_public(row.hyper() if config.hyper is None and row.hyper is not None else config.hyper)
 
 
 def added(asked: Any, completed: Any) -> Iterator[str]:

@@ -313,26 +313,16 @@ def read_imports(arguments: Sequence[str]) -> None:
 
 
 def _read(arguments: Sequence[str], own: Sequence[Setting] = ()) -> tuple[Config, Mapping[str, Any]]:
-    """Return the configuration that flags describe, and all values by flag."""
+    """Return the configuration that flags describe, and all values by flag.
+
+    Clients that have a number of their own, natural ones or a partition file's, are all there by default.
+    """
     read_imports(arguments)
-    values = _parse(arguments, own)
-    return with_imports(_build(values)), values
-
-
-def _parse(arguments: Sequence[str], own: Sequence[Setting]) -> dict[str, Any]:
-    """Return the values of all flags; clients that have a number of their own are as many as there are by default."""
-    known = {setting.flag: setting for setting in _known()}
-    default = known["clients"].default
-    known["clients"] = dataclasses.replace(known["clients"], default=None)
-    values = settings.parse(arguments, [*known.values(), *own])
+    unset = lambda setting: dataclasses.replace(setting, default=None) if setting.flag == "clients" else setting
+    values = settings.parse(arguments, [*map(unset, _known()), *own])
     if values["clients"] is None:
-        values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else default
-    return values
-
-
-def flags_of(group: str) -> set[str]:
-    """Return the flags of one of the `GROUPS`."""
-    return {setting.flag for setting in settings.settings_of(Config) if setting.info.group == group}
+        values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else Config.clients
+    return with_imports(_build(values)), values
 
 
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:
@@ -370,19 +360,11 @@ def _full_name(kind: type) -> str:
 
 # Where a run is kept and which process this is are no part of it: a flag file that repeats the run leaves these out.
 _ABOUT_THIS_TIME = ("run_dir", "resume", "overwrite", "coordinator", "num_processes", "process_id")
-# In these, processes that share a run may differ.
-_ABOUT_THE_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id", "join_timeout")
 
 
 def to_json(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values, flag by flag."""
     return {setting.flag: setting.plain(value) for setting, value in _values(config)}
-
-
-def shared(config: Config) -> dict[str, Any]:
-    """Return the settings in which all processes of a run must agree, as plain values by flag."""
-    kept = {flag: value for flag, value in to_json(config).items() if flag not in _ABOUT_THE_PROCESS}
-    return kept | {"import": imports.hashes(config.imports)}
 
 
 def to_flags(config: Config) -> list[str]:

@@ -35,7 +35,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.seeds import run_seeds
-from fedjax_mr.settings import field, help_of, values_of
+from fedjax_mr.settings import field, help_of, settings_of, values_of
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
@@ -93,7 +93,7 @@ class Run:
     @property
     def kind(self) -> str:
         """What decides about the run's time: method, shapes and epochs, but no rate, nor how the data are divided."""
-        timeless = configuration.flags_of("Partition")
+        timeless = {each.flag for each in settings_of(configuration.Config) if each.info.group == "Partition"}
         coarse = [
             f"{name}={value}"
             for name, value in self.choice.items()

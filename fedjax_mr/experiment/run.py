@@ -33,6 +33,9 @@ from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
 
+# In these settings, processes that share a run may differ.
+ABOUT_THE_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id", "join_timeout")
+
 
 class Interrupted(Exception):
     """The user asked to stop; everything is saved."""
@@ -79,7 +82,7 @@ def run(config: Config, *, dataset: Dataset | None = None, model: Any = None, on
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
     federated = processes.together(lambda: data.federated_data(config, dataset=own.dataset))
     config, network = processes.together(lambda: own.build(config, federated))
-    processes.agree({"data": federated.hash()} | versions() | configuration.shared(config))
+    processes.agree({"data": federated.hash()} | versions() | shared(config))
     interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
         experiment = set_up(
@@ -94,6 +97,12 @@ def run(config: Config, *, dataset: Dataset | None = None, model: Any = None, on
     if isinstance(end, DivergedError):
         raise end
     return end
+
+
+def shared(config: Config) -> dict[str, Any]:
+    """Return the settings in which all processes of a run must agree, as plain values by flag."""
+    kept = {flag: value for flag, value in configuration.to_json(config).items() if flag not in ABOUT_THE_PROCESS}
+    return kept | {"import": imports.hashes(config.imports)}
 
 
 def set_up(

@@ -89,11 +89,6 @@ def correlation_loss(logits: jax.Array, target: jax.Array, mask: jax.Array, *, o
     return jnp.sum(jnp.square(1 - same)) + off_diagonal * others
 
 
-def needs_public(hyper: Hyper) -> bool:
-    """Return that it cannot run without public data."""
-    return True
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FCCL.
 

@@ -74,11 +74,6 @@ def squared_difference(logits: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(logits - other), axis=-1)
 
 
-def needs_public(hyper: Hyper) -> bool:
-    """Return that it cannot run without public data."""
-    return True
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedKEMF.
 

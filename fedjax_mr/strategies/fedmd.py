@@ -79,11 +79,6 @@ def difference(logits: jax.Array, target: jax.Array, *, kind: str) -> jax.Array:
     return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jax.nn.log_softmax(target))
 
 
-def needs_public(hyper: Hyper) -> bool:
-    """Return that it cannot run without public data."""
-    return True
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedMD.
 

@@ -6,6 +6,6 @@ blocks, by CKA), `groups`, `search` (which blocks may follow each other), `stitc
 (training without labels). Every candidate is another network, so only its pieces are compiled, each once.
 """
 
-from fedjax_mr.strategies.pfedhr.strategy import Hyper, build, needs_public
+from fedjax_mr.strategies.pfedhr.strategy import Hyper, build
 
-__all__ = ["Hyper", "build", "needs_public"]
+__all__ = ["Hyper", "build"]

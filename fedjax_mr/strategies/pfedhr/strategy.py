@@ -413,11 +413,6 @@ def _range(x: Any) -> dict[str, float]:
     return {"low": float(np.min(x)), "high": float(np.max(x))}
 
 
-def needs_public(hyper: Hyper) -> bool:
-    """Return that it cannot run without public data."""
-    return True
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return pFedHR."""
     network, server = problem.model, Server(hyper, problem)
