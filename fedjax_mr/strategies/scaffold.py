@@ -18,6 +18,7 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
@@ -57,6 +58,19 @@ def correct(correction: Any) -> optax.GradientTransformation:
     return optax.stateless(lambda gradient, _: trees.add(gradient, correction))
 
 
+def steady_step(setting: LocalSetting) -> float:
+    """Return lr / (1 - momentum), the step size that SGD settles at: a change divided by it is a sum of gradients.
+
+    Raises:
+      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
+    """
+    if setting.lr is None or setting.momentum == 1:
+        raise UserError(
+            "this strategy derives gradients from the steps of SGD: it needs --optimizer=sgd and --momentum below 1"
+        )
+    return setting.lr / (1 - setting.momentum)
+
+
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return SCAFFOLD.
 
@@ -64,11 +78,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
       UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
     """
     setting, authors = problem.local, hyper.variant == "authors"
-    if setting.lr is None or setting.momentum == 1:
-        raise UserError(
-            "scaffold derives gradients from the steps of SGD: it needs --optimizer=sgd and --momentum below 1"
-        )
-    step_size = setting.lr if authors else setting.lr / (1 - setting.momentum)
+    step_size = steady_step(setting)
+    if authors:
+        step_size = setting.lr
 
     def relative_size(sizes):  # r_i, 1 on average
         return sizes / jnp.mean(problem.sizes.astype(jnp.float32))

@@ -11,6 +11,10 @@ TABLE = {
     "fedprox": lambda s, p: (K * s, K * s),
     "scaffold": lambda s, p: (K * (s + p), K * (s + p)),
     "moon": lambda s, p: (K * s, K * s),
+    "feddyn": lambda s, p: (K * s, K * s),
+    "feddc": lambda s, p: (K * (s + p), K * (s + p)),
+    "fedntd": lambda s, p: (K * s, K * s),
+    "fedlc": lambda s, p: (K * s, K * s),
     "fedgen": lambda s, p: (K * (s + GENERATOR), K * s + N * C),  # the label counts in the first round alone
     "clusamp": lambda s, p: (K * s, K * s),
     "fedasam": lambda s, p: (K * s, K * s),
@@ -33,10 +37,15 @@ def test_bytes_are_those_of_the_papers(engine, sent, strategy):
     assert sent(engine) == (down, up, 0)
 
 
-def test_clients_of_scaffold_and_moon_keep_what_the_papers_say(engine):
+def test_clients_keep_what_the_papers_say(engine):
     shapes = engine("fedavg").given.problem.model.shapes()
     state, params = (trees.num_bytes(tree) for tree in (shapes, shapes["params"]))
-    kept = {name: trees.num_bytes(engine(name).shapes().memory) for name in ("scaffold", "moon")}
-    assert kept == {"scaffold": N * params, "moon": N * (state + 1)}  # and whether there is a previous model
-    others = [engine(name) for name in TABLE if name not in kept]
+    expected = {
+        "scaffold": N * params,
+        "moon": N * (state + 1),  # and whether there is a previous model
+        "feddyn": N * params,
+        "feddc": N * 2 * params,
+    }
+    assert {name: trees.num_bytes(engine(name).shapes().memory) for name in expected} == expected
+    others = [engine(name) for name in TABLE if name not in expected]
     assert all(each.shapes().memory is None for each in others if each.strategy.personal_model is None)

@@ -1,0 +1,89 @@
+"""FedNTD: clients keep what the global model thinks of the classes that a sample does not belong to.
+
+Lee, Jeong, Shin, Bae, Yun: Preservation of the Global Knowledge by Not-True Distillation in Federated Learning, NeurIPS
+2022. Of both the received and the trained network's logits the label's is left out; the loss is the
+cross-entropy plus beta tau^2 times the Kullback-Leibler divergence of the two softmaxes over the other C - 1.
+
+Deviation: the received network is in evaluation mode (BatchNorm, dropout).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
+from fedjax_mr.strategies.base import Problem, Strategy
+
+EXCLUDED = -1e30  # a logit that takes no part in a softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """FedNTD's own settings."""
+
+    beta: float = field(
+        1.0, "beta, the weight of the distillation; 0 gives FedAvg", low=0, source="the FedNTD authors' configuration"
+    )
+    temperature: float = field(
+        1.0,
+        "tau, the temperature of both softmaxes",
+        low=0,
+        open_low=True,
+        source="the FedNTD authors' configuration (their class defaults to 3)",
+    )
+
+
+class State(NamedTuple):
+    """The global model."""
+
+    model: Variables
+
+
+def not_true_divergence(teacher: jax.Array, logits: jax.Array, labels: jax.Array, temperature: float) -> jax.Array:
+    """Return the divergence [B] of the student's from the teacher's softmax over all classes but the label's.
+
+    Args:
+      teacher: logits [B, C].
+      logits: the student's [B, C].
+      labels: [B].
+      temperature: tau.
+    """
+    others = jnp.arange(logits.shape[-1], dtype=labels.dtype)[None, :] != labels[:, None]
+    log_shares = lambda z: jax.nn.log_softmax(jnp.where(others, z / temperature, EXCLUDED))
+    theirs, ours = log_shares(teacher), log_shares(logits)
+    return jnp.sum(jnp.where(others, jnp.exp(theirs) * (theirs - ours), 0.0), axis=-1)
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Return FedNTD."""
+    network, weight = problem.model, hyper.beta * hyper.temperature**2
+
+    def init(key):
+        return State(network.init(key))
+
+    def dispatch(state, cohort, key):
+        return {"model": trees.broadcast(state.model, problem.cohort_size)}
+
+    def client_update(payload, memory, data, round, key):
+        received = payload["model"]
+
+        def loss(params, state, batch, key):
+            logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
+            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            teacher = network.apply(received, batch.x)
+            distilled = not_true_divergence(teacher, logits, batch.y, hyper.temperature)
+            return local.masked_mean(supervised + weight * distilled, batch.mask), state
+
+        model, metrics = local.train(network, problem.local, received, data, key, loss=loss)
+        return {"model": model}, memory, metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        return State(trees.mean(uploads["model"], weights=cohort.sizes)), {}
+
+    return Strategy(init, dispatch, client_update, server_update, global_model=lambda state: state.model)

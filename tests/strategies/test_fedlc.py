@@ -1,0 +1,60 @@
+"""FedLC against its equations, and its special cases."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr.engine import local
+from fedjax_mr.strategies import fedavg, fedlc
+from fedjax_mr.strategies.fedlc import Hyper
+
+
+def test_two_rounds_equal_the_equations(transcription):
+    tau = 0.8
+    by_hand = transcription("fedlc", Hyper(tau=tau))
+    model = by_hand.read(by_hand.progress.server.model)
+    absent = 0
+
+    def loss(weights, i):
+        labels = by_hand.y[i].tolist()
+        present = sorted(set(labels))
+        logits = by_hand.head(weights, by_hand.features(weights, by_hand.x[i]))[:, present]
+        lowered = logits - by_hand.torch.tensor([tau * labels.count(c) ** -0.25 for c in present])
+        within = by_hand.torch.tensor([present.index(label) for label in labels])
+        return by_hand.torch.nn.functional.cross_entropy(lowered, within)
+
+    for clients in by_hand.rounds(2):
+        absent += sum(len(set(by_hand.y[i].tolist())) < 3 for i in clients)
+        trained = [by_hand.train(model, i, loss=lambda w, i=i: loss(w, i)) for i in clients]
+        model = by_hand.mean(trained, by_hand.sizes_of(clients))
+        by_hand.check(by_hand.progress.server.model, model)
+    assert absent > 0  # somebody lacked a class
+
+
+def test_margins_are_alike_where_counts_are_and_absent_classes_leave_at_every_tau():
+    found = np.asarray(fedlc.margins(jnp.array([16, 1, 0, 16]), 0.5))
+    np.testing.assert_allclose(found[[0, 1, 3]], [0.25, 0.5, 0.25])
+    logits = jnp.array([1.0, 2.0, 3.0, 4.0])
+    for tau in (0.5, 0.0):
+        lowered = logits - fedlc.margins(jnp.array([16, 1, 0, 16]), tau)
+        shares, slope = jax.nn.softmax(lowered), jax.grad(lambda z: jax.nn.logsumexp(z))(lowered)
+        assert float(shares[2]) == 0 and np.isfinite(slope).all()
+
+
+@pytest.mark.slow
+def test_with_equal_counts_it_is_fedavg(federation, close):
+    """A shift of all logits changes nothing."""
+    problem, (samples, index, _), key = federation("linear")
+    equal = dataclasses.replace(problem, label_counts=jnp.full_like(problem.label_counts, 4))
+    data = local.ClientData(samples, jnp.asarray(index), jnp.int32(7), jnp.int32(12), jnp.int32(1))
+
+    @jax.jit
+    def trained(key):
+        strategies = fedlc.build(Hyper(tau=0.8), equal), fedavg.build(fedavg.Hyper(), problem)
+        sent = {"model": problem.model.init(key)}
+        return [each.client_update(sent, None, data, jnp.int32(0), key)[0]["model"] for each in strategies]
+
+    close(*trained(key))
