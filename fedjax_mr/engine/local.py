@@ -81,6 +81,8 @@ class LocalSetting:
       augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation; None: nothing.
       lr: the learning rate of plain or momentum SGD, for methods that reason about its steps; None: another optimiser.
       momentum: of SGD.
+      value_and_grad: how a step takes the gradient of its loss, in place of ``jax.value_and_grad(loss, has_aux=True)``;
+        None: that. Any method whose clients train by `train` becomes a sharpness-aware one by it.
     """
 
     optimizer: optax.GradientTransformation
@@ -90,6 +92,11 @@ class LocalSetting:
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     lr: float | None = None
     momentum: float = 0.0
+    value_and_grad: Callable[[Loss], Callable] | None = None
+
+    def num_steps(self, size: jax.Array) -> jax.Array:
+        """Return T = E ceil(size / B), the steps of a client with ``size`` samples, int32."""
+        return self.epochs * ((size + self.batch_size - 1) // self.batch_size)
 
 
 def make_optimizer(
@@ -106,6 +113,20 @@ def make_optimizer(
     if weight_decay:
         steps.append(optax.add_decayed_weights(weight_decay))
     return optax.chain(*steps, optax.adam(lr) if name == "adam" else optax.sgd(lr, momentum or None))
+
+
+def with_schedule(
+    optimizer: optax.GradientTransformation, share: Callable[[jax.Array], jax.Array], *, steps: jax.Array
+) -> optax.GradientTransformation:
+    """Return an optimiser whose learning rate changes within a client's own round.
+
+    Args:
+      optimizer: its updates are multiplied; a momentum of it goes on as it is, as in PyTorch.
+      share: (k / T, in 0..1) -> the factor of the learning rate in step k = 0..T-1.
+      steps: T, the steps of this client; may be traced.
+    """
+    length = jnp.maximum(steps, 1).astype(jnp.float32)
+    return optax.chain(optimizer, optax.scale_by_schedule(lambda step: share(step.astype(jnp.float32) / length)))
 
 
 def gather(samples: Samples, rows: jax.Array, *, change: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
@@ -167,7 +188,7 @@ def train(
       key: the client's key of this round.
       loss: the loss of one batch (default: `cross_entropy`).
       optimizer: in place of the setting's (SCAFFOLD corrects the gradient by a transformation in front).
-      value_and_grad: in place of ``jax.value_and_grad(loss, has_aux=True)`` (sharpness-aware methods).
+      value_and_grad: in place of the setting's (sharpness-aware methods).
 
     Returns:
       The trained variables and the metrics.
@@ -196,13 +217,15 @@ def minimise(
     Args:
       loss: the loss of one batch.
       setting: epochs, batch size, optimiser.
-      variables: ``params``, which are trained, and everything else that the loss takes and returns as its state.
+      variables: ``params``, which are trained, and everything else that the loss takes and returns as its state. A
+        method carries numbers of its own through the steps as one more entry, which its ``value_and_grad`` takes out
+        of the state before the loss sees it and puts back changed (FedSMOO).
       data: the client's data.
       key: consumed.
       optimizer: in place of the setting's.
-      value_and_grad: in place of ``jax.value_and_grad(loss, has_aux=True)``.
+      value_and_grad: in place of the setting's.
     """
-    optimizer = optimizer or setting.optimizer
+    optimizer, value_and_grad = optimizer or setting.optimizer, value_and_grad or setting.value_and_grad
     gradient = value_and_grad(loss) if value_and_grad else jax.value_and_grad(loss, has_aux=True)
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
     params, state = variables["params"], {name: value for name, value in variables.items() if name != "params"}

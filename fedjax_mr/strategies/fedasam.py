@@ -82,16 +82,17 @@ class State(NamedTuple):
     cycles: jax.Array | None  # how many models are in the mean; None without SWA
 
 
-def scale_of(path: tuple, leaf: jax.Array, eta: float) -> jax.Array:
-    """Return T, the scale of the neighbourhood along each weight: |w| + eta; 1 for biases."""
+def scale_of(path: tuple, leaf: jax.Array, eta: float | None) -> jax.Array:
+    """Return T, the scale of the neighbourhood along each weight: |w| + eta; 1 for biases, and for all without eta."""
     name = path[-1].key
-    return jnp.ones_like(leaf) if name.endswith("bias") else jnp.abs(leaf) + eta
+    return jnp.ones_like(leaf) if eta is None or name.endswith("bias") else jnp.abs(leaf) + eta
 
 
-def sharpness_aware(loss: Loss, *, rho: float, eta: float) -> Callable:
+def sharpness_aware(loss: Loss, *, rho: float, eta: float | None) -> Callable:
     """Return (params, state, batch, key) -> ((loss, state), gradient), the gradient taken at the worst neighbour.
 
-    To first order the loss is largest, among all neighbours w + T e with |e| <= rho, at w + rho T^2 g / |T g|.
+    To first order the loss is largest, among all neighbours w + T e with |e| <= rho, at w + rho T^2 g / |T g|. Without
+    eta the neighbourhood is a ball (SAM).
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
