@@ -1,5 +1,7 @@
 """One client's training and the evaluation of a model, against plain loops."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,3 +164,30 @@ def test_optimizers_are_pytorchs(settings):
     for gradient in gradients:
         ours, state = step(ours, state, gradient)
     np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=2e-5, atol=1e-6)
+
+
+def test_a_rate_falls_within_a_clients_own_round_and_a_step_may_carry_numbers_of_its_own(federation):
+    """A client of 5 samples has 2 epochs of 2 steps; the gradient counts its steps in an entry of the state."""
+    problem = federation("linear").problem
+    setting = dataclasses.replace(problem.local, optimizer=optax.sgd(1.0))
+    data = one_client(federation("linear"), 3)._replace(size=np.int32(5))
+    steps = setting.num_steps(data.size)
+    assert (int(steps), int(setting.num_steps(np.int32(0)))) == (4, 0)
+
+    def counting(loss):
+        def value_and_grad(params, state, batch, key):
+            value, others = loss(params, {name: each for name, each in state.items() if name != "count"}, batch, key)
+            return (value, others | {"count": state["count"] + 1}), jax.tree.map(jnp.ones_like, params)
+
+        return value_and_grad
+
+    def trained(data):
+        optimizer = local.with_schedule(setting.optimizer, lambda over: 1 - over, steps=jnp.int32(steps))
+        start = {"params": {"w": jnp.zeros(2)}, "count": jnp.zeros((), jnp.int32)}
+        loss = lambda params, state, batch, key: (jnp.sum(params["w"]), state)
+        by_setting = dataclasses.replace(setting, value_and_grad=counting)
+        return local.minimise(loss, by_setting, start, data, jax.random.key(0), optimizer=optimizer)
+
+    variables, metrics = jax.jit(trained)(data)
+    assert (int(variables["count"]), int(metrics.steps)) == (4, 4)
+    np.testing.assert_allclose(variables["params"]["w"], -(1 + 3 / 4 + 2 / 4 + 1 / 4))

@@ -18,6 +18,13 @@ TABLE = {
     "fedgen": lambda s, p: (K * (s + GENERATOR), K * s + N * C),  # the label counts in the first round alone
     "clusamp": lambda s, p: (K * s, K * s),
     "fedasam": lambda s, p: (K * s, K * s),
+    "fedsam": lambda s, p: (K * s, K * s),
+    "mofedsam": lambda s, p: (K * (s + p), K * s),
+    "fedgamma": lambda s, p: (K * (s + p), K * (s + p)),
+    "fedspeed": lambda s, p: (K * s, K * s),
+    "fedsmoo": lambda s, p: (K * (s + p), K * (s + p)),
+    "fedswa": lambda s, p: (K * s, K * s),
+    "fedmoswa": lambda s, p: (K * (s + p), K * (s + p)),
     "fedexp": lambda s, p: (K * s, K * s),
     "fedmut": lambda s, p: (K * s, K * s),
     "fedmr": lambda s, p: (K * s, K * s),
@@ -45,6 +52,10 @@ def test_clients_keep_what_the_papers_say(engine):
         "moon": N * (state + 1),  # and whether there is a previous model
         "feddyn": N * params,
         "feddc": N * 2 * params,
+        "fedgamma": N * params,
+        "fedspeed": N * params,
+        "fedsmoo": N * 2 * params,
+        "fedmoswa": N * params,
     }
     assert {name: trees.num_bytes(engine(name).shapes().memory) for name in expected} == expected
     others = [engine(name) for name in TABLE if name not in expected]
