@@ -126,7 +126,8 @@ def with_schedule(
       steps: T, the steps of this client; may be traced.
     """
     length = jnp.maximum(steps, 1).astype(jnp.float32)
-    return optax.chain(optimizer, optax.scale_by_schedule(lambda step: share(step.astype(jnp.float32) / length)))
+    over = lambda step: jnp.asarray(step).astype(jnp.float32) / length
+    return optax.chain(optimizer, optax.scale_by_schedule(lambda step: share(over(step))))
 
 
 def gather(samples: Samples, rows: jax.Array, *, change: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:

@@ -50,7 +50,9 @@ def pull(anchor: trees.Params, strength: float) -> optax.GradientTransformation:
     )
 
 
-def step_of_server(problem: Problem, model: Variables, drift: trees.Params, models: Variables) -> tuple:
+def step_of_server(
+    problem: Problem, model: Variables, drift: trees.Params, models: Variables
+) -> tuple[Variables, trees.Params]:
     """Return the server's new model and mean drift, from its old ones and the models [K, ...] of the cohort."""
     mean = trees.mean(models)
     change = trees.subtract(mean["params"], model["params"])

@@ -110,7 +110,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         ascent = of_length(trees.mean(uploads["dual"]), hyper.rho)
-        return State(*step_of_server(problem, state.model, state.drift, uploads["model"]), ascent), {}
+        model, drift = step_of_server(problem, state.model, state.drift, uploads["model"])
+        return State(model, drift, ascent), {}
 
     return Strategy(
         init,

@@ -58,8 +58,8 @@ def correct(correction: Any) -> optax.GradientTransformation:
     return optax.stateless(lambda gradient, _: trees.add(gradient, correction))
 
 
-def steady_step(setting: LocalSetting) -> float:
-    """Return lr / (1 - momentum), the step size that SGD settles at: a change divided by it is a sum of gradients.
+def sgd_lr(setting: LocalSetting) -> float:
+    """Return the clients' learning rate.
 
     Raises:
       UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
@@ -68,7 +68,16 @@ def steady_step(setting: LocalSetting) -> float:
         raise UserError(
             "this strategy derives gradients from the steps of SGD: it needs --optimizer=sgd and --momentum below 1"
         )
-    return setting.lr / (1 - setting.momentum)
+    return setting.lr
+
+
+def steady_step(setting: LocalSetting) -> float:
+    """Return lr / (1 - momentum), the step size that SGD settles at: a change divided by it is a sum of gradients.
+
+    Raises:
+      UserError: as `sgd_lr`.
+    """
+    return sgd_lr(setting) / (1 - setting.momentum)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
@@ -78,9 +87,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
       UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
     """
     setting, authors = problem.local, hyper.variant == "authors"
-    step_size = steady_step(setting)
-    if authors:
-        step_size = setting.lr
+    step_size = sgd_lr(setting) if authors else steady_step(setting)
 
     def relative_size(sizes):  # r_i, 1 on average
         return sizes / jnp.mean(problem.sizes.astype(jnp.float32))
