@@ -10,6 +10,7 @@ from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import (
     centralized,
     clusamp,
+    ditto,
     fccl,
     fedasam,
     fedavg,
@@ -119,6 +120,7 @@ _OURS: dict[str, Row] = {
     "centralized": Row(centralized.build, None, "Matsuda et al., SDM 2022 (Centralized)", title="Centralized"),
     "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020", title="HypCluster"),
     "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020", title="pFedMe"),
+    "ditto": Row(ditto.build, ditto.Hyper, "Li et al., ICML 2021", title="Ditto"),
     "fml": Row(fml.build, fml.Hyper, "Shen et al., arXiv 2020", several=True, title="FML"),
     "mapper": Row(mapper.build, mapper.Hyper, "Mansour et al., arXiv 2020", title="MAPPER"),
     "fedme": Row(

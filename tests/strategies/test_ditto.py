@@ -1,0 +1,41 @@
+"""Ditto against its equations, and its special case."""
+
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.strategies.ditto import Hyper
+
+
+def test_three_rounds_equal_the_equations(transcription):
+    strength = 0.6
+    by_hand = transcription("ditto", Hyper(strength=strength))
+    model, own = by_hand.read(by_hand.progress.server.model), {}
+    again = 0
+    for clients in by_hand.rounds(3):
+
+        def held(weights, i, received):
+            plain = by_hand.gradient(lambda w: by_hand.cross_entropy(w, i), weights)
+            return [g + strength * (v - w) for g, v, w in zip(plain, weights, received, strict=True)]
+
+        again += sum(i in own for i in clients)
+        own |= {i: by_hand.train(own.get(i, model), i, gradient=lambda v, i=i, w=model: held(v, i, w)) for i in clients}
+        model = by_hand.mean([by_hand.train(model, i) for i in clients], by_hand.sizes_of(clients))
+        by_hand.check(by_hand.progress.server.model, model)
+        for i, weights in own.items():
+            by_hand.check(trees.take(by_hand.progress.memory.model, i), weights)
+        assert np.flatnonzero(by_hand.progress.memory.trained).tolist() == sorted(own)
+    assert again > 0  # somebody went on with its own
+
+
+@pytest.mark.slow
+def test_the_global_model_is_fedavgs_and_without_the_pull_a_client_trains_alone(engine, close):
+    alone, average = engine("ditto", hyper=Hyper(strength=0.0), cohort=6), engine("fedavg", cohort=6)
+    first, _ = alone.run(alone.init(), 1)
+    local = engine("local", cohort=6)
+    progress = local.init()
+    start = trees.broadcast(alone.init().server.model, 6)
+    progress = local.place(progress._replace(memory=progress.memory._replace(model=start)))
+    close(first.memory.model, local.run(progress, 1)[0].memory.model)
+    second, _ = alone.run(first, 1)
+    close(second.server.model, average.run(average.init(), 2)[0].server.model)
