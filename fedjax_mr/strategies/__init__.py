@@ -37,6 +37,7 @@ from fedjax_mr.strategies import (
     local_only,
     mapper,
     moon,
+    partial,
     pfedhr,
     pfedme,
     scaffold,
@@ -121,6 +122,10 @@ _OURS: dict[str, Row] = {
     "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020", title="HypCluster"),
     "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020", title="pFedMe"),
     "ditto": Row(ditto.build, ditto.Hyper, "Li et al., ICML 2021", title="Ditto"),
+    "fedrep": Row(partial.fedrep, partial.FedRep, "Collins et al., ICML 2021", title="FedRep"),
+    "fedper": Row(partial.fedper, None, "Arivazhagan et al., arXiv 2019", title="FedPer"),
+    "fedbn": Row(partial.fedbn, None, "Li et al., ICLR 2021", title="FedBN"),
+    "lgfedavg": Row(partial.lgfedavg, None, "Liang et al., arXiv 2020", title="LG-FedAvg"),
     "fml": Row(fml.build, fml.Hyper, "Shen et al., arXiv 2020", several=True, title="FML"),
     "mapper": Row(mapper.build, mapper.Hyper, "Mansour et al., arXiv 2020", title="MAPPER"),
     "fedme": Row(
