@@ -24,6 +24,7 @@ from fedjax_mr.strategies import (
     fedlc,
     fedmd,
     fedme,
+    fedmerge,
     fedmr,
     fedmut,
     fedntd,
@@ -137,6 +138,7 @@ _OURS: dict[str, Row] = {
         title="FedMe",
         needs_public=fedme.needs_public,
     ),
+    "fedmerge": Row(fedmerge.build, fedmerge.Hyper, "Chen et al., AAAI 2026", title="FedMerge"),
     "pfedhr": Row(
         pfedhr.build,
         pfedhr.Hyper,

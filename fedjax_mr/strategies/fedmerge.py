@@ -1,0 +1,106 @@
+"""FedMerge: the server keeps d global models, and every client is served its own mixture of them.
+
+Chen, Zhou, Long, Jiang, Zhang: Federated Model Merging for Personalization, AAAI 2026. With the rows of A = softmax(W),
+client i receives theta_i = sum_j A_ij Theta_j, trains on the loss plus lambda |theta - theta_i|^2 (FedProx with
+mu = 2 lambda) and sends what it has trained; g_i is its change, with the sign of a gradient. Then, in this order:
+
+    W_ij falls in proportion to p_i A_ij <Theta_j - theta_i, g_i>, taken over the head (the last block),
+    Theta_j falls by sum_i b_ij g_i, b_ij = A_ij p_i / (sum_i A_ij p_i) with the new A,
+
+with p_i the clients' shares of the samples. There is no global model; a client's own is its mixture.
+
+Deviations. From the released code: it repeats a small step of W until some entry has moved by more than 0.01; here the
+largest moves by exactly ``step``. It moves BatchNorm statistics like parameters, which could make a variance negative;
+here Theta_j's are the means of the clients' by b_ij. Its clients all take part in every round; here a round moves the
+rows of its own clients. Its clients have no momentum; here they have --momentum.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
+from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.fedgh import header_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """FedMerge's own settings."""
+
+    models: int = field(5, "d, how many global models the server keeps", low=1, high=1000, source="FedMerge's code")
+    strength: float = field(
+        0.01, "lambda of the proximal term lambda |w - w_received|^2", low=0, source="FedMerge's code"
+    )
+    step: float = field(
+        0.01, "how far the logit of a mixture moves that moves most in a round", low=0, source="FedMerge's code"
+    )
+
+
+class State(NamedTuple):
+    """The global models [d, ...] and the logits of every client's mixture."""
+
+    models: Variables
+    logits: jax.Array  # W [N, d]
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Return FedMerge."""
+    network, head = problem.model, header_name(problem.model)
+
+    def mixtures(state, ids):
+        """Return the mixtures of some clients: shares [R, d] and models [R, ...]."""
+        shares = jax.nn.softmax(state.logits[ids])
+        return shares, trees.mix(state.models, shares)
+
+    def init(key):
+        models = jax.vmap(network.init)(jax.random.split(key, hyper.models))
+        return State(models, jnp.zeros((problem.num_clients, hyper.models)))
+
+    def dispatch(state, cohort, key):
+        return {"model": mixtures(state, cohort.ids)[1]}
+
+    def client_update(payload, memory, data, round, key):
+        received = payload["model"]
+        cross_entropy = local.cross_entropy(network)
+
+        def loss(params, state, batch, key):
+            value, state = cross_entropy(params, state, batch, key)
+            return value + hyper.strength * trees.squared_norm(trees.subtract(params, received["params"])), state
+
+        model, metrics = local.train(network, problem.local, received, data, key, loss=loss)
+        return {"model": model}, memory, metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        shares, sent = mixtures(state, cohort.ids)
+        weights = cohort.sizes.astype(jnp.float32)[:, None]  # p_i up to a factor, which cancels twice
+        changes = trees.subtract(sent["params"], uploads["model"]["params"])  # g_i [K, ...]
+
+        def towards(params):  # <Theta_j - theta_i, g_i> for all i [K]
+            products = jax.tree.map(
+                lambda theta, sent, change: jnp.sum((theta[None] - sent) * change, axis=tuple(range(1, sent.ndim))),
+                *(tree[head] for tree in (params, sent["params"], changes)),
+            )
+            return jax.tree.reduce(jnp.add, products)
+
+        gradient = weights * shares * jax.lax.map(towards, state.models["params"]).T  # [K, d]
+        largest = jnp.max(jnp.abs(gradient))
+        move = jnp.where(largest > 0, hyper.step / jnp.where(largest > 0, largest, 1.0), 0.0) * gradient
+        logits = state.logits.at[cohort.ids].add(-move)
+
+        owned = weights * jax.nn.softmax(logits[cohort.ids])
+        owned = (owned / jnp.sum(owned, axis=0, keepdims=True)).T  # b [d, K]
+        models = trees.mix(uploads["model"], owned)
+        params = trees.subtract(state.models["params"], trees.mix(changes, owned))
+        return State(models | {"params": params}, logits), {}
+
+    def personal_model(state, memory, data, key):
+        shares = jax.nn.softmax(state.logits[data.client_id][None])
+        return jax.tree.map(lambda leaf: leaf[0], trees.mix(state.models, shares))
+
+    return Strategy(init, dispatch, client_update, server_update, personal_model=personal_model)
