@@ -10,6 +10,9 @@ code: alpha is the same for all clients (there it is divided by r_i = N n_i / su
 those of all methods, the clipped gradient holding all of the dynamic term (there alpha theta is added after clipping);
 the model that is tested is the server's w, with which training goes on (there the curves are those of the mean of the
 models that all N clients trained last).
+
+The example's alpha of 0.01 belongs to rounds of all clients and weight decay. On the digits (5 of 20 clients, no decay)
+the drifts outgrow the models with it, and accuracy falls again after 50 rounds; with 0.1 it stays with FedAvg's.
 """
 
 import dataclasses

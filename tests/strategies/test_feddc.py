@@ -9,6 +9,7 @@ from fedjax_mr.strategies import feddyn
 from fedjax_mr.strategies.feddc import Hyper
 
 
+@pytest.mark.slow  # FedDyn and SCAFFOLD at once, whose transcriptions are quick
 def test_three_rounds_equal_the_equations(transcription):
     alpha, total, step_size, steps = 0.3, 4, 0.1 / (1 - 0.5), 3  # full batches: one step per epoch
     by_hand = transcription("feddc", Hyper(alpha=alpha))
