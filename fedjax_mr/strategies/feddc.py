@@ -12,8 +12,8 @@ Deviations from that code: alpha and c are the same for all clients (there they 
 client's change is divided by its own number of steps and by lr / (1 - momentum), as in our SCAFFOLD (there by the steps
 of a client of mean size, and by the first round's learning rate although the rate decays).
 
-The released alpha of 0.01 belongs to weight decay. On the digits (5 of 20 clients, no decay) one seed of three collapses
-with it and two diverge, before round 60; with 0.1 it stays a little below FedAvg.
+The released alpha of 0.01 belongs to weight decay. On the digits (5 of 20 clients, no decay) one seed of three
+collapses with it and two diverge, before round 60; with 0.1 it stays a little below FedAvg.
 """
 
 import dataclasses

@@ -26,7 +26,6 @@ from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy
-from fedjax_mr.strategies.fedgh import header_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ class State(NamedTuple):
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedMerge."""
-    network, head = problem.model, header_name(problem.model)
+    network, head = problem.model, problem.model.head_name()
 
     def mixtures(state, ids):
         """Return the mixtures of some clients: shares [R, d] and models [R, ...]."""

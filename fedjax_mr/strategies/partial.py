@@ -36,7 +36,6 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy
-from fedjax_mr.strategies.fedgh import header_name
 
 Path = tuple[str, ...]
 """Where a tensor is in a network's variables: its collection, then the names of modules, then its own."""
@@ -62,8 +61,8 @@ class State(NamedTuple):
 
 
 def in_head(model: Model) -> Callable[[Path], bool]:
-    """Return whether a tensor belongs to the last block."""
-    name = header_name(model)
+    """Return whether a tensor belongs to the head."""
+    name = model.head_name()
     return lambda path: path[1] == name
 
 
