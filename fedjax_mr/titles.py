@@ -10,6 +10,7 @@ from typing import Any
 from fedjax_mr import config as configuration
 from fedjax_mr import given
 from fedjax_mr.config import Config
+from fedjax_mr.data import LABEL_MODES
 from fedjax_mr.strategies import STRATEGIES
 
 SEEDS = ("seed", "partition_seed")
@@ -44,10 +45,11 @@ OFF = (0, None, "none", [])
 
 def facts(config: Config) -> dict[str, Any]:
     """Return the settings that mean something to a run, by flag, without its seeds."""
+    without = SEEDS if config.dataset in LABEL_MODES else (*SEEDS, "label_mode")
     return {
         flag: value
         for flag, value in configuration.decisive(config).items()
-        if flag not in SEEDS and config.partition in DIVISIONS.get(flag, (config.partition,))
+        if flag not in without and config.partition in DIVISIONS.get(flag, (config.partition,))
     }
 
 

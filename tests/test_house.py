@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "data": set(),
     "secure": {"models"},
     "plots": set(),
-    "titles": {"config", "strategies"},
+    "titles": {"config", "data", "strategies"},
     # Beside the drawing: what rebuilds the template of a run's checkpoints (experiment.build, engine), so that every
     # strategy's state can be read without a second description of it; theorem1 trains its own convex problems with the
     # registered strategies.

@@ -22,7 +22,7 @@ def test_the_short_page_fits_two_screens(width):
 def test_every_strategy_data_set_and_partition_has_a_page():
     for name, row in STRATEGIES.items():
         page = manual.page(name, 100)
-        assert row.paper in page and f"{name}.py" in page.replace("local_only", "local").replace("strategy", name)
+        assert row.paper in page and f"/{row.build.__module__.rpartition('.')[2]}.py" in page
         assert all(f"  --{flag}" in page for flag in manual._own_flags(name))
         assert 20 < len(page.splitlines()[1]) <= 100
     for name in (*SOURCES, *PARTITIONS):
