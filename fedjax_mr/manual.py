@@ -29,6 +29,7 @@ COMMANDS = {
     "analysis": "tables and pictures of runs",
     "data": "show a partition, or prepare a data set",
     "models": "the table of all networks",
+    "export": "the trained network of a run, for Flax and orbax alone",
     "testing": "the contract that every method must pass",
 }
 SHORT = (  # the flags of the short page
