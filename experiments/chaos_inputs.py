@@ -274,7 +274,7 @@ EVERY = [(setting, "") for setting in settings_of(Config)] + [
 TOGETHER = (
     "--resume --overwrite", "--clients=3 --cohort=5", "--num_processes=1 --process_id=5", "--model=mlp,logistic",
     "--model=", "--model=mlp,", "--strategy=fedcross --cohort=1", "--strategy=fedmut --cohort=1", "--cohort=100",
-    "--strategy=fedme --cohort=1 --public_share=0.2", "--strategy=fedmd", "--strategy=pfedhr", "--strategy=fccl",
+    "--strategy=fedme --cohort=1 --public_share=0.2", "--import=missing.py", "--log=paper", "--picture_format=gif",
     "--strategy=pfedhr --public_share=0.2 --data_placement=host", "--projection=8 --model=logistic", "--clients=5000",
     "--strategy=fedmr --fedmr_secure --cohort=1", "--public_share=1.5", "--partition=natural",
     "--public_from=missing.npz --public_share=0.5", "--resume --run_dir=missing", "--compare_to=missing",

@@ -268,16 +268,24 @@ def _system_error(error: ValueError) -> str | None:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Keep orbax and TensorStore from printing a failure in their threads, which `Checkpoints.save` reports."""
-    log, hook = logging.getLogger("absl"), sys.unraisablehook
+    log, tasks, hook = logging.getLogger("absl"), logging.getLogger("asyncio"), sys.unraisablehook
+
+    def unless_reported(record: logging.LogRecord) -> bool:
+        """Leave out tasks that failed as the write did: asyncio tells of those that nobody asked."""
+        error = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(error, ValueError) and _system_error(error))
 
     def unless_late(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             hook(unraisable)
 
     disabled, log.disabled, sys.unraisablehook = log.disabled, True, unless_late
+    tasks.addFilter(unless_reported)
     try:
         yield
-        sys.unraisablehook = hook  # but not after a failure: other threads then end later than the loop that has it
+        # Not after a failure: other threads and tasks then end later than the loop that has it.
+        sys.unraisablehook = hook
+        tasks.removeFilter(unless_reported)
     finally:
         log.disabled = disabled
 
