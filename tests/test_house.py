@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "main": {"config", "experiment", "imports", "manual"},
     "export": {"experiment"},
     "grids": {"config"},
+    "deploy": {"config", "data", "engine", "experiment", "models", "secure", "strategies"},
     "testing": {"data", "engine", "experiment", "imports", "models", "strategies"},
     "manual": {"config", "data", "models", "strategies"},
     "sweep": {"analysis", "checks", "config", "experiment", "grids", "manual"},
@@ -80,6 +81,7 @@ ONLY_IN = {
     "absl.flags": {"settings"},
     "pandas": {"analysis.frames"},
     "cryptography": {"secure.messages"},
+    "flwr": {"deploy.mail"},
 }
 
 

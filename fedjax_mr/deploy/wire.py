@@ -1,0 +1,57 @@
+"""Trees of arrays as named arrays and back, checked: what a message between server and clients holds.
+
+A `Record` is either arrays by name or plain values by name, and a `Content` is records by name. No pickle is involved,
+so a message can hold false numbers but no code.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_mr.errors import UserError
+
+Record = Mapping[str, Any]  # of arrays alone, or of plain values: int, float, str, bytes, bool and lists of these
+Content = Mapping[str, Record]
+
+
+def pack(tree: Any) -> dict[str, np.ndarray]:
+    """Return a tree's arrays by the names of their places, such as ``params/Dense_0/kernel``."""
+    return {name: np.asarray(leaf) for name, leaf in _named(tree).items()}
+
+
+def unpack(record: Any, like: Any, *, who: str, finite: bool = True) -> Any:
+    """Return the tree that `pack` took apart, of NumPy arrays.
+
+    Args:
+      record: what was received; nothing about it is trusted.
+      like: a tree of arrays, or of their shapes and dtypes, as the result has to be.
+      who: what this is and whose, such as "the upload of client 3"; errors begin with it.
+      finite: refuse numbers that are infinite or none.
+
+    Raises:
+      UserError: the record has other names, shapes or dtypes, or a number that is not finite.
+    """
+    wanted = _named(like)
+    if not isinstance(record, Mapping):
+        raise UserError(f"{who} is no record of arrays")
+    if unlike := sorted(set(wanted) ^ set(map(str, record))):
+        what = "lacks" if unlike[0] in wanted else "has an unknown"
+        raise UserError(f"{who} {what} {unlike[0]!r}: {len(record)} arrays, expected {len(wanted)}")
+    for name, leaf in wanted.items():
+        found = record[name]
+        if not isinstance(found, np.ndarray):
+            raise UserError(f"{who}: {name!r} is no array")
+        if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            raise UserError(
+                f"{who}: {name!r} is {found.dtype}{list(found.shape)}, expected {leaf.dtype}{list(leaf.shape)}"
+            )
+        if finite and found.dtype.kind == "f" and not np.isfinite(found).all():
+            raise UserError(f"{who}: {name!r} has numbers that are not finite")
+    return jax.tree.unflatten(jax.tree.structure(like), [record[name] for name in wanted])
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") or "tree": leaf for path, leaf in paths}
