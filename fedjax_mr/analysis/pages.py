@@ -5,6 +5,12 @@ from pathlib import Path
 from fedjax_mr.errors import UserError
 
 DOCUMENT = Path("experiments/RESULTS.md")
+NOTEBOOK = "notebook"  # the folder of archived pages beside it
+
+
+def with_notebook(document: Path) -> list[Path]:
+    """Return a document and the pages of the notebook beside it."""
+    return [document, *sorted((document.parent / NOTEBOOK).glob("*.md"))]
 
 
 def read(document: Path) -> str:

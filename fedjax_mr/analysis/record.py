@@ -2,8 +2,8 @@
 
 The main table has the methods of the papers' main comparison in the settings of their flag files, one cell each: our
 mean over the seeds, the paper's number, and a verdict. All are computed from the metrics kept in results/ beside the
-document. What is made anew there stands between <!-- record PART --> and <!-- end -->, with PART one of table, pairs
-and cost; and the lines "Measured:" in the heads of the flag files. --check only compares.
+document. What is made anew there stands between <!-- record PART --> and <!-- end -->, with PART one of table, pairs,
+claims and cost; and the lines "Measured:" in the heads of the flag files. --check only compares.
 """
 
 import argparse
@@ -13,15 +13,14 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from scipy.stats import t as student
-
 from fedjax_mr import config as configuration
 from fedjax_mr import files, titles
-from fedjax_mr.analysis import groups, pages, papers, tables
+from fedjax_mr.analysis import claims, groups, pages, papers, tables
+from fedjax_mr.analysis.claims import LEVEL, POINTS, Difference, difference
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import Run
@@ -37,9 +36,8 @@ DIVISIONS = {
     "Dirichlet(1.0)": ("--alpha=1.0",),
     "IID": ("--partition=iid",),
 }
-POINTS = 1.5  # a mean so near to the paper's replicates it, whatever the spread of our seeds
-DEVIATIONS = 2.0  # or one within so many of our standard deviations
-LEVEL = 0.95  # of confidence intervals
+# A mean replicates within POINTS of the paper's, or within so many of our standard deviations.
+DEVIATIONS = 2.0
 BLOCK = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MEASURED = re.compile(r"# Measured:.*?(?=\n--)", re.DOTALL)
 
@@ -122,48 +120,6 @@ class Cell(NamedTuple):
         return "higher" if difference > 0 else "lower"
 
 
-class Difference(NamedTuple):
-    """One method's accuracies minus another's over the seeds that both have, in points."""
-
-    count: int
-    mean: float
-    low: float | None  # of the confidence interval; None with a single seed
-    high: float | None
-
-    @property
-    def verdict(self) -> str:
-        """Return how surely the first method is ahead."""
-        if self.low is None:
-            return "holds with one seed" if self.mean > 0 else "does not hold (one seed)"
-        if self.low > 0:
-            return f"holds ({self.count} seeds)"
-        if self.mean > 0:
-            return f"not sure ({self.count} seeds)"
-        return f"does not hold ({self.count} seeds)"
-
-    def __str__(self) -> str:
-        interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
-        return f"{self.mean:+.1f}{interval}, n = {self.count}"
-
-
-def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Difference | None:
-    """Return the mean difference of paired seeds with Student's confidence interval; None without a common seed.
-
-    Args:
-      better: accuracies in percent by seed.
-      worse: those of the other method.
-    """
-    found = [better[seed] - worse[seed] for seed in better if seed in worse]
-    if not found:
-        return None
-    mean, deviation = Statistic.of(found)
-    assert mean is not None
-    if deviation is None:
-        return Difference(1, mean, None, None)
-    half = float(student.ppf((1 + LEVEL) / 2, len(found) - 1)) * deviation / len(found) ** 0.5
-    return Difference(len(found), mean, mean - half, mean + half)
-
-
 class Record(NamedTuple):
     """All cells of the main table, and the folder with the kept runs."""
 
@@ -244,18 +200,21 @@ def _wrapped(text: str) -> list[str]:
 
 
 def main_table(record: Record) -> str:
-    """Return the methods by settings: ours with the number of seeds, the paper's, the verdict."""
+    """Return a table per data set, methods by divisions: ours with the number of seeds, the paper's, the verdict."""
 
     def text(cell: Cell) -> str:
         own = f"{_shown(cell.own)} (n = {len(cell.by_seed)})" if cell.by_seed else ""
         paper = f"paper {tables.plus_minus(*cell.published[1:3], digits=1)}" if cell.published else ""
         return "<br>".join(filter(None, [own, paper, f"**{cell.verdict}**" if cell.verdict else ""]))
 
-    rows = [
-        [_title(method), *(text(record.cells[method, data, division]) for data in FLAGS for division in DIVISIONS)]
-        for method in METHODS
-    ]
-    return tables.markdown([["", *(f"{data}<br>{division}" for data in FLAGS for division in DIVISIONS)], *rows])
+    def of(data: str) -> str:
+        rows = [
+            [_title(method), *(text(record.cells[method, data, division]) for division in DIVISIONS)]
+            for method in METHODS
+        ]
+        return tables.markdown([[data, *DIVISIONS], *rows])
+
+    return "\n\n".join(map(of, FLAGS))
 
 
 def pairs_table(record: Record) -> str:
@@ -268,6 +227,11 @@ def pairs_table(record: Record) -> str:
                 rows.append([claim, f"{data}, {division}", str(found), f"**{found.verdict}**"])
     head = ["claim", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict"]
     return tables.markdown([head, *rows])
+
+
+def claims_table(record: Record) -> str:
+    """Return what else the papers claim, and how surely it holds."""
+    return claims.table(record.kept)
 
 
 def cost_table(record: Record) -> str:
@@ -288,4 +252,7 @@ def cost_table(record: Record) -> str:
     return tables.markdown([["method", "data", "devices", "runs", "minutes per run (median)"], *rows])
 
 
-PARTS: dict[str, Callable[[Record], str]] = {"table": main_table, "pairs": pairs_table, "cost": cost_table}
+PARTS: dict[str, Callable[[Record], str]] = {
+    "table": main_table, "pairs": pairs_table, "claims": claims_table,
+    "cost": cost_table,
+}  # fmt: skip

@@ -1,7 +1,7 @@
-"""Make the tables of RESULTS.md anew from the kept metrics, after keeping those of RUN as --name.
+"""Make the tables of RESULTS.md and the notebook anew from the kept metrics, after keeping those of RUN as --name.
 
 RUN (none, one or more) may also be a folder of run folders. Kept are settings, evaluations and summary, no weights and
-no paths of this machine. In RESULTS.md a table stands between
+no paths of this machine. In a page a table stands between
 
     <!-- table NAME --target=0.5 -->   and   <!-- end -->
 
@@ -40,12 +40,13 @@ def main(arguments: argparse.Namespace) -> None:
     if bool(arguments.runs) != bool(arguments.name):
         raise UserError("--name=NAME says where the metrics of RUN are kept: give both or none")
     document = arguments.document
-    text = pages.read(document)
+    texts = {page: pages.read(page) for page in pages.with_notebook(document)}
     for run in groups.find(arguments.runs) if arguments.runs else []:
         print(f"kept {keep(run, document.parent / 'results' / arguments.name)}")
-    with files.whole(document) as path:
-        path.write_text(fill(text, document.parent / "results"), encoding="utf-8")
-    print(f"{len(TABLE.findall(text))} tables in {document}")
+    for page, text in texts.items():
+        with files.whole(page) as path:
+            path.write_text(fill(text, document.parent / "results"), encoding="utf-8")
+        print(f"{len(TABLE.findall(text))} tables in {page}")
 
 
 def keep(run: Run, folder: Path) -> Path:

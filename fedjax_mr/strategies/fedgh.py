@@ -11,9 +11,9 @@ class means are over all samples of a class, not means of the means of batches. 
 pFedHR's Table 1 lists FedGH beside methods that use them; how they were used there is not described.
 
 One pass over the pairs (``server_epochs=1``, as released) is at most K C steps of SGD and moves a header little, while
-every client gives up its own header for it. That may be why FedGH is below Local-only in RESULTS.md; it has not been
-measured alone. HtFLlib's code takes 100 passes in batches of 10 and tests clients with the received header; here, as in
-the released code, a client is tested after its training.
+every client gives up its own header for it. That may be why FedGH is below Local-only here (notebook/pfedhr.md in
+experiments/); it has not been measured alone. HtFLlib's code takes 100 passes in batches of 10 and tests clients with
+the received header; here, as in the released code, a client is tested after its training.
 """
 
 import dataclasses

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from fedjax_mr import config as configuration
-from fedjax_mr.analysis import record
+from fedjax_mr.analysis import claims, record
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.papers import Published
+from fedjax_mr.errors import UserError
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -57,6 +58,29 @@ def test_verdict_of_a_claim(differences, verdict):
     assert found is not None and found.verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [([1.0], "holds with one seed"), ([-1.6], "does not hold (one seed)"), ([0.1, -0.1, 0.0], "holds (3 seeds)"),
+     ([1.0, -1.0], "not sure (2 seeds)"), ([2.0, 3.0], "does not hold (2 seeds)")],
+)  # fmt: skip
+def test_verdict_of_being_level(differences, verdict):
+    own = {str(seed): value for seed, value in enumerate(differences)}
+    found = claims.difference(own, dict.fromkeys(own, 0.0))
+    assert found is not None and found.level == verdict
+
+
+def test_settings_of_claims_are_singled_out():
+    kept, (first, *_) = EXPERIMENTS / "results", claims.CLAIMS
+    assert set(claims.accuracies(first.better, kept, (5, 150))) == {"0"}
+    several = claims.Chosen(first.better.folder, {"strategy": "fedmr"})
+    with pytest.raises(UserError, match="a second run of its seed"):
+        claims.accuracies(several, kept, (5, 150))
+    with pytest.raises(UserError, match="no evaluation"):
+        claims.accuracies(first.better, kept, (500, 505))
+    with pytest.raises(UserError, match="holds no run"):
+        claims.accuracies(claims.Chosen(first.better.folder, {"strategy": "moon"}), kept, (5, 150))
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A page and the flag files in a folder of their own, with one kept run of FedMR on CIFAR-100, IID."""
@@ -98,4 +122,4 @@ def test_a_new_run_changes_page_and_flag_file(folder, capsys):
 def test_unknown_parts_are_refused(folder, capsys):
     (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
     assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
-    assert "none of table, pairs, cost" in capsys.readouterr().err
+    assert "none of table, pairs, claims, cost" in capsys.readouterr().err
