@@ -26,7 +26,7 @@ from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MODELS",

@@ -13,6 +13,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -27,6 +28,7 @@ LARGEST_BATCH = 65_536  # samples in one step
 HIGHEST = {"epochs": 10_000, "steps": 100_000}  # of a round, by unit: their product is counted in 32 bits
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with room for the files in a folder
 DEEPEST_FLAG_FILES = 16  # of flag files that include each other
+PACKAGE = Path(__file__).parent  # with exp/: a link to experiments/, in an installed package a copy of its flag files
 Owner = typing.TypeVar("Owner")
 
 
@@ -354,13 +356,16 @@ def _no_flag_file(error: Exception) -> UserError:
 
 
 class _FlagValues(flags.FlagValues):
-    """absl's flags, whose files include each other to a limited depth."""
+    """absl's flags, whose files include each other to a limited depth; exp/NAME.flags are there in every folder."""
 
     def _get_flag_file_lines(self, filename, parsed_file_stack=None):
         if not filename:
             raise UserError("--flagfile= is empty: it takes the path of a file")
         if len(parsed_file_stack or ()) >= DEEPEST_FLAG_FILES:
             raise UserError(f"flag files include each other more than {DEEPEST_FLAG_FILES} deep, at {filename}")
+        ours = PACKAGE / filename
+        if ours.suffix == ".flags" and os.path.isfile(ours) and not os.path.exists(filename):
+            filename = str(ours)
         return super()._get_flag_file_lines(filename, parsed_file_stack)
 
 

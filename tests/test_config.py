@@ -55,6 +55,15 @@ def test_the_quickstart_file_spells_out_the_defaults():
     assert "--strategy" not in [line.split("=")[0] for line in QUICKSTART.read_text().splitlines()]
 
 
+def test_the_packages_flag_files_are_there_in_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert configuration.parse(["--flagfile=exp/cifar10.flags"]).model == "lenet5"
+    Path("exp").mkdir()
+    Path("exp/cifar10.flags").write_text("--model=logistic\n")  # one's own comes first
+    assert configuration.parse(["--flagfile=exp/cifar10.flags"]).model == "logistic"
+    assert "exp/no.flags" in error_of(configuration.parse, ["--flagfile=exp/no.flags"])
+
+
 def test_every_name_that_scripts_rely_on_is_a_flag():
     text = manual.all_flags()
     for name in FIXED_BY_NAME.split():

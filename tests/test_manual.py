@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedjax_mr import imports, main, manual, sweep
+from fedjax_mr import __version__, imports, main, manual, sweep
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.strategies import STRATEGIES
@@ -71,7 +71,7 @@ def test_unknown_topics_are_one_line_with_the_nearest_names(capsys):
 
 def test_versions_and_the_sweeps_help(capsys):
     assert main.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("fedjax_mr 0.1.0 (JAX ")
+    assert capsys.readouterr().out.startswith(f"fedjax_mr {__version__} (JAX ")
     assert sweep.main(["--help=fedprox"]) == 0
     assert "--fedprox_mu" in capsys.readouterr().out
     assert main.main(["--help", "--import=gone.py"]) == 2

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fedjax_mr import config as configuration
 from fedjax_mr.config import Config
 
-TABLES = Path(__file__).parents[2] / "experiments" / "paper_tables.csv"
+TABLES = Path(__file__).parents[1] / "exp" / "paper_tables.csv"
 
 # The papers' names. A "CNN" is LeNet-5 in the FedMR authors' code and McMahan's network in the papers' text.
 MODELS = {
@@ -37,12 +37,9 @@ class Published(NamedTuple):
     source: str
 
 
-def rows(path: Path | str | None = None) -> list[dict[str, str]]:
-    """Return the rows of the papers' tables; none where the file is not there (an installed package)."""
-    path = TABLES if path is None else Path(path)
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
+def rows() -> list[dict[str, str]]:
+    """Return the rows of the papers' tables."""
+    with TABLES.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
