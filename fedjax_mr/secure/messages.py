@@ -229,6 +229,35 @@ class Party:
         self._check_over()
         return Upload(self.announcement.round, self.client, tuple(layer for (layer,) in self._buffers.values()))
 
+    def saved(self) -> tuple[dict[str, Any], list[bytes]]:
+        """Return all that this party knows, as values of JSON and sealed layers, so that another process can go on."""
+        facts = {
+            "client": self.client,
+            "announcement": dataclasses.asdict(self.announcement) | {"public_key": self.announcement.public_key.hex()},
+            "repetition": self._repetition,
+            "collecting": self._collecting,
+            "lengths": {name: len(buffer) for name, buffer in self._buffers.items()},
+            "senders": self._senders,
+            "awaited": self._awaited,
+        }
+        return facts, [layer.sealed for buffer in self._buffers.values() for layer in buffer]
+
+    @classmethod
+    def restored(cls, facts: Mapping[str, Any], sealed: Sequence[bytes], choices: Choices | None = None) -> "Party":
+        """Return the party that `saved` described, with choices to go on with."""
+        about, party, rest = facts["announcement"], cls.__new__(cls), iter(sealed)
+        clients, sizes = tuple(about["clients"]), tuple((name, size) for name, size in about["sizes"])
+        party.client, party.choices = facts["client"], choices or RandomChoices()
+        party.announcement = Announcement(about["round"], bytes.fromhex(about["public_key"]), clients, sizes)
+        party._sizes, party._others = dict(sizes), tuple(other for other in clients if other != party.client)
+        party._repetition, party._collecting = facts["repetition"], facts["collecting"]
+        party._buffers = {
+            name: [SealedLayer(about["round"], name, next(rest)) for _ in range(length)]
+            for name, length in facts["lengths"].items()
+        }
+        party._senders, party._awaited = facts["senders"], facts["awaited"]
+        return party
+
     def _message(self, kind: Callable[..., Any], receiver: int, layer: SealedLayer) -> Any:
         return kind(self.announcement.round, self._repetition, self.client, receiver, layer)
 
