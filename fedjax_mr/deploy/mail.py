@@ -90,6 +90,14 @@ class Post:
         """Return the public key (hex) that a connected node proved to have; "" if nodes need not prove one."""
         return self._carrier.nodes().get(node, "")
 
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self._carrier.wait(seconds)
+
+    def now(self) -> float:
+        """Return a time in seconds that never goes back."""
+        return self._carrier.now()
+
     def ask(self, messages: Sequence[Message], timeout: float) -> dict[int, Content | Lost]:
         """Return the reply of every node asked, or why there is none after ``timeout`` seconds.
 
