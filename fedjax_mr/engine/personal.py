@@ -17,7 +17,8 @@ from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import PERSONAL, Given, Progress, round_key
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import State, kept_for_validation
+from fedjax_mr.models import Variables
+from fedjax_mr.strategies.base import Memory, Problem, State, Strategy, kept_for_validation
 
 BATCH_OF_ONE = 64  # test samples per step of one client; most have few
 
@@ -142,23 +143,69 @@ class PersonalEvaluation:
     def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
         given = shared.given
         problem, federation = given.problem, given.federation
-        strategy, model = self.rounds.build(problem), problem.model
-        key = round_key(given.key, PERSONAL, shared.round)
-        own_key, key = jax.random.split(jax.random.fold_in(key, row.client_id))
+        strategy = self.rounds.build(problem)
         data = ClientData(
             federation.samples, federation.index, row.offset, row.size, row.client_id, row.validation_size
         )
-        if strategy.personal_model is not None:
-            variables = strategy.personal_model(shared.server, row.memory, data, own_key)
-        elif strategy.global_model is not None:
-            variables = strategy.global_model(shared.server)
-        else:
-            raise UserError("the strategy has neither a global nor personal models to test")
-        if epochs:
-            setting = dataclasses.replace(problem.local, epochs=epochs)
-            variables, _ = local.train(model, setting, variables, data, key)
         zero = jnp.zeros((), jnp.int32)
         test = ClientData(shared.test, shared.test_index, row.test_offset, row.test_size, row.client_id, zero)
-        held = data._replace(offset=data.offset + data.size, size=data.validation_size)
-        tested = local.score(model, variables, test, batch_size=BATCH_OF_ONE)
-        return tested, local.score(model, variables, held, batch_size=BATCH_OF_ONE), model.architecture(variables)
+        part = part_of(strategy, shared.server, row.client_id)
+        key = personal_key(given.key, shared.round, row.client_id)
+        return test_client(strategy, problem, part, row.memory, data, test, key, epochs=epochs)
+
+
+def personal_key(key: jax.Array, round: jax.Array | int, client_id: jax.Array | int) -> jax.Array:
+    """Return the key of a client's test after ``round`` rounds; from it, the run's key cannot be found."""
+    return jax.random.fold_in(round_key(key, PERSONAL, round), client_id)
+
+
+def part_of(strategy: Strategy, state: State, client_id: jax.Array | int) -> Any:
+    """Return what the server gives a client for the client's own model; the global model where none has its own.
+
+    Raises:
+      UserError: the strategy has neither.
+    """
+    if strategy.personal_model is not None:
+        return state if strategy.personal_part is None else strategy.personal_part(state, jnp.asarray(client_id))
+    if strategy.global_model is None:
+        raise UserError("the strategy has neither a global nor personal models to test")
+    return strategy.global_model(state)
+
+
+def own_model(strategy: Strategy, part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Variables:
+    """Return a client's own model from what the server gives it (`part_of`); consumes ``key``, a `personal_key`."""
+    if strategy.personal_model is None:
+        return part
+    return strategy.personal_model(part, memory, data, jax.random.split(key)[0])
+
+
+def test_client(
+    strategy: Strategy,
+    problem: Problem,
+    part: Any,
+    memory: Memory,
+    data: ClientData,
+    test: ClientData,
+    key: jax.Array,
+    *,
+    epochs: int = 0,
+) -> tuple[Score, Score, jax.Array]:
+    """Return a client's scores on its test and validation samples, and the number of its network.
+
+    Args:
+      strategy: of the federation.
+      problem: of the federation.
+      part: what the server gives the client (`part_of`).
+      memory: the client's own row.
+      data: the client's data.
+      test: its test samples.
+      key: a `personal_key`; consumed.
+      epochs: of more training on ``data`` before the test.
+    """
+    model, variables = problem.model, own_model(strategy, part, memory, data, key)
+    if epochs:
+        setting = dataclasses.replace(problem.local, epochs=epochs)
+        variables, _ = local.train(model, setting, variables, data, jax.random.split(key)[1])
+    held = data._replace(offset=data.offset + data.size, size=data.validation_size)
+    tested = local.score(model, variables, test, batch_size=BATCH_OF_ONE)
+    return tested, local.score(model, variables, held, batch_size=BATCH_OF_ONE), model.architecture(variables)

@@ -115,7 +115,7 @@ def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> t
     chosen = plan(build, axis, given, progress.server, progress.round)
     cohort, slots = chosen
     dispatch_key = round_key(given.key, DISPATCH, progress.round)
-    payloads = build(given.problem).dispatch(progress.server, cohort, dispatch_key)
+    payloads = dispatch(build(given.problem), progress.server, cohort, dispatch_key)
 
     is_client = slots < given.problem.cohort_size
     order = jnp.where(is_client, slots, 0)
@@ -132,10 +132,36 @@ def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> t
     return chosen, rows
 
 
+def dispatch(strategy: Strategy, state: State, cohort: Cohort, key: jax.Array) -> Payload:
+    """Return what each client trains on [K, ...]: the server's payload, after an exchange among the clients if any."""
+    exchange = strategy.exchange
+    if exchange is None or not exchange.before_training:
+        return strategy.dispatch(state, cohort, key)
+    return exchange.mix(strategy.dispatch(state, cohort, jax.random.fold_in(key, 0)), key)[0]
+
+
+def server_update(
+    strategy: Strategy, state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
+) -> tuple[State, Info]:
+    """Update the server with what the clients trained [K, ...], after an exchange among the clients if any."""
+    exchanged: Info = {}
+    if strategy.exchange is not None and strategy.exchange.before_upload:
+        exchange_key, key = jax.random.split(key)
+        uploads, exchanged = strategy.exchange.mix(uploads, exchange_key)
+    state, info = strategy.server_update(state, uploads, cohort, round, key)
+    return state, info | exchanged
+
+
+def client_key(
+    key: jax.Array, round: jax.Array | int, client_id: jax.Array | int, occurrence: jax.Array | int
+) -> jax.Array:
+    """Return a client's own key of a round; from it, the run's key cannot be found."""
+    return jax.random.fold_in(jax.random.fold_in(round_key(key, CLIENT, round), client_id), occurrence)
+
+
 def train_client(build: Build, given: Given, round: jax.Array, row: ClientRow) -> tuple[Payload, Memory, Metrics]:
     """Train one client."""
-    key = round_key(given.key, CLIENT, round)
-    key = jax.random.fold_in(jax.random.fold_in(key, row.client_id), row.occurrence)
+    key = client_key(given.key, round, row.client_id, row.occurrence)
     samples, index, offset = given.federation.samples, given.federation.index, row.offset
     if row.samples is not None:
         samples = samples._replace(x=row.samples.x, y=row.samples.y)
@@ -162,7 +188,7 @@ def finish(
         memory = trees.put(progress.memory, plan.cohort.ids, memories)
 
     key = round_key(given.key, SERVER, progress.round)
-    server, info = strategy.server_update(progress.server, uploads, plan.cohort, progress.round, key)
+    server, info = server_update(strategy, progress.server, uploads, plan.cohort, progress.round, key)
     traffic = usual_traffic(jax.eval_shape(strategy.dispatch, progress.server, plan.cohort, key), uploads)
     if strategy.traffic is not None:
         traffic = strategy.traffic(traffic, progress.server, uploads, plan.cohort, progress.round)

@@ -13,9 +13,10 @@ import numpy as np
 from fedjax_mr import config as configuration
 from fedjax_mr import models, trees
 from fedjax_mr.config import Config
-from fedjax_mr.data import FederatedData
+from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.data.facts import scale_and_shift
+from fedjax_mr.data.federated import Public
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import ClientAxis, client_axis
 from fedjax_mr.engine.program import memory_needed
@@ -56,8 +57,37 @@ def build_model(config: Config, federated: FederatedData, *, modules: Sequence[A
     return networks[0] if len(networks) == 1 else Zoo.of(networks)
 
 
-def build_rounds(config: Config, federated: FederatedData, model: Model, axis: ClientAxis) -> Rounds:
-    """Return the compiled programs of a configuration's strategy on a layout."""
+@dataclasses.dataclass(frozen=True)
+class FederationFacts:
+    """The facts of a federation from which its problem follows; no client's samples are among them.
+
+    Attributes:
+      dataset: whose kind of samples and normalisation count; its samples do not.
+      sizes: training samples per client [N].
+      label_counts: the same per client and class [N, C].
+      validation_sizes: samples that each client keeps for validation [N]; None: no client keeps any.
+      public: the server's public set, or None.
+      division: a name of this division of the data, by which runs of the same one find each other.
+    """
+
+    dataset: Dataset
+    sizes: np.ndarray
+    label_counts: np.ndarray
+    validation_sizes: np.ndarray | None = None
+    public: Public | None = None
+    division: str = ""
+
+    @classmethod
+    def of(cls, federated: FederatedData) -> "FederationFacts":
+        """Return the facts of a federation whose samples are all here."""
+        validation = None if federated.validation is None else federated.validation.sizes
+        counts, division = federated.label_counts(), federated.hash()
+        return cls(federated.dataset, federated.sizes, counts, validation, federated.public, division)
+
+
+def problem_of(config: Config, facts: FederationFacts, model: Model) -> Problem:
+    """Return the problem of a configuration's clients."""
+    count = len(facts.sizes)
     setting = local.LocalSetting(
         optimizer=local.make_optimizer(
             config.optimizer,
@@ -68,25 +98,30 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
         ),
         epochs=config.local_epochs,
         batch_size=config.batch_size,
-        max_size=int(federated.sizes.max()),
-        augment=augmentation(config, federated),
+        max_size=int(facts.sizes.max()),
+        augment=augmentation(config, facts.dataset),
         lr=config.lr if config.optimizer == "sgd" else None,
         momentum=config.momentum,
     )
-    validation = federated.validation
-    problem = Problem(
+    kept = facts.validation_sizes
+    return Problem(
         model=model,
         local=setting,
-        num_clients=federated.num_clients,
+        num_clients=count,
         cohort_size=config.cohort,
-        num_classes=federated.dataset.num_classes,
+        num_classes=facts.dataset.num_classes,
         layers=model.layers(),
-        sizes=jnp.asarray(federated.sizes, jnp.int32),
-        label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
-        architectures=jnp.asarray(architectures(config, federated.num_clients, division=federated.hash()), jnp.int32),
-        public=public_samples(federated),
-        validation_sizes=None if validation is None else jnp.asarray(validation.sizes, jnp.int32),
+        sizes=jnp.asarray(facts.sizes, jnp.int32),
+        label_counts=jnp.asarray(facts.label_counts, jnp.int32),
+        architectures=jnp.asarray(architectures(config, count, division=facts.division), jnp.int32),
+        public=public_samples(facts),
+        validation_sizes=None if kept is None else jnp.asarray(kept, jnp.int32),
     )
+
+
+def build_rounds(config: Config, federated: FederatedData, model: Model, axis: ClientAxis) -> Rounds:
+    """Return the compiled programs of a configuration's strategy on a layout."""
+    problem = problem_of(config, FederationFacts.of(federated), model)
     dataset, split = federated.dataset, federated.train_and_validation()
     federation = Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
     build = functools.partial(build_strategy, config)
@@ -164,13 +199,13 @@ def build_strategy(config: Config, problem: Problem) -> Strategy:
     return server_optimizer(strategy, optimizer)
 
 
-def public_samples(federated: FederatedData) -> local.Samples | None:
+def public_samples(facts: FederationFacts) -> local.Samples | None:
     """Return the server's public set, y None where it has no labels; None if there is none."""
-    public = federated.public
+    public = facts.public
     if public is None:
         return None
     labels = np.zeros(len(public.x), np.int32) if public.y is None else public.y
-    known = samples(federated, public.x, labels)
+    known = normalised(facts.dataset, public.x, labels)
     return known._replace(y=None) if public.y is None else known
 
 
@@ -206,7 +241,7 @@ def memory_on_host(config: Config, strategy: Strategy, axis: ClientAxis) -> bool
     return config.memory == "host" or too_large(needed, axis)
 
 
-def augmentation(config: Config, federated: FederatedData) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+def augmentation(config: Config, dataset: Dataset) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
     """Return the change of the training images that a configuration asks for, or None.
 
     Raises:
@@ -214,14 +249,17 @@ def augmentation(config: Config, federated: FederatedData) -> Callable[[jax.Arra
     """
     if config.augment == "none":
         return None
-    if federated.dataset.x.ndim != 4:
-        raise UserError(
-            f"--augment={config.augment} is for images, and {federated.dataset.name} has none; leave it out"
-        )
+    if dataset.x.ndim != 4:
+        raise UserError(f"--augment={config.augment} is for images, and {dataset.name} has none; leave it out")
     return functools.partial(crop_flip, pad=config.augment_pad)
 
 
 def samples(federated: FederatedData, x: np.ndarray, y: np.ndarray) -> local.Samples:
+    """Return samples with the normalisation of a federation's data set."""
+    return normalised(federated.dataset, x, y)
+
+
+def normalised(dataset: Dataset, x: np.ndarray, y: np.ndarray) -> local.Samples:
     """Return samples with the data set's normalisation, (pixel - mean) / std, as one factor and one summand."""
-    scale, shift = scale_and_shift(federated.dataset.mean, federated.dataset.std, x.dtype)
+    scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
     return local.Samples(x, np.asarray(y, np.int32), scale, shift)

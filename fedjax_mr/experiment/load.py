@@ -18,7 +18,8 @@ from fedjax_mr.data.federated import Plan, Public
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.local import ClientData
-from fedjax_mr.engine.round import PERSONAL, Progress, round_key
+from fedjax_mr.engine.personal import own_model, part_of, personal_key
+from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_rounds
@@ -225,10 +226,8 @@ class SavedRun:
           samples: in place of the samples of ``rounds``.
         """
         problem, federation = rounds.given.problem, rounds.given.federation
-        function = rounds.build(problem).personal_model
-        assert function is not None
-        key = jax.random.fold_in(round_key(rounds.given.key, PERSONAL, progress.round), client)
-        own_key, _ = jax.random.split(key)  # as where these models are tested
+        strategy = rounds.build(problem)
+        key = personal_key(rounds.given.key, progress.round, client)
         here = ClientData(
             federation.samples if samples is None else samples,
             federation.index,
@@ -238,7 +237,9 @@ class SavedRun:
             kept_for_validation(problem)[client],
         )
         memory = jax.tree.map(lambda leaf: leaf[client], progress.memory)
-        return jax.jit(lambda server, memory: function(server, memory, here, own_key))(progress.server, memory)
+        part = lambda server: part_of(strategy, server, client)
+        own = jax.jit(lambda server, memory: own_model(strategy, part(server), memory, here, key))
+        return own(progress.server, memory)
 
     def _trained(self, variables: Variables, *, client: int | None = None) -> TrainedNetwork:
         number = int(self.model.architecture(variables))

@@ -126,10 +126,42 @@ class CountTraffic(Protocol):
     ) -> "Traffic": ...
 
 
-class PersonalModel(Protocol):
-    """Return ONE client's own model; ``memory`` is the client's own row."""
+class PersonalPart(Protocol):
+    """Return what the server gives ONE client for the client's own model."""
 
-    def __call__(self, state: State, memory: Memory, data: ClientData, key: jax.Array) -> Variables: ...
+    def __call__(self, state: State, client_id: jax.Array) -> Any: ...
+
+
+class PersonalModel(Protocol):
+    """Return ONE client's own model; ``memory`` is the client's own row, ``part`` what the server gives it."""
+
+    def __call__(self, part: Any, /, memory: Memory, data: ClientData, key: jax.Array) -> Variables: ...
+
+
+class Exchange(NamedTuple):
+    """An exchange of layers among the K clients of a round, in which the server has no part.
+
+    The engine simulates it between the server and the clients; on real clients it is real.
+    """
+
+    mix: Callable[[Payload, jax.Array], tuple[Payload, Info]]
+    """(payloads or uploads [K, ...], key) -> the same with the layers of ``model`` exchanged, and the round's info."""
+    when: str
+    """``before_upload``, ``before_training`` or ``both``."""
+    share: float
+    """The probability with which a client sends a layer."""
+    repetitions: int
+    """Exchanges each time."""
+
+    @property
+    def before_training(self) -> bool:
+        """Whether the clients exchange layers of what they receive."""
+        return self.when != "before_upload"
+
+    @property
+    def before_upload(self) -> bool:
+        """Whether the clients exchange layers of what they send."""
+        return self.when != "before_training"
 
 
 class Strategy(NamedTuple):
@@ -153,6 +185,10 @@ class Strategy(NamedTuple):
     """Default: the payloads and the uploads of the K clients."""
     personal_model: PersonalModel | None = None
     """A client's own model, tested on its own samples."""
+    personal_part: PersonalPart | None = None
+    """What `personal_model` gets from the server; default: the whole state, right where this is the model of all."""
+    exchange: Exchange | None = None
+    """Layers that the clients exchange among themselves; default: none."""
 
 
 @jax.tree_util.register_dataclass

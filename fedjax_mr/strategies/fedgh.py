@@ -171,5 +171,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_update,
         init_memory=init_memory,
         traffic=traffic,
-        personal_model=lambda state, memory, data, key: memory.model,
+        personal_part=lambda state, client_id: (),
+        personal_model=lambda part, memory, data, key: memory.model,
     )

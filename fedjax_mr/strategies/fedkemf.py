@@ -146,5 +146,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         client_update,
         server_update,
         init_memory=init_memory,
-        personal_model=lambda state, memory, data, key: memory.model,
+        personal_part=lambda state, client_id: (),
+        personal_model=lambda part, memory, data, key: memory.model,
     )

@@ -215,7 +215,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         dispatch,
         client_update,
         server_update,
-        personal_model=lambda state, memory, data, key: trees.take(state.models, data.client_id),
+        personal_part=lambda state, client_id: trees.take(state.models, client_id),
+        personal_model=lambda part, memory, data, key: part,
         between_rounds=between_rounds if hyper.clustering and hyper.cluster_rounds else None,
         traffic=traffic,
     )

@@ -98,8 +98,15 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         params = trees.subtract(state.models["params"], trees.mix(changes, owned))
         return State(models | {"params": params}, logits), {}
 
-    def personal_model(state, memory, data, key):
-        shares = jax.nn.softmax(state.logits[data.client_id][None])
+    def personal_part(state, client_id):
+        shares = jax.nn.softmax(state.logits[client_id][None])
         return jax.tree.map(lambda leaf: leaf[0], trees.mix(state.models, shares))
 
-    return Strategy(init, dispatch, client_update, server_update, personal_model=personal_model)
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        personal_part=personal_part,
+        personal_model=lambda part, memory, data, key: part,
+    )

@@ -81,5 +81,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_update,
         global_model=lambda state: network.pack(state.model, 0),
         init_memory=lambda key: own_starts(problem, key),
-        personal_model=lambda state, memory, data, key: memory,
+        personal_part=lambda state, client_id: (),
+        personal_model=lambda part, memory, data, key: memory,
     )

@@ -69,5 +69,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         dispatch=lambda state, cohort, key: {},
         client_update=client_update,
         server_update=lambda state, uploads, cohort, round, key: (state, {}),
-        personal_model=lambda state, memory, data, key: memory.model,
+        personal_part=lambda state, client_id: (),
+        personal_model=lambda part, memory, data, key: memory.model,
     )

@@ -28,7 +28,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.secure.exchange import exchange
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Info, Parcels, Payload, Problem, Strategy
+from fedjax_mr.strategies.base import Exchange, Info, Parcels, Payload, Problem, Strategy
 
 # --- An optimizer on the server --------------------------------------------------------------------------------------
 
@@ -101,6 +101,8 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
     def traffic_of(member: Callable) -> Any:
         return lambda usual, state, *rest: member(usual, state.inner, *rest)
 
+    part = inner.personal_part
+
     return inner._replace(
         init=init,
         dispatch=of_inner(inner.dispatch),
@@ -110,7 +112,8 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
         select=of_inner(inner.select),
         between_rounds=inner.between_rounds and between_rounds_of(inner.between_rounds),
         traffic=inner.traffic and traffic_of(inner.traffic),
-        personal_model=of_inner(inner.personal_model),
+        personal_model=inner.personal_model if part else of_inner(inner.personal_model),
+        personal_part=of_inner(part),
     )
 
 
@@ -190,6 +193,8 @@ def secure_exchange(
     server. Before the training they are in clear, because no client can train a model that it cannot read; there the
     exchange changes nothing but bytes if all clients receive the same model.
 
+    The strategy only names the exchange (`Exchange`): the engine simulates it, real clients do it.
+
     The server takes an upload to be that of the client that sent it: weights by numbers of samples then belong to the
     senders of layers instead of their owners, so that uniform weights are the ones to combine with an exchange.
 
@@ -204,37 +209,26 @@ def secure_exchange(
       repetitions: exchanges each time.
 
     Raises:
-      UserError: a round of a single client; the clients have different networks; a payload or upload without ``model``
-        (in a round).
+      UserError: a round of a single client; the clients have different networks; they exchange layers already; a
+        payload or upload without ``model`` (in a round).
     """
     if problem.cohort_size < 2:
         raise UserError("layers are exchanged among the clients of a round: --cohort must be at least 2")
     if not problem.layers:
         raise UserError("clients of different networks have no layers to exchange: take one network (--model)")
+    if inner.exchange is not None:
+        raise UserError("the clients exchange layers already; give more repetitions in place of a second exchange")
     layers, count = tuple(layer.leaves for layer in problem.layers), problem.cohort_size
 
-    def among_clients(models: Variables, key: jax.Array) -> tuple[Variables, Info]:
+    def mix(sent: Payload, key: jax.Array) -> tuple[Payload, Info]:
         outcome = exchange(key, num_units=len(layers), count=count, share=share, repetitions=repetitions)
         owners, others = jnp.arange(count)[None, :], ~jnp.eye(count, dtype=bool)[None]
         info = {
             "layers_unmoved": jnp.mean(outcome.permutations == owners),
             "layers_held_by_others": jnp.mean(jnp.any(outcome.held & others, axis=1)),
         }
-        return trees.permute(models, units=layers, permutations=outcome.permutations), info
-
-    def dispatch(state, cohort, key):
-        if when == "before_upload":
-            return inner.dispatch(state, cohort, key)
-        payload = inner.dispatch(state, cohort, jax.random.fold_in(key, 0))
-        return payload | {"model": among_clients(_model_of(payload), key)[0]}
-
-    def server_update(state, uploads, cohort, round, key):
-        if when == "before_training":
-            return inner.server_update(state, uploads, cohort, round, key)
-        exchange_key, key = jax.random.split(key)
-        models, exchanged = among_clients(_model_of(uploads), exchange_key)
-        state, info = inner.server_update(state, uploads | {"model": models}, cohort, round, key)
-        return state, info | exchanged
+        models = trees.permute(_model_of(sent), units=layers, permutations=outcome.permutations)
+        return sent | {"model": models}, info
 
     def traffic(usual, state, uploads, cohort, round):
         """Every picked layer goes to another client and one comes back: expected bytes, without the encryption's."""
@@ -243,7 +237,7 @@ def secure_exchange(
         size = 2 * share * exchanges * trees.num_bytes(_model_of(uploads))
         return counted._replace(peer=(*counted.peer, Parcels.of(1, int(size + 0.5))))
 
-    return inner._replace(dispatch=dispatch, server_update=server_update, traffic=traffic)
+    return inner._replace(traffic=traffic, exchange=Exchange(mix, when, share, repetitions))
 
 
 def _model_of(sent: Payload) -> Variables:

@@ -7,6 +7,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.personal import own_model, part_of
 from fedjax_mr.engine.program import Program
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import fedcross, fedexp, fedmut, mapper, pfedme, scaffold
@@ -168,7 +169,8 @@ def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
         def on_its_own(client):
             data = local.ClientData(samples, index, offsets[client], problem.sizes[client], client)
             memory = trees.take(progress.memory, client)
-            model = engine.strategy.personal_model(progress.server, memory, data, given.key)
+            part = part_of(engine.strategy, progress.server, client)
+            model = own_model(engine.strategy, part, memory, data, given.key)
             return local.score(problem.model, model, data, batch_size=4).loss
 
         return jnp.sum(jax.lax.map(on_its_own, jnp.arange(problem.num_clients, dtype=jnp.int32)))

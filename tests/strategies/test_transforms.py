@@ -1,6 +1,7 @@
 """Strategies made from strategies: the server's optimizers against their papers, the exchange of layers, refusals."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from fedjax_mr import main, trees
 from fedjax_mr.config import Config
+from fedjax_mr.engine.round import dispatch, server_update
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Row, Strategy, Traffic, fedavg, fedcross, indep
@@ -238,6 +240,9 @@ def test_every_other_member_sees_the_inner_state():
     assert wrapped.select(state, key) is model
     assert wrapped.global_model(state) is model and wrapped.individual_models(state) is model
     assert wrapped.personal_model(state, "own", None, key) == (model, "own")
+    parted = server_optimizer(inner._replace(personal_part=lambda state, client: (state, client)), optax.sgd(1.0))
+    assert parted.personal_part(state, 5) == (state.inner, 5)
+    assert parted.personal_model is inner.personal_model
     assert wrapped.traffic(Traffic(), state, {}, None, 0).down == (parcels, model)
     assert (wrapped.init_memory, wrapped.client_update) == (inner.init_memory, inner.client_update)
     state, _ = wrapped.server_update(state, {}, None, 0, key)
@@ -352,7 +357,9 @@ def crossing(federation):
     crossed = inner_strategy("fedcross", problem, fedcross.Hyper(selection="in_order"))
     secure = secure_exchange(crossed, problem, when="both", share=0.9, repetitions=2)
     compiled = lambda one: one._replace(
-        init=jax.jit(one.init), dispatch=jax.jit(one.dispatch), server_update=jax.jit(one.server_update)
+        init=jax.jit(one.init),
+        dispatch=jax.jit(functools.partial(dispatch, one)),
+        server_update=jax.jit(functools.partial(server_update, one)),
     )
     return compiled(crossed), compiled(secure)
 
@@ -379,7 +386,8 @@ def test_equal_clients_exchange_and_average_to_the_same_model(engine, problem, c
     secure = secure_exchange(counts, problem, share=0.5, repetitions=3)
     state, key = jax.jit(average.init)(jax.random.key(0)), jax.random.key(1)
     arguments = {"model": random_like(repeated(state.model))}, cohort_of(problem), jnp.int32(0), key
-    ours, theirs = (jax.jit(each.server_update)(state, *arguments)[0] for each in (secure, average))
+    update = lambda each: jax.jit(functools.partial(server_update, each))
+    ours, theirs = (update(each)(state, *arguments)[0] for each in (secure, average))
     close(ours, theirs)
     peer = 3 * 3 * trees.num_bytes(state.model)  # half of the layers of 3 clients go and come, 3 times
     assert secure.traffic(Traffic(), state, *arguments[:3]).num_bytes() == (0, 0, peer + 5)
@@ -390,7 +398,8 @@ def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation
         secure = secure_exchange(inner_strategy(name, problem), problem, when="both")
         with pytest.raises(UserError, match=r"a model of each client.*this strategy sends"):
             jax.eval_shape(
-                lambda key, secure=secure: secure.dispatch(secure.init(key), cohort_of(problem), key), jax.random.key(0)
+                lambda key, secure=secure: dispatch(secure, secure.init(key), cohort_of(problem), key),
+                jax.random.key(0),
             )
     several = federation("thin,perceptron").problem
     with pytest.raises(UserError, match="different networks"):

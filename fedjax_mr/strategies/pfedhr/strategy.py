@@ -493,5 +493,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         init_memory=init_memory,
         between_rounds=between_rounds,
         traffic=traffic,
-        personal_model=lambda state, memory, data, key: memory.model,
+        personal_part=lambda state, client_id: (),
+        personal_model=lambda part, memory, data, key: memory.model,
     )
