@@ -58,6 +58,8 @@ class Row(NamedTuple):
       public: whether it takes public data.
       title: its name in pictures and papers' tables; "" takes the name that it is registered by.
       needs_public: whether it cannot run without public data, and so gets some by default; or hyper -> that.
+      label_counts: whether the server uses ``problem.label_counts``, which real clients then have to tell it.
+      only_simulated: why it cannot run on real clients; "" if it can.
     """
 
     build: Callable[[Any, Problem], Strategy]
@@ -67,6 +69,8 @@ class Row(NamedTuple):
     public: bool = False
     title: str = ""
     needs_public: bool | Callable[[Any], bool] = False
+    label_counts: bool = False
+    only_simulated: str = ""
 
 
 def check_row(name: str, row: Any) -> None:
@@ -101,7 +105,7 @@ _OURS: dict[str, Row] = {
     "feddc": Row(feddc.build, feddc.Hyper, "Gao et al., CVPR 2022", title="FedDC"),
     "fedntd": Row(fedntd.build, fedntd.Hyper, "Lee et al., NeurIPS 2022", title="FedNTD"),
     "fedlc": Row(fedlc.build, fedlc.Hyper, "Zhang et al., ICML 2022", title="FedLC"),
-    "fedgen": Row(fedgen.build, fedgen.Hyper, "Zhu et al., ICML 2021", title="FedGen"),
+    "fedgen": Row(fedgen.build, fedgen.Hyper, "Zhu et al., ICML 2021", title="FedGen", label_counts=True),
     "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
     "fedasam": Row(fedasam.build, fedasam.Hyper, "Caldarola et al., ECCV 2022", title="FedASAM"),
     "fedsam": Row(flatness.fedsam, flatness.FedSAM, "Qu et al., ICML 2022", title="FedSAM"),
@@ -119,7 +123,13 @@ _OURS: dict[str, Row] = {
     "local": Row(
         local_only.build, local_only.Hyper, "Matsuda et al., SDM 2022 (Local-only)", several=True, title="Local-only"
     ),
-    "centralized": Row(centralized.build, None, "Matsuda et al., SDM 2022 (Centralized)", title="Centralized"),
+    "centralized": Row(
+        centralized.build,
+        None,
+        "Matsuda et al., SDM 2022 (Centralized)",
+        title="Centralized",
+        only_simulated="one client trains on the samples of all",
+    ),
     "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020", title="HypCluster"),
     "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020", title="pFedMe"),
     "ditto": Row(ditto.build, ditto.Hyper, "Li et al., ICML 2021", title="Ditto"),
@@ -147,6 +157,7 @@ _OURS: dict[str, Row] = {
         public=True,
         title="pFedHR",
         needs_public=True,
+        only_simulated="its server computes each client's lesson from the client's own samples",
     ),
     "fedmd": Row(
         fedmd.build,
