@@ -56,7 +56,7 @@ class Carrier(Protocol):
     """What moves messages."""
 
     def nodes(self) -> Mapping[int, str]:
-        """Return the nodes that are connected, and the public key (hex) that each proved to have, or ""."""
+        """Return the nodes that are connected, and the public key that each has, in base 64."""
         ...
 
     def push(self, messages: Sequence[Message], lasting: float) -> Sequence[str]:
@@ -87,7 +87,10 @@ class Post:
         return list(self._carrier.nodes())
 
     def owner(self, node: int) -> str:
-        """Return the public key (hex) that a connected node proved to have; "" if nodes need not prove one."""
+        """Return the public key of a connected node, in base 64; "" if it is not connected.
+
+        A SuperNode that was given none makes a new one whenever it starts, and gets another number.
+        """
         return self._carrier.nodes().get(node, "")
 
     def wait(self, seconds: float) -> None:
@@ -215,7 +218,8 @@ class _Flower:
         self._module = _flower()
 
     def nodes(self) -> dict[int, str]:
-        return {node.node_id: bytes(node.public_key).hex() for node in self._grid.get_nodes()}
+        lines = {node.node_id: bytes(node.public_key).decode().splitlines() for node in self._grid.get_nodes()}
+        return {node: "".join(each[1:-1]) for node, each in lines.items()}  # of PEM
 
     def push(self, messages: Sequence[Message], lasting: float) -> list[str]:
         made = [
