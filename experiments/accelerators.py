@@ -46,6 +46,7 @@ from fedjax_mr.experiment.build import build_model, build_rounds, samples
 from fedjax_mr.models.__main__ import multiply_adds
 
 BATCH, TEST_SAMPLES = 50, 10_000
+ONE_WIDTH = ("fedgh", "fedproto", "fedtgp")
 WITH_PUBLIC_DATA = ("fccl", "fedkemf", "fedmd", "fedme", "pfedhr")
 SHAPES = {"logistic": (28, 28, 1), "mlp": (28, 28, 1)}  # others: 32 x 32 x 3
 COLUMNS = (
@@ -338,10 +339,10 @@ def main() -> None:
 def configured(strategy: str, model: str, *, cohort: int, batch_size: int = BATCH) -> fmr.Config:
     """Return the papers' setting: batch 50, SGD with momentum 0.5, five local epochs; N is 2 K, 100 at least.
 
-    Methods with a public set have a tenth of the samples there, FedGH's networks representations of one width.
+    Methods with a public set have a tenth of the samples there; some want representations of one width.
     """
     return fmr.Config(
-        public_share=0.1 if strategy in WITH_PUBLIC_DATA else 0.0, projection=64 if strategy == "fedgh" else 0,
+        public_share=0.1 if strategy in WITH_PUBLIC_DATA else 0.0, projection=64 if strategy in ONE_WIDTH else 0,
         strategy=strategy, model=model.replace("+", ","), partition="iid", clients=max(2 * cohort, 100), cohort=cohort,
         local_epochs=5, batch_size=batch_size, lr=0.01, momentum=0.5,
     )  # fmt: skip

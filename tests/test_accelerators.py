@@ -28,7 +28,17 @@ from fedjax_mr.models import windows
 from fedjax_mr.strategies import STRATEGIES
 
 SCRIPT = Path(accelerators.__file__)
-ZOO = {"fedmd", "fccl", "fedgh", "fedkemf", "pfedhr", "fedme", "fml"}  # methods for clients of several networks
+ZOO = {
+    "fedmd",
+    "fccl",
+    "fedgh",
+    "fedkemf",
+    "pfedhr",
+    "fedme",
+    "fml",
+    "fedproto",
+    "fedtgp",
+}  # methods for clients of several networks
 POD = ("fedmr", "fedcross", "fedavg", "scaffold")
 
 # What a local step of LeNet-5 with ten lanes may launch and keep on one H200; found: 44 kernels, 27 MB.

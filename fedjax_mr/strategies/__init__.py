@@ -41,6 +41,7 @@ from fedjax_mr.strategies import (
     partial,
     pfedhr,
     pfedme,
+    prototypes,
     scaffold,
     transforms,
 )
@@ -169,6 +170,8 @@ _OURS: dict[str, Row] = {
         needs_public=True,
     ),
     "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True, title="FedGH"),
+    "fedproto": Row(prototypes.fedproto, prototypes.FedProto, "Tan et al., AAAI 2022", several=True, title="FedProto"),
+    "fedtgp": Row(prototypes.fedtgp, prototypes.FedTGP, "Zhang et al., AAAI 2024", several=True, title="FedTGP"),
     "fedkemf": Row(
         fedkemf.build,
         fedkemf.Hyper,

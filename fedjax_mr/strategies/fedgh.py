@@ -83,7 +83,7 @@ def representation_width(network: Model) -> int:
     widths = {model.name: width(model) for model in network.networks}
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise UserError(f"fedgh wants representations of one width, but they have {listed}; set --projection")
+        raise UserError(f"all networks need representations of one width, but they have {listed}; set --projection")
     return next(iter(widths.values()))
 
 

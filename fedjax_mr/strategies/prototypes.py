@@ -1,0 +1,323 @@
+"""FedProto and FedTGP: clients with networks of their own exchange prototypes, the mean representations of classes.
+
+``fedproto``: the server's prototype of a class is the mean of its clients'. Tan, Long, Liu, Zhou, Lu, Jiang, Zhang:
+FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
+
+``fedtgp``: the server trains a small network to give each class a prototype that is near its clients' and at a distance
+from the other classes'. Zhang, Liu, Hua, Cao: FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced
+Contrastive Learning for Data and Model Heterogeneity in Federated Learning, AAAI 2024.
+
+A client trains its network on the cross-entropy plus lambda |z - p_y|^2 / d, where z [d] is the representation of a
+sample and p_y the server's prototype of its class; a class that has none yet adds nothing. All networks end in
+representations of one width d. There is no global model. A client's own is its network, which answers with the class of
+the nearest prototype: a dense head of the columns 2 p_c and the biases -|p_c|^2 (``evaluate=head``: its own head). The
+loss of such a head in the metrics is that of the softmax of minus the squared distances.
+
+FedTGP's server takes steps of SGD on -log(exp(-|p - g_y| - margin) / (exp(-|p - g_y| - margin) + sum over the other
+classes c of exp(-|p - g_c|))), p a client's prototype of class y and g what its network gives the classes. The margin
+is the largest of the distances from a class's mean prototype to the nearest other class's, at most ``margin``.
+
+Deviations. A class that no client of a round has keeps its prototype (FedProto's code knows full participation alone);
+one that no client has ever had gets none (FedTGP's code sends what its network gives it, which is noise). A client's
+prototypes are means over all its training samples after its training; FedProto's code collects them batch by batch
+while the network still moves, without the last batch of an epoch if it is not full. FedProto weights clients by their
+samples of the class; its code equally (``weights=uniform``). The distance of two equal prototypes has the gradient
+zero; in FedTGP's code, which also takes the root of what rounding can make negative, it is not a number. Not
+reproduced: FedProto's printed accuracy with prototypes, a count that goes on from client to client and begins with what
+the heads got right; FedTGP's printed result, that of the best round by test accuracy.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Model, Variables, layers
+from fedjax_mr.settings import field
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_starts
+from fedjax_mr.strategies.fedgh import class_means, representation_width
+
+NEVER = -1e9  # the logit of a class without a prototype
+
+
+def own_model(source: str) -> Any:
+    """Return the setting of what a client's own model is."""
+    return field(
+        "prototypes",
+        "a client's own model: its network with the prototypes as its head, or with its own head",
+        choices=("prototypes", "head"),
+        source=source,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FedProto:
+    """FedProto's own settings."""
+
+    strength: float = field(
+        1.0,
+        "lambda, how strongly representations are held at the prototypes",
+        low=0,
+        source="FedProto's code: 1 for MNIST and FEMNIST, 0.1 for CIFAR-10",
+    )
+    weights: str = field(
+        "samples",
+        "weights of the clients in a prototype: their numbers of samples of the class, or all equal",
+        choices=("samples", "uniform"),
+        source="Tan et al. 2022; their code: uniform",
+    )
+    evaluate: str = own_model("FedProto's code prints both")
+
+
+@dataclasses.dataclass(frozen=True)
+class FedTGP:
+    """FedTGP's own settings."""
+
+    strength: float = field(
+        10.0,
+        "lambda, how strongly representations are held at the prototypes",
+        low=0,
+        source="FedTGP's script; its default: 1",
+    )
+    server_lr: float = field(
+        0.01, "learning rate of the server's network (SGD)", low=0, open_low=True, source="FedTGP's script"
+    )
+    server_epochs: int = field(
+        100,
+        "passes over the received prototypes, in batches of --batch_size",
+        unit="epochs",
+        low=0,
+        source="FedTGP's script; its default: 1000",
+    )
+    margin: float = field(100.0, "tau, the largest margin between classes", low=0, source="FedTGP's code")
+    evaluate: str = own_model("FedTGP's code")
+
+
+class State(NamedTuple):
+    """The server's prototypes."""
+
+    prototypes: jax.Array  # [C, d]
+    known: jax.Array  # which classes have one [C]
+    generator: Variables | None = None  # FedTGP's network
+
+
+class Generator(nn.Module):
+    """FedTGP's network on the server: a vector of each class, and two dense layers.
+
+    Attributes:
+      num_classes: C.
+      width: d.
+    """
+
+    num_classes: int
+    width: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Return the prototypes [C, d]."""
+        vectors = self.param("vectors", nn.initializers.normal(1.0), (self.num_classes, self.width), jnp.float32)
+        hidden = nn.relu(layers.Dense(self.width, name="hidden")(vectors))
+        return layers.Dense(self.width, name="prototypes")(hidden)
+
+
+def distances(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the Euclidean distances [R, C] of the rows of a [R, d] and b [C, d]; at 0 their gradient is 0."""
+    squares = jnp.sum(jnp.square(a[:, None] - b[None]), axis=-1)
+    apart = squares > 0
+    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), 0.0)
+
+
+def adaptive_margin(means: jax.Array, present: jax.Array, largest: float) -> jax.Array:
+    """Return the largest distance from a class to its nearest other one, at most ``largest``.
+
+    Args:
+      means: the clients' mean prototype of each class [C, d].
+      present: which classes have one [C].
+      largest: the bound, and the margin of a class alone.
+    """
+    others = present[:, None] & present[None] & ~jnp.eye(len(present), dtype=bool)
+    nearest = jnp.min(jnp.where(others, distances(means, means), jnp.inf), axis=1)
+    gap = jnp.max(jnp.where(jnp.isfinite(nearest), nearest, 0.0))
+    return jnp.where(jnp.any(others), jnp.minimum(gap, largest), largest)
+
+
+def weighted_means(means: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the means over clients [C, d] of class means [K, C, d] with weights [K, C]; zeros where all are 0."""
+    total = jnp.sum(weights, axis=0)
+    return jnp.einsum("kc,kcd->cd", weights, means) / jnp.where(total > 0, total, 1.0)[:, None]
+
+
+def with_nearest(network: Model, variables: Variables, prototypes: jax.Array, known: jax.Array) -> Variables:
+    """Return a network's variables with a head whose largest logit is that of the nearest prototype.
+
+    The logits are |z|^2 minus the squared distances, which have the same softmax.
+    """
+    head = {
+        "kernel": 2 * prototypes.T,
+        "bias": jnp.where(known, -jnp.sum(jnp.square(prototypes), axis=1), NEVER),
+    }
+
+    def replace(number: int, member: Model, own: Variables) -> Variables:
+        name = member.head_name()
+        new = unflatten_dict({path: head[path[-1]] for path in flatten_dict(own["params"][name])})
+        return network.pack(own | {"params": own["params"] | {name: new}}, number)
+
+    return network.switch(variables, replace)
+
+
+def check_heads(network: Model, *, width: int, num_classes: int) -> None:
+    """Check that prototypes can take the place of every network's head.
+
+    Raises:
+      UserError: a head is not one dense layer with a bias.
+    """
+    dense = {"kernel": (width, num_classes), "bias": (num_classes,)}
+    for member in network.networks:
+        head: dict[Any, Any] = flatten_dict(member.shapes()["params"][member.head_name()])
+        if {path[-1]: leaf.shape for path, leaf in head.items()} != dense:
+            raise UserError(
+                f"the head of {member.name} is not a dense layer with a bias, whose place prototypes could take: set "
+                "evaluate=head"
+            )
+
+
+def fedproto(hyper: FedProto, problem: Problem) -> Strategy:
+    """Return FedProto.
+
+    Raises:
+      UserError: the networks' representations have different widths, or a head is not a dense layer.
+    """
+    by_samples = hyper.weights == "samples"
+
+    def server_update(state, uploads, cohort, round, key):
+        counts = uploads["counts"]
+        weights = counts if by_samples else (counts > 0).astype(jnp.float32)
+        present = jnp.any(counts > 0, axis=0)
+        means = weighted_means(uploads["means"], weights)
+        return State(jnp.where(present[:, None], means, state.prototypes), state.known | present), {}
+
+    return build(hyper, problem, server_update=server_update, extra=2 if by_samples else 1)
+
+
+def fedtgp(hyper: FedTGP, problem: Problem) -> Strategy:
+    """Return FedTGP.
+
+    Raises:
+      UserError: the networks' representations have different widths, or a head is not a dense layer.
+    """
+    batch_size, num_classes = problem.local.batch_size, problem.num_classes
+    generator = Generator(num_classes, representation_width(problem.model))
+
+    def generated(params: Any) -> jax.Array:
+        return jnp.asarray(generator.apply({"params": params}))
+
+    def server_update(state, uploads, cohort, round, key):
+        owned = uploads["counts"] > 0
+        present, of_class = jnp.any(owned, axis=0), jnp.arange(num_classes, dtype=jnp.int32)
+        means = weighted_means(uploads["means"], owned.astype(jnp.float32))
+        margin = adaptive_margin(means, present, hyper.margin)
+        prototypes, labels = uploads["means"].reshape(-1, means.shape[1]), jnp.tile(of_class, owned.shape[0])
+        real, count = owned.reshape(-1), jnp.sum(owned, dtype=jnp.int32)
+
+        def loss(params, rows, mask):
+            far = distances(prototypes[rows], generated(params))
+            far = far + margin * jax.nn.one_hot(labels[rows], num_classes)
+            losses = optax.softmax_cross_entropy_with_integer_labels(-far, labels[rows])
+            return local.masked_mean(losses, mask)
+
+        def epoch(number, params):
+            draws = jax.random.uniform(jax.random.fold_in(key, number), real.shape)
+            order = jnp.argsort(jnp.where(real, draws, 2.0))  # those that clients do not have come last
+
+            def step(number, params):
+                position = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+                rows = order[jnp.minimum(position, count - 1)]
+                gradient = jax.grad(loss)(params, rows, (position < count).astype(jnp.float32))
+                return trees.subtract(params, trees.scale(gradient, hyper.server_lr))
+
+            return jax.lax.fori_loop(0, (count + batch_size - 1) // batch_size, step, params)
+
+        params = jax.lax.fori_loop(0, hyper.server_epochs, epoch, state.generator["params"])
+        return State(generated(params), state.known | present, {"params": params}), {}
+
+    return build(hyper, problem, server_update=server_update, init_generator=generator.init)
+
+
+def build(
+    hyper: FedProto | FedTGP,
+    problem: Problem,
+    *,
+    server_update: Callable,
+    extra: int = 1,
+    init_generator: Callable[[jax.Array], Any] | None = None,
+) -> Strategy:
+    """Return a method that exchanges prototypes.
+
+    Args:
+      hyper: ``strength`` and ``evaluate``.
+      problem: the federation.
+      server_update: as in `Strategy`.
+      extra: how many numbers a client sends with each of its prototypes: its class, and its number of samples.
+      init_generator: the start of the server's network, of a key; None: it has none.
+    """
+    network, num_classes = problem.model, problem.num_classes
+    width = representation_width(network)
+    if hyper.evaluate == "prototypes":
+        check_heads(network, width=width, num_classes=num_classes)
+
+    def init(key):
+        start = None if init_generator is None else dict(init_generator(key))
+        return State(jnp.zeros((num_classes, width)), jnp.zeros(num_classes, bool), start)
+
+    def dispatch(state, cohort, key):
+        return trees.broadcast({"prototypes": state.prototypes, "known": state.known}, problem.cohort_size)
+
+    def client_update(payload, memory, data, round, key):
+        prototypes, known = payload["prototypes"], payload["known"].astype(jnp.float32)
+
+        def loss(params, state, batch, key):
+            z, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key, method="features")
+            logits, state = network.train_apply(params, state, z, mask=batch.mask, key=key, method="head")
+            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            far = jnp.mean(jnp.square(z.reshape(-1, width) - prototypes[batch.y]), axis=1)
+            return local.masked_mean(supervised + hyper.strength * known[batch.y] * far, batch.mask), state
+
+        model, metrics = local.train(network, problem.local, memory, data, key, loss=loss)
+        means, counts = class_means(
+            network, model, data, num_classes=num_classes, width=width, batch_size=problem.local.batch_size
+        )
+        return {"means": means, "counts": counts}, model, metrics
+
+    def traffic(usual, state, uploads, cohort, round):
+        """Prototypes of classes that have one: down with the class, up with the class and what weights them."""
+        down = Parcels.of(problem.cohort_size * jnp.sum(state.known), 4 * (width + 1))
+        up = Parcels.of(jnp.sum(uploads["counts"] > 0), 4 * (width + extra))
+        return Traffic(down=(down,), up=(up,))
+
+    def personal_part(state, client_id):
+        return (state.prototypes, state.known) if hyper.evaluate == "prototypes" else ()
+
+    def personal_model(part, memory, data, key):
+        if hyper.evaluate == "head":
+            return memory
+        prototypes, known = part
+        return trees.where(jnp.any(known), with_nearest(network, memory, prototypes, known), memory)
+
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        init_memory=lambda key: own_starts(problem, key),
+        traffic=traffic,
+        personal_part=personal_part,
+        personal_model=personal_model,
+    )

@@ -1,0 +1,178 @@
+"""FedProto and FedTGP against their equations, and what is sent of classes that some clients lack."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import models, trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import prototypes
+from fedjax_mr.strategies.prototypes import FedProto, FedTGP, State
+from fedjax_mr.testing.federations import ThinBlock
+
+CLASSES = 3
+
+
+def trained(by_hand, weights, client, targets, strength):
+    """Return a client's weights after its epochs; ``targets`` are the prototypes of the classes that have one."""
+    torch, y = by_hand.torch, by_hand.y[client]
+
+    def loss(weights):
+        z = by_hand.features(weights, by_hand.x[client])
+        pulls = [((z[row] - targets[int(c)]) ** 2).mean() for row, c in enumerate(y) if int(c) in targets]
+        near = sum(pulls, start=torch.zeros((), dtype=torch.float64)) / len(y)
+        return by_hand.cross_entropy(weights, client) + strength * near
+
+    return by_hand.train(weights, client, loss=loss)
+
+
+def own_prototypes(by_hand, weights, client):
+    """Return a client's mean representation of each class that it has, and their numbers of samples."""
+    z, y = by_hand.features(weights, by_hand.x[client]), by_hand.y[client]
+    classes = sorted(set(y.tolist()))
+    return {c: z[y == c].mean(dim=0) for c in classes}, {c: int((y == c).sum()) for c in classes}
+
+
+def check_prototypes(by_hand, expected):
+    server = by_hand.progress.server
+    assert np.flatnonzero(server.known).tolist() == sorted(expected)
+    for c, prototype in expected.items():
+        np.testing.assert_allclose(server.prototypes[c], prototype.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["samples", pytest.param("uniform", marks=pytest.mark.slow)])
+def test_three_rounds_of_fedproto_equal_the_equations(transcription, weights):
+    by_hand = transcription("fedproto", FedProto(strength=2.0, weights=weights))
+    models = {i: by_hand.read(trees.take(by_hand.progress.memory, i)) for i in range(4)}
+    targets = {}
+    for clients in by_hand.rounds(3):
+        models |= {i: trained(by_hand, models[i], i, targets, 2.0) for i in clients}
+        own = [own_prototypes(by_hand, models[i], i) for i in clients]
+        for c in range(CLASSES):
+            of = [(means[c], counts[c] if weights == "samples" else 1) for means, counts in own if c in means]
+            if of:
+                targets[c] = sum(n * p for p, n in of) / sum(n for _, n in of)
+        check_prototypes(by_hand, targets)
+        for i in range(4):
+            by_hand.check(trees.take(by_hand.progress.memory, i), models[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [100.0, 0.05])
+def test_two_rounds_of_fedtgp_equal_the_equations(transcription, bound):
+    hyper = FedTGP(strength=2.0, server_lr=0.1, server_epochs=4, margin=bound)
+    by_hand = transcription("fedtgp", hyper, batch_size=16)  # all prototypes of a round in one batch
+    torch = by_hand.torch
+    models = {i: by_hand.read(trees.take(by_hand.progress.memory, i)) for i in range(4)}
+    params = by_hand.read(by_hand.progress.server.generator)
+    targets = {}
+    for clients in by_hand.rounds(2):
+        models |= {i: trained(by_hand, models[i], i, targets, 2.0) for i in clients}
+        own = [own_prototypes(by_hand, models[i], i)[0] for i in clients]
+        found = {c: torch.stack([each[c] for each in own if c in each]).mean(dim=0) for each in own for c in each}
+        gaps = [min(float((found[a] - found[b]).norm()) for b in found if b != a) for a in found]
+        margin = min(max(gaps), bound)
+        pairs = torch.stack([p for each in own for p in each.values()]).detach()
+        labels = torch.tensor([c for each in own for c in each])
+
+        def generated(params):
+            bias, kernel, last_bias, last_kernel, vectors = params
+            return torch.relu(vectors @ kernel + bias) @ last_kernel + last_bias
+
+        def loss(params, pairs=pairs, labels=labels, margin=margin, generated=generated):
+            far = torch.cdist(pairs, generated(params))
+            far = far + margin * torch.nn.functional.one_hot(labels, CLASSES)
+            return torch.nn.functional.cross_entropy(-far, labels)
+
+        for _ in range(4):
+            params = [p - 0.1 * g for p, g in zip(params, by_hand.gradient(loss, params), strict=True)]
+        made = generated(params)
+        targets = {c: made[c].detach() for c in {*targets, *found}}
+        check_prototypes(by_hand, targets)
+        by_hand.check(by_hand.progress.server.generator, params)
+        for i in range(4):
+            by_hand.check(trees.take(by_hand.progress.memory, i), models[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, hyper", [("fedproto", FedProto(strength=0.0)), ("fedtgp", FedTGP(strength=0.0))])
+def test_without_the_pull_clients_train_alone(engine, close, name, hyper):
+    one, alone = engine(name, "thin,linear", hyper=hyper), engine("local", "thin,linear")
+    start = jax.device_get(one.init())
+    memory = alone.init().memory._replace(model=start.memory)
+    expected, _ = alone.run(alone.place(alone.init()._replace(memory=memory)), 3)
+    progress, _ = one.run(one.place(start), 3)
+    close(progress.memory, expected.memory.model)
+
+
+def test_margins_are_the_widest_gap_between_neighbours():
+    means = np.array([[0, 0], [3, 4], [3, 5], [9, 9]], np.float32)
+    compiled = jax.jit(prototypes.adaptive_margin)
+    margin = lambda present, bound: float(compiled(means, np.array(present), np.float32(bound)))
+    assert margin([True, True, True, False], 100.0) == pytest.approx(5.0)
+    assert margin([True, True, True, False], 2.0) == 2.0
+    assert margin([False, True, True, False], 100.0) == pytest.approx(1.0)
+    assert margin([False, True, False, False], 7.0) == margin([False] * 4, 7.0) == 7.0
+    slope = jax.jit(jax.grad(lambda a: jnp.sum(prototypes.distances(a, a))))(means)
+    assert np.all(np.isfinite(slope))
+
+
+def test_the_answer_is_the_nearest_prototypes_class(federation):
+    zoo, known = federation("thin,linear").problem.model, np.array([True, False, True])
+    rng = np.random.default_rng(0)
+    targets, x = (rng.normal(size=shape).astype(np.float32) for shape in ((CLASSES, 16), (7, 4, 4, 1)))
+
+    @jax.jit
+    def both(key, number):
+        variables = zoo.init(key, number)
+        answering = prototypes.with_nearest(zoo, variables, targets, known)
+        return zoo.features(variables, x), zoo.apply(answering, x), answering["architecture"]
+
+    for number in range(2):
+        z, logits, architecture = both(jax.random.key(number), np.int32(number))
+        far = np.square(np.asarray(z)[:, None] - targets).sum(axis=-1)
+        far[:, 1] = np.inf
+        np.testing.assert_array_equal(np.argmax(logits, axis=1), far.argmin(axis=1))
+        assert int(architecture) == number
+
+
+def test_what_is_sent_are_the_prototypes_of_classes_that_there_are(federation):
+    problem = federation("perceptron").problem
+    state = State(np.zeros((CLASSES, 5), np.float32), np.array([True, False, True]))
+    uploads = {"counts": np.array([[2, 0, 0], [1, 4, 0], [0, 0, 0]])}
+    expected = {"samples": 3 * 4 * (5 + 2), "uniform": 3 * 4 * (5 + 1)}
+    for weights, up in expected.items():
+        strategy = prototypes.fedproto(FedProto(weights=weights), problem)
+        assert strategy.traffic(None, state, uploads, None, 0).num_bytes() == (3 * 2 * 4 * (5 + 1), up, 0)
+    traffic = prototypes.fedtgp(FedTGP(), problem).traffic(None, state, uploads, None, 0)
+    assert traffic.num_bytes() == (3 * 2 * 4 * (5 + 1), 3 * 4 * (5 + 1), 0)
+
+
+class Biasless(models.BlockNet):
+    """A network whose head is no dense layer with a bias."""
+
+    def blocks(self):
+        return ("body", ThinBlock()), ("classifier", NoBias(self.num_classes))
+
+
+class NoBias(nn.Module):
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, z, *, train=False, mask=None):
+        return nn.Dense(self.num_classes, use_bias=False)(z)
+
+
+def test_networks_that_do_not_fit_are_refused(federation):
+    for build, hyper in ((prototypes.fedproto, FedProto()), (prototypes.fedtgp, FedTGP())):
+        with pytest.raises(UserError, match="thin 16, perceptron 5; set --projection"):
+            build(hyper, federation("thin,perceptron").problem)
+    network = models.Model(Biasless(num_classes=CLASSES), (4, 4, 1), name="biasless")
+    problem = dataclasses.replace(federation("thin").problem, model=network)
+    with pytest.raises(UserError, match="the head of biasless is not a dense layer with a bias"):
+        prototypes.fedproto(FedProto(), problem)
+    assert prototypes.fedproto(FedProto(evaluate="head"), problem)
