@@ -238,17 +238,11 @@ def minimise(
         @jax.named_scope("local_step")  # by which a reader of the compiled program finds it
         def step(number_in_epoch: jax.Array, carry: tuple) -> tuple:
             params, state, optimizer_state, metrics = carry
-            position = number_in_epoch * setting.batch_size + jnp.arange(setting.batch_size, dtype=jnp.int32)
-            mask = (position < data.size).astype(jnp.float32)
-            within = order[jnp.minimum(position, data.size - 1)]  # padding repeats the last sample, masked
-            rows = data.index[data.offset + within]
             key = jax.random.fold_in(step_key, number_in_epoch)
-            change = None if setting.augment is None else functools.partial(setting.augment, jax.random.fold_in(key, 1))
-            x, y = gather(data.samples, rows, change=change), jnp.asarray(data.samples.y)[rows]
-            batch = Batch(x, y, mask, within)
+            batch = _batch(setting, data, order, number_in_epoch, key)
             (value, state), gradients = gradient(params, state, batch, key)
             updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
-            return optax.apply_updates(params, updates), state, optimizer_state, _count(metrics, value, mask)
+            return optax.apply_updates(params, updates), state, optimizer_state, _count(metrics, value, batch.mask)
 
         return jax.lax.fori_loop(0, steps_per_epoch, step, carry)
 
@@ -260,6 +254,22 @@ def minimise(
     trained = {"params": params, **state}
     broken = (metrics.bad_step < 0) & ~trees.all_finite(trained)
     return trained, metrics._replace(bad_step=jnp.where(broken, metrics.steps, metrics.bad_step))
+
+
+def draw(setting: LocalSetting, data: ClientData, key: jax.Array) -> Batch:
+    """Return a batch of a client's training samples, drawn without replacement; consumes ``key``."""
+    return _batch(setting, data, shuffle(jax.random.fold_in(key, 0), data.size, setting.max_size), 0, key)
+
+
+def _batch(setting: LocalSetting, data: ClientData, order: jax.Array, number: jax.Array | int, key: jax.Array) -> Batch:
+    """Return batch ``number`` of a client's samples in an ``order`` [max_size]."""
+    position = number * setting.batch_size + jnp.arange(setting.batch_size, dtype=jnp.int32)
+    mask = (position < data.size).astype(jnp.float32)
+    within = order[jnp.minimum(position, data.size - 1)]  # padding repeats the last sample, masked
+    rows = data.index[data.offset + within]
+    change = None if setting.augment is None else functools.partial(setting.augment, jax.random.fold_in(key, 1))
+    x, y = gather(data.samples, rows, change=change), jnp.asarray(data.samples.y)[rows]
+    return Batch(x, y, mask, within)
 
 
 def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:
