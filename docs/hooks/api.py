@@ -1,0 +1,66 @@
+"""The pages of the API: a page for each subject, made by mkdocstrings from the docstrings."""
+
+# By page: its title, a sentence, and the modules or names that it documents.
+PAGES = {
+    "fmr": (
+        "fedjax_mr",
+        "The names of `import fedjax_mr as fmr`: run, load, and what a strategy of your own needs.",
+        [
+            "fedjax_mr.experiment.run.run",
+            "fedjax_mr.experiment.seeds.run_seeds",
+            "fedjax_mr.experiment.experiment.Result",
+            "fedjax_mr.experiment.load.load",
+            "fedjax_mr.experiment.load.SavedRun",
+            "fedjax_mr.experiment.trained.TrainedNetwork",
+            "fedjax_mr.config.Config",
+            "fedjax_mr.data.sources.arrays.from_arrays",
+            "fedjax_mr.settings.field",
+            "fedjax_mr.errors",
+        ],
+    ),
+    "strategies": (
+        "Strategies",
+        "What a strategy is, and strategies made from strategies.",
+        ["fedjax_mr.strategies.base", "fedjax_mr.strategies.Row", "fedjax_mr.strategies.transforms"],
+    ),
+    "training": (
+        "Training and rounds",
+        "How one client trains, and how the engine runs rounds.",
+        [
+            "fedjax_mr.engine.local",
+            "fedjax_mr.engine.mutual",
+            "fedjax_mr.engine.round",
+            "fedjax_mr.engine.rounds",
+            "fedjax_mr.engine.clients",
+        ],
+    ),
+    "trees": ("Trees", "Algebra of parameters and of whole models.", ["fedjax_mr.trees"]),
+    "models": (
+        "Models",
+        "Networks as pure functions, and zoos of several.",
+        ["fedjax_mr.models.base", "fedjax_mr.models.zoo", "fedjax_mr.models.layers"],
+    ),
+    "data": (
+        "Data",
+        "Data sets, partitions, and the federation that they make.",
+        ["fedjax_mr.data.federated", "fedjax_mr.data.partition", "fedjax_mr.data.divide"],
+    ),
+    "analysis": (
+        "Analysis",
+        "Runs, their groups and their tables, for statistics of your own.",
+        ["fedjax_mr.analysis.frames", "fedjax_mr.analysis.runs", "fedjax_mr.analysis.groups"],
+    ),
+}
+
+
+def navigation() -> list[dict[str, str]]:
+    """Return the part of the navigation."""
+    return [{title: f"api/{name}.md"} for name, (title, _, _) in PAGES.items()]
+
+
+def pages() -> dict[str, str]:
+    """Return the pages by their path in the site."""
+    return {
+        f"api/{name}.md": "\n\n".join([f"# {title}", sentence, *(f"::: {each}" for each in documented), ""])
+        for name, (title, sentence, documented) in PAGES.items()
+    }

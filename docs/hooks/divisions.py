@@ -1,0 +1,39 @@
+"""Pictures of the partitions: which client holds how many samples of which class, of the embedded digits."""
+
+import html
+
+from fedjax_mr import config as configuration
+from fedjax_mr import data
+
+CLIENTS = 20
+
+PALETTE = (
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
+)  # fmt: skip
+
+
+def picture(*flags: str) -> str:
+    """Return the picture of a partition: a bar for each client, a colour for each class.
+
+    Args:
+      flags: of the partition.
+    """
+    federated = data.federated_data(configuration.parse([*flags, f"--clients={CLIENTS}", "--seed=0"]))
+    counts = federated.label_counts()
+    scale, parts = 150 / counts.sum(axis=1).max(), []
+    for client, row in enumerate(counts):
+        x, top = 20 + client * 29, 160.0
+        for label, count in enumerate(row):
+            tall = float(count) * scale
+            top -= tall
+            if count:
+                parts.append(
+                    f'<rect x="{x}" y="{top:.1f}" width="22" height="{tall:.1f}" style="fill:{PALETTE[label]}">'
+                    f"<title>client {client}: {count} of class {label}</title></rect>"
+                )
+        parts.append(f'<text x="{x + 11}" y="170" class="small" text-anchor="middle">{row.sum()}</text>')
+    label = html.escape(f"Samples of {CLIENTS} clients by class: {' '.join(flags)}")
+    return (
+        f'<figure class="drawing"><div><svg viewBox="0 0 620 180" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+        "</div></figure>"
+    )

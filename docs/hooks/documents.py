@@ -1,0 +1,86 @@
+"""Pages and sections taken from the repository's own documents, so that nothing is written twice."""
+
+import functools
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Pages of the site by the document that they show.
+PAGES = {
+    "experiments/RESULTS.md": "results/index.md",
+    "experiments/ARCHIVE.md": "results/archive.md",
+    "experiments/README.md": "results/commands.md",
+    "CHANGELOG.md": "changes.md",
+}
+LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+
+
+def pages() -> dict[str, str]:
+    """Return the pages made from whole documents, by their path in the site."""
+    return {page: relinked(document, page) for document, page in PAGES.items() if (ROOT / document).exists()}
+
+
+@functools.cache
+def relinked(document: str, page: str) -> str:
+    """Return a document with its links as they are in the site: to pages, to pictures, or to nothing.
+
+    Args:
+      document: its path in the repository.
+      page: the path in the site of the page that shows it.
+    """
+    depth = "../" * page.count("/")
+
+    def link(found: re.Match) -> str:
+        picture, text, target = found.groups()
+        path, _, place = target.partition("#")
+        if re.match(r"\w+:", target) or not path:
+            return found[0]
+        inside = (ROOT / document).parent.joinpath(path).resolve().relative_to(ROOT).as_posix()
+        if picture:
+            return f"![{text}]({depth}pictures/{Path(path).name})"
+        if inside.startswith("docs/"):
+            return f"[{text}]({depth}{inside.removeprefix('docs/')}{'#' * bool(place)}{place})"
+        if inside in PAGES:
+            return f"[{text}]({depth}{PAGES[inside]}{'#' * bool(place)}{place})"
+        return f"`{inside}`" if text.strip("`") in (inside, Path(inside).name) else f"{text} (`{inside}`)"
+
+    return _outside_code(LINK, link, (ROOT / document).read_text(encoding="utf-8"))
+
+
+def _outside_code(pattern: re.Pattern, replace: object, text: str) -> str:
+    """Replace what is found outside of fenced blocks."""
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if position % 2 else pattern.sub(replace, part) for position, part in enumerate(parts))  # type: ignore[arg-type]
+
+
+def pictures() -> dict[str, Path]:
+    """Return the pictures of the results by their path in the site."""
+    return {f"pictures/{path.name}": path for path in sorted((ROOT / "experiments").glob("*.png"))}
+
+
+def section(document: str, title: str, level: str = "2", page: str = "scaling.md") -> str:
+    """Return a section of a document, with its heading at a level.
+
+    Args:
+      document: its path in the repository.
+      title: of the section.
+      level: of its heading on the page.
+      page: the path of the page.
+
+    Raises:
+      KeyError: the document has no such section.
+    """
+    text = relinked(document, page)
+    fences = [match.span() for match in re.finditer(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)]
+    headings = [
+        each for each in HEADING.finditer(text) if not any(start <= each.start() < end for start, end in fences)
+    ]
+    for position, heading in enumerate(headings):
+        if heading[2] == title:
+            depth = len(heading[1])
+            following = (each.start() for each in headings[position + 1 :] if len(each[1]) <= depth)
+            body = text[heading.start() : next(following, len(text))]
+            shift = int(level) - depth
+            return _outside_code(HEADING, lambda found: f"{'#' * (len(found[1]) + shift)} {found[2]}", body)
+    raise KeyError(f"{document} has no section {title!r}")

@@ -1,0 +1,171 @@
+"""The kept results, by method and setting: what the pages of methods and the leaderboard show."""
+
+import functools
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_mr import config as configuration
+from fedjax_mr import titles
+from fedjax_mr.analysis import groups, papers, tables
+from fedjax_mr.analysis.groups import Statistic
+from fedjax_mr.analysis.papers import Published
+from fedjax_mr.analysis.record import Cell
+from fedjax_mr.analysis.runs import Run
+from fedjax_mr.config import Config
+from fedjax_mr.experiment.folder import run_state
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+# Rounds of the papers' runs as their code has them; fewer are not compared with the papers' numbers.
+PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
+# Settings that change no number, or that all runs of a comparison have anyway.
+BESIDE = ("strategy", "rounds")
+
+
+class Line(NamedTuple):
+    """A method in a setting, over its seeds.
+
+    Attributes:
+      strategy: its registered name.
+      config: of one of its runs.
+      job: the settings of the run that are not the method's own, by flag.
+      own: the method's own settings that are not the defaults, by name.
+      by_seed: the mean of the last ten evaluations in percent, of finished runs.
+      evaluations: how many there are at most in a run.
+      bytes: both ways, of a finished run.
+      diverged: how many runs did.
+      published: the paper's number for the setting.
+    """
+
+    strategy: str
+    config: Config
+    job: dict[str, Any]
+    own: dict[str, Any]
+    by_seed: dict[str, float]
+    evaluations: int
+    bytes: int
+    diverged: int
+    published: Published | None
+
+    @property
+    def statistic(self) -> Statistic:
+        """Mean and standard deviation over the seeds."""
+        return Statistic.of(self.by_seed.values())
+
+    @property
+    def verdict(self) -> str:
+        """Whether the paper's number is reached; the reason where the two are not compared."""
+        if self.published is None:
+            return ""
+        wanted = PAPER_ROUNDS[self.published.paper]
+        if self.config.rounds < wanted:
+            return f"not compared: {self.config.rounds} rounds of {wanted}"
+        return Cell(self.strategy, "", "", self.by_seed, [], self.published).verdict
+
+    def title(self) -> str:
+        """Return the method's name with its own settings."""
+        words = [f"{name.replace('_', ' ')} = {value}" for name, value in self.own.items()]
+        return ", ".join([titles.method(titles.facts(self.config)), *words])
+
+    def accuracy(self) -> str:
+        """Return the mean and the deviation."""
+        return tables.plus_minus(*self.statistic, digits=2)
+
+    def seeds(self) -> str:
+        """Return how many seeds there are, and how many runs diverged."""
+        return str(len(self.by_seed)) + (f", {self.diverged} diverged" if self.diverged else "")
+
+
+@functools.cache
+def lines() -> tuple[Line, ...]:
+    """Return all methods in all settings of the kept runs."""
+    published, by_facts = papers.rows(), {}
+    for run in groups.find([EXPERIMENTS / "results"]):
+        by_facts.setdefault(json.dumps(titles.facts(run.config), sort_keys=True), []).append(run)
+    return tuple(_line(runs, published) for runs in by_facts.values())
+
+
+def _line(runs: list[Run], published: list[dict[str, str]]) -> Line:
+    config = runs[0].config
+    facts, prefix = titles.facts(config), f"{config.strategy}_"
+    defaults = configuration.decisive(Config(strategy=config.strategy))
+    own = {
+        flag.removeprefix(prefix): value
+        for flag, value in facts.items()
+        if flag.startswith(prefix) and value != defaults.get(flag)
+    }
+    job = {flag: value for flag, value in facts.items() if not flag.startswith(prefix) and flag != "strategy"}
+    states = [run_state(run.path) for run in runs]
+    finished = [run for run, state in zip(runs, states, strict=True) if state == "finished"]
+    by_seed, evaluations, size = {}, 0, 0
+    for run in finished:
+        seed, partition = groups.seeds(run.config)
+        summary, rows = run.summary(), run.rows()
+        by_seed[str(seed) if seed == partition else f"{seed}/{partition}"] = 100 * summary["accuracy_mean_last_10"]
+        evaluations, size = max(evaluations, len(rows)), summary["bytes_down"] + summary["bytes_up"]
+    return Line(
+        config.strategy,
+        config,
+        job,
+        own,
+        by_seed,
+        evaluations,
+        size,
+        states.count("diverged"),
+        papers.lookup(config, published),
+    )
+
+
+def of(strategy: str) -> list[Line]:
+    """Return the settings in which a method has finished or diverged runs."""
+    return [each for each in lines() if each.strategy == strategy and (each.by_seed or each.diverged)]
+
+
+def job_title(line: Line) -> str:
+    """Return the data, the division, the network and the clients of a run in words."""
+    facts = titles.facts(line.config)
+    parts = [
+        titles.dataset(line.config.dataset),
+        titles.division(facts),
+        titles.network(line.config.model),
+        f"N = {line.config.clients or 'all'}",
+        f"K = {line.config.cohort}",
+        f"{line.config.rounds} rounds",
+    ]
+    if facts.get("label_mode") == "coarse":
+        parts[0] += " (coarse labels)"
+    return ", ".join(parts)
+
+
+def costs() -> dict[str, dict[str, str]]:
+    """Return the measured times of a round, by method: the rows of experiments/costs.csv."""
+    import csv
+
+    with (EXPERIMENTS / "costs.csv").open(encoding="utf-8", newline="") as file:
+        return {row["strategy"]: row for row in csv.DictReader(file)}
+
+
+def seconds(strategy: str) -> tuple[float, int] | None:
+    """Return the median time of a round in rounds of FedAvg, and the number of runs, from the kept runs of one job.
+
+    None where no folder has both methods on the same number of devices.
+    """
+    ratios, count = [], 0
+    for folder in sorted((EXPERIMENTS / "results").iterdir()):
+        found: dict[tuple, list[float]] = {}
+        for path in folder.glob("*/summary.json"):
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            key = (summary["strategy"], summary["model"], len(summary["devices"]))
+            found.setdefault(key, []).append(summary["seconds_per_round"])
+        for (name, *job), times in found.items():
+            if name == strategy and ("fedavg", *job) in found:
+                ratios.append(statistics.median(times) / statistics.median(found["fedavg", *job]))
+                count += len(times)
+    return (statistics.median(ratios), count) if ratios else None
+
+
+def same_job(settings: Mapping[str, Any]) -> str:
+    """Return a key that runs share whose accuracies can be compared."""
+    return json.dumps(settings, sort_keys=True)

@@ -1,0 +1,263 @@
+"""The page of a method: its prose, and everything that the registry, its file's head and the kept results say."""
+
+import functools
+import html
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import drawings
+import kept
+import traffic
+import yaml
+from mkdocs.exceptions import PluginError
+
+from fedjax_mr import settings
+from fedjax_mr.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+PROSE = ROOT / "docs" / "methods"
+FAMILIES = {
+    "one": "One global model",
+    "flat": "Flat minima",
+    "several": "Several models",
+    "personal": "Personal models",
+    "networks": "Different networks",
+    "yardsticks": "Yardsticks",
+}
+KEYS = {"family", "work", "tests", "command"}
+
+
+class Prose(NamedTuple):
+    """The hand-written part of a page.
+
+    Attributes:
+      family: a key of `FAMILIES`.
+      work: what a local step and the server compute, in words.
+      tests: identities that are tested: the test's name -> what it shows.
+      command: the command that trains it; "" for the main job.
+      text: three sentences, then the algorithm.
+    """
+
+    family: str
+    work: str
+    tests: dict[str, str]
+    command: str
+    text: str
+
+
+@functools.cache
+def prose(name: str) -> Prose:
+    """Return the prose of a method.
+
+    Raises:
+      PluginError: there is none, or a part of it is missing, or it names a test that does not exist.
+    """
+    path = PROSE / f"{name}.md"
+    if not path.exists():
+        raise PluginError(f"the strategy {name} has no prose: write docs/methods/{name}.md")
+    parts = path.read_text(encoding="utf-8").split("---\n", 2)
+    if len(parts) != 3 or parts[0]:
+        raise PluginError(f"{path} begins with no facts between two lines ---")
+    facts: dict[str, Any] = yaml.safe_load(parts[1])
+    if not set(facts) <= KEYS or facts.get("family") not in FAMILIES or not facts.get("work"):
+        raise PluginError(f"{path}: the facts are {', '.join(sorted(KEYS))}; family is one of {', '.join(FAMILIES)}")
+    for test in facts.get("tests") or {}:
+        file, _, function = test.partition("::")
+        source = ROOT / "tests" / "strategies" / file
+        if not source.exists() or not re.search(rf"^def {function}\(", source.read_text(encoding="utf-8"), re.M):
+            raise PluginError(f"{path}: there is no test {test} in tests/strategies")
+    text = parts[2].strip()
+    if "## The algorithm" not in text or "$" not in text:
+        raise PluginError(f"{path} has no section 'The algorithm' with an equation")
+    return Prose(facts["family"], facts["work"], facts.get("tests") or {}, facts.get("command", ""), text)
+
+
+def check_prose() -> None:
+    """Read the prose of all methods.
+
+    Raises:
+      PluginError: a method has none, or a page has no method.
+    """
+    for name in STRATEGIES:
+        prose(name)
+    if others := {path.stem for path in PROSE.glob("*.md")} - set(STRATEGIES) - {"index"}:
+        raise PluginError(f"docs/methods has pages of no strategy: {', '.join(sorted(others))}")
+
+
+def navigation() -> list[Any]:
+    """Return the part of the navigation: all methods by family."""
+    entries: list[Any] = [{"All methods": "methods/index.md"}]
+    for family, title in FAMILIES.items():
+        names = [name for name in STRATEGIES if prose(name).family == family]
+        entries.append({title: [{STRATEGIES[name].title: f"methods/{name}.md"} for name in names]})
+    return entries
+
+
+def table() -> str:
+    """Return all methods by family, each with its first sentence."""
+    parts = []
+    for family, title in FAMILIES.items():
+        rows = ["| method | `--strategy` | paper | what it does |", "|---|---|---|---|"]
+        for name, row in STRATEGIES.items():
+            if prose(name).family == family:
+                rows.append(f"| [{row.title}]({name}.md) | `{name}` | {row.paper} | {_first_sentence(name)} |")
+        parts.append("\n".join([f"## {title}", "", *rows]))
+    return "\n\n".join(parts)
+
+
+def _first_sentence(name: str) -> str:
+    return re.split(r"(?<=[.:])\s", " ".join(prose(name).text.split()), maxsplit=1)[0]
+
+
+def page(name: str) -> str:
+    """Return the page of a method in Markdown."""
+    row, own = STRATEGIES[name], prose(name)
+    what, _, algorithm = own.text.partition("## The algorithm")
+    head = f"*{row.paper}* · `--strategy={name}` · file `{_file(row.build).relative_to(ROOT)}`"
+    drawn = drawings.drawing(name) if name in drawings.DRAWINGS else ""
+    source, deviations = _head(row.build)
+    sections = {
+        "The algorithm": f"{drawn}\n\n{algorithm.strip()}\n\n[The letters](../glossary.md) are those of all pages.",
+        "What travels, and what is kept": _traffic(name),
+        "Settings": settings_of(name),
+        "Sources": source,
+        "Deviations and choices": deviations or "The head of the file names none.",
+        "Cost": _cost(name, own),
+        "Tested identities": _tests(own),
+        "Our numbers": _numbers(name),
+        "Train it": _command(name, own),
+    }
+    parts = [f"# {row.title}", head, what.strip()]
+    for title, text in sections.items():
+        parts += [f"## {title}", text]
+    return "\n\n".join(parts)
+
+
+def _plain(function: Any) -> Any:
+    """Return the function behind partial applications."""
+    return _plain(function.func) if isinstance(function, functools.partial) else function
+
+
+def _file(build: Any) -> Path:
+    return Path(inspect.getfile(_plain(build)))
+
+
+def _head(build: Any) -> tuple[str, str]:
+    """Return the head of a strategy's file in Markdown: its sources, then its deviations."""
+    module = sys.modules[_plain(build).__module__]
+    paragraphs = (inspect.getdoc(module) or "").split("\n\n")[1:]
+    first = next((at for at, text in enumerate(paragraphs) if text.startswith("Deviation")), len(paragraphs))
+    shown = [_markdown(text) for text in paragraphs]
+    return "\n\n".join(shown[:first]), re.sub(r"^Deviations?( and choices)?[.:] ", "", "\n\n".join(shown[first:]))
+
+
+def _markdown(paragraph: str) -> str:
+    """Return a paragraph of a docstring in Markdown."""
+    if paragraph.startswith("    "):
+        return paragraph
+    text = re.sub(r"([*|$])", r"\\\1", html.escape(paragraph, quote=False))
+    return re.sub(r"``(.*?)``", r"`\1`", text, flags=re.DOTALL)
+
+
+def _cell(text: object) -> str:
+    return str(text).replace("|", "\\|")
+
+
+def settings_of(name: str) -> str:
+    """Return the table of a method's own flags."""
+    rows = ["| flag | default | what | allowed | source of the default |", "|---|---|---|---|---|"]
+    for each in settings.settings_of(STRATEGIES[name].hyper, f"{name}_"):
+        default = ("on" if each.default else "off") if each.kind is bool else each.default
+        default = "none" if default in (None, ()) else default
+        allowed = each.info.allowed() or ", ".join(f"`{choice}`" for choice in each.info.choices or ())
+        help = f"{each.info.help} ({each.info.unit})" if each.info.unit else each.info.help
+        cells = (f"`--{each.flag}`", f"`{default}`", help, allowed, each.info.source or "our choice")
+        rows.append(f"| {' | '.join(map(_cell, cells))} |")
+    own = "\n".join(rows) if len(rows) > 2 else "It has no flags of its own."
+    return f"{own}\n\n`python -m fedjax_mr.main --help={name}` prints the same."
+
+
+def _traffic(name: str) -> str:
+    found = traffic.count(name)
+    models = lambda size: f"{size:,.0f} bytes" + (f" ({size / found.model:.3g} models)" if size else "")
+    rows = [
+        ("server to a client", models(found.down)),
+        ("a client to the server", models(found.up)),
+        ("client to client", models(found.peer)),
+        ("a client keeps", models(found.kept)),
+        ("the server keeps", models(found.server)),
+    ]
+    lines = ["| of the main job | per round |", "|---|---|", *(f"| {what} | {size} |" for what, size in rows)]
+    if found.first:
+        down, up, _ = found.first
+        lines.append(f"| the first round is different | {down:,.0f} bytes down, {up:,.0f} up |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Counted from the shapes of the real objects in the main job: digits, N = 20, K = 5, a network of "
+            f"{found.model:,} bytes. A round of FedAvg sends one model down and one up for each client.",
+        ]
+    )
+
+
+def _cost(name: str, own: Prose) -> str:
+    measured, lines = kept.costs().get(name), [own.work]
+    if measured:
+        lines.append(
+            f"Measured: **{measured['cost']} rounds of FedAvg** for a round ({measured['job']}; {measured['machine']})."
+        )
+    elif name != "fedavg" and (found := kept.seconds(name)):
+        lines.append(
+            f"In the kept runs a round took {found[0]:.1f} times as long as FedAvg's (median of {found[1]} runs on a "
+            "machine with other work, so this is rough)."
+        )
+    elif name != "fedavg":
+        lines.append("A round has not been timed beside FedAvg's.")
+    return "\n\n".join(lines)
+
+
+def _tests(own: Prose) -> str:
+    if not own.tests:
+        return "None of its own; the contract, which every strategy passes, tests it."
+    rows = [f"- {what} (`{test}`)" for test, what in own.tests.items()]
+    return "\n".join([*rows, "", "Beside these it passes [the contract](../design.md#the-contract) of all strategies."])
+
+
+def _numbers(name: str) -> str:
+    lines = kept.of(name)
+    if not lines:
+        return "No run of it is kept yet."
+    rows = [
+        "| setting | seeds | accuracy, % | paper | verdict |",
+        "|---|---|---|---|---|",
+    ]
+    for line in lines:
+        own = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in line.own.items())
+        setting = kept.job_title(line) + (f"; {own}" if own else "")
+        paper = ""
+        if line.published:
+            deviation = "" if line.published.deviation is None else f" ± {line.published.deviation:.2f}"
+            paper = f"{line.published.mean:.2f}{deviation} ({line.published.source})"
+        rows.append(f"| {setting} | {line.seeds()} | {line.accuracy() or 'diverged'} | {paper} | {line.verdict} |")
+    return "\n".join(
+        [
+            *rows,
+            "",
+            "Mean of the last ten evaluations (of all, where there are fewer), with the standard deviation over the "
+            "seeds; made from the metrics in `experiments/results`. *Replicates*: within 1.5 points of the paper's "
+            "mean, or within two of our deviations. See [the record](../results/index.md) and "
+            "[the leaderboard](../results/leaderboard.md).",
+        ]
+    )
+
+
+def _command(name: str, own: Prose) -> str:
+    one = own.command or " ".join(["python -m fedjax_mr.main", *traffic.flags(name)])
+    public = " --public_share=0.1" if STRATEGIES[name].needs_public else ""
+    many = f"python -m fedjax_mr.sweep --strategies=fedavg,{name} --seeds=0:3{public}"
+    return "\n".join(["```sh", one, *([many] if name != "fedavg" else []), "```"])
+

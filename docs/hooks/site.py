@@ -1,0 +1,93 @@
+"""The site's hooks: pages made from the registry, the kept results and the repository's own documents; equations.
+
+A line ``<!-- site: NAME ARGUMENTS -->`` in a page stands for what `PARTS` makes of it. Equations between dollar signs
+become MathML, which browsers draw themselves: no script and no font travels.
+"""
+
+import re
+import shlex
+from collections.abc import Callable
+from html import unescape
+
+import api
+import checks
+import divisions
+import documents
+import drawings
+import leaderboard
+import methods
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+PARTS: dict[str, Callable[..., str]] = {
+    "drawing": drawings.drawing,
+    "division": divisions.picture,
+    "leaderboard": leaderboard.page,
+    "methods": methods.table,
+    "section": documents.section,
+}
+PART = re.compile(r"^[ ]*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
+# The converter writes what belongs under "min" or "arg max" beside it, and knows no \\arg.
+OPTIMUM = re.compile(r"(\\arg)?\\(min|max)_(?:\{(.*?)\}|(\w))")
+EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the lists of generated pages into the navigation."""
+    lists = {"@methods": methods.navigation, "@api": api.navigation}
+    for entry in config.nav or []:
+        for title, target in entry.items():
+            if isinstance(target, str) and target in lists:
+                entry[title] = lists[target]()
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that no file holds, and the pictures that they show."""
+    for path, text in (api.pages() | documents.pages()).items():
+        files.append(File.generated(config, path, content=text))
+    for path, source in documents.pictures().items():
+        files.append(File.generated(config, path, abs_src_path=str(source)))
+    methods.check_prose()
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put the generated parts into a page."""
+    path = page.file.src_uri
+    if path.startswith("methods/") and path != "methods/index.md":
+        markdown = methods.page(path.removeprefix("methods/").removesuffix(".md"))
+
+    def part(found: re.Match) -> str:
+        name, arguments = found.groups()
+        if name not in PARTS:
+            raise PluginError(f"{path}: {found[0]} is none of {', '.join(PARTS)}")
+        return PARTS[name](*shlex.split(arguments))
+
+    return PART.sub(part, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn the equations into MathML."""
+
+    def optimum(found: re.Match) -> str:
+        arg, name, under, letter = found.groups()
+        return rf"\underset{{{under or letter}}}{{\text{{{'arg ' if arg else ''}{name}}}}}"
+
+    def equation(found: re.Match) -> str:
+        written = unescape(found[2]).strip()
+        made = convert(OPTIMUM.sub(optimum, written), display="block" if found[1] == "div" else "inline")
+        if "\\" in made:
+            raise PluginError(f"{page.file.src_uri}: there is an unknown command in {written}")
+        return made
+
+    return EQUATION.sub(equation, html)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Look at every link of the built pages."""
+    if problems := checks.problems(config.site_dir):
+        raise PluginError("\n".join(["the built pages have broken links:", *problems]))

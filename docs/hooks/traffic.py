@@ -1,0 +1,74 @@
+"""What travels in a round of the main job and what stays, counted from the shapes of the real objects."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_mr import config as configuration
+from fedjax_mr import data, trees
+from fedjax_mr.engine import rounds
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.base import usual_traffic
+
+
+class Bytes(NamedTuple):
+    """Bytes of a method in the main job.
+
+    Attributes:
+      model: of the network.
+      down, up, peer: per client of the cohort, in a round that is not the first.
+      first: down, up and peer of the first round in the same way, where they differ; else None.
+      kept: per client, between rounds.
+      server: what the server keeps.
+    """
+
+    model: int
+    down: float
+    up: float
+    peer: float
+    first: tuple[float, float, float] | None
+    kept: float
+    server: int
+
+
+def flags(strategy: str) -> list[str]:
+    """Return the flags of the main job with a method: the defaults, and public data where it needs some."""
+    return [f"--strategy={strategy}", *(["--public_share=0.1"] if STRATEGIES[strategy].needs_public else [])]
+
+
+def count(strategy: str) -> Bytes:
+    """Return the bytes of a method; its rounds are traced, and nothing is trained."""
+    config = configuration.parse(flags(strategy))
+    federated = data.federated_data(config)
+    model = build_model(config, federated)
+    engine = build_rounds(config, federated, model, client_axis(devices=1, lanes=1, cohort_size=config.cohort))
+
+    def objects(given):
+        progress = rounds.start(engine.build, given)
+        plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
+        uploads = jax.vmap(lambda row: rounds.train_client(engine.build, given, progress.round, row)[0])(rows)
+        return progress, plan.cohort, rows.payload, uploads
+
+    progress, cohort, payloads, uploads = jax.eval_shape(objects, engine.given)
+    usual, method = usual_traffic(payloads, uploads), engine.build(engine.given.problem)
+
+    def sent(round: int) -> tuple[float, float, float]:
+        traffic = usual
+        if method.traffic is not None:
+            state, own, chosen = jax.tree.map(_example, (progress.server, uploads, cohort))
+            traffic = method.traffic(usual, state, own, chosen, jnp.int32(round))
+        down, up, peer = (each / config.cohort for each in traffic.num_bytes())
+        return down, up, peer
+
+    later, first = sent(1), sent(0)
+    kept = 0 if progress.memory is None else trees.num_bytes(progress.memory) / config.clients
+    size = max(model.num_bytes())
+    return Bytes(size, *later, None if first == later else first, kept, trees.num_bytes(progress.server))
+
+
+def _example(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array of a shape for which traffic is counted: zeros, and whatever may be sent is."""
+    return jnp.ones(shape.shape, shape.dtype) if shape.dtype == jnp.bool_ else jnp.zeros(shape.shape, shape.dtype)
