@@ -105,7 +105,7 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def permute(tree: Tree, *, units: Units, permutations: jax.Array) -> Tree:
-    """Return the K stacked models with their units exchanged: new[j][u] = old[permutations[u, j]][u].
+    """Return the K stacked models with their units exchanged: ``new[j][u] = old[permutations[u, j]][u]``.
 
     A gather per leaf. Every unit's copies are permuted, so sums, means and sums of squared distances over the K
     models stay (FedMR, KDD'24, Lemma 4.4).

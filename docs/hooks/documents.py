@@ -8,12 +8,26 @@ ROOT = Path(__file__).parents[2]
 # Pages of the site by the document that they show.
 PAGES = {
     "experiments/RESULTS.md": "results/index.md",
-    "experiments/ARCHIVE.md": "results/archive.md",
     "experiments/README.md": "results/commands.md",
     "CHANGELOG.md": "changes.md",
+    **{
+        f"experiments/notebook/{path.name}": f"results/notebook/{path.name.replace('README', 'index')}"
+        for path in sorted((ROOT / "experiments" / "notebook").glob("*.md"))
+    },
 }
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+
+
+def navigation() -> list[dict[str, str]]:
+    """Return the part of the navigation: the archived notebook."""
+    archived = [page for page in PAGES.values() if page.startswith("results/notebook/")]
+    titled = {page: Path(page).stem.replace("_", " ").capitalize() for page in archived}
+    return [{titled[page].replace("Index", "What is in it"): page} for page in sorted(archived, key=_index_first)]
+
+
+def _index_first(page: str) -> tuple[bool, str]:
+    return not page.endswith("index.md"), page
 
 
 def pages() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The kept results, by method and setting: what the pages of methods and the leaderboard show."""
 
+import csv
 import functools
 import json
 import statistics
@@ -20,8 +21,6 @@ from fedjax_mr.experiment.folder import run_state
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 # Rounds of the papers' runs as their code has them; fewer are not compared with the papers' numbers.
 PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
-# Settings that change no number, or that all runs of a comparison have anyway.
-BESIDE = ("strategy", "rounds")
 
 
 class Line(NamedTuple):
@@ -123,26 +122,21 @@ def of(strategy: str) -> list[Line]:
     return [each for each in lines() if each.strategy == strategy and (each.by_seed or each.diverged)]
 
 
-def job_title(line: Line) -> str:
-    """Return the data, the division, the network and the clients of a run in words."""
+def data_title(line: Line) -> str:
+    """Return the data and the division of a run in words."""
     facts = titles.facts(line.config)
-    parts = [
-        titles.dataset(line.config.dataset),
-        titles.division(facts),
-        titles.network(line.config.model),
-        f"N = {line.config.clients or 'all'}",
-        f"K = {line.config.cohort}",
-        f"{line.config.rounds} rounds",
-    ]
-    if facts.get("label_mode") == "coarse":
-        parts[0] += " (coarse labels)"
-    return ", ".join(parts)
+    coarse = " (coarse labels)" if facts.get("label_mode") == "coarse" else ""
+    return f"{titles.dataset(line.config.dataset)}{coarse}, {titles.division(facts)}"
+
+
+def clients_title(line: Line) -> str:
+    """Return the network, the clients and the rounds of a run in words."""
+    clients = f"{line.config.cohort} of {line.config.clients} clients" if line.config.clients else "all natural clients"
+    return f"{titles.network(line.config.model)}, {clients}, {line.config.rounds} rounds"
 
 
 def costs() -> dict[str, dict[str, str]]:
     """Return the measured times of a round, by method: the rows of experiments/costs.csv."""
-    import csv
-
     with (EXPERIMENTS / "costs.csv").open(encoding="utf-8", newline="") as file:
         return {row["strategy"]: row for row in csv.DictReader(file)}
 

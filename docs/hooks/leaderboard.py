@@ -30,5 +30,12 @@ def _board(lines: list[Line]) -> str:
             ends = [f"{end(line.by_seed.values()):.2f}" for end in (min, max)] if deviation is not None else ["", ""]
             cells += [f"{mean:.2f}", spread, *ends, f"{line.bytes / 1e6:,.1f}", f"last {min(line.evaluations, 10)}"]
         rows.append("| " + " | ".join(cells) + " |")
+    head = f"## {kept.data_title(lines[0])}\n\n{kept.clients_title(lines[0])}{_training(lines[0])}."
     table = "\n".join(rows)
-    return f'## {kept.job_title(lines[0])}\n\n<div class="sortable" markdown>\n\n{table}\n\n</div>'
+    return f'{head}\n\n<div class="sortable" markdown>\n\n{table}\n\n</div>'
+
+
+def _training(line: Line) -> str:
+    job = line.job
+    public = f", {100 * job['public_share']:.3g} % public data" if job.get("public_share") else ""
+    return f"; {job['local_epochs']} local epochs, batches of {job['batch_size']}, learning rate {job['lr']}{public}"

@@ -93,7 +93,7 @@ def navigation() -> list[Any]:
     for family, title in FAMILIES.items():
         names = [name for name in STRATEGIES if prose(name).family == family]
         entries.append({title: [{STRATEGIES[name].title: f"methods/{name}.md"} for name in names]})
-    return entries
+    return [*entries, {"Additions": "additions.md"}]
 
 
 def table() -> str:
@@ -168,21 +168,25 @@ def _cell(text: object) -> str:
 
 def settings_of(name: str) -> str:
     """Return the table of a method's own flags."""
-    rows = ["| flag | default | what | allowed | source of the default |", "|---|---|---|---|---|"]
+    rows = ["| flag | default | what it is |", "|---|---|---|"]
     for each in settings.settings_of(STRATEGIES[name].hyper, f"{name}_"):
         default = ("on" if each.default else "off") if each.kind is bool else each.default
         default = "none" if default in (None, ()) else default
         allowed = each.info.allowed() or ", ".join(f"`{choice}`" for choice in each.info.choices or ())
-        help = f"{each.info.help} ({each.info.unit})" if each.info.unit else each.info.help
-        cells = (f"`--{each.flag}`", f"`{default}`", help, allowed, each.info.source or "our choice")
-        rows.append(f"| {' | '.join(map(_cell, cells))} |")
+        facts = [each.info.unit, allowed, f"source: {each.info.source or 'our choice'}"]
+        help = f"{each.info.help}<br><small>{'; '.join(filter(None, facts))}</small>"
+        rows.append(f"| {' | '.join(map(_cell, (f'`--{each.flag}`', f'`{default}`', help)))} |")
     own = "\n".join(rows) if len(rows) > 2 else "It has no flags of its own."
     return f"{own}\n\n`python -m fedjax_mr.main --help={name}` prints the same."
 
 
 def _traffic(name: str) -> str:
     found = traffic.count(name)
-    models = lambda size: f"{size:,.0f} bytes" + (f" ({size / found.model:.3g} models)" if size else "")
+
+    def models(size: float) -> str:
+        count = f"{size / found.model:.3g}"
+        return f"{size:,.0f} bytes" + (f" ({count} model{'s' * (count != '1')})" if size else "")
+
     rows = [
         ("server to a client", models(found.down)),
         ("a client to the server", models(found.up)),
@@ -231,17 +235,14 @@ def _numbers(name: str) -> str:
     lines = kept.of(name)
     if not lines:
         return "No run of it is kept yet."
-    rows = [
-        "| setting | seeds | accuracy, % | paper | verdict |",
-        "|---|---|---|---|---|",
-    ]
-    for line in lines:
+    rows = ["| setting | seeds | accuracy, % | paper | verdict |", "|---|---|---|---|---|"]
+    for line in sorted(lines, key=_compared_first):
         own = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in line.own.items())
-        setting = kept.job_title(line) + (f"; {own}" if own else "")
+        setting = f"{kept.data_title(line)}<br><small>{kept.clients_title(line)}{f'; {own}' if own else ''}</small>"
         paper = ""
         if line.published:
             deviation = "" if line.published.deviation is None else f" ± {line.published.deviation:.2f}"
-            paper = f"{line.published.mean:.2f}{deviation} ({line.published.source})"
+            paper = f"{line.published.mean:.2f}{deviation}<br><small>{line.published.source}</small>"
         rows.append(f"| {setting} | {line.seeds()} | {line.accuracy() or 'diverged'} | {paper} | {line.verdict} |")
     return "\n".join(
         [
@@ -253,6 +254,10 @@ def _numbers(name: str) -> str:
             "[the leaderboard](../results/leaderboard.md).",
         ]
     )
+
+
+def _compared_first(line: kept.Line) -> tuple[bool, bool, str]:
+    return not line.published, line.verdict.startswith("not"), kept.data_title(line)
 
 
 def _command(name: str, own: Prose) -> str:

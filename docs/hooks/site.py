@@ -37,11 +37,17 @@ EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the lists of generated pages into the navigation."""
-    lists = {"@methods": methods.navigation, "@api": api.navigation}
-    for entry in config.nav or []:
-        for title, target in entry.items():
-            if isinstance(target, str) and target in lists:
-                entry[title] = lists[target]()
+    lists = {"@methods": methods.navigation, "@api": api.navigation, "@notebook": documents.navigation}
+
+    def fill(entries: list) -> None:
+        for entry in entries:
+            for title, target in entry.items():
+                if isinstance(target, list):
+                    fill(target)
+                elif target in lists:
+                    entry[title] = lists[target]()
+
+    fill(config.nav or [])
     return config
 
 
