@@ -5,7 +5,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-FETCHED = {("script", "src"), ("img", "src"), ("source", "src"), ("iframe", "src"), ("link", "href"), ("object", "data")}
+FETCHED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("source", "src"),
+    ("iframe", "src"),
+    ("link", "href"),
+    ("object", "data"),
+}
 HOST = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//")  # in style sheets
 
 

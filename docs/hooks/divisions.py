@@ -1,6 +1,6 @@
 """Pictures of the partitions: which client holds how many samples of which class, of the embedded digits."""
 
-import html
+import drawings
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data
@@ -32,8 +32,4 @@ def picture(*flags: str) -> str:
                     f"<title>client {client}: {count} of class {label}</title></rect>"
                 )
         parts.append(f'<text x="{x + 11}" y="170" class="small" text-anchor="middle">{row.sum()}</text>')
-    label = html.escape(f"Samples of {CLIENTS} clients by class: {' '.join(flags)}")
-    return (
-        f'<figure class="drawing"><div><svg viewBox="0 0 620 180" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-        "</div></figure>"
-    )
+    return drawings.svg(180, f"Samples of {CLIENTS} clients by class: {' '.join(flags)}", *parts)

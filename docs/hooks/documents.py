@@ -19,15 +19,10 @@ LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 
 
-def navigation() -> list[dict[str, str]]:
-    """Return the part of the navigation: the archived notebook."""
+def navigation() -> list[str]:
+    """Return the part of the navigation: the pages of the archived notebook."""
     archived = [page for page in PAGES.values() if page.startswith("results/notebook/")]
-    titled = {page: Path(page).stem.replace("_", " ").capitalize() for page in archived}
-    return [{titled[page].replace("Index", "What is in it"): page} for page in sorted(archived, key=_index_first)]
-
-
-def _index_first(page: str) -> tuple[bool, str]:
-    return not page.endswith("index.md"), page
+    return sorted(archived, key=lambda page: (not page.endswith("index.md"), page))
 
 
 def pages() -> dict[str, str]:
@@ -90,11 +85,10 @@ def section(document: str, title: str, level: str = "2", page: str = "scaling.md
     headings = [
         each for each in HEADING.finditer(text) if not any(start <= each.start() < end for start, end in fences)
     ]
-    for position, heading in enumerate(headings):
-        if heading[2] == title:
-            depth = len(heading[1])
-            following = (each.start() for each in headings[position + 1 :] if len(each[1]) <= depth)
-            body = text[heading.start() : next(following, len(text))]
-            shift = int(level) - depth
-            return _outside_code(HEADING, lambda found: f"{'#' * (len(found[1]) + shift)} {found[2]}", body)
-    raise KeyError(f"{document} has no section {title!r}")
+    position = next((at for at, heading in enumerate(headings) if heading[2] == title), None)
+    if position is None:
+        raise KeyError(f"{document} has no section {title!r}")
+    begin, depth = headings[position].start(), len(headings[position][1])
+    end = next((each.start() for each in headings[position + 1 :] if len(each[1]) <= depth), len(text))
+    shift = int(level) - depth
+    return _outside_code(HEADING, lambda found: f"{'#' * (len(found[1]) + shift)} {found[2]}", text[begin:end])

@@ -16,7 +16,9 @@ def text(x: float, y: float, words: str, *, anchor: str = "middle", small: bool 
     return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{html.escape(words)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, words: str = "", *, colour: str = "", small: bool = False) -> str:
+def box(
+    x: float, y: float, width: float, height: float, words: str = "", *, colour: str = "", small: bool = False
+) -> str:
     """Return a box with lines of text in its middle."""
     style = f' style="fill:{colour};fill-opacity:.22;stroke:{colour}"' if colour else ""
     lines = words.split("\n") if words else []
@@ -52,14 +54,20 @@ def height_of(layers: int) -> float:
     return layers * (CELL + GAP) - GAP
 
 
+def svg(height: float, label: str, *parts: str, caption: str = "") -> str:
+    """Return a drawing as one line of HTML."""
+    head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(label)}">'
+    below = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
+    return f'<figure class="drawing"><div>{head}{"".join(parts)}</svg></div>{below}</figure>'
+
+
 def figure(height: float, caption: str, *parts: str) -> str:
-    """Return a drawing with its caption as one line of HTML."""
+    """Return a drawing that may have arrows, with its caption, as one line of HTML."""
     head = (
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
         'orient="auto-start-reverse"><path d="M0 0 10 5 0 10z" class="head"/></marker></defs>'
     )
-    drawn = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(caption)}">{head}{"".join(parts)}</svg>'
-    return f'<figure class="drawing"><div>{drawn}</div><figcaption>{html.escape(caption)}</figcaption></figure>'
+    return svg(height, caption, head, *parts, caption=caption)
 
 
 # --- Concepts --------------------------------------------------------------------------------------------------------
@@ -82,8 +90,8 @@ def round_() -> str:
     ]
     return figure(
         240,
-        "A round. The strategy selects a cohort and dispatches a payload to each of its clients; they train and upload; "
-        "the strategy updates its state.",
+        "A round. The strategy selects a cohort and dispatches a payload to each of its clients; they train and "
+        "upload; the strategy updates its state.",
         *parts,
     )
 
@@ -119,7 +127,7 @@ def strategy() -> str:
         if number:
             parts.append(arrow(x - 11, 64, x - 1, 64))
     parts += [
-        f'<path d="M 552 90 C 552 150, 190 150, 190 92" class="arrow" fill="none" marker-end="url(#head)"/>',
+        '<path d="M 552 90 C 552 150, 190 150, 190 92" class="arrow" fill="none" marker-end="url(#head)"/>',
         text(370, 150, "state: the next round", small=True),
         text(432, 24, "written for one client", small=True),
         text(64, 106, "once", small=True),
@@ -165,11 +173,9 @@ def lanes() -> str:
             y = 54 + lane * 66
             parts.append(text(x + 12, y + 22, f"lane {lane}", anchor="start", small=True))
             for place in range(3):
-                client = place * 4 + device * 2 + lane
-                if client < 10:
-                    parts.append(box(x + 64 + place * 70, y, 62, 44, f"client\n{client}", colour=COLOURS[client % 4], small=True))
-                else:
-                    parts.append(box(x + 64 + place * 70, y, 62, 44, "padding", small=True))
+                client, at = place * 4 + device * 2 + lane, (x + 64 + place * 70, y, 62, 44)
+                words, colour = (f"client\n{client}", COLOURS[client % 4]) if client < 10 else ("padding", "")
+                parts.append(box(*at, words, colour=colour, small=True))
     parts.append(text(310, 208, "time goes to the right", small=True))
     return figure(
         222,

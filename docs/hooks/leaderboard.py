@@ -16,26 +16,28 @@ def page() -> str:
 
 
 def _board(lines: list[Line]) -> str:
-    rows = [
-        "| method | seeds | accuracy, % | standard deviation | lowest seed | highest seed | MB sent | of evaluations |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = ["| method | seeds | accuracy, % | lowest to highest seed | MB sent |", "|---|---|---|---|---|"]
     for line in sorted(lines, key=lambda line: -(line.statistic.mean or 0)):
-        mean, deviation = line.statistic
-        cells = [f"[{line.title()}](../methods/{line.strategy}.md)", line.seeds()]
-        if mean is None:
-            cells += ["diverged", "", "", "", "", ""]
-        else:
-            spread = "one seed" if deviation is None else f"{deviation:.2f}"
-            ends = [f"{end(line.by_seed.values()):.2f}" for end in (min, max)] if deviation is not None else ["", ""]
-            cells += [f"{mean:.2f}", spread, *ends, f"{line.bytes / 1e6:,.1f}", f"last {min(line.evaluations, 10)}"]
+        cells = [
+            f"[{line.title()}](../methods/{line.strategy}.md)",
+            line.seeds(),
+            line.accuracy() or "diverged",
+            "",
+            "",
+        ]
+        if len(line.by_seed) > 1:
+            cells[3] = f"{min(line.by_seed.values()):.2f} to {max(line.by_seed.values()):.2f}"
+        if line.by_seed:
+            cells[4] = f"{line.bytes / 1e6:,.1f}"
         rows.append("| " + " | ".join(cells) + " |")
-    head = f"## {kept.data_title(lines[0])}\n\n{kept.clients_title(lines[0])}{_training(lines[0])}."
-    table = "\n".join(rows)
-    return f'{head}\n\n<div class="sortable" markdown>\n\n{table}\n\n</div>'
-
-
-def _training(line: Line) -> str:
-    job = line.job
-    public = f", {100 * job['public_share']:.3g} % public data" if job.get("public_share") else ""
-    return f"; {job['local_epochs']} local epochs, batches of {job['batch_size']}, learning rate {job['lr']}{public}"
+    first, job, table = lines[0], lines[0].job, "\n".join(rows)
+    tested = min(10, *(line.evaluations for line in lines if line.by_seed))
+    facts = [
+        kept.clients_title(first),
+        f"{job['local_epochs']} local epochs, batches of {job['batch_size']}, learning rate {job['lr']}",
+        f"{100 * job['public_share']:.3g} % public data" if job.get("public_share") else "",
+        f"mean of the last {tested} evaluations",
+        "on each client's own test samples" if job.get("eval_clients") else "",
+    ]
+    head = f"## {kept.data_title(first)}: {kept.titles.network(first.config.model)}, {first.config.rounds} rounds"
+    return f'{head}\n\n{"; ".join(filter(None, facts))}.\n\n<div class="sortable" markdown>\n\n{table}\n\n</div>'

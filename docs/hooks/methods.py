@@ -265,4 +265,3 @@ def _command(name: str, own: Prose) -> str:
     public = " --public_share=0.1" if STRATEGIES[name].needs_public else ""
     many = f"python -m fedjax_mr.sweep --strategies=fedavg,{name} --seeds=0:3{public}"
     return "\n".join(["```sh", one, *([many] if name != "fedavg" else []), "```"])
-
