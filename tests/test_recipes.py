@@ -1,4 +1,4 @@
-"""The pages of docs/recipes: every block of Python or of a console runs as printed, in order, in one empty folder.
+"""The pages of docs/recipes and the first page: every block of Python or of a console runs as printed, in order, in one empty folder.
 
 ``<!-- needs: pandas, datasets -->`` under a heading names what the blocks up to the next heading import that is not
 among this package's dependencies: without it they are skipped. Under the title of a page it is for all of its blocks.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 PARTS = re.compile(r"^(#+) .*?$|^<!-- needs: (.*?) -->$|^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

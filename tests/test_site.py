@@ -1,0 +1,57 @@
+"""The site: its commands are valid, and where mkdocs is installed it builds."""
+
+import argparse
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedjax_mr import config, manual, sweep
+from fedjax_mr.analysis.__main__ import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "recipes"]
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands(path):
+    text = path.read_text(encoding="utf-8")
+    lines = [line for block in BLOCK.findall(text) for line in block.splitlines()]
+    lines += re.findall(r"^command: (.*)$", text, flags=re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines if "-m fedjax_mr" in line]
+
+
+def check(words):
+    """Raise if a command would refuse its flags; nothing runs."""
+    module, flags = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+    if module == "fedjax_mr.sweep":
+        sweep.plan(flags)
+    elif module == "fedjax_mr.analysis":
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        COMMANDS[flags[0]].add_arguments(parser)
+        parser.parse_args(flags[1:])
+    elif module == "fedjax_mr.main" and (topic := manual.asked(flags)) is not None:
+        manual.page(topic)
+    elif module in ("fedjax_mr.main", "fedjax_mr.data"):
+        config.parse([flag for flag in flags if flag != "prepare"])
+
+
+def test_the_commands_on_the_pages_are_valid(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = [words for path in PAGES for words in commands(path)]
+    assert len(found) > 30
+    for words in found:
+        check(words)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install 'fedjax_mr[docs]'")
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "methods" / "fedmr.html").is_file()
