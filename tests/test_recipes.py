@@ -1,4 +1,6 @@
-"""The pages of docs/recipes and the first page: every block of Python or of a console runs as printed, in order, in one empty folder.
+"""The pages of docs/recipes and the first page: every block of Python or of a console runs as printed.
+
+A page's blocks run in order, in one empty folder.
 
 ``<!-- needs: pandas, datasets -->`` under a heading names what the blocks up to the next heading import that is not
 among this package's dependencies: without it they are skipped. Under the title of a page it is for all of its blocks.

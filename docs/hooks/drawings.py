@@ -285,10 +285,10 @@ def pfedhr() -> str:
         ]
     candidate = ((blue, "B"), (red, "A"), (green, "C"), (orange, "B"))
     for place, (colour, owner) in enumerate(candidate):
-        top = 152 - place * 40
+        top = 160 - place * 39
         parts.append(model(320, top, [colour], width=64, names=[owner]))
         if place:
-            parts.append(f'<path d="M352 {top + 27} l7 6 -7 6 -7 -6z" class="stitch"/>')
+            parts.append(f'<path d="M352 {top + 26.5} l7 6 -7 6 -7 -6z" class="stitch"/>')
     parts += [
         arrow(222, 110, 300, 110),
         text(261, 96, "group, take", small=True),
@@ -297,10 +297,10 @@ def pfedhr() -> str:
         text(440, 96, "outputs", small=True),
         text(440, 128, "most alike", small=True),
         box(486, 84, 100, 52, "client B\nlearns from it", small=True),
-        text(352, 200, "diamonds: stitches; trained on public data", small=True),
+        text(352, 206, "diamonds: stitches; trained on public data", small=True),
     ]
     return figure(
-        216,
+        222,
         "pFedHR: blocks of one colour do the same work (a group). A candidate takes a block of each group, joined by "
         "stitches, and teaches the client whose outputs are most like its own.",
         *parts,

@@ -27,7 +27,7 @@ FAMILIES = {
     "networks": "Different networks",
     "yardsticks": "Yardsticks",
 }
-KEYS = {"family", "work", "tests", "command"}
+KEYS = {"family", "work", "traffic", "tests", "command"}
 
 
 class Prose(NamedTuple):
@@ -36,6 +36,7 @@ class Prose(NamedTuple):
     Attributes:
       family: a key of `FAMILIES`.
       work: what a local step and the server compute, in words.
+      traffic: what the table of traffic cannot count, in words; "" if it counts everything.
       tests: identities that are tested: the test's name -> what it shows.
       command: the command that trains it; "" for the main job.
       text: three sentences, then the algorithm.
@@ -43,6 +44,7 @@ class Prose(NamedTuple):
 
     family: str
     work: str
+    traffic: str
     tests: dict[str, str]
     command: str
     text: str
@@ -72,7 +74,8 @@ def prose(name: str) -> Prose:
     text = parts[2].strip()
     if "## The algorithm" not in text or "$" not in text:
         raise PluginError(f"{path} has no section 'The algorithm' with an equation")
-    return Prose(facts["family"], facts["work"], facts.get("tests") or {}, facts.get("command", ""), text)
+    beside, tests, command = facts.get("traffic", ""), facts.get("tests") or {}, facts.get("command", "")
+    return Prose(facts["family"], facts["work"], beside, tests, command, text)
 
 
 def check_prose() -> None:
@@ -100,16 +103,17 @@ def table() -> str:
     """Return all methods by family, each with its first sentence."""
     parts = []
     for family, title in FAMILIES.items():
-        rows = ["| method | `--strategy` | paper | what it does |", "|---|---|---|---|"]
+        rows = ["| method | what it does |", "|---|---|"]
         for name, row in STRATEGIES.items():
             if prose(name).family == family:
-                rows.append(f"| [{row.title}]({name}.md) | `{name}` | {row.paper} | {_first_sentence(name)} |")
+                rows.append(f"| [{row.title}]({name}.md) `{name}`<br><small>{row.paper}</small> | {_first(name)} |")
         parts.append("\n".join([f"## {title}", "", *rows]))
     return "\n\n".join(parts)
 
 
-def _first_sentence(name: str) -> str:
-    return re.split(r"(?<=[.:])\s", " ".join(prose(name).text.split()), maxsplit=1)[0]
+def _first(name: str) -> str:
+    """Return the first sentence of a method's prose."""
+    return re.split(r"(?<=[.])\s", " ".join(prose(name).text.split()), maxsplit=1)[0]
 
 
 def page(name: str) -> str:
@@ -121,7 +125,7 @@ def page(name: str) -> str:
     source, deviations = _head(row.build)
     sections = {
         "The algorithm": f"{drawn}\n\n{algorithm.strip()}\n\n[The letters](../glossary.md) are those of all pages.",
-        "What travels, and what is kept": _traffic(name),
+        "What travels, and what is kept": _traffic(name, own),
         "Settings": settings_of(name),
         "Sources": source,
         "Deviations and choices": deviations or "The head of the file names none.",
@@ -180,7 +184,7 @@ def settings_of(name: str) -> str:
     return f"{own}\n\n`python -m fedjax_mr.main --help={name}` prints the same."
 
 
-def _traffic(name: str) -> str:
+def _traffic(name: str, own: Prose) -> str:
     found = traffic.count(name)
 
     def models(size: float) -> str:
@@ -203,9 +207,20 @@ def _traffic(name: str) -> str:
             *lines,
             "",
             f"Counted from the shapes of the real objects in the main job: digits, N = 20, K = 5, a network of "
-            f"{found.model:,} bytes. A round of FedAvg sends one model down and one up for each client.",
+            f"{found.model:,} bytes. A round of FedAvg sends one model down and one up for each client. {own.traffic}",
+            "",
+            _real_clients(name),
         ]
     )
+
+
+def _real_clients(name: str) -> str:
+    """Return whether a method runs on real clients, and what they have to tell."""
+    row = STRATEGIES[name]
+    if row.only_simulated:
+        return f"It is only simulated: {row.only_simulated}."
+    counts = ", which tell the server how many samples of each class they have" if row.label_counts else ""
+    return f"It also runs on real clients{counts}."
 
 
 def _cost(name: str, own: Prose) -> str:
