@@ -277,6 +277,6 @@ def _compared_first(line: kept.Line) -> tuple[bool, bool, str]:
 
 def _command(name: str, own: Prose) -> str:
     one = own.command or " ".join(["python -m fedjax_mr.main", *traffic.flags(name)])
-    public = " --public_share=0.1" if STRATEGIES[name].needs_public else ""
+    public = " --public_share=0.1" if traffic.needs_public(name) else ""
     many = f"python -m fedjax_mr.sweep --strategies=fedavg,{name} --seeds=0:3{public}"
     return "\n".join(["```sh", one, *([many] if name != "fedavg" else []), "```"])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from fedjax_mr import config as configuration
 from fedjax_mr import data, trees
+from fedjax_mr.config import Config
 from fedjax_mr.engine import rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.experiment.build import build_model, build_rounds
@@ -34,9 +35,15 @@ class Bytes(NamedTuple):
     server: int
 
 
+def needs_public(strategy: str) -> bool:
+    """Return whether a method needs public data with its default settings."""
+    needs = STRATEGIES[strategy].needs_public
+    return needs(configuration.hyper(Config(strategy=strategy))) if callable(needs) else needs
+
+
 def flags(strategy: str) -> list[str]:
     """Return the flags of the main job with a method: the defaults, and public data where it needs some."""
-    return [f"--strategy={strategy}", *(["--public_share=0.1"] if STRATEGIES[strategy].needs_public else [])]
+    return [f"--strategy={strategy}", *(["--public_share=0.1"] if needs_public(strategy) else [])]
 
 
 def count(strategy: str) -> Bytes:
@@ -70,5 +77,6 @@ def count(strategy: str) -> Bytes:
 
 
 def _example(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array of a shape for which traffic is counted: zeros, and whatever may be sent is."""
-    return jnp.ones(shape.shape, shape.dtype) if shape.dtype == jnp.bool_ else jnp.zeros(shape.shape, shape.dtype)
+    """Return an array of a shape for which traffic is counted: whatever may be sent is, of the first network."""
+    fill = 0 if jnp.issubdtype(shape.dtype, jnp.integer) else 1
+    return jnp.full(shape.shape, fill, shape.dtype)
