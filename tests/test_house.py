@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "main": {"config", "experiment", "imports", "manual"},
     "export": {"experiment"},
     "grids": {"config"},
-    "deploy": {"config", "data", "engine", "experiment", "models", "secure", "strategies"},
+    "deploy": {"checks", "config", "data", "engine", "experiment", "imports", "models", "secure", "strategies"},
     "testing": {"data", "engine", "experiment", "imports", "models", "strategies"},
     "manual": {"config", "data", "models", "strategies"},
     "sweep": {"analysis", "checks", "config", "experiment", "grids", "manual"},

@@ -52,7 +52,26 @@ class Facts:
     def save(self, folder: Path) -> None:
         """Write ``samples.json`` into a run folder."""
         with files.whole(folder / FILE) as path:
-            path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+            path.write_text(self.text() + "\n", encoding="utf-8")
+
+    def text(self) -> str:
+        """Return the facts as JSON; `parse` reads it."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def parse(cls, text: str) -> "Facts":
+        """Return the facts that a JSON text holds.
+
+        Raises:
+          ValueError, TypeError, KeyError: it holds something else.
+        """
+        values = files.parse_json(text)
+        for name in ("shape", "mean", "std"):
+            values[name] = tuple(values[name])
+        found = cls(**values)
+        if found.dtype not in DTYPES or not all(type(each) is int for each in (*found.shape, found.num_classes)):
+            raise ValueError(f"no samples are {found.dtype} of shape {found.shape}")
+        return found
 
     @classmethod
     def read(cls, folder: Path) -> "Facts | None":
@@ -63,13 +82,7 @@ class Facts:
         """
         path = folder / FILE
         try:
-            values = files.parse_json(files.read_text(path))
-            for name in ("shape", "mean", "std"):
-                values[name] = tuple(values[name])
-            found = cls(**values)
-            if found.dtype not in DTYPES or not all(type(each) is int for each in (*found.shape, found.num_classes)):
-                raise ValueError(f"no samples are {found.dtype} of shape {found.shape}")
-            return found
+            return cls.parse(files.read_text(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,16 @@ class _Shared(NamedTuple):
     round: jax.Array
 
 
+class TestsOfClients(Protocol):
+    """The tests of all N clients' own models."""
+
+    programs: Programs
+
+    def test(self, progress: Progress) -> Clients: ...
+
+    def finetuned(self, progress: Progress, epochs: int) -> Clients: ...
+
+
 class PersonalEvaluation:
     """The compiled test of all N clients, over the client axis."""
 
@@ -131,14 +141,7 @@ class PersonalEvaluation:
         if not out[2].is_fully_addressable:
             out = jax.device_put(out, axis.replicated)
         test, validation, architecture = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], out)
-        with np.errstate(invalid="ignore"):
-            return Clients(
-                test.correct / test.count,
-                test.loss / test.count,
-                test.count,
-                validation.correct / validation.count,
-                architecture,
-            )
+        return clients_of(test, validation, architecture)
 
     def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
         given = shared.given
@@ -152,6 +155,14 @@ class PersonalEvaluation:
         part = part_of(strategy, shared.server, row.client_id)
         key = personal_key(given.key, shared.round, row.client_id)
         return test_client(strategy, problem, part, row.memory, data, test, key, epochs=epochs)
+
+
+def clients_of(test: Score, validation: Score, architecture: np.ndarray) -> Clients:
+    """Return the results of all clients from their scores [N]."""
+    correct, loss, count = map(np.asarray, test)
+    with np.errstate(invalid="ignore"):
+        kept = np.asarray(validation.correct) / np.asarray(validation.count)
+        return Clients(correct / count, loss / count, count, kept, architecture)
 
 
 def personal_key(key: jax.Array, round: jax.Array | int, client_id: jax.Array | int) -> jax.Array:

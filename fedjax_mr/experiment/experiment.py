@@ -20,7 +20,7 @@ from fedjax_mr.config import Config
 from fedjax_mr.data import FederatedData, plan
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.evaluation import Evaluation
-from fedjax_mr.engine.personal import Clients, PersonalEvaluation
+from fedjax_mr.engine.personal import Clients, PersonalEvaluation, TestsOfClients
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
@@ -72,8 +72,20 @@ class Experiment:
         processes: Processes = ALONE,
         *,
         on_row: OnRow | None = None,
+        personal: TestsOfClients | None = None,
     ) -> None:
-        """Gather the parts; nothing is computed yet."""
+        """Gather the parts; nothing is computed yet.
+
+        Args:
+          config: all settings.
+          federated: the data.
+          model: the network.
+          rounds: the compiled rounds.
+          folder: of the run.
+          processes: that share the run.
+          on_row: see `run.run`.
+          personal: the tests of the clients' own models; None: those that the configuration asks for, here.
+        """
         self.config = config
         self.federated = federated
         self.model = model
@@ -82,8 +94,8 @@ class Experiment:
         self.processes = processes
         dataset = federated.dataset
         self.evaluation = Evaluation(model, samples(federated, dataset.test_x, dataset.test_y), rounds.axis)
-        self.personal: PersonalEvaluation | None = None
-        if rounds.strategy.personal_model or config.eval_clients or config.finetune_epochs:
+        self.personal = personal
+        if personal is None and needs_tests_of_clients(config, rounds):
             own = federated.client_test
             self.personal = PersonalEvaluation(rounds, federated, samples(federated, own.x, own.y))
         self.checkpoints = Checkpoints(folder.path / "checkpoints", keep=config.keep_checkpoints, processes=processes)
@@ -314,7 +326,7 @@ class Experiment:
         shown = dict(zip(names, histories, strict=True)) | unknown
         plots.curves(shown, self._picture("curves"), methods=methods)
 
-    def _test_clients(self, personal: PersonalEvaluation, progress: Progress) -> dict[str, float]:
+    def _test_clients(self, personal: TestsOfClients, progress: Progress) -> dict[str, float]:
         """Test every client's last model, fine-tuned too if wanted; keep ``clients.csv`` and a picture."""
         config, last = self.config, personal.test(progress)
         summary, results = last.columns(), {"personal": last}
@@ -353,6 +365,11 @@ class Experiment:
         personal = self.personal.programs.values() if self.personal else ()
         programs = (*self.rounds.programs.values(), *self.evaluation.programs.values(), *personal)
         return self.compile_seconds_before + sum(program.compile_seconds for program in programs)
+
+
+def needs_tests_of_clients(config: Config, rounds: Rounds) -> bool:
+    """Return whether a run tests the clients' own models, at evaluations or at its end."""
+    return bool(rounds.strategy.personal_model or config.eval_clients or config.finetune_epochs)
 
 
 def peak_memory_bytes() -> int:

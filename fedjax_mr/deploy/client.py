@@ -1,0 +1,316 @@
+"""A real client: it joins, learns the federation's facts, trains when it is asked, and tests its own model.
+
+Flower starts a process for each message, so all that lasts is on the client's disk (keep.py). The same request has the
+same answer: a client's key comes with it, and its memory is that of the round that the request names.
+"""
+
+import dataclasses
+import functools
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr import config as configuration
+from fedjax_mr import trees
+from fedjax_mr.checks import complete
+from fedjax_mr.config import Config
+from fedjax_mr.data.facts import Facts
+from fedjax_mr.deploy import facts as known
+from fedjax_mr.deploy import wire
+from fedjax_mr.deploy.facts import Member, Request, Share
+from fedjax_mr.deploy.keep import Keep
+from fedjax_mr.deploy.mail import Message
+from fedjax_mr.deploy.wire import Content
+from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.local import ClientData, Samples
+from fedjax_mr.engine.personal import part_of, test_client
+from fedjax_mr.engine.round import dispatch
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
+from fedjax_mr.models import Model
+from fedjax_mr.strategies.base import Cohort, Problem, Strategy
+
+
+class Node(NamedTuple):
+    """A node's own settings; they never leave it."""
+
+    client: int
+    data: Path
+    state: Path
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Node":
+        """Return what Flower's ``--node-config`` says.
+
+        Raises:
+          UserError: something is missing or of another kind.
+        """
+        hint = 'flower-supernode --node-config \'client-id=3 data="mine.npz" state="FOLDER"\''
+        for name, kind in (("client-id", int), ("data", str), ("state", str)):
+            if type(settings.get(name)) is not kind:
+                raise UserError(f"the node's configuration has no {name} that is {_A[kind]}: {hint}")
+        return cls(settings["client-id"], Path(settings["data"]), Path(settings["state"]))
+
+
+_A = {int: "a whole number", str: "a text"}
+
+
+def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Mapping[str, Any]) -> Content:
+    """Return the reply to a message of the server.
+
+    Args:
+      message: ``join``, ``begin``, ``train`` or ``evaluate``.
+      node_settings: of this node (`Node`).
+      run_settings: of the run; ``flags`` is its configuration.
+
+    Raises:
+      UserError: whatever is wrong, in one line for the server's log.
+    """
+    node = Node.of(node_settings)
+    try:
+        request, flags = Request.of(message.content), str(run_settings["flags"])
+        set_up_jax(devices=1, cohort_size=1)
+        client = Client(node, request, flags)
+        answers: dict[str, Callable[[Message], Content]] = {
+            "join": client.join, "begin": client.begin, "train": client.train, "evaluate": client.evaluate,
+        }  # fmt: skip
+        if message.kind not in answers:
+            raise UserError(f"no client knows a request to {message.kind!r}: is the server of another version?")
+        with client.keep:
+            return answers[message.kind](message)
+    except UserError as error:
+        raise UserError(f"client {node.client}: {error}") from None
+
+
+class Client:
+    """One client of one run, at work on one message."""
+
+    def __init__(self, node: Node, request: Request, flags: str) -> None:
+        """Read the client's samples.
+
+        Raises:
+          UserError: they are missing, damaged or of another kind; the configuration cannot be read.
+        """
+        self.node, self.request, self.flags = node, request, flags
+        self.share = _share(node.data, node.data.stat().st_mtime_ns if node.data.exists() else 0, request.facts)
+        self.keep = Keep(node.state, request.run)
+
+    # --- the four messages
+
+    def join(self, message: Message) -> Content:
+        """Tell the server how many samples there are, after checking that both run the same.
+
+        Raises:
+          UserError: other settings, versions or networks, or other samples than earlier in this run.
+        """
+        ours = known.agreement(_config(self.flags), _model(self.flags, self.request.facts))
+        if different := known.disagreement(ours, self.request.agreement):
+            raise UserError(f"it does not run what the server runs: {different}")
+        share, same = self.share, np.frombuffer(self.share.fingerprint().encode(), np.uint8)
+        if (self.keep.folder / "samples.npz").exists() and not np.array_equal(self.keep.read("samples")["of"], same):
+            raise UserError(f"{self.node.data} has other samples than when this client joined the run")
+        self.keep.write("samples", {"of": same})
+        counts = np.bincount(share.y, minlength=self.request.facts.num_classes) if self.request.label_counts else []
+        member = Member(
+            self.node.client, len(share.y), len(share.validation_y), len(share.test_y), tuple(map(int, counts))
+        )
+        return {"member": member.record()}
+
+    def begin(self, message: Message) -> Content:
+        """Keep the facts of the federation.
+
+        Raises:
+          UserError: they are malformed.
+        """
+        for name in ("federation", "public"):
+            self.keep.write(name, message.content.get(name, {}))
+        self._problem()
+        return {"ready": {"client": self.node.client}}
+
+    def train(self, message: Message) -> Content:
+        """Train on what the server sends, keep the memory, and return the upload and the report of the training."""
+        built, problem = self._problem()
+        strategy = built.build(problem)
+        payload = wire.unpack(message.content.get("payload", {}), built.payload(problem), who="the server's payload",
+                              finite=built.finite)  # fmt: skip
+        key, last = self._key(message), self._last(message)
+        memory = self._memory(built, problem, last)
+        round = np.int32(message.round)
+        upload, memory, metrics = jax.device_get(built.train(problem, payload, memory, self._data(problem), round, key))
+        if strategy.init_memory is not None:
+            self.keep.keep_memory(message.round, memory, before=last)
+        return {"upload": wire.pack(upload), "metrics": wire.pack(metrics)}
+
+    def evaluate(self, message: Message) -> Content:
+        """Test the client's own model on its own samples."""
+        built, problem = self._problem()
+        strategy = built.build(problem)
+        part = wire.unpack(message.content.get("part", {}), built.part(problem), who="the server's part of the model",
+                           finite=built.finite)  # fmt: skip
+        memory = self._memory(built, problem, self._last(message)) if strategy.init_memory else None
+        epochs = _number(message, "epochs")
+        scores = built.test(problem, part, memory, self._data(problem), self._test(problem), self._key(message), epochs)
+        return {"scores": wire.pack(jax.device_get(scores))}
+
+    # --- what they need
+
+    def _problem(self) -> tuple["Built", Problem]:
+        """Return the compiled functions and the problem of this client, which knows its own label counts alone."""
+        record = self.keep.read("federation")
+        numbers = [tuple(map(int, record[name])) for name in ("sizes", "validation_sizes", "architectures")]
+        built = _built(self.flags, self.request.facts, *numbers, tuple(map(int, record["memory_key"])))
+        counts = np.zeros((len(numbers[0]), self.request.facts.num_classes), np.int32)
+        counts[self.node.client] = np.bincount(self.share.y, minlength=counts.shape[1])
+        public = self.keep.read("public")
+        samples = None
+        if "x" in public:
+            y = public.get("y")
+            found = normalised(built.problem_dataset, public["x"], np.zeros(len(public["x"])) if y is None else y)
+            samples = found._replace(y=None) if y is None else found
+        return built, built.problem_with(counts, samples)
+
+    def _data(self, problem: Problem) -> ClientData:
+        """Return the training samples, those for validation behind them, filled up to as many as any client has."""
+        share = self.share
+        x = np.concatenate([share.x, share.validation_x])
+        y = np.concatenate([share.y, share.validation_y])
+        kept = 0 if problem.validation_sizes is None else np.asarray(problem.validation_sizes)
+        most = int(np.max(np.asarray(problem.sizes) + kept))
+        return self._rows(x, y, most, len(share.y), len(share.validation_y))
+
+    def _test(self, problem: Problem) -> ClientData:
+        return self._rows(
+            self.share.test_x, self.share.test_y, max(1, len(self.share.test_y)), len(self.share.test_y), 0
+        )
+
+    def _rows(self, x: np.ndarray, y: np.ndarray, most: int, size: int, kept: int) -> ClientData:
+        fill = max(0, most - len(y))
+        x = np.concatenate([x, np.zeros((fill, *x.shape[1:]), x.dtype)])
+        y = np.concatenate([y, np.zeros(fill, np.int32)])
+        samples: Samples = normalised(self.request.facts.dataset(1), x, y)
+        index = np.arange(len(y), dtype=np.int32)
+        numbers = (jnp.int32(each) for each in (0, size, self.node.client, kept))
+        return ClientData(samples, index, *numbers)
+
+    def _memory(self, built: "Built", problem: Problem, last: int) -> Any:
+        """Return the memory after the round ``last``; -1: that before the first round."""
+        if built.build(problem).init_memory is None:
+            return None
+        first = built.first_memory(problem, np.int32(self.node.client))
+        return first if last < 0 else self.keep.memory(last, first)
+
+    def _key(self, message: Message) -> jax.Array:
+        record = wire.unpack(message.content.get("key", {}), {"key": _KEY}, who="the server's key")
+        return jax.random.wrap_key_data(jnp.asarray(record["key"]))
+
+    def _last(self, message: Message) -> int:
+        return _number(message, "last", low=-1)
+
+
+_KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+
+def _number(message: Message, name: str, *, low: int = 0) -> int:
+    value = message.content.get("numbers", {}).get(name)
+    if type(value) is not int or value < low:
+        raise UserError(f"a request of the server is malformed ({name})")
+    return value
+
+
+# --- What many messages share, where one process answers them ---------------------------------------------------------
+
+
+class Built:
+    """The strategy of a run and its compiled functions, which all clients of one kind share."""
+
+    def __init__(self, config: Config, problem: Problem, dataset: Any, memory_key: jax.Array) -> None:
+        """Compile nothing yet."""
+        self.finite = not config.allow_nonfinite
+        self.build: Callable[[Problem], Strategy] = functools.partial(build_strategy, config)
+        self.problem_dataset = dataset
+        self._problem, self._memory_key = problem, memory_key
+        self._known_shapes: dict[str, Any] = {}
+        self.train = jax.jit(
+            lambda problem, payload, memory, data, round, key: self.build(problem).client_update(
+                payload, memory, data, round, key
+            )
+        )
+        self._test = jax.jit(
+            lambda problem, part, memory, data, test, key, epochs: test_client(
+                self.build(problem), problem, part, memory, data, test, key, epochs=epochs
+            ),
+            static_argnums=6,
+        )
+        self._first = jax.jit(
+            lambda problem, key, client: trees.take(self.build(problem).init_memory(key), client)  # type: ignore[misc]
+        )
+
+    def problem_with(self, label_counts: np.ndarray, public: Samples | None) -> Problem:
+        """Return the problem with what one client knows."""
+        return dataclasses.replace(self._problem, label_counts=jnp.asarray(label_counts), public=public)
+
+    def test(self, *arguments: Any) -> Any:
+        """Return the scores and the network's number, by name."""
+        tested, validation, architecture = self._test(*arguments)
+        return {"test": tested, "validation": validation, "architecture": architecture}
+
+    def first_memory(self, problem: Problem, client: np.int32) -> Any:
+        """Return a client's memory before the first round."""
+        return self._first(problem, self._memory_key, client)
+
+    def payload(self, problem: Problem) -> Any:
+        """Return the shapes of what a client receives."""
+        return self._shapes("payload", lambda problem: _payload(self.build(problem), problem), problem)
+
+    def part(self, problem: Problem) -> Any:
+        """Return the shapes of what the server gives for a client's own model."""
+        state = lambda problem: self.build(problem).init(jax.random.key(0))
+        return self._shapes("part", lambda problem: part_of(self.build(problem), state(problem), 0), problem)
+
+    def _shapes(self, name: str, function: Callable[[Problem], Any], problem: Problem) -> Any:
+        if name not in self._known_shapes:
+            self._known_shapes[name] = jax.eval_shape(function, problem)
+        return self._known_shapes[name]
+
+
+def _payload(strategy: Strategy, problem: Problem) -> Any:
+    cohort = Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
+    sent = dispatch(strategy, strategy.init(jax.random.key(0)), cohort, jax.random.key(0))
+    return jax.tree.map(lambda leaf: leaf[0], sent)
+
+
+@functools.lru_cache(maxsize=8)
+def _config(flags: str) -> Config:
+    return complete(configuration.parse(shlex.split(flags)))
+
+
+@functools.lru_cache(maxsize=8)
+def _model(flags: str, facts: Facts) -> Model:
+    return known.network_of(_config(flags), facts)
+
+
+@functools.lru_cache(maxsize=16)
+def _share(path: Path, changed: int, facts: Facts) -> Share:
+    return Share.read(path, facts)
+
+
+@functools.lru_cache(maxsize=4)
+def _built(
+    flags: str,
+    facts: Facts,
+    sizes: tuple[int, ...],
+    validation_sizes: tuple[int, ...],
+    architectures: tuple[int, ...],
+    memory_key: tuple[int, ...],
+) -> Built:
+    config = _config(flags)
+    # Which network each client has is the server's to say: the runs that the choice came from need not be here.
+    config = dataclasses.replace(config, architectures=",".join(map(str, architectures)), architectures_from=())
+    found = known.federation_facts(facts, sizes, validation_sizes)
+    problem = problem_of(config, found, _model(flags, facts))
+    return Built(config, problem, facts.dataset(1), jax.random.wrap_key_data(jnp.array(memory_key, jnp.uint32)))

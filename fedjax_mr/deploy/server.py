@@ -1,0 +1,398 @@
+"""The server of real clients: an ordinary run whose clients answer by mail.
+
+The rounds, evaluations, checkpoints and pictures are those of a simulation; `MailRounds` asks real clients where
+`Rounds` trains them, and `MailTests` where `PersonalEvaluation` tests them. A checkpoint is written after every round,
+and the same command goes on from it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import secrets
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fedjax_mr import config as configuration
+from fedjax_mr import given, trees
+from fedjax_mr.checks import complete
+from fedjax_mr.config import Config
+from fedjax_mr.deploy import wire
+from fedjax_mr.deploy.facts import Request, ServerSamples, ToldData, agreement, federation_facts, network_of, told_data
+from fedjax_mr.deploy.mail import Post
+from fedjax_mr.deploy.roll import Roll, Terms, name_of_run
+from fedjax_mr.deploy.wire import Content
+from fedjax_mr.engine.clients import CLIENTS, ClientAxis, positions
+from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.local import Score
+from fedjax_mr.engine.personal import Clients, clients_of, part_of, personal_key
+from fedjax_mr.engine.placement import CohortSamples
+from fedjax_mr.engine.program import Programs
+from fedjax_mr.engine.round import (
+    MEMORY,
+    ClientRow,
+    Federation,
+    Given,
+    Progress,
+    Report,
+    begin,
+    client_key,
+    start,
+    train_client,
+)
+from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
+from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
+from fedjax_mr.experiment.folder import RunFolder, run_state
+from fedjax_mr.experiment.run import Run
+from fedjax_mr.models import Model
+from fedjax_mr.settings import field, values_of
+from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The server's own settings, beside the configuration of the run; ``new`` writes them into the app."""
+
+    lost: str = field(
+        "wait",
+        "what follows if a client does not answer in time, or answers falsely: wait for it and ask again, go on with "
+        "it untrained (it counts as a client without samples), or stop",
+        choices=("wait", "untrained", "stop"),
+    )
+    reply_timeout: float = field(
+        600.0, "how long a client may take for one reply", unit="seconds", low=0, open_low=True
+    )
+    node_keys: bool = field(
+        False, "the SuperLink authenticates nodes, and a client's number belongs to the node key that first had it"
+    )
+    server_data: str | None = field(
+        None, "the server's .npz file: the test set, the public set if any, and the kind of all samples", path=True
+    )
+
+    @classmethod
+    def of(cls, run_settings: Mapping[str, Any]) -> "Setting":
+        """Return what the app's configuration says.
+
+        Raises:
+          UserError: a value does not fit.
+        """
+        names = [each.name for each in dataclasses.fields(cls)]
+        named = {name: run_settings.get(name.replace("_", "-")) for name in names}
+        setting = cls(**{name: value for name, value in named.items() if value is not None})
+        for each, value in values_of(setting):
+            each.check(value)
+        if setting.server_data is None:
+            raise UserError("the app names no file of the server: --server_data, or server-data in its pyproject.toml")
+        return setting
+
+
+def serve(post: Post, run_settings: Mapping[str, Any]) -> None:
+    """Run a federation of real clients, or go on with it.
+
+    Args:
+      post: the way to the nodes.
+      run_settings: ``flags`` is the run's configuration; the others are those of `Setting`.
+
+    Raises:
+      UserError: bad input, or clients that do not come or are lost, where the terms do not allow it.
+      DivergedError: a loss or weight is not finite.
+    """
+    run(post, complete(configuration.parse(shlex.split(str(run_settings["flags"])))), Setting.of(run_settings))
+
+
+def check(config: Config) -> None:
+    """Check that a configuration can be run by real clients.
+
+    Raises:
+      UserError: it cannot.
+    """
+    configuration.validate(config)
+    if reason := STRATEGIES[config.strategy].only_simulated:
+        raise UserError(f"{config.strategy} cannot run on real clients: {reason}")
+    if given.is_given(config.dataset) or given.is_given(config.model):
+        raise UserError("networks and samples given in Python cannot run on real clients: name them by --import")
+    if not config.clients:
+        raise UserError("real clients are numbered: --clients must say how many there are")
+    if config.holdout_clients:
+        raise UserError("real clients all train: leave out --holdout_clients")
+
+
+def run(post: Post, config: Config, setting: Setting) -> Result:
+    """Run a federation of real clients, or go on with it, and return its result; the arguments are those of `serve`."""
+    check(config)
+    assert setting.server_data is not None
+    samples = ServerSamples.read(setting.server_data)
+    set_up_jax(devices=1, cohort_size=1)
+    config = dataclasses.replace(
+        config, devices=1, lanes=1, memory="device", data_placement="device", checkpoint_every=1
+    )
+    if config.run_dir is not None and run_state(config.run_dir) != "new":
+        config = dataclasses.replace(config, resume=not config.overwrite)
+    folder = RunFolder.open(config)
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(folder.withdraw)
+        model = network_of(config, samples.facts)
+        request = Request(
+            (name_of_run(folder.path) if folder.resumed else None) or secrets.token_hex(8),
+            samples.facts,
+            agreement(config, model),
+            label_counts=STRATEGIES[config.strategy].label_counts,
+        )
+        terms = Terms(setting.lost, setting.reply_timeout, config.join_timeout, setting.node_keys)
+        roll = Roll(post, request, num_clients=config.clients, terms=terms)
+        if folder.resumed:
+            roll.remember(folder.path)
+        federated = told_data(roll.everybody(), samples)
+        rounds = MailRounds(config, federated, model, roll)
+        experiment = MailExperiment(config, federated, model, rounds, folder, roll)
+        (end,) = Run([experiment]).run()
+    if isinstance(end, DivergedError):
+        raise end
+    return end
+
+
+class MailExperiment(Experiment):
+    """A run of real clients: who they are stands in its folder."""
+
+    def __init__(
+        self, config: Config, federated: ToldData, model: Model, rounds: "MailRounds", folder: RunFolder, roll: Roll
+    ) -> None:
+        """Gather the parts; the clients test their own models."""
+        tests = None
+        if needs_tests_of_clients(config, rounds):
+            tests = MailTests(rounds, 0 if federated.test is None else len(federated.test.index))
+        super().__init__(config, federated, model, rounds, folder, personal=tests)
+        self._roll = roll
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._roll.save(self.folder.path)
+
+
+# --- Rounds ----------------------------------------------------------------------------------------------------------
+
+
+class MailRounds(Rounds):
+    """Rounds whose clients are asked by mail.
+
+    The clients' memory is on their disks; in its place the server keeps the round after which each client's counts,
+    [N] int32, -1 before its first.
+
+    Attributes:
+      roll: the clients.
+      at_clients: problem -> the strategy as the clients have it.
+    """
+
+    def __init__(self, config: Config, federated: ToldData, model: Model, roll: Roll) -> None:
+        """Tell the clients the facts of the federation.
+
+        Raises:
+          UserError: the strategy cannot run so, or some clients do not come.
+        """
+        kept = np.zeros(federated.num_clients, int) if federated.validation is None else federated.validation.sizes
+        facts = federation_facts(
+            roll.request.facts,
+            federated.sizes,
+            kept,
+            label_counts=federated.told,
+            public=federated.public,
+            division=federated.hash(),
+        )
+        problem = problem_of(config, facts, model)
+        self.at_clients = functools.partial(build_strategy, config)
+        strategy = self.at_clients(problem)
+        if strategy.exchange is not None:
+            raise UserError("secure recombination by real messages is not here yet")
+        self.roll, self._finite = roll, not config.allow_nonfinite
+        key = jax.random.key(config.seed)
+        nothing = normalised(facts.dataset, facts.dataset.x, np.zeros(1, np.int32))
+        offsets = np.zeros(problem.num_clients + 1, np.int32)  # the clients know where their samples are
+        everything = Given(problem, Federation(nothing, np.zeros(1, np.int32), offsets), key)
+        axis = ClientAxis(Mesh(np.array(jax.devices()[:1]), (CLIENTS,)), lanes=1, fused=False)
+        super().__init__(self._at_server, everything, axis, stop_at_divergence=not config.allow_nonfinite)
+        self._sent, self._answer = jax.eval_shape(self._one_client, self.given)
+        if roll.terms.lost == "untrained":
+            self._check_untrained()
+        memory_key = jax.random.key_data(jax.random.fold_in(key, MEMORY))
+        numbers = {"sizes": facts.sizes, "validation_sizes": kept.astype(np.int32)}
+        numbers |= {"architectures": np.asarray(problem.architectures), "memory_key": np.asarray(memory_key)}
+        public = {} if facts.public is None else {"x": facts.public.x}
+        if facts.public is not None and facts.public.y is not None:
+            public["y"] = np.asarray(facts.public.y, np.int32)
+        roll.begin({"federation": numbers, "public": public})
+
+    def _at_server(self, problem: Problem) -> Strategy:
+        """Return the strategy with the round that counts in the place of each client's memory."""
+        strategy = self.at_clients(problem)
+        if strategy.init_memory is None:
+            return strategy
+        return strategy._replace(init_memory=lambda key: jnp.full(problem.num_clients, -1, jnp.int32))
+
+    def _one_client(self, given: Given) -> Any:
+        """Return for their shapes: what one client gets, and its upload and metrics."""
+        progress = start(self.at_clients, given)
+        _, rows = begin(self.at_clients, self.axis, given, progress)
+        row = _row(rows, 0)
+        upload, _, metrics = train_client(self.at_clients, given, progress.round, row)
+        return row.payload, (upload, metrics)
+
+    def _in_steps(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
+        plan, rows = self._begin(progress)
+        trained, lost = self._by_mail(int(progress.round), jax.device_get(rows))
+        if self.roll.terms.lost == "untrained":
+            sizes = plan.cohort.sizes * ~lost[positions(plan.slots, len(lost))]
+            plan = plan._replace(cohort=plan.cohort._replace(sizes=sizes))
+        progress, report = self._finish(progress, plan, trained)
+        if self.roll.terms.lost == "untrained":
+            report = report._replace(info=report.info | {"clients_lost": np.float32(lost.sum())})
+        return progress, report
+
+    def _by_mail(self, round: int, rows: ClientRow) -> tuple[Any, np.ndarray]:
+        """Return what the clients of the rows [K, ...] trained, and which of them are lost [K].
+
+        Raises:
+          UserError: a client with a memory was drawn twice; or as `Roll.ask`.
+        """
+        count = len(rows.client_id)
+        if rows.memory is not None and rows.occurrence.any():
+            again = rows.client_id[np.argmax(rows.occurrence > 0)]
+            raise UserError(f"client {again} was drawn twice in a round, and a real client has one memory")
+        trained: list[Any] = [None] * count
+        for occurrence in range(int(rows.occurrence.max()) + 1):  # a client has one message at a time
+            asked = {int(rows.client_id[row]): row for row in np.flatnonzero(rows.occurrence == occurrence)}
+            contents = {client: self._order(round, rows, row) for client, row in asked.items()}
+            for client, answer in self.roll.ask("train", round, contents, self._read).items():
+                trained[asked[client]] = answer
+        lost = np.array([each is None for each in trained])
+        for row in np.flatnonzero(lost):
+            trained[row] = self._untrained(round, _row(rows, row))
+        memory = None if rows.memory is None else np.where(lost, rows.memory, np.int32(round))
+        uploads, metrics = jax.tree.map(lambda *leaves: np.stack(leaves), *trained)
+        return (uploads, memory, metrics), lost
+
+    def _order(self, round: int, rows: ClientRow, row: Any) -> Content:
+        """Return what the client of a row is asked to do."""
+        key = client_key(self.given.key, round, rows.client_id[row], rows.occurrence[row])
+        last = -1 if rows.memory is None else int(rows.memory[row])
+        payload = wire.pack(_row(rows.payload, row))
+        return {"payload": payload, "key": {"key": np.asarray(jax.random.key_data(key))}, "numbers": {"last": last}}
+
+    def _read(self, client: int, reply: Content) -> Any:
+        """Return a client's upload and metrics.
+
+        Raises:
+          UserError: they are malformed or not finite.
+        """
+        upload, metrics = self._answer
+        metrics = wire.unpack(reply.get("metrics", {}), metrics, who="its report", finite=False)
+        diverged = int(metrics.bad_step) >= 0
+        if diverged and self._finite and self.roll.terms.lost == "untrained":
+            raise UserError(f"its loss or weights are not finite since its local step {int(metrics.bad_step)}")
+        finite = self._finite and not diverged  # a client that says that it diverged ends the run, as in a simulation
+        return wire.unpack(reply.get("upload", {}), upload, who="its upload", finite=finite), metrics
+
+    # --- clients that count as untrained
+
+    def _check_untrained(self) -> None:
+        """Check that a client without samples sends back what it got.
+
+        Raises:
+          UserError: the method's clients do not.
+        """
+        sent, (upload, _) = self._sent, self._answer
+        shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+        if "model" not in sent or "model" not in upload or shapes(sent["model"]) != shapes(upload["model"]):
+            raise UserError(
+                "--lost=untrained is for methods whose clients send back a model that they got, which this one is not: "
+                "use --lost=wait"
+            )
+
+    def _untrained(self, round: int, row: ClientRow) -> Any:
+        """Return the upload and metrics of a client without samples: what it was sent, and nothing done.
+
+        Raises:
+          UserError: they are not finite, so that the round cannot go on without the client.
+        """
+
+        def program(given: Given, round: jax.Array, row: ClientRow) -> Any:
+            memory = self.at_clients(given.problem).init_memory
+            if memory is not None:  # that of a client which never trained stands for the one that is not here
+                first = memory(jax.random.fold_in(given.key, MEMORY))
+                row = row._replace(memory=trees.take(first, row.client_id))
+            return train_client(self.at_clients, given, round, row)[::2]
+
+        row = row._replace(size=np.int32(0), validation_size=np.int32(0), offset=np.int32(0))
+        upload, metrics = jax.device_get(self.programs.call("untrained", program, self.given, np.int32(round), row))
+        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload) if leaf.dtype.kind == "f"):
+            raise UserError(f"round {round + 1} cannot go on without client {row.client_id}: use --lost=wait")
+        return upload, metrics
+
+
+def _row(tree: Any, row: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[row], tree)
+
+
+# --- Tests of the clients' own models --------------------------------------------------------------------------------
+
+
+class MailTests:
+    """The test of all clients' own models, each by its client, on samples that the server never sees.
+
+    Attributes:
+      programs: the server's part.
+    """
+
+    def __init__(self, rounds: MailRounds, tested: int) -> None:
+        """Ask nobody yet.
+
+        Args:
+          rounds: whose clients are tested.
+          tested: how many test samples they have together.
+
+        Raises:
+          UserError: none at all.
+        """
+        if not tested:
+            raise UserError("no client has test samples of its own (test_x and test_y in its file)")
+        self.programs = Programs()
+        self._rounds = rounds
+
+    def test(self, progress: Progress) -> Clients:
+        """Test every client's own model; that of all where the method has a single one."""
+        return self._run(progress, 0)
+
+    def finetuned(self, progress: Progress, epochs: int) -> Clients:
+        """Test copies that every client has first trained on its training samples for some more epochs."""
+        return self._run(progress, epochs)
+
+    def _run(self, progress: Progress, epochs: int) -> Clients:
+        rounds, round = self._rounds, int(progress.round)
+        problem, last = rounds.given.problem, progress.memory
+        score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))
+        like = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
+
+        def program(given: Given, server: Any, client: jax.Array) -> Any:
+            return part_of(rounds.at_clients(given.problem), server, client)
+
+        contents = {}
+        for client in range(problem.num_clients):
+            part = self.programs.call("part", program, rounds.given, progress.server, np.int32(client))
+            key = jax.random.key_data(personal_key(rounds.given.key, round, client))
+            contents[client] = {
+                "part": wire.pack(jax.device_get(part)),
+                "key": {"key": np.asarray(key)},
+                "numbers": {"last": -1 if last is None else int(last[client]), "epochs": epochs},
+            }
+        read = lambda client, reply: wire.unpack(reply.get("scores", {}), like, who="its test", finite=False)
+        answers = rounds.roll.ask("evaluate", round, contents, read)
+        absent = jax.tree.map(lambda leaf: np.zeros((), leaf.dtype), like)  # no samples tested: not a number
+        rows = [answers.get(client, absent) for client in range(problem.num_clients)]
+        found = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+        return clients_of(found["test"], found["validation"], found["architecture"])
