@@ -1,0 +1,193 @@
+"""The command ``python -m fedjax_mr.deploy``: make the app of a federation of real clients, and what it needs.
+
+``new`` writes the app and prints Flower's own commands that run it; ``divide`` writes the files of a server and of its
+clients from a data set, for a trial.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedjax_mr import config as configuration
+from fedjax_mr import data, files, interrupts
+from fedjax_mr.checks import complete
+from fedjax_mr.config import Config
+from fedjax_mr.deploy import facts, keys
+from fedjax_mr.deploy.server import Setting, check
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.settings import help_of, settings_of
+
+COMMAND = "python -m fedjax_mr.deploy"
+USAGE = f"""usage: {COMMAND} new FOLDER [--flag=value ...] [--flagfile=FILE ...]
+         writes the app of a federation into FOLDER and prints the commands that run it
+       {COMMAND} divide FOLDER [--flag=value ...] [--flagfile=FILE ...]
+         divides a data set for a trial: FOLDER/server.npz, and FOLDER/client-0.npz and so on
+       {COMMAND} keys --client=NUMBER --out=FILE
+         makes a client's keys for secure recombination and prints its line of the roster
+
+All flags of {configuration.COMMAND} (its --help=all lists them) describe the run, and these of `new` the server:
+"""
+PORT, NODE_PORT = 8000, 9094  # Flower's own; the n-th node of one machine takes the n-th port from NODE_PORT on
+QUIET = "FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1"
+
+
+def new(arguments: Sequence[str]) -> None:
+    """Write the app of a federation and print the commands that run it.
+
+    Raises:
+      UserError: the configuration cannot be run by real clients, or the folder holds something else.
+    """
+    folder, flags = _folder("new", arguments)
+    asked, setting = configuration.parse_command(flags, Setting)
+    config = complete(asked)
+    check(config)
+    for each in settings_of(Setting):
+        each.check(getattr(setting, each.name))
+    app = folder / "pyproject.toml"
+    if folder.exists() and not app.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds something else already: choose another folder")
+    server_data = Path(setting.server_data or folder / "data" / "server.npz").absolute()
+    run_dir = Path(config.run_dir or folder / "run").absolute()
+    text = _app(folder.absolute().name, config, setting, run_dir=run_dir, server_data=server_data)
+    try:
+        files.make_folder(folder)
+        with files.whole(app) as path:
+            path.write_text(text, encoding="utf-8")
+        with files.whole(folder / ".gitignore") as path:  # what Flower would otherwise send to every node
+            path.write_text("run/\ndata/\nstate-*/\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write into {folder} ({error.strerror})") from None
+    print(_commands(folder, config, server_data=server_data, run_dir=run_dir))
+
+
+def divide(arguments: Sequence[str]) -> None:
+    """Write the files of a server and of its clients from a data set.
+
+    Raises:
+      UserError: whatever is wrong with the data or their division.
+    """
+    folder, flags = _folder("divide", arguments)
+    config = complete(configuration.parse_command(flags, Setting)[0])
+    configuration.validate(config)
+    for path in facts.divide(data.federated_data(config), folder):
+        print(path)
+
+
+def _app(name: str, config: Config, setting: Setting, *, run_dir: Path, server_data: Path) -> str:
+    """Return the ``pyproject.toml`` of the app; of TOML it takes what it shares with JSON."""
+    quoted = json.dumps
+    flags = shlex.join([*configuration.to_flags(config), f"--run_dir={run_dir}", "--noprogress"])
+    versions = [f"{package} = {quoted(version)}" for package, version in facts.common_versions().items()]
+    lines = [
+        "# Made by: " + COMMAND + " new. All that the app runs is in the package fedjax_mr, installed at every node.",
+        "[project]",
+        f"name = {quoted(_plain(name))}",
+        'version = "1.0.0"',
+        f"description = {quoted(f'{config.strategy} on {config.clients} clients')}",
+        'license = "Apache-2.0"',
+        "dependencies = []",
+        "",
+        "[tool.flwr.app]",
+        'publisher = "fedjax-mr"',
+        "",
+        "[tool.flwr.app.components]",
+        'serverapp = "fedjax_mr.deploy.apps:server"',
+        'clientapp = "fedjax_mr.deploy.apps:client"',
+        "",
+        "[tool.flwr.app.config]",
+        f"flags = {quoted(flags)}",
+        f"lost = {quoted(setting.lost)}",
+        f"reply-timeout = {float(setting.reply_timeout)}",
+        f"node-keys = {quoted(setting.node_keys)}",
+        f"server-data = {quoted(str(server_data))}",
+        "",
+        "[tool.fedjax_mr]",
+        f"settings = {quoted(facts.digest(config))}",
+        *versions,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _commands(folder: Path, config: Config, *, server_data: Path, run_dir: Path) -> str:
+    """Return Flower's commands for a trial on one machine."""
+    name, data = _plain(folder.absolute().name), server_data.parent
+    node = lambda client: (
+        f'client-id={client} data="{data}/client-{client}.npz" state="{folder.absolute()}/state-{client}"'
+    )
+    nodes = [
+        f"{QUIET} flower-supernode --insecure --superlink 127.0.0.1:{PORT} --port {NODE_PORT + client} "
+        f"--node-config {shlex.quote(node(client))}"
+        for client in range(config.clients)
+    ]
+    return "\n".join(
+        [
+            f"The app is {folder / 'pyproject.toml'}; results will be in {run_dir}.",
+            "",
+            f"# Once, for a trial: the samples of {config.clients} clients and of the server",
+            f"{COMMAND} divide {shlex.quote(str(data))} {' '.join(_about_data(config))}",
+            "",
+            "# Once: where the server is. In ~/.flwr/config.toml (or $FLWR_HOME/config.toml)",
+            f"[superlink.{name}]",
+            f'address = "127.0.0.1:{PORT}"',
+            "insecure = true",
+            "",
+            "# The server's terminal. Who reaches the port runs code on every client: beyond one machine, see",
+            "# docs/recipes/real_clients.md",
+            f"{QUIET} flower-superlink --insecure --host 127.0.0.1 --port {PORT} "
+            "--disable-runtime-dependency-installation",
+            "",
+            "# Each client's terminal",
+            *nodes,
+            "",
+            "# The run; the same command goes on with it",
+            f"{QUIET} flwr run {shlex.quote(str(folder))} {name} --stream",
+        ]
+    )
+
+
+def _about_data(config: Config) -> list[str]:
+    """Return the flags of a configuration that differ from the defaults, without those of places."""
+    plain = set(configuration.to_flags(Config()))
+    return [shlex.quote(flag) for flag in configuration.to_flags(config) if flag not in plain]
+
+
+def _plain(name: str) -> str:
+    """Return a name as Flower takes it: lower-case letters, digits and hyphens."""
+    kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower()).strip("-")
+    return kept or "federation"
+
+
+def _folder(command: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    named = [argument for argument in arguments if not argument.startswith("-")]
+    if len(named) != 1:
+        raise UserError(f"{command} takes one folder: {COMMAND} {command} FOLDER --flagfile=...")
+    return Path(named[0]), [argument for argument in arguments if argument.startswith("-")]
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"new": new, "divide": divide, "keys": keys.main}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code: 0, or 2 for bad input.
+
+    Args:
+      arguments: without the program's name; None reads the command line.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or any(argument in ("--help", "-help", "-h") for argument in arguments):
+        print(USAGE + help_of(Setting))
+        return 0
+    try:
+        if arguments[0] not in COMMANDS:
+            raise unknown_name("command", arguments[0], COMMANDS)
+        COMMANDS[arguments[0]](arguments[1:])
+    except UserError as error:
+        print(f"fedjax-mr: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(main) or 0)
