@@ -36,7 +36,9 @@ class Federation:
     def __init__(self, folder: Path, *, tls: bool = False, database: bool = False) -> None:
         self.folder, self.tls, self.port = folder, tls, free_port()
         folder.mkdir(parents=True, exist_ok=True)
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "XLA_"))
+        } | {
             "FLWR_HOME": str(folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -135,6 +137,12 @@ class Federation:
         """Wait for the end of a run and return its status."""
         self._processes.pop(name).wait(seconds)
         return self.status(run)
+
+    def python(self, *arguments: str) -> None:
+        """Run a command of this package to its end."""
+        subprocess.run(
+            [sys.executable, "-m", *arguments], cwd=self.folder, env=self.environment, check=True, capture_output=True
+        )
 
     def log(self, name: str) -> str:
         """Return what a program has written."""

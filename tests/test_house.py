@@ -80,7 +80,7 @@ ONLY_IN = {
     "tensorflow_datasets": {"data.sources.tfds"},
     "absl.flags": {"settings"},
     "pandas": {"analysis.frames"},
-    "cryptography": {"secure.envelopes", "secure.messages"},
+    "cryptography": {"deploy.check", "secure.envelopes", "secure.messages"},
     "flwr": {"deploy.mail"},
 }
 

@@ -21,7 +21,7 @@ from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.deploy import facts as known
-from fedjax_mr.deploy import wire
+from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.facts import Member, Request, Share
 from fedjax_mr.deploy.keep import Keep
 from fedjax_mr.deploy.mail import Message
@@ -64,7 +64,7 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
     """Return the reply to a message of the server.
 
     Args:
-      message: ``join``, ``begin``, ``train`` or ``evaluate``.
+      message: ``join``, ``begin``, ``train``, ``evaluate`` or ``relay``.
       node_settings: of this node (`Node`).
       run_settings: of the run; ``flags`` is its configuration.
 
@@ -78,13 +78,15 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
         client = Client(node, request, flags)
         answers: dict[str, Callable[[Message], Content]] = {
             "join": client.join, "begin": client.begin, "train": client.train, "evaluate": client.evaluate,
+            relay.KIND: functools.partial(client.relay, settings=node_settings),
         }  # fmt: skip
         if message.kind not in answers:
             raise UserError(f"no client knows a request to {message.kind!r}: is the server of another version?")
         with client.keep:
             return answers[message.kind](message)
     except UserError as error:
-        raise UserError(f"client {node.client}: {error}") from None
+        named = str(error).startswith(f"client {node.client} ")
+        raise UserError(str(error) if named else f"client {node.client}: {error}") from None
 
 
 class Client:
@@ -144,7 +146,27 @@ class Client:
         upload, memory, metrics = jax.device_get(built.train(problem, payload, memory, self._data(problem), round, key))
         if strategy.init_memory is not None:
             self.keep.keep_memory(message.round, memory, before=last)
+        if strategy.exchange is not None:  # the others get the model's layers before the server does
+            self.keep.keep_last("outbox", message.round, wire.pack(upload.pop("model")))
         return {"upload": wire.pack(upload), "metrics": wire.pack(metrics)}
+
+    def relay(self, message: Message, *, settings: Mapping[str, Any]) -> Content:
+        """Exchange layers of what was trained in the message's round with other clients."""
+        built, problem = self._problem()
+        exchange, name = built.build(problem).exchange, f"outbox-{message.round}"
+        if exchange is None:
+            raise UserError("the method of this run exchanges no layers")
+        shapes = problem.model.shapes()
+        return relay.answer(
+            message,
+            settings,
+            self.keep.folder,
+            client=self.node.client,
+            model=lambda: wire.unpack(self.keep.read(name), shapes, who=str(self.keep.folder / name), finite=False),
+            layers=problem.layers,
+            share=exchange.share,
+            repetitions=exchange.repetitions,
+        )
 
     def evaluate(self, message: Message) -> Content:
         """Test the client's own model on its own samples."""

@@ -91,3 +91,10 @@ class Keep:
         for path in self.folder.glob("memory-*.npz"):
             if path.name not in stay:
                 path.unlink(missing_ok=True)
+
+    def keep_last(self, name: str, round: int, record: wire.Record) -> None:
+        """Keep something of a round; that of other rounds goes."""
+        self.write(f"{name}-{round}", record)
+        for path in self.folder.glob(f"{name}-*.npz"):
+            if path.name != f"{name}-{round}.npz":
+                path.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ class Lost:
     """What stands in the place of a reply."""
 
     reason: str  # one line
-    refused: bool = False  # the client itself said so, and would again
+    refused: bool = False  # the client said no, or sent something malformed, and would again
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,6 +69,7 @@ def recombine(
     repetitions: int,
     key: jax.Array,
     timeout: float,
+    beside: Content | None = None,
 ) -> list[Variables]:
     """Let the clients of a round exchange the layers of their trained models, and return the models that they upload.
 
@@ -83,6 +84,7 @@ def recombine(
       repetitions: exchanges.
       key: for clients whose operator chose to simulate the choices; the others draw their own.
       timeout: seconds for every message.
+      beside: further records of every message.
 
     Raises:
       Broken: clients were lost, or sent what they should not have.
@@ -103,11 +105,8 @@ def recombine(
     }
     boxes: dict[int, dict[str, np.ndarray]] = {client: {} for client in clients}  # what is to be carried to whom
     for step in range(2 * repetitions + 1):
-        facts = {"run": run, "step": step}
-        asked = [
-            Message(KIND, nodes[client], round, attempt, {"relay": facts, "bundles": boxes[client]} | opening)
-            for client in clients
-        ]
+        same = {**(beside or {}), "relay": {"run": run, "step": step}, **opening}
+        asked = [Message(KIND, nodes[client], round, attempt, {**same, "bundles": boxes[client]}) for client in clients]
         found = post.ask(asked, timeout)
         answers: dict[int, Content] = {}
         lost: dict[int, Lost] = {}
@@ -128,14 +127,14 @@ def recombine(
             try:
                 server.receive(_upload(client, reply, round))
             except SecureError as error:
-                wrong[client] = Lost(str(error))
+                wrong[client] = Lost(str(error), refused=True)
         if wrong:
             raise Broken(wrong)
         try:
             models = server.open()
             return [messages.unpack(models[client], layers, shapes) for client in clients]
         except SecureError as error:  # a layer may be another client's than the one that uploads it
-            raise Broken(dict.fromkeys(clients, Lost(str(error)))) from None
+            raise Broken(dict.fromkeys(clients, Lost(str(error), refused=True))) from None
     raise ValueError("a round has at least one exchange")
 
 
@@ -154,7 +153,7 @@ def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) 
             not isinstance(each, np.ndarray) or (each.dtype, each.shape) != (np.uint8, (length,))
             for each in bundles.values()
         ):
-            wrong[client] = Lost("it sent not one bundle of the agreed length to each other client")
+            wrong[client] = Lost("it sent not one bundle of the agreed length to each other client", refused=True)
     if wrong:
         raise Broken(wrong)
     return {

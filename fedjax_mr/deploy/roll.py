@@ -8,12 +8,13 @@ number; what then happens, the terms say. No round is ever a mean over fewer row
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files
-from fedjax_mr.deploy import mail
+from fedjax_mr.deploy import mail, relay
 from fedjax_mr.deploy.facts import Member, Request
 from fedjax_mr.deploy.mail import Message, Post
 from fedjax_mr.deploy.wire import Content
@@ -228,6 +229,31 @@ class Roll:
         except UserError:
             false[client] += 1
             raise
+
+    def together(self, round: int, clients: Sequence[int], once: Callable[[Post, Mapping[int, int], int], Any]) -> Any:
+        """Return what comes of something that needs all clients of a round, tried until all of them stay to its end.
+
+        Args:
+          round: of the run.
+          clients: the cohort.
+          once: (post, the node of each client in the order of the cohort, number of the attempt) -> the result;
+            attempts have growing numbers, also after the server has started anew.
+
+        Raises:
+          UserError: a client is lost and the terms say to stop; or it answers falsely again and again.
+        """
+        attempt, false = 0, dict.fromkeys(clients, 0)
+        while True:
+            self._gather(clients, None)
+            attempt = max(attempt + 1, int(time.time()))
+            try:
+                return once(self._post, {client: self._nodes[client] for client in clients}, attempt)
+            except relay.Broken as broken:
+                for client, lost in broken.lost.items():
+                    self._say(f"round {round + 1}: lost client {client}: {lost.reason}", again=True)
+                    false[client] += lost.refused
+                    if self.terms.lost == "stop" or false[client] >= MOST_FALSE_REPLIES:
+                        raise UserError(f"round {round + 1}: client {client} is lost ({lost.reason})") from None
 
     def _message(self, kind: str, client: int, round: int, attempt: int, content: Content) -> Message:
         return Message(kind, self._nodes[client], round, attempt, {"run": self._record, **content})

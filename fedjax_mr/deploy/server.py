@@ -22,7 +22,7 @@ from fedjax_mr import config as configuration
 from fedjax_mr import given, trees
 from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
-from fedjax_mr.deploy import wire
+from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.facts import Request, ServerSamples, ToldData, agreement, federation_facts, network_of, told_data
 from fedjax_mr.deploy.mail import Post
 from fedjax_mr.deploy.roll import Roll, Terms, name_of_run
@@ -35,6 +35,7 @@ from fedjax_mr.engine.placement import CohortSamples
 from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import (
     MEMORY,
+    SERVER,
     ClientRow,
     Federation,
     Given,
@@ -42,6 +43,7 @@ from fedjax_mr.engine.round import (
     Report,
     begin,
     client_key,
+    round_key,
     start,
     train_client,
 )
@@ -54,6 +56,7 @@ from fedjax_mr.experiment.run import Run
 from fedjax_mr.models import Model
 from fedjax_mr.settings import field, values_of
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+from fedjax_mr.strategies.base import Exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +211,11 @@ class MailRounds(Rounds):
         problem = problem_of(config, facts, model)
         self.at_clients = functools.partial(build_strategy, config)
         strategy = self.at_clients(problem)
-        if strategy.exchange is not None:
-            raise UserError("secure recombination by real messages is not here yet")
+        self.exchange = strategy.exchange
+        if self.exchange is not None and self.exchange.before_training:
+            raise UserError("real clients exchange layers before the upload only: --fedmr_secure_when=before_upload")
+        if self.exchange is not None and roll.terms.lost == "untrained":
+            raise UserError("an exchange of layers needs all clients of the round: --lost=wait or --lost=stop")
         self.roll, self._finite = roll, not config.allow_nonfinite
         key = jax.random.key(config.seed)
         nothing = normalised(facts.dataset, facts.dataset.x, np.zeros(1, np.int32))
@@ -229,8 +235,13 @@ class MailRounds(Rounds):
         roll.begin({"federation": numbers, "public": public})
 
     def _at_server(self, problem: Problem) -> Strategy:
-        """Return the strategy with the round that counts in the place of each client's memory."""
+        """Return the strategy with the round that counts in the place of each client's memory.
+
+        Its exchange, if any, is over when the uploads are here.
+        """
         strategy = self.at_clients(problem)
+        if strategy.exchange is not None:
+            strategy = strategy._replace(exchange=strategy.exchange._replace(mix=lambda uploads, key: (uploads, {})))
         if strategy.init_memory is None:
             return strategy
         return strategy._replace(init_memory=lambda key: jnp.full(problem.num_clients, -1, jnp.int32))
@@ -274,8 +285,35 @@ class MailRounds(Rounds):
         for row in np.flatnonzero(lost):
             trained[row] = self._untrained(round, _row(rows, row))
         memory = None if rows.memory is None else np.where(lost, rows.memory, np.int32(round))
+        if self.exchange is not None:
+            models = self._exchanged(round, rows, self.exchange)
+            trained = [
+                ({**rest, "model": model}, metrics) for (rest, metrics), model in zip(trained, models, strict=True)
+            ]
         uploads, metrics = jax.tree.map(lambda *leaves: np.stack(leaves), *trained)
         return (uploads, memory, metrics), lost
+
+    def _exchanged(self, round: int, rows: ClientRow, exchange: Exchange) -> list[Any]:
+        """Return the models that the clients of the rows [K, ...] upload after they have exchanged layers."""
+        problem = self.given.problem
+        key, _ = jax.random.split(round_key(self.given.key, SERVER, round))  # as in `server_update`
+
+        def once(post: Post, nodes: Mapping[int, int], attempt: int) -> list[Any]:
+            return relay.recombine(
+                post,
+                nodes,
+                run=self.roll.request.run,
+                round=round,
+                attempt=attempt,
+                shapes=problem.model.shapes(),
+                layers=problem.layers,
+                repetitions=exchange.repetitions,
+                key=key,
+                timeout=self.roll.terms.reply_timeout,
+                beside={"run": self.roll.request.record()},
+            )
+
+        return self.roll.together(round, [int(client) for client in rows.client_id], once)
 
     def _order(self, round: int, rows: ClientRow, row: Any) -> Content:
         """Return what the client of a row is asked to do."""
@@ -291,6 +329,8 @@ class MailRounds(Rounds):
           UserError: they are malformed or not finite.
         """
         upload, metrics = self._answer
+        if self.exchange is not None:
+            upload = {name: each for name, each in upload.items() if name != "model"}
         metrics = wire.unpack(reply.get("metrics", {}), metrics, who="its report", finite=False)
         diverged = int(metrics.bad_step) >= 0
         if diverged and self._finite and self.roll.terms.lost == "untrained":

@@ -1,0 +1,277 @@
+"""Every finding of `deploy check`, and nothing found where all is well."""
+
+import datetime
+import os
+import shlex
+import socket
+import ssl
+import subprocess
+import threading
+from importlib import metadata
+
+import deployment
+import pytest
+
+from fedjax_mr import config
+from fedjax_mr.deploy import check, facts
+from fedjax_mr.deploy.check import Process
+from fedjax_mr.errors import UserError
+from fedjax_mr.secure.envelopes import Identity
+
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+LINK = ("python", "/env/bin/flower-superlink", "--host=127.0.0.1", "--disable-runtime-dependency-installation")
+NODE = ("/env/bin/flower-supernode", "--superlink", "fed.example.org:443", "--root-certificates", "ca.crt")
+
+
+def mistakes(findings):
+    return [finding.mistake for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        (QUIET, []),
+        ({}, ["telemetry", "updates"]),
+        (QUIET | {"FLWR_TELEMETRY_ENABLED": "false"}, ["telemetry"]),  # Flower takes everything but 0 for yes
+        (QUIET | {"FLWR_DISABLE_UPDATE_CHECK": "0"}, ["updates"]),
+    ],
+)
+def test_what_flower_tells_its_makers(variables, found):
+    lines = mistakes(check.environment(variables))
+    assert len(lines) == len(found) and all(word in line for word, line in zip(found, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [("1.41.3", ""), ("1.42.0", "flwr is 1.42.0, and this package knows 1.41"), (None, "flwr is not")],
+)
+def test_flowers_version(monkeypatch, version, found):
+    def installed(name):
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    lines = mistakes(check.versions())
+    assert lines == [] if not found else found in lines[0]
+
+
+def test_commands_of_another_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines = mistakes(check.commands())
+    assert len(lines) == 3 and "flwr on the PATH is nowhere" in lines[0]
+    for name in ("flwr", "flower-superlink", "flower-supernode"):
+        (tmp_path / name).touch(mode=0o755)
+    assert str(tmp_path / "flower-supernode") in mistakes(check.commands())[2]
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    assert mistakes(check.commands()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "found"),
+    [
+        (LINK, QUIET, []),
+        (NODE, None, []),
+        (LINK[:3], QUIET, ["installs packages from the internet for every run"]),
+        ((*NODE, "--allow-runtime-dependency-installation"), QUIET, ["installs packages that an app names"]),
+        ((*LINK[:2], "--host=0.0.0.0", LINK[3]), QUIET, ["everybody who reaches the SuperLink"]),
+        ((*LINK[:2], "--host", "10.0.0.1", LINK[3], "--insecure"), QUIET, ["everybody who", "talks without TLS"]),
+        ((*LINK, "--insecure"), QUIET, []),  # on the loopback address nobody listens
+        ((*NODE[:3], "--insecure"), QUIET, ["flower-supernode (process 7) talks without TLS"]),
+        (NODE, {}, ["telemetry", "updates"]),
+    ],
+)
+def test_what_runs_here(arguments, variables, found):
+    lines = mistakes(check.running([Process(7, arguments, variables)]))
+    assert len(lines) == len(found) and all(word in line for word, line in zip(found, lines, strict=True))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for client in (3, 4):
+        Identity.new(client).write(tmp_path / f"{client}.key")
+    (tmp_path / "roster").write_text(Identity.read(tmp_path / "3.key").public.line() + "\n")
+    (tmp_path / "mine.npz").touch()
+    return tmp_path
+
+
+GOOD = 'client-id=3 data="{0}/mine.npz" state="{0}/state" key="{0}/3.key" roster="{0}/roster"'
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (("", ""), []),
+        (("client-id=3", "client-id=three"), ["client-id among the node's settings is no number", "not those of"]),
+        (("mine.npz", "yours.npz"), ["yours.npz' is no file"]),
+        (("/state", "/none/state"), ["/none/state' is no folder to write in"]),
+        (("3.key", "4.key"), ["this client's keys are not those of its line"]),
+        (("3.key", "5.key"), ["5.key"]),
+        (("/roster", "/list"), ["cannot read"]),
+        (('client-id=3', 'client-id=3 choices="simulated"'), ["the server can compute this client's choices"]),
+        (('client-id=3', 'client-id'), ["is no list of NAME=VALUE"]),
+        (('key="', '"'), ["is no list of NAME=VALUE"]),
+    ],
+)  # fmt: skip
+def test_a_nodes_settings(folder, change, found):
+    lines = mistakes(check.node(GOOD.format(folder).replace(*change)))
+    assert len(lines) == len(found) and all(word in line for word, line in zip(found, lines, strict=True))
+
+
+def test_private_keys_that_others_can_read(folder):
+    (folder / "3.key").chmod(0o644)
+    (line,) = mistakes(check.node(GOOD.format(folder)))
+    assert "others can read" in line
+
+
+def app(folder, *, flags="--strategy=fedmr --clients=4", **agreed):
+    agreed = {"digest": facts.digest(config.parse(shlex.split(flags))), **facts.common_versions()} | agreed
+    lines = ["[tool.flwr.app.config]", f'flags = "{flags}"', "[tool.fedjax_mr]", f'digest = "{agreed.pop("digest")}"']
+    lines += ["[tool.fedjax_mr.versions]", *(f'{name} = "{value}"' for name, value in agreed.items())]
+    text = "\n".join(lines)
+    (folder / "pyproject.toml").write_text(text)
+    return mistakes(check.app(str(folder)))
+
+
+def test_an_app_and_this_machine(tmp_path):
+    assert app(tmp_path) == []
+    assert app(tmp_path, jax="0.1") == [f"jax {facts.common_versions()['jax']} here and 0.1 at the server"]
+    (line,) = app(tmp_path, digest="0123")
+    assert line.startswith("settings ") and line.endswith(" here and 0123 at the server")
+    (tmp_path / "pyproject.toml").write_text("[tool.flwr]\n")
+    assert "is no app of this package" in mistakes(check.app(str(tmp_path)))[0]
+    assert "is no app of this package" in mistakes(check.app(str(tmp_path / "none")))[0]
+
+
+def test_an_app_whose_flags_do_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "digest", lambda config: "0")
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.flwr.app.config]\nflags = "--no_flag=1"\n[tool.fedjax_mr]\ndigest = "0"\nversions = {}\n'
+    )
+    (line,) = mistakes(check.app(str(tmp_path)))
+    assert "the flags of" in line and "no_flag" in line
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    """A CA and a certificate for 127.0.0.1, of 60 days."""
+    folder = tmp_path_factory.mktemp("certificates")
+    try:
+        deployment.certificates(folder, "127.0.0.1", days=60)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("host", "days", "found"),
+    [
+        ("127.0.0.1", 1, ""),
+        ("127.0.0.1", 40, "only"),
+        ("127.0.0.1", 61, "was valid until"),
+        ("127.0.0.1", -1, "is not valid before"),
+        ("fed.example.org", 1, "server.crt is for 127.0.0.1, not for fed.example.org"),
+    ],
+)
+def test_a_certificates_dates_and_names(certified, host, days, found):
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    findings = list(check.certificate(str(certified / "server.crt"), host, now))
+    assert mistakes(findings) == [] if not found else found in findings[0].mistake
+    if "example" in host:
+        assert findings[0].remedy == "make it with subjectAltName=DNS:fed.example.org"
+
+
+def test_no_certificate(certified):
+    assert (
+        "is no certificate"
+        in mistakes(check.certificate(str(certified / "server.key"), "a", datetime.datetime.now()))[0]
+    )
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        (finding,) = check.port("127.0.0.1", number)
+        assert f"port {number} of 127.0.0.1 cannot be used" in finding.mistake
+    assert list(check.port("127.0.0.1", number)) == []
+
+
+@pytest.fixture
+def server(certified):
+    """Serve TLS on a port until the test ends."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certified / "server.crt", certified / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            while True:
+                try:
+                    one, _ = listening.accept()
+                except OSError:
+                    return
+                try:
+                    context.wrap_socket(one, server_side=True).close()
+                except OSError:
+                    one.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listening.getsockname()[1]
+
+
+def test_a_superlink_with_tls(certified, server):
+    trusted = str(certified / "ca.crt")
+    assert list(check.superlink(f"127.0.0.1:{server}", trusted)) == []
+    assert mistakes(check.superlink(f"127.0.0.1:{server}", None)) == [f"127.0.0.1:{server} wants TLS"]
+    (line,) = mistakes(check.superlink(f"localhost:{server}", trusted))
+    assert "Hostname mismatch" in line
+    (line,) = mistakes(check.superlink(f"127.0.0.1:{server}", str(certified / "server.crt")))
+    assert "does not pass" in line
+
+
+def test_a_superlink_out_of_reach(certified):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        number = listening.getsockname()[1]
+
+        def without_tls():
+            with listening.accept()[0] as one:
+                one.sendall(b"HTTP/1.1 400\r\n\r\n")
+
+        thread = threading.Thread(target=without_tls)
+        thread.start()
+        (line,) = mistakes(check.superlink(f"127.0.0.1:{number}", str(certified / "ca.crt")))
+        thread.join()
+        assert "does not speak TLS" in line
+    assert "nothing answers" in mistakes(check.superlink(f"127.0.0.1:{number}", None))[0]
+    for address in ("127.0.0.1", "https://fed.example.org"):
+        assert "is no HOST:PORT" in mistakes(check.superlink(address, None))[0]
+
+
+def test_the_command_prints_findings_and_remedies(monkeypatch, capsys):
+    monkeypatch.setattr(check, "processes", list)
+    for name in ("versions", "commands"):
+        monkeypatch.setattr(check, name, lambda: [])
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+    check.main([])
+    assert capsys.readouterr().out == "nothing found\n"
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    with pytest.raises(UserError, match="1 finding on this machine"):
+        check.main([])
+    assert capsys.readouterr().out.splitlines()[1] == "  -> export FLWR_TELEMETRY_ENABLED=0"
+
+
+@pytest.mark.slow
+def test_processes_of_flower_are_found(tmp_path):
+    script = tmp_path / "flower-supernode"
+    script.write_text("#!/bin/bash\nsleep 60 & wait\n")
+    script.chmod(0o755)
+    with subprocess.Popen([script, "--insecure"], env={"FLWR_TELEMETRY_ENABLED": "0", "PATH": "/usr/bin:/bin"},
+                          start_new_session=True) as started:  # fmt: skip
+        try:
+            deployment.wait_for(lambda: any(each.pid == started.pid for each in check.processes()), 10, "the process")
+            (found,) = [each for each in check.processes() if each.pid == started.pid]
+            assert "--insecure" in found.arguments and found.environment["FLWR_TELEMETRY_ENABLED"] == "0"
+        finally:
+            os.killpg(started.pid, 9)
