@@ -1,7 +1,7 @@
 """The site's hooks: pages made from the registry, the kept results and the repository's own documents; equations.
 
 A line ``<!-- site: NAME ARGUMENTS -->`` in a page stands for what `PARTS` makes of it. Equations between dollar signs
-become MathML, which browsers draw themselves: no script and no font travels.
+become MathML, which browsers draw themselves, with a font that the site brings: no script, no other host.
 """
 
 import re
@@ -15,6 +15,7 @@ import divisions
 import documents
 import drawings
 import leaderboard
+import mathfont
 import methods
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[..., str]] = {
 PART = re.compile(r"^[ ]*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
 # The converter writes what belongs under "min" or "arg max" beside it, and knows no \\arg.
 OPTIMUM = re.compile(r"(\\arg)?\\(min|max)_(?:\{(.*?)\}|(\w))")
+BAR = re.compile(r"<mo>(&#x02016;|&#x0007C;|\|)</mo>")  # of norms: as high as letters
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -57,6 +59,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, content=text))
     for path, source in documents.pictures().items():
         files.append(File.generated(config, path, abs_src_path=str(source)))
+    files.append(File.generated(config, mathfont.PATH, content=mathfont.font()))
     methods.check_prose()
     return files
 
@@ -88,7 +91,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         made = convert(OPTIMUM.sub(optimum, written), display="block" if found[1] == "div" else "inline")
         if "\\" in made:
             raise PluginError(f"{page.file.src_uri}: there is an unknown command in {written}")
-        return made
+        return BAR.sub(r'<mo stretchy="false">\1</mo>', made)
 
     return EQUATION.sub(equation, html)
 
