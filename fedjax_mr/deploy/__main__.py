@@ -14,6 +14,7 @@ from fedjax_mr import config as configuration
 from fedjax_mr import data, files, interrupts
 from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
+from fedjax_mr.deploy import check as found
 from fedjax_mr.deploy import facts, keys
 from fedjax_mr.deploy.server import Setting, check
 from fedjax_mr.errors import UserError, unknown_name
@@ -26,6 +27,8 @@ USAGE = f"""usage: {COMMAND} new FOLDER [--flag=value ...] [--flagfile=FILE ...]
          divides a data set for a trial: FOLDER/server.npz, and FOLDER/client-0.npz and so on
        {COMMAND} keys --client=NUMBER --out=FILE
          makes a client's keys for secure recombination and prints its line of the roster
+       {COMMAND} check [--app=FOLDER ...]
+         finds the usual mistakes on this machine and says their remedies; check --help tells what it can look at
 
 All flags of {configuration.COMMAND} (its --help=all lists them) describe the run, and these of `new` the server:
 """
@@ -166,7 +169,12 @@ def _folder(command: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(named[0]), [argument for argument in arguments if argument.startswith("-")]
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"new": new, "divide": divide, "keys": keys.main}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "new": new,
+    "divide": divide,
+    "keys": keys.main,
+    "check": found.main,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: without the program's name; None reads the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or any(argument in ("--help", "-help", "-h") for argument in arguments):
+    own_help = arguments[:1] in (["keys"], ["check"])
+    if not arguments or (not own_help and any(argument in ("--help", "-help", "-h") for argument in arguments)):
         print(USAGE + help_of(Setting))
         return 0
     try:

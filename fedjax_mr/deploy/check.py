@@ -218,8 +218,7 @@ def app(folder: str) -> Iterator[Finding]:
     path = Path(folder) / "pyproject.toml"
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]
-        flags = told["flwr"]["app"]["config"]["flags"]
-        agreed = {"settings": told["fedjax_mr"]["digest"], **told["fedjax_mr"]["versions"]}
+        flags, agreed = told["flwr"]["app"]["config"]["flags"], dict(told["fedjax_mr"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield Finding(f"{path} is no app of this package ({error})", "copy the folder that `deploy new` wrote")
         return

@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import shlex
 import socket
 import ssl
 import subprocess
@@ -10,10 +9,11 @@ import threading
 from importlib import metadata
 
 import deployment
+import jax
 import pytest
 
-from fedjax_mr import config
-from fedjax_mr.deploy import check, facts
+from fedjax_mr.deploy import check
+from fedjax_mr.deploy.__main__ import new
 from fedjax_mr.deploy.check import Process
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.envelopes import Identity
@@ -124,32 +124,34 @@ def test_private_keys_that_others_can_read(folder):
     assert "others can read" in line
 
 
-def app(folder, *, flags="--strategy=fedmr --clients=4", **agreed):
-    agreed = {"digest": facts.digest(config.parse(shlex.split(flags))), **facts.common_versions()} | agreed
-    lines = ["[tool.flwr.app.config]", f'flags = "{flags}"', "[tool.fedjax_mr]", f'digest = "{agreed.pop("digest")}"']
-    lines += ["[tool.fedjax_mr.versions]", *(f'{name} = "{value}"' for name, value in agreed.items())]
-    text = "\n".join(lines)
-    (folder / "pyproject.toml").write_text(text)
-    return mistakes(check.app(str(folder)))
+@pytest.fixture
+def made(tmp_path):
+    """What `deploy new` writes."""
+    new([str(tmp_path / "fed"), "--clients=4", "--cohort=2", "--dataset=digits"])
+    return tmp_path / "fed"
 
 
-def test_an_app_and_this_machine(tmp_path):
-    assert app(tmp_path) == []
-    assert app(tmp_path, jax="0.1") == [f"jax {facts.common_versions()['jax']} here and 0.1 at the server"]
-    (line,) = app(tmp_path, digest="0123")
-    assert line.startswith("settings ") and line.endswith(" here and 0123 at the server")
-    (tmp_path / "pyproject.toml").write_text("[tool.flwr]\n")
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (("", ""), None),
+        ((f'jax = "{jax.__version__}"', 'jax = "0.1"'), f"jax {jax.__version__} here and 0.1 at the server"),
+        (("--clients=4", "--clients=5"), " at the server"),
+        (("--clients=4", "--no_flag=4"), "the flags of"),
+        (("[tool.fedjax_mr]", "[tool.another]"), "is no app of this package"),
+        (("flags =", "flags"), "is no app of this package"),
+    ],
+)
+def test_an_app_and_this_machine(made, change, found):
+    text = (made / "pyproject.toml").read_text()
+    assert change[0] in text
+    (made / "pyproject.toml").write_text(text.replace(*change))
+    lines = mistakes(check.app(str(made)))
+    assert lines == [] if found is None else found in lines[0]
+
+
+def test_no_app(tmp_path):
     assert "is no app of this package" in mistakes(check.app(str(tmp_path)))[0]
-    assert "is no app of this package" in mistakes(check.app(str(tmp_path / "none")))[0]
-
-
-def test_an_app_whose_flags_do_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "digest", lambda config: "0")
-    (tmp_path / "pyproject.toml").write_text(
-        '[tool.flwr.app.config]\nflags = "--no_flag=1"\n[tool.fedjax_mr]\ndigest = "0"\nversions = {}\n'
-    )
-    (line,) = mistakes(check.app(str(tmp_path)))
-    assert "the flags of" in line and "no_flag" in line
 
 
 @pytest.fixture(scope="module")

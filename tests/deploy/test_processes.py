@@ -1,0 +1,193 @@
+"""Federations of Flower's own processes, on loopback addresses alone: the simulator's weights, whatever is killed."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import ssl
+from pathlib import Path
+
+import deployment
+import jax
+import numpy as np
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr.deploy.__main__ import main
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed (the extra deploy)"),
+]
+needs_proxy = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+
+FLAGS = (
+    "--dataset=digits --model=cnn_digits --strategy=fedmr --clients=2 --cohort=2 --rounds=2 --batch_size=50 "
+    "--local_epochs=1 --devices=1 --lanes=1 --eval_every=1 --seed=3"
+)
+
+
+class Trial(deployment.Federation):
+    """A federation of two clients with the digits, and what the simulator makes of them."""
+
+    def __init__(self, folder: Path, *, flags: str = "", **options: bool) -> None:
+        super().__init__(folder, **options)
+        told = f"{FLAGS} {flags}".split()
+        for command in (["new", f"{folder}/fed", *told], ["divide", f"{folder}/fed/data", *told]):
+            assert main(command) == 0
+        self.python("fedjax_mr.main", *told, f"--run_dir={folder}/simulated")
+
+    def settings(self, client: int) -> dict[str, object]:
+        """Return the settings of a client's node."""
+        own = {"client-id": client, "data": f"{self.folder}/fed/data/client-{client}.npz"}
+        return own | {"state": f"{self.folder}/fed/state-{client}"}
+
+    def supernodes(self) -> None:
+        """Start both SuperNodes."""
+        for client in range(2):
+            self.supernode(client, self.settings(client))
+
+    def go(self, name: str = "run") -> str:
+        """Start the run."""
+        return self.run("fed", name=name)
+
+    def rounds(self) -> int:
+        """Return how many rounds the run folder tells of."""
+        path = self.folder / "fed" / "run" / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def check(self, run: str, *, seconds: float = 300, name: str = "run") -> None:
+        """Wait for the end of a run, and compare its weights with the simulator's."""
+        logs = lambda: "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
+        assert self.finish(run, seconds, name=name) == "finished:completed", logs()
+        real, simulated = (fmr.load(self.folder / each) for each in ("fed/run", "simulated"))
+        jax.tree.map(np.testing.assert_array_equal, real.variables, simulated.variables)
+        losses = lambda run: [(row["round"], row["accuracy"], row["train_loss"]) for row in run.rows]
+        assert losses(real) == losses(simulated)
+
+
+@pytest.fixture
+def trial(tmp_path):
+    """Return what starts a federation, which is ended with the test."""
+    started = []
+
+    def start(**options):
+        started.append(Trial(tmp_path, **options))
+        return started[0]
+
+    yield start
+    for each in started:
+        each.stop()
+
+
+def test_two_nodes(trial):
+    one = trial()
+    one.superlink()
+    one.supernodes()
+    one.check(one.go())
+
+
+def test_a_killed_server_goes_on(trial):
+    """The ServerApp dies after round 1; `flwr stop` frees the nodes, and the same command goes on."""
+    one = trial(flags="--rounds=3")
+    one.superlink()
+    one.supernodes()
+    run = one.go()
+    deployment.wait_for(lambda: one.rounds() >= 1, 300, "round 1", pause=0.05)
+    for pid in one.children("superlink", "flwr-serverapp"):
+        os.kill(pid, signal.SIGKILL)
+    one.flwr("stop", run, deployment.NAME, check=False)
+    one.check(one.go("again"), name="again")
+    assert one.rounds() >= 3
+
+
+def test_killed_clients(trial):
+    """A ClientApp dies at its work, and then a SuperNode, which comes back with another number."""
+    one = trial()
+    one.superlink()
+    one.supernodes()
+    run = one.go()
+    at_work = lambda: one.children("node-1", "flwr-clientapp")
+    deployment.wait_for(
+        lambda: (one.folder / "fed" / "state-1").exists() and at_work(), 300, "a client at work", pause=0.05
+    )
+    for pid in at_work():
+        os.kill(pid, signal.SIGKILL)
+    deployment.wait_for(lambda: one.rounds() >= 1, 400, "round 1", pause=0.05)
+    one.kill("node-0")
+    one.supernode(0, one.settings(0))
+    one.check(run, seconds=500)
+
+
+def test_a_killed_superlink_on_a_database(trial):
+    one = trial(database=True)
+    one.superlink()
+    one.supernodes()
+    one.go()
+    deployment.wait_for(lambda: one.rounds() >= 1, 300, "round 1", pause=0.05)
+    one.kill("superlink")
+    one.superlink()
+    one.check(one.go("again"), name="again", seconds=500)
+
+
+PROXY = """\
+daemon off; pid nginx.pid; error_log stderr; worker_processes 1;
+events {{}}
+http {{
+  access_log off; client_body_temp_path bodies; proxy_temp_path answers;
+  fastcgi_temp_path no1; uwsgi_temp_path no2; scgi_temp_path no3;
+  {server}
+}}
+"""
+
+
+def server_block() -> str:
+    """Return the proxy's configuration that the page prints."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes" / "real_clients.md").read_text()
+    return page.split("```nginx\n")[1].split("```")[0]
+
+
+@needs_proxy
+def test_secure_fedmr_behind_a_proxy(trial):
+    """TLS, node keys and the page's proxy: the simulator's weights; strangers and runs from outside are refused."""
+    one = trial(tls=True, flags="--fedmr_secure")
+    one.superlink()
+    outside = deployment.free_port()
+    names = {"443": f"127.0.0.1:{outside}", "/etc/fed/": f"{one.folder}/", "127.0.0.1:8000": f"127.0.0.1:{one.port}"}
+    block = server_block().replace("fed.example.org", "127.0.0.1")
+    for name, own in names.items():
+        block = block.replace(name, own)
+    (one.folder / "nginx.conf").write_text(PROXY.format(server=block))
+    one.start("nginx", "nginx", "-p", str(one.folder), "-c", "nginx.conf")
+    deployment.wait_for(lambda: deployment.answers(outside), 20, "the proxy")
+
+    for client in range(2):
+        one.python("fedjax_mr.deploy", "keys", f"--client={client}", f"--out={one.folder}/{client}.key")
+    for client in range(2):
+        one.register(client)
+        secret = {"key": f"{one.folder}/{client}.key", "roster": f"{one.folder}/roster", "choices": "simulated"}
+        one.supernode(client, one.settings(client) | secret, port=outside)
+    one.node_key(7)
+    one.supernode(7, one.settings(1), port=outside)
+
+    one.connect(outside)
+    for command in (["run", "fed", deployment.NAME], ["supernode", "register", "node-7.pub", deployment.NAME]):
+        refused = one.flwr(*command, check=False)
+        assert refused.returncode != 0 and "403 Forbidden" in refused.stdout + refused.stderr
+    for path in ("/v1/fleet/../control/list-runs", "/v1/fleet/..%2fcontrol/list-runs", "/v1/fleet//%2e%2e/control/x"):
+        assert posted(one, outside, path).startswith("HTTP/1.1 403")
+    one.connect(one.port)
+    one.check(one.go(), seconds=500)
+    deployment.wait_for(lambda: "Exit Code: 305" in one.log("node-7"), 100, "the stranger's refusal")
+
+
+def posted(one: Trial, port: int, path: str) -> str:
+    """Return the answer to a request for a path that no client library would send."""
+    context = ssl.create_default_context(cafile=one.folder / "ca.crt")
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        secured.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        return secured.recv(4096).decode(errors="replace")
