@@ -1,20 +1,28 @@
 """Real federations on one machine: Flower's own processes on loopback addresses, to test and to measure.
 
-python experiments/deployment.py --help
+    python experiments/deployment.py --nodes=2 --model=cnn_digits --rounds=4
+
+runs FedMR on that many SuperNodes and in the simulator, and prints one line of JSON: seconds and bytes per round, and
+the processor's seconds of all processes. In an environment with the extra ``deploy``.
 """
 
+import argparse
 import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 NAME = "trial"  # of the connection
 COMMANDS = Path(sys.executable).parent
@@ -138,11 +146,13 @@ class Federation:
         self._processes.pop(name).wait(seconds)
         return self.status(run)
 
-    def python(self, *arguments: str) -> None:
-        """Run a command of this package to its end."""
-        subprocess.run(
-            [sys.executable, "-m", *arguments], cwd=self.folder, env=self.environment, check=True, capture_output=True
+    def python(self, *arguments: str) -> str:
+        """Run a command of this package to its end and return what it prints."""
+        command = [sys.executable, "-m", *arguments]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, check=True, stdout=-1, stderr=-1, text=True
         )
+        return done.stdout
 
     def log(self, name: str) -> str:
         """Return what a program has written."""
@@ -231,3 +241,76 @@ def certificates(folder: Path, host: str, *, days: int = 30) -> None:
         *("-CA", "ca.crt", "-CAkey", "ca.key", "-addext", f"subjectAltName=IP:{host}"),
         *("-addext", "basicConstraints=critical,CA:FALSE"),
     )
+
+
+# --- Measurements ----------------------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, *, nodes: int, model: str, rounds: int) -> dict[str, Any]:
+    """Return what FedMR's rounds cost on real clients and in the simulator.
+
+    Args:
+      folder: a new one.
+      nodes: K = N, one SuperNode each.
+      model: a network; its samples are the digits or, where it wants images of 32 x 32 in colours, 100 random ones per
+        client.
+      rounds: at least two; the first compiles and is left out.
+    """
+    dataset = "digits"
+    with federation(folder) as one:
+        if not model.startswith("cnn_digits"):
+            random = np.random.default_rng(0)
+            x, y = random.integers(0, 255, (125 * nodes, 32, 32, 3), np.uint8), random.integers(0, 10, 125 * nodes)
+            dataset = str(folder / "random.npz")
+            np.savez(dataset, x=x, y=y)
+        flags = [f"--dataset={dataset}", f"--model={model}", "--strategy=fedmr", "--partition=iid", "--local_epochs=1"]
+        flags += [f"--clients={nodes}", f"--cohort={nodes}", f"--rounds={rounds}", "--batch_size=50", "--eval_every=1"]
+        one.python("fedjax_mr.main", *flags, "--devices=1", "--lanes=1", f"--run_dir={folder}/simulated")
+        one.python("fedjax_mr.deploy", "new", str(folder / "fed"), *flags)
+        one.python("fedjax_mr.deploy", "divide", str(folder / "fed" / "data"), *flags)
+        before, load = resource.getrusage(resource.RUSAGE_CHILDREN), os.getloadavg()[0]
+        one.superlink()
+        for client in range(nodes):
+            own = f"{folder}/fed/data/client-{client}.npz"
+            one.supernode(client, {"client-id": client, "data": own, "state": f"{folder}/fed/state-{client}"})
+        began = time.monotonic()
+        status = one.finish(one.run("fed"), 3600)
+        wall = time.monotonic() - began
+        one.stop()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    real, simulated = (metrics(folder / name) for name in ("fed/run", "simulated"))
+    between = lambda rows, *names: [
+        sum(later[name] - row[name] for name in names) for row, later in zip(rows, rows[1:], strict=False)
+    ]
+    return {
+        "nodes": nodes,
+        "model": model,
+        "rounds": rounds,
+        "status": status,
+        "seconds_per_round": between(real, "seconds"),
+        "simulated_seconds_per_round": between(simulated, "seconds"),
+        "bytes_per_round": between(real, "bytes_down", "bytes_up")[-1],
+        "seconds_of_the_run": wall,
+        "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "load_before": load,
+    }
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    """Measure, and print one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--model", default="cnn_digits")
+    parser.add_argument("--rounds", type=int, default=4)
+    told = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(measure(Path(folder), nodes=told.nodes, model=told.model, rounds=told.rounds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -131,6 +132,30 @@ def test_a_killed_superlink_on_a_database(trial):
     one.check(one.go("again"), name="again", seconds=500)
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "real_clients.md"
+
+
+def test_the_pages_three_terminals(tmp_path):
+    """What a new user reads, in order: long-lived commands each in a terminal of its own, on ports that are free."""
+    section = PAGE.read_text(encoding="utf-8").split("## Three terminals on one laptop")[1].split("\n## ")[0]
+    with deployment.federation(tmp_path) as one:
+        one.environment["HOME"] = one.environment.pop("FLWR_HOME")
+        ports = {"8000": one.port, "9094": deployment.free_port(), "9095": deployment.free_port()}
+        for number, code in enumerate(re.findall(r"```(?:console|sh)\n(.*?)```", section, flags=re.DOTALL)):
+            for printed, own in ports.items():
+                code = code.replace(printed, str(own))
+            code = re.sub(r"(?m)^\$ ", "", code)
+            process = one.start(f"block {number}", "bash", "-euo", "pipefail", "-c", code)
+            if code.startswith("flower-superlink"):
+                deployment.wait_for(lambda: deployment.answers(one.port), 120, "the SuperLink")
+            elif not code.startswith("flower-"):
+                assert process.wait(900) == 0, one.log(f"block {number}")
+        tables = [one.log(f"block {number}") for number in range(9)]
+        assert any("simulated" in table and "fed/run" in table for table in tables)
+    real, simulated = (fmr.load(tmp_path / each) for each in ("fed/run", "simulated"))
+    jax.tree.map(np.testing.assert_array_equal, real.variables, simulated.variables)
+
+
 PROXY = """\
 daemon off; pid nginx.pid; error_log stderr; worker_processes 1;
 events {{}}
@@ -144,8 +169,7 @@ http {{
 
 def server_block() -> str:
     """Return the proxy's configuration that the page prints."""
-    page = (Path(__file__).parents[2] / "docs" / "recipes" / "real_clients.md").read_text()
-    return page.split("```nginx\n")[1].split("```")[0]
+    return PAGE.read_text(encoding="utf-8").split("```nginx\n")[1].split("```")[0]
 
 
 @needs_proxy
@@ -162,8 +186,8 @@ def test_secure_fedmr_behind_a_proxy(trial):
     one.start("nginx", "nginx", "-p", str(one.folder), "-c", "nginx.conf")
     deployment.wait_for(lambda: deployment.answers(outside), 20, "the proxy")
 
-    for client in range(2):
-        one.python("fedjax_mr.deploy", "keys", f"--client={client}", f"--out={one.folder}/{client}.key")
+    making = [["fedjax_mr.deploy", "keys", f"--client={client}", f"--out={client}.key"] for client in range(2)]
+    (one.folder / "roster").write_text("".join(one.python(*command) for command in making))
     for client in range(2):
         one.register(client)
         secret = {"key": f"{one.folder}/{client}.key", "roster": f"{one.folder}/roster", "choices": "simulated"}
