@@ -8,6 +8,7 @@ the processor's seconds of all processes. In an environment with the extra ``dep
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -280,7 +281,7 @@ def measure(folder: Path, *, nodes: int, model: str, rounds: int) -> dict[str, A
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     real, simulated = (metrics(folder / name) for name in ("fed/run", "simulated"))
     between = lambda rows, *names: [
-        sum(later[name] - row[name] for name in names) for row, later in zip(rows, rows[1:], strict=False)
+        sum(later[name] - row[name] for name in names) for row, later in itertools.pairwise(rows)
     ]
     return {
         "nodes": nodes,
