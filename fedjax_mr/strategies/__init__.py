@@ -8,6 +8,7 @@ from fedjax_mr import settings
 from fedjax_mr.errors import UserError
 from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import (
+    adaptivefl,
     centralized,
     clusamp,
     ditto,
@@ -33,6 +34,7 @@ from fedjax_mr.strategies import (
     fedswa,
     flatness,
     fml,
+    heterofl,
     hypcluster,
     indep,
     local_only,
@@ -152,6 +154,15 @@ _OURS: dict[str, Row] = {
         needs_public=fedme.needs_public,
     ),
     "fedmerge": Row(fedmerge.build, fedmerge.Hyper, "Chen et al., AAAI 2026", title="FedMerge"),
+    "heterofl": Row(
+        heterofl.build,
+        heterofl.Hyper,
+        "Diao et al., ICLR 2021",
+        public=True,
+        title="HeteroFL",
+        needs_public=heterofl.needs_public,
+    ),
+    "adaptivefl": Row(adaptivefl.build, adaptivefl.Hyper, "Jia et al., DAC 2024", title="AdaptiveFL"),
     "pfedhr": Row(
         pfedhr.build,
         pfedhr.Hyper,
