@@ -1,10 +1,9 @@
 """Slices of a network: the first channels of its layers, the part that a weaker client holds of one shared network.
 
 A slice is written as the whole network with zeros outside, so that one compiled program serves slices of all levels,
-side by side in lanes too. It trains like a network of its size: a channel whose incoming and outgoing weights and
-normalisation are all zero gives zeros and gets no gradient, so that zeros stay zeros. The price is honest to state:
-on the machine that simulates it, a slice takes the multiply-adds of the whole network; `Slices.multiply_adds` counts
-those that it would take by itself.
+side by side in lanes too. It computes and trains as a network of its own size would: a channel whose weights in and out
+and normalisation are all zero gives zeros and gets no gradient. The price: on the machine that simulates it, a slice
+takes the multiply-adds of the whole network; `Slices.multiply_adds` counts those that it would take by itself.
 
 Which inputs of a layer are part of a slice is found by running the network once with the other channels at zero. So it
 follows the flattening in front of a dense layer, shortcuts and concatenations without a word about any network.
@@ -26,6 +25,8 @@ from fedjax_mr.models import layers, windows
 from fedjax_mr.models.base import Layer, Model, Variables
 
 Rounding = Callable[[float], int]
+Loss = Callable[..., Any]
+"""(params, ...) -> anything."""
 
 
 class Level(NamedTuple):
@@ -33,7 +34,8 @@ class Level(NamedTuple):
 
     Attributes:
       width: the share of its channels that every layer keeps, 0 < width <= 1; the last layer has all of its outputs.
-      whole: the share of the blocks before the last, rounded down and counted from the input on, that keep all of theirs.
+      whole: the share of the blocks before the last, rounded down and counted from the input on, that keep all of
+        theirs.
     """
 
     width: float
@@ -81,6 +83,15 @@ class Slices:
         """Return the slice of a level: the variables with zeros outside."""
         keep = lambda leaf, mask: jnp.where(mask, leaf, jnp.zeros_like(leaf))
         return jax.tree.map(keep, variables, self.masks(level))
+
+    def confine(self, loss: Loss, level: jax.Array) -> Loss:
+        """Return a loss of the parameters in a slice alone: those outside get no gradient.
+
+        Where a shortcut is wider than what it is added to, some would.
+        """
+        masks = self.masks(level)["params"]
+        keep = lambda leaf, mask: jnp.where(mask, leaf, jnp.zeros_like(leaf))
+        return lambda params, *rest: loss(jax.tree.map(keep, params, masks), *rest)
 
     def numbers(self, *, collections: tuple[str, ...] | None = None) -> np.ndarray:
         """Return how many numbers each slice holds [A], in some of Flax's collections or in all."""
@@ -162,7 +173,7 @@ def _require_cut(model: Model, layer: Layer) -> None:
       UserError: it cannot.
     """
     names = set(layer.names)
-    if names <= {"kernel", "bias"} and "kernel" in names or {"mean", "var"} <= names:
+    if (names <= {"kernel", "bias"} and "kernel" in names) or {"mean", "var"} <= names:
         return
     reason = "it normalises over its channels: take --norm=batch" if "scale" in names else "take another network"
     raise UserError(

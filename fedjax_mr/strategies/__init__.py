@@ -161,8 +161,16 @@ _OURS: dict[str, Row] = {
         public=True,
         title="HeteroFL",
         needs_public=heterofl.needs_public,
+        label_counts=True,
+        only_simulated="a slice travels, and is computed, with the zeros around it",
     ),
-    "adaptivefl": Row(adaptivefl.build, adaptivefl.Hyper, "Jia et al., DAC 2024", title="AdaptiveFL"),
+    "adaptivefl": Row(
+        adaptivefl.build,
+        adaptivefl.Hyper,
+        "Jia et al., DAC 2024",
+        title="AdaptiveFL",
+        only_simulated="a slice travels, and is computed, with the zeros around it",
+    ),
     "pfedhr": Row(
         pfedhr.build,
         pfedhr.Hyper,

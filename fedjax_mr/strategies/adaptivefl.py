@@ -11,9 +11,9 @@ blocks, which are whole: fewest in the third of each. L is the network. In a rou
 
 T_r [N, 7] (from 1) is the record of what a client could hold: one that trains the slice s which it was sent adds 1 to
 all from s on, and 3 more to L if that is s; one that cut it to c adds 3 to c and takes 1, 2, ... from those above, not
-below 0. T_c [N, 3] counts classes (S, M, L) sent and returned. R of a class is the mean over its slices of the sum of T_r
-from there on, as a share of all. Clients are weak, medium or strong (4 : 3 : 3, in this order by their numbers); how many
-parameters one holds is drawn in every round from its class's normal distribution, in parts of the network.
+below 0. T_c [N, 3] counts classes (S, M, L) sent and returned. R of a class is the mean over its slices of the sum of
+T_r from there on, as a share of all. Clients are weak, medium or strong (4 : 3 : 3, in this order by their numbers);
+how many parameters one holds is drawn in every round from its class's normal distribution, in parts of the network.
 
 What a weak client computes here: the multiply-adds of the whole network, most of them with zeros, so that one compiled
 program serves all slices (models/slices.py). ``slice_multiply_adds`` tells what the returned slices take by themselves,
@@ -23,11 +23,11 @@ paper's "avg".
 
 Deviations. Released, a client may return any smaller slice, of which it was not sent all (S1 is no part of M3, with
 more whole blocks); here it is one inside. Which blocks are whole is the released VGG-16's choice as shares of a
-network's blocks; in small networks two slices may be equal. Strengths are the released ones of VGG-16; the released file
-has those of ResNet-18 at work, by which every strong client holds a whole VGG. Slices there are tested with the
+network's blocks; in small networks two slices may be equal. Strengths are the released ones of VGG-16; the released
+file has those of ResNet-18 at work, by which every strong client holds a whole VGG. Slices there are tested with the
 statistics of each test batch; here with the clients' running ones, averaged like all else. ``selection=available`` is
 what the released scripts run: clients at random from those of a class that holds the slice, nobody cuts; there a client
-may be drawn twice. Local training there has a rate that falls by 0.002 in each round, and weight decay (--weight_decay).
+may be drawn twice. Local training there has a rate that falls by 0.2 % in each round, and --weight_decay.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Hyper:
     )
     whole: tuple[float, ...] = field(
         (0.27, 0.4, 0.54),
-        "I, the shares of the blocks that stay whole in the three slices of S and of M, rounded down, from the input on",
+        "I, the shares of the blocks, from the input on and rounded down, that are whole in the slices of S and of M",
         low=0,
         high=1,
         source="Jia et al. 2024: 4, 6 and 8 of VGG-16's 15",
@@ -96,7 +96,9 @@ def rewards(records: jax.Array, counts: jax.Array) -> jax.Array:
     """Return the weight of each client for a slice of each class [N, 3]."""
     from_there_on = jnp.cumsum(records[:, ::-1], axis=1)[:, ::-1]  # [N, 7]
     of_class = jnp.asarray(CLASS[:, None] == np.arange(3), jnp.float32)
-    success = from_there_on @ (of_class / jnp.sum(of_class, axis=0, keepdims=True)) / jnp.sum(records, axis=1, keepdims=True)
+    success = (
+        from_there_on @ (of_class / jnp.sum(of_class, axis=0, keepdims=True)) / jnp.sum(records, axis=1, keepdims=True)
+    )
     return jnp.minimum(success, 0.5) / jnp.sqrt(counts)
 
 
@@ -131,7 +133,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
       UserError: a network that cannot be narrowed, or not three shares of whole blocks.
     """
     if len(hyper.whole) != 3:
-        raise UserError(f"adaptivefl has three slices of S and M: --adaptivefl_whole three times, not {len(hyper.whole)}")
+        raise UserError(f"adaptivefl has three slices of S and M: --adaptivefl_whole 3 times, not {len(hyper.whole)}")
     network, count = problem.model, problem.num_clients
     nested = [Level(width, whole) for width in (hyper.small, hyper.medium) for whole in sorted(hyper.whole)]
     parts = slices(network, (*nested, Level(1.0)), rounding=floor)
@@ -168,7 +170,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         if hyper.selection == "rl":
             level = largest_held(level, data.client_id, jax.random.fold_in(key, 2 * problem.local.epochs))
         start = parts.cut(payload["model"], level)
-        model, metrics = local.train(network, problem.local, start, data, key)
+        loss = parts.confine(local.cross_entropy(network), level)
+        model, metrics = local.train(network, problem.local, start, data, key, loss=loss)
         return {"model": model, "level": level}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):

@@ -15,9 +15,9 @@ Deviations. In a network without normalisation the Scaler divides what leaves ea
 released plain network; in one with some, dense layers without are not divided. Static BatchNorm: nobody keeps running
 statistics there, and before each test the server passes the samples of all clients through the network, which only a
 simulation can. Here the running statistics, of what enters without the Scaler, travel and are averaged like all else
-(``statistics=clients``), or are taken from the public samples the same way (``public``). Widths are dealt to the clients in runs of equal length, as released
-for equal shares. Local training there clips gradients at norm 1 (--clip_norm). The released code reports the best round
-by test accuracy; here it is what --eval_every shows.
+(``statistics=clients``), or are taken from the public samples the same way (``public``). Widths are dealt to the
+clients in runs of equal length, as released for equal shares. Local training there clips gradients at norm 1
+(--clip_norm). The released code keeps the best round by test accuracy; here it is the last.
 """
 
 import contextlib
@@ -222,7 +222,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             return local.masked_mean(losses, batch.mask), state
 
         start = in_units(payload["model"], 1 / width)  # running statistics are of what is divided
-        model, metrics = local.train(network, problem.local, start, data, key, loss=loss)
+        confined = parts.confine(loss, level)
+        model, metrics = local.train(network, problem.local, start, data, key, loss=confined)
         return {"model": in_units(model, width), "level": level}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
@@ -236,7 +237,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return Traffic(sent, sent)
 
     def global_model(state):
-        if hyper.statistics == "clients":
+        if problem.public is None or not needs_public(hyper):
             return state.model
         return static_statistics(network, state.model, problem.public, batch_size=problem.local.batch_size)
 

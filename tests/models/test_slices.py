@@ -13,6 +13,7 @@ from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.models.slices import Level, floor, slices
 
 HALVES = Level(1.0), Level(0.5), Level(0.3, whole=0.5)
+SHARES = Level(1.0), Level(0.5), Level(0.3)
 
 
 class Branches(nn.Module):
@@ -61,8 +62,9 @@ def gradient_outside(model, parts, level, key):
     def loss(params):
         return jnp.sum(jnp.square(model.train_apply(params, state, x, mask=jnp.ones(4), key=key)[0]))
 
-    outside = jax.tree.map(lambda g, mask: jnp.max(jnp.where(mask, 0.0, jnp.abs(g))), jax.grad(loss)(variables["params"]), parts.masks(level)["params"])  # fmt: skip
-    return jax.tree.reduce(jnp.maximum, outside)
+    outside = lambda gradient, mask: jnp.max(jnp.where(mask, 0.0, jnp.abs(gradient)))
+    largest = jax.tree.map(outside, jax.grad(loss)(variables["params"]), parts.masks(level)["params"])
+    return jax.tree.reduce(jnp.maximum, largest)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +79,28 @@ def gradient_outside(model, parts, level, key):
     ],
 )
 def test_a_slice_trains_as_a_network_of_its_own(federation, name):
-    """No gradient leaves it, whatever its level."""
+    """No gradient leaves it, even where nothing confines the loss."""
     if name in MODELS:
         entry = MODELS[name]
         model = models.build(name, input_shape=entry.input_shape, num_classes=entry.num_classes)
     else:
         model = federation(name).problem.model
-    parts = slices(model, HALVES)
+    parts = slices(model, SHARES)
     assert parts.multiply_adds[0] == multiply_adds(model)
     assert parts.numbers()[0] == trees.num_bytes(model.shapes()) // 4
     outside = jax.jit(lambda level, key: gradient_outside(model, parts, level, key))
-    for level in range(len(HALVES)):
+    for level in range(len(SHARES)):
         assert float(outside(jnp.int32(level), jax.random.key(level))) == 0.0
+
+
+@pytest.mark.slow
+def test_a_confined_loss_has_no_gradient_outside():
+    """With a shortcut wider than what is added to it, too."""
+    model = network(Branches())
+    parts, variables = slices(model, HALVES), model.init(jax.random.key(0))
+    loss = lambda params: jnp.sum(model.apply(variables | {"params": params}, jnp.ones((1, 2, 2, 1))))
+    gradient = jax.jit(jax.grad(parts.confine(loss, jnp.int32(2))))(variables["params"])["second"]["kernel"]
+    assert np.any(gradient[..., :2]) and not np.any(gradient[..., 2:])
 
 
 @pytest.mark.slow
