@@ -21,7 +21,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.base import describe
 from fedjax_mr.settings import Setting
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import STRATEGIES, by_group
 
 COMMANDS = {
     "main": "one run",
@@ -96,7 +96,11 @@ def short_page(width: int | None = None) -> str:
         "More",
         "  --help=all          every flag: unit, range, default and its source",
         "  --help=NAME         one strategy, data set, network, partition or flag:",
-        *_listed("strategies", STRATEGIES, width),
+        *(
+            line
+            for group, names in by_group().items()
+            for line in _listed(f"strategies, {group or 'from outside'}", names, width)
+        ),
         *_listed("data sets", SOURCES, width),
         *_listed("networks", MODELS, width),
         *_listed("partitions", PARTITIONS, width),
@@ -157,6 +161,7 @@ def _strategy(name: str, width: int) -> str:
     row = STRATEGIES[name]
     facts = {
         "paper": row.paper,
+        "group": row.group or "methods from outside",
         "networks": "clients may have different ones" if row.several else "the same for all clients",
         "public data": "takes some (--public_share)" if row.public else "takes none",
         "file": _file(row.build),

@@ -21,7 +21,7 @@ import pytest
 from fedjax_mr import config, sweep
 from fedjax_mr.analysis import papers
 from fedjax_mr.analysis.__main__ import COMMANDS
-from fedjax_mr.strategies import STRATEGIES, Row
+from fedjax_mr.strategies import STRATEGIES, Row, by_group
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
@@ -321,12 +321,14 @@ def blocks(kind):
     return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_readme_lists_every_strategy():
+def test_the_readme_lists_every_strategy_by_its_group():
     rows = re.findall(
         r"^\| `(\w+)` \| .*\| \[\w+\.py\]\((.*)\) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE
     )
-    assert {name for name, _ in rows} == set(STRATEGIES)
+    assert [name for name, _ in rows] == list(STRATEGIES)  # in the order of their groups
     assert all((ROOT / path).is_file() for _, path in rows)
+    headings = re.findall(r"^\| \*\*(.*)\*\* \| \| \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert headings == list(by_group())
 
 
 def test_the_readmes_python_names_what_there_is():

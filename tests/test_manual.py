@@ -20,8 +20,10 @@ def test_the_short_page_fits_two_screens(width):
 
 
 def test_every_strategy_data_set_and_partition_has_a_page():
+    short = manual.page("", 100)
     for name, row in STRATEGIES.items():
         page = manual.page(name, 100)
+        assert f"strategies, {row.group}: " in short and f"  {row.group}\n" in page
         assert row.paper in page and f"/{row.build.__module__.rpartition('.')[2]}.py" in page
         assert all(f"  --{flag}" in page for flag in manual._own_flags(name))
         assert 20 < len(page.splitlines()[1]) <= 100
