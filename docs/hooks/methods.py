@@ -15,26 +15,17 @@ import yaml
 from mkdocs.exceptions import PluginError
 
 from fedjax_mr import settings
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import STRATEGIES, by_group
 
 ROOT = Path(__file__).parents[2]
 PROSE = ROOT / "docs" / "methods"
-FAMILIES = {
-    "one": "One global model",
-    "flat": "Flat minima",
-    "several": "Several models",
-    "personal": "Personal models",
-    "networks": "Different networks",
-    "yardsticks": "Yardsticks",
-}
-KEYS = {"family", "work", "traffic", "tests", "command"}
+KEYS = {"work", "traffic", "tests", "command"}
 
 
 class Prose(NamedTuple):
     """The hand-written part of a page.
 
     Attributes:
-      family: a key of `FAMILIES`.
       work: what a local step and the server compute, in words.
       traffic: what the table of traffic cannot count, in words; "" if it counts everything.
       tests: identities that are tested: the test's name -> what it shows.
@@ -42,7 +33,6 @@ class Prose(NamedTuple):
       text: three sentences, then the algorithm.
     """
 
-    family: str
     work: str
     traffic: str
     tests: dict[str, str]
@@ -64,8 +54,8 @@ def prose(name: str) -> Prose:
     if len(parts) != 3 or parts[0]:
         raise PluginError(f"{path} begins with no facts between two lines ---")
     facts: dict[str, Any] = yaml.safe_load(parts[1])
-    if not set(facts) <= KEYS or facts.get("family") not in FAMILIES or not facts.get("work"):
-        raise PluginError(f"{path}: the facts are {', '.join(sorted(KEYS))}; family is one of {', '.join(FAMILIES)}")
+    if not set(facts) <= KEYS or not facts.get("work"):
+        raise PluginError(f"{path}: the facts are {', '.join(sorted(KEYS))}, and there must be work")
     for test in facts.get("tests") or {}:
         file, _, function = test.partition("::")
         source = ROOT / "tests" / "strategies" / file
@@ -75,7 +65,7 @@ def prose(name: str) -> Prose:
     if "## The algorithm" not in text or "$" not in text:
         raise PluginError(f"{path} has no section 'The algorithm' with an equation")
     beside, tests, command = facts.get("traffic", ""), facts.get("tests") or {}, facts.get("command", "")
-    return Prose(facts["family"], facts["work"], beside, tests, command, text)
+    return Prose(facts["work"], beside, tests, command, text)
 
 
 def check_prose() -> None:
@@ -91,23 +81,22 @@ def check_prose() -> None:
 
 
 def navigation() -> list[Any]:
-    """Return the part of the navigation: all methods by family."""
+    """Return the part of the navigation: all methods by group."""
     entries: list[Any] = [{"All methods": "methods/index.md"}]
-    for family, title in FAMILIES.items():
-        names = [name for name in STRATEGIES if prose(name).family == family]
-        entries.append({title: [{STRATEGIES[name].title: f"methods/{name}.md"} for name in names]})
+    for group, names in by_group().items():
+        entries.append({group.capitalize(): [{STRATEGIES[name].title: f"methods/{name}.md"} for name in names]})
     return [*entries, {"Additions": "additions.md"}]
 
 
 def table() -> str:
-    """Return all methods by family, each with its first sentence."""
+    """Return all methods by group, each with its first sentence."""
     parts = []
-    for family, title in FAMILIES.items():
+    for group, names in by_group().items():
         rows = ["| method | what it does |", "|---|---|"]
-        for name, row in STRATEGIES.items():
-            if prose(name).family == family:
-                rows.append(f"| [{row.title}]({name}.md) `{name}`<br><small>{row.paper}</small> | {_first(name)} |")
-        parts.append("\n".join([f"## {title}", "", *rows]))
+        for name in names:
+            row = STRATEGIES[name]
+            rows.append(f"| [{row.title}]({name}.md) `{name}`<br><small>{row.paper}</small> | {_first(name)} |")
+        parts.append("\n".join([f"## {group.capitalize()}", "", *rows]))
     return "\n\n".join(parts)
 
 
