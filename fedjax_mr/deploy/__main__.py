@@ -14,9 +14,8 @@ from fedjax_mr import config as configuration
 from fedjax_mr import data, files, interrupts
 from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
-from fedjax_mr.deploy import check as found
-from fedjax_mr.deploy import facts, keys
-from fedjax_mr.deploy.server import Setting, check
+from fedjax_mr.deploy import check, facts, keys
+from fedjax_mr.deploy.server import Setting, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.settings import help_of, settings_of
 
@@ -45,7 +44,7 @@ def new(arguments: Sequence[str]) -> None:
     folder, flags = _folder("new", arguments)
     asked, setting = configuration.parse_command(flags, Setting)
     config = complete(asked)
-    check(config)
+    check_deployable(config)
     for each in settings_of(Setting):
         each.check(getattr(setting, each.name))
     app = folder / "pyproject.toml"
@@ -173,7 +172,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "new": new,
     "divide": divide,
     "keys": keys.main,
-    "check": found.main,
+    "check": check.main,
 }
 
 

@@ -200,7 +200,9 @@ class Roll:
                 reply = replies[message.node]
                 try:
                     if isinstance(reply, mail.Lost):
-                        false[client] += reply.refused
+                        if reply.refused:
+                            false[client] += 1
+                            self._begun.discard((client, message.node))  # its disk may have lost what it needs
                         raise UserError(reply.reason)
                     answers[client] = self._read(client, reply, read, false)
                 except UserError as error:

@@ -110,7 +110,7 @@ def serve(post: Post, run_settings: Mapping[str, Any]) -> None:
     run(post, complete(configuration.parse(shlex.split(str(run_settings["flags"])))), Setting.of(run_settings))
 
 
-def check(config: Config) -> None:
+def check_deployable(config: Config) -> None:
     """Check that a configuration can be run by real clients.
 
     Raises:
@@ -129,7 +129,7 @@ def check(config: Config) -> None:
 
 def run(post: Post, config: Config, setting: Setting) -> Result:
     """Run a federation of real clients, or go on with it, and return its result; the arguments are those of `serve`."""
-    check(config)
+    check_deployable(config)
     assert setting.server_data is not None
     samples = ServerSamples.read(setting.server_data)
     set_up_jax(devices=1, cohort_size=1)
@@ -152,6 +152,8 @@ def run(post: Post, config: Config, setting: Setting) -> Result:
         roll = Roll(post, request, num_clients=config.clients, terms=terms)
         if folder.resumed:
             roll.remember(folder.path)
+        cohort = f"{config.cohort} of {config.clients} clients a round"
+        print(f"fedjax-mr: {config.strategy}, {cohort}, {config.rounds} rounds; results in {folder.path}", flush=True)
         federated = told_data(roll.everybody(), samples)
         rounds = MailRounds(config, federated, model, roll)
         experiment = MailExperiment(config, federated, model, rounds, folder, roll)
@@ -159,6 +161,12 @@ def run(post: Post, config: Config, setting: Setting) -> Result:
     if isinstance(end, DivergedError):
         raise end
     return end
+
+
+def _say(row: Mapping[str, Any]) -> None:
+    """Print an evaluation, for who follows the run's log."""
+    accuracy, loss = ("none" if row[name] is None else f"{row[name]:.4f}" for name in ("accuracy", "loss"))
+    print(f"fedjax-mr: round {row['round']}: accuracy {accuracy}, loss {loss}", flush=True)
 
 
 class MailExperiment(Experiment):
@@ -171,7 +179,7 @@ class MailExperiment(Experiment):
         tests = None
         if needs_tests_of_clients(config, rounds):
             tests = MailTests(rounds, 0 if federated.test is None else len(federated.test.index))
-        super().__init__(config, federated, model, rounds, folder, personal=tests)
+        super().__init__(config, federated, model, rounds, folder, personal=tests, on_row=_say)
         self._roll = roll
 
     def _begin(self) -> None:

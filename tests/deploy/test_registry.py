@@ -98,4 +98,4 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
 @pytest.mark.parametrize("name", sorted(name for name, row in STRATEGIES.items() if row.only_simulated))
 def test_what_is_only_simulated_is_refused_by_its_reason(name):
     with pytest.raises(UserError, match=f"{name} cannot run on real clients: .*samples"):
-        server.check(complete(configuration.parse([f"--strategy={name}", "--clients=3", "--cohort=3"])))
+        server.check_deployable(complete(configuration.parse([f"--strategy={name}", "--clients=3", "--cohort=3"])))
