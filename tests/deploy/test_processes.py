@@ -1,4 +1,7 @@
-"""Federations of Flower's own processes, on loopback addresses alone: the simulator's weights, whatever is killed."""
+"""Federations of Flower's own processes, on loopback addresses alone: the simulator's weights, whatever is killed.
+
+A killed ServerApp is in test_federation.py.
+"""
 
 import importlib.util
 import os
@@ -87,20 +90,6 @@ def test_two_nodes(trial):
     one.superlink()
     one.supernodes()
     one.check(one.go())
-
-
-def test_a_killed_server_goes_on(trial):
-    """The ServerApp dies after round 1; `flwr stop` frees the nodes, and the same command goes on."""
-    one = trial(flags="--rounds=3")
-    one.superlink()
-    one.supernodes()
-    run = one.go()
-    deployment.wait_for(lambda: one.rounds() >= 1, 1000, "round 1", pause=0.05)
-    for pid in one.children("superlink", "flwr-serverapp"):
-        os.kill(pid, signal.SIGKILL)
-    one.flwr("stop", run, deployment.NAME, check=False)
-    one.check(one.go("again"), name="again")
-    assert one.rounds() >= 3
 
 
 def test_killed_clients(trial):
