@@ -56,7 +56,8 @@ def count(strategy: str) -> Bytes:
     def objects(given):
         progress = rounds.start(engine.build, given)
         plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
-        uploads = jax.vmap(lambda row: rounds.train_client(engine.build, given, progress.round, row)[0])(rows)
+        upload, _, _ = rounds.train_client(engine.build, given, progress.round, trees.take(rows, 0))
+        uploads = trees.broadcast(upload, config.cohort)
         return progress, plan.cohort, rows.payload, uploads
 
     progress, cohort, payloads, uploads = jax.eval_shape(objects, engine.given)
