@@ -48,6 +48,38 @@ def test_the_commands_on_the_pages_are_valid(monkeypatch):
         check(words)
 
 
+def hook(name):
+    """Return a module of docs/hooks that needs nothing but Python."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "hooks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_broken_links_and_other_hosts_are_found(tmp_path):
+    (tmp_path / "b.html").write_text('<h1 id="here">B</h1>')
+    good = '<a href="b.html#here">B</a> <a href="https://example.org">elsewhere</a> <img src="data:image/png;base64,">'
+    (tmp_path / "a.html").write_text(good)
+    assert hook("checks").problems(tmp_path) == []
+    (tmp_path / "a.html").write_text('<a href="b.html#there"></a> <a href="c.html"></a> <script src="//cdn/x.js">')
+    (tmp_path / "a.css").write_text("@font-face { src: url(https://fonts.example/x.woff) }")
+    assert hook("checks").problems(tmp_path) == [
+        "a.html: asks another host for //cdn/x.js",
+        "a.html: b.html#there names no place of that page",
+        "a.html: c.html does not exist",
+        "a.css: asks another host for a file",
+    ]
+
+
+def test_sections_of_documents_keep_their_links_and_change_their_level():
+    documents = hook("documents")
+    text = documents.section("BUILD.md", "Add a data set", "3", "design.md")
+    assert text.startswith("### Add a data set\n") and "## Clients" not in text
+    assert "../recipes/own_method.md" in documents.relinked("BUILD.md", "a/page.md")
+    with pytest.raises(KeyError, match="no section 'Nothing'"):
+        documents.section("BUILD.md", "Nothing")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install 'fedjax_mr[docs]'")
 def test_the_site_builds_without_a_broken_link(tmp_path):
