@@ -139,8 +139,6 @@ def test_the_pages_three_terminals(tmp_path):
                 deployment.wait_for(lambda: deployment.answers(one.port), 120, "the SuperLink")
             elif not code.startswith("flower-"):
                 assert process.wait(900) == 0, one.log(f"block {number}")
-        tables = [one.log(f"block {number}") for number in range(9)]
-        assert any("simulated" in table and "fed/run" in table for table in tables)
     real, simulated = (fmr.load(tmp_path / each) for each in ("fed/run", "simulated"))
     jax.tree.map(np.testing.assert_array_equal, real.variables, simulated.variables)
 
