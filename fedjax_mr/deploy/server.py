@@ -266,7 +266,8 @@ class MailRounds(Rounds):
         plan, rows = self._begin(progress)
         trained, lost = self._by_mail(int(progress.round), jax.device_get(rows))
         if self.roll.terms.lost == "untrained":
-            sizes = plan.cohort.sizes * ~lost[positions(plan.slots, len(lost))]
+            absent = jnp.asarray(lost)[positions(plan.slots, len(lost))]
+            sizes = jnp.where(absent, jnp.zeros_like(plan.cohort.sizes), plan.cohort.sizes)
             plan = plan._replace(cohort=plan.cohort._replace(sizes=sizes))
         progress, report = self._finish(progress, plan, trained)
         if self.roll.terms.lost == "untrained":

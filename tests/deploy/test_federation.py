@@ -26,10 +26,10 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(params=["fedmr", "scaffold"])
+@pytest.fixture(params=["scaffold", "fedme --nofedme_clustering"])
 def app(request, tmp_path):
     """The app of a federation in tmp_path / app, its samples, and the simulator's result."""
-    flags = [*FLAGS, f"--strategy={request.param}"]
+    flags = [*FLAGS, *f"--strategy={request.param}".split()]
     simulated = fmr.run(configuration.parse([*flags, f"--run_dir={tmp_path / 'simulated'}"]))
     folder = tmp_path / "app"
     assert command.main(["new", str(folder), *flags]) == 0
@@ -38,7 +38,7 @@ def app(request, tmp_path):
 
 
 def test_a_killed_server_goes_on_with_the_simulators_bits(app, tmp_path):
-    """Of FedMR and of a method whose clients have a memory; the ServerApp dies after the first round."""
+    """Of a method whose clients have a memory, and of one with personal models; the ServerApp dies after a round."""
     folder, simulated = app
     checkpoints = Checkpoints(folder / "run" / "checkpoints")
     with deployment.federation(tmp_path / "flower") as flower:

@@ -3,6 +3,7 @@
 import shlex
 
 import jax
+import numpy as np
 import pytest
 
 from fedjax_mr import config as configuration
@@ -99,3 +100,77 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
 def test_what_is_only_simulated_is_refused_by_its_reason(name):
     with pytest.raises(UserError, match=f"{name} cannot run on real clients: .*samples"):
         server.check_deployable(complete(configuration.parse([f"--strategy={name}", "--clients=3", "--cohort=3"])))
+
+
+# --- Lost clients ----------------------------------------------------------------------------------------------------
+
+
+def with_upload(change):
+    """Return what spoils a reply: a function of the arrays of the upload."""
+    return lambda content: {**content, "upload": change(dict(content["upload"]))}
+
+
+def not_finite(upload):
+    name = min(upload)
+    return upload | {name: np.full_like(upload[name], np.nan)}
+
+
+def other_shape(upload):
+    name = min(upload)
+    return upload | {name: upload[name][..., None]}
+
+
+@pytest.mark.slow
+def test_after_single_failures_the_weights_are_those_of_the_undisturbed_run(tmp_path, capsys):
+    """A reply is lost, not finite, of another shape, without arrays, doubled; a client program dies after its work."""
+    at = {
+        (0, 0): "lose",
+        (0, 1): with_upload(not_finite),
+        (0, 2): "crash",
+        (1, 0): with_upload(other_shape),
+        (1, 1): "double",
+        (1, 2): with_upload(lambda upload: {}),
+    }
+    asked = []
+
+    def faults(message, before):
+        if message.kind != "train" or (message.round, message.node) in asked:
+            return None
+        asked.append((message.round, message.node))
+        return at[message.round, sum(round == message.round for round, _ in asked) - 1]
+
+    flags = ["--strategy=scaffold"]
+    undisturbed, _ = after(Real(tmp_path / "quiet", flags).mailed())
+    disturbed, _ = after(Real(tmp_path / "loud", flags, faults=faults).mailed())
+    tree_equal(disturbed, undisturbed)
+    assert len(asked) == 6
+    said = capsys.readouterr().err
+    for words in ("no reply within", "numbers that are not finite", "expected float32", "lacks"):
+        assert said.count(words) == 1, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in STRATEGIES.items() if not row.only_simulated])
+def test_an_untrained_client_sends_back_what_it_got(name, tmp_path):
+    """One client is lost in every round: its model counts as it was sent, with the size 0, and all stays finite."""
+    first = []
+
+    def faults(message, before):
+        if message.kind == "train" and not first:
+            first.append(message.node)
+        return "lose" if message.kind == "train" and message.node in first else None
+
+    one = Real(tmp_path, [f"--strategy={name}", "--cohort=4"], faults=faults, lost="untrained")
+    try:
+        mailed = one.mailed()
+    except UserError as error:
+        assert "--lost=untrained is for methods whose clients send back a model that they got" in str(error)
+        return
+    progress = mailed.init()
+    _, rows = mailed._begin(progress)
+    row = jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows)
+    tree_equal(mailed._untrained(0, row)[0]["model"], row.payload["model"])
+    progress, reports = after(mailed)
+    assert [float(report.info["clients_lost"]) for report in reports] == [1, 1]
+    for leaf in jax.tree.leaves(jax.device_get(progress.server)):
+        assert leaf.dtype.kind != "f" or np.isfinite(leaf).all()
