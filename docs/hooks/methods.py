@@ -209,7 +209,7 @@ def _real_clients(name: str) -> str:
     if row.only_simulated:
         return f"It is only simulated: {row.only_simulated}."
     counts = ", which tell the server how many samples of each class they have" if row.label_counts else ""
-    return f"It also runs on real clients{counts}."
+    return f"It also runs on [real clients](../recipes/real_clients.md){counts}."
 
 
 def _cost(name: str, own: Prose) -> str:
