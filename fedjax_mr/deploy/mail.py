@@ -42,6 +42,7 @@ class Lost:
 
     reason: str  # one line
     refused: bool = False  # the client said no, or sent something malformed, and would again
+    moved: bool = False  # the node is gone, and another has come that may be the same client's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +106,12 @@ class Post:
         """Return the reply of every node asked, or why there is none after ``timeout`` seconds.
 
         At most one message per node. A message whose node or client program failed is sent again; one that the client
-        refused (a `UserError` there), or where its program raised an error, is not.
+        refused (a `UserError` there), or where its program raised an error, is not. Nor is one whose node is gone if
+        a new node has come since: a SuperNode without a key of its own has another number when it comes back.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
-        deadline = self._carrier.now() + timeout
+        deadline, before = self._carrier.now() + timeout, set(self._carrier.nodes())
         answers: dict[int, Content | Lost] = {}
         reasons: dict[int, str] = {}
         due = {message.node: (self._carrier.now(), message) for message in messages}  # to be sent from then on
@@ -128,7 +130,12 @@ class Post:
                 message = sent.pop(name)
                 if isinstance(reply, Failure):
                     reasons[message.node] = reply.reason
-                    if reply.passing:
+                    there = set(self._carrier.nodes())
+                    if message.node not in there and there - before:
+                        answers[message.node] = Lost(
+                            f"its node is gone ({reply.reason}), a new one has come", moved=True
+                        )
+                    elif reply.passing:
                         due[message.node] = (self._carrier.now() + PAUSE_SECONDS, message)
                     else:
                         answers[message.node] = Lost(reply.reason)
@@ -325,8 +332,8 @@ def FakePost(  # noqa: N802
     Args:
       handlers: the answering function of every node.
       faults: says for a message and how often it was sent before (0, 1, ...) what happens to it: None, "lose" (there
-        is never a reply), "crash" (the node has worked, but an error comes), "double" (the node works twice), or a
-        function that spoils the reply.
+        is never a reply), "gone" (an error comes), "crash" (the node has worked, but an error comes), "double" (the
+        node works twice), or a function that spoils the reply.
     """
     return Post(_Fake(handlers, faults or (lambda message, before: None)))
 
@@ -352,6 +359,9 @@ class _Fake:
             before = self._sent[which] = self._sent.get(which, -1) + 1
             fault = self._faults(message, before)
             if fault == "lose":
+                continue
+            if fault == "gone":
+                self._replies[names[-1]] = Failure("node unavailable", passing=True)
                 continue
             message = dataclasses.replace(message, content=_copied(message.content))
             answer = reply(message, self._handlers[message.node])

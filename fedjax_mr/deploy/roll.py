@@ -195,9 +195,12 @@ class Roll:
             asked = [client for client in wanted if client in ready]
             messages = [self._message(kind, client, round, attempt, contents[client]) for client in asked]
             replies = self._post.ask(messages, self.terms.reply_timeout) if messages else {}
+            moved = {node for node, reply in replies.items() if isinstance(reply, mail.Lost) and reply.moved}
             lost = {client: "its node is not connected" for client in wanted if client not in asked}
             for client, message in zip(asked, messages, strict=True):
                 reply = replies[message.node]
+                if message.node in moved:
+                    continue
                 try:
                     if isinstance(reply, mail.Lost):
                         if reply.refused:
@@ -207,8 +210,11 @@ class Roll:
                     answers[client] = self._read(client, reply, read, false)
                 except UserError as error:
                     lost[client] = str(error)
-            if not lost:
+            if not lost and not moved:
                 return answers
+            attempt += 1
+            if not lost:
+                continue
             for client, reason in lost.items():
                 self._say(f"round {round + 1}: lost client {client}: {reason}", again=True)
             if self.terms.lost == "stop":
@@ -222,7 +228,6 @@ class Roll:
                         f"round {round + 1}: client {client} answers falsely {false[client]} times ({lost[client]}); "
                         "--lost=untrained goes on without it"
                     )
-            attempt += 1
             self._gather(sorted(lost), None)
 
     def _read(self, client: int, reply: Content, read: Callable[[int, Content], Any], false: dict[int, int]) -> Any:

@@ -69,6 +69,21 @@ def test_what_goes_wrong_with_one_node_leaves_the_other_alone(fault, lost, times
         assert found[7]["arrays"]["x"][0] == 7
 
 
+def test_a_node_that_comes_back_with_another_number_is_not_waited_for():
+    nodes = {7: Node(7), 9: Node(9)}
+
+    def faults(message, before):
+        if message.node == 7:
+            nodes.pop(7)
+            nodes[8] = Node(7)
+            return "gone"
+        return None
+
+    post = mail.FakePost(nodes, faults)
+    found = post.ask([mail.Message("refuse", node, 3, 0, {}) for node in (7, 9)], 600.0)
+    assert found[7].moved and not found[9].moved and post.now() < 10 and post.nodes() == [9, 8]
+
+
 def test_a_refusal_is_not_asked_again():
     nodes, found = ask(kind="refuse")
     assert found[9] == mail.Lost("client 9 has no data", refused=True) and nodes[9].times == 1

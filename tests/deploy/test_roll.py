@@ -66,6 +66,20 @@ def test_a_single_fault_changes_no_answer_where_one_waits(fault, capsys):
     assert said.count("lost client 2") == bool(fault[1]) and fault[1] in said
 
 
+@pytest.mark.parametrize("lost", ["wait", "untrained", "stop"])
+def test_a_node_that_comes_back_with_another_number_is_no_lost_client(lost, capsys):
+    nodes = {100 + client: node(client) for client in range(3)}
+
+    def faults(message, before):
+        if message.kind == "train" and message.node == 102:
+            nodes[105] = nodes.pop(102)
+            return "gone"
+        return None
+
+    roll = Roll(mail.FakePost(nodes, faults), REQUEST, num_clients=3, terms=Terms(lost, 500.0, 9.0))
+    assert asked(roll) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fault", AT_FAULT, ids=["late", "malformed"])
 def test_without_waiting_a_lost_client_is_named_and_left_out(fault, capsys):
     assert asked(roll_of(map(node, range(3)), faults=once(fault[0]), lost="untrained")) == {0: 0}
