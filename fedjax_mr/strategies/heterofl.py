@@ -11,13 +11,14 @@ What a weak client computes here: the multiply-adds of the whole network, most o
 program serves all widths (models/slices.py). ``slice_multiply_adds`` tells what the round's slices take by themselves,
 as a share of what its clients would with the whole network; bytes are those of the slices.
 
-Deviations. In a network without normalisation the Scaler divides what leaves each layer but the last, as in the
-released plain network; in one with some, dense layers without are not divided. Static BatchNorm: nobody keeps running
-statistics there, and before each test the server passes the samples of all clients through the network, which only a
-simulation can. Here the running statistics, of what enters without the Scaler, travel and are averaged like all else
-(``statistics=clients``), or are taken from the public samples the same way (``public``). Widths are dealt to the
-clients in runs of equal length, as released for equal shares. Local training there clips gradients at norm 1
-(--clip_norm). The released code keeps the best round by test accuracy; here it is the last.
+Deviations. The published networks are all normalised. In one without normalisation the released code has the Scaler
+divide what leaves each layer but the last (``scaler=layers``), which at width 1/16 multiplies 16 times in every layer;
+here it divides nothing there. In a normalised network, dense layers without normalisation are not divided. Static
+BatchNorm: nobody keeps running statistics there, and before each test the server passes the samples of all clients
+through the network, which only a simulation can. Here the running statistics, of what enters without the Scaler, travel
+and are averaged like all else (``statistics=clients``), or are taken from the public samples the same way (``public``).
+Widths are dealt to the clients in runs of equal length, as released for equal shares. Local training there clips
+gradients at norm 1 (--clip_norm). The released code keeps the best round by test accuracy; here it is the last.
 """
 
 import contextlib
@@ -56,7 +57,14 @@ class Hyper:
     dynamic: bool = field(
         False, "draw the width of each client anew in every round", source="Diao et al. 2021: both, fixed in most rows"
     )
-    scaler: bool = field(True, "the Scaler: divide by the client's width in training", source="Diao et al. 2021")
+    scaler: str = field(
+        "norms",
+        "the Scaler, by which a client divides by its width in training: what enters a normalisation (norms); in a "
+        "network without any also what leaves each layer but the last, as the released code does (layers); nothing "
+        "(none)",
+        choices=("norms", "layers", "none"),
+        source="Diao et al. 2021, whose networks are normalised",
+    )
     own_classes: bool = field(
         True,
         "masked cross-entropy: a client's loss has 0 for the logits of classes that it lacks, and only the rows of its "
@@ -196,6 +204,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     parts = slices(network, (*map(Level, hyper.widths), Level(1.0)))  # the last one is the whole, which nobody is dealt
     sizes = parts.numbers(collections=("params",) if hyper.statistics == "public" else None)
 
+    normalised = any("mean" in layer.names for layer in problem.layers)
+    divides = hyper.scaler == "layers" or (hyper.scaler == "norms" and normalised)
+
     def init(key):
         return State(network.init(key))
 
@@ -212,7 +223,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def client_update(payload, memory, data, round, key):
         level, classes = payload["level"], owned(data.client_id)
-        width = jnp.asarray(hyper.widths if hyper.scaler else [1.0] * count, jnp.float32)[level]
+        width = jnp.asarray(hyper.widths if divides else (1.0,) * count, jnp.float32)[level]
 
         def loss(params, state, batch, key):
             with scaled(problem.layers, width):

@@ -16,10 +16,12 @@ WIDTHS = (1.0, 0.4, 0.2)  # of the perceptron's five hidden units: 5, 2, 1
 HIDDEN = (5, 2, 1)
 
 
-@pytest.mark.parametrize("own_classes", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_three_rounds_equal_the_equations(transcription, own_classes):
-    """The slices as networks of their own size."""
-    by_hand = transcription("heterofl", Hyper(widths=WIDTHS, own_classes=own_classes))
+@pytest.mark.parametrize(
+    "own_classes, scaler", [(True, "layers"), pytest.param(False, "norms", marks=pytest.mark.slow)]
+)
+def test_three_rounds_equal_the_equations(transcription, own_classes, scaler):
+    """The slices as networks of their own size; nothing is normalised in this one."""
+    by_hand = transcription("heterofl", Hyper(widths=WIDTHS, own_classes=own_classes, scaler=scaler))
     torch, model = by_hand.torch, by_hand.read(by_hand.progress.server.model)
     levels = [client * len(WIDTHS) // 4 for client in range(4)]
     assert levels == [0, 0, 1, 2]
@@ -27,7 +29,7 @@ def test_three_rounds_equal_the_equations(transcription, own_classes):
     for clients in by_hand.rounds(3):
         totals, counts = [torch.zeros_like(leaf) for leaf in model], [torch.zeros_like(leaf) for leaf in model]
         for i in clients:
-            width, units = WIDTHS[levels[i]], HIDDEN[levels[i]]
+            width, units = WIDTHS[levels[i]] if scaler == "layers" else 1.0, HIDDEN[levels[i]]
             own = torch.zeros(3, dtype=torch.bool)
             own[by_hand.y[i].unique()] = True
             own |= not own_classes
@@ -144,7 +146,7 @@ def test_the_scaler_divides_what_enters_normalisation_or_else_leaves_layers(fede
 @pytest.mark.slow
 def test_running_statistics_are_those_without_the_scaler(engine, close):
     """What is normalised does not depend on its unit, up to epsilon, so neither does anything else."""
-    divided, plain = (engine("heterofl", "normed", hyper=Hyper(widths=(0.5,), scaler=on)) for on in (True, False))
+    divided, plain = (engine("heterofl", "normed", hyper=Hyper(widths=(0.5,), scaler=on)) for on in ("norms", "none"))
     models = [each.run(each.init(), 3)[0].server.model for each in (divided, plain)]
     close(*models, rtol=1e-3, atol=1e-3)
 
