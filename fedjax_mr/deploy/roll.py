@@ -19,8 +19,8 @@ from fedjax_mr.deploy.facts import Member, Request
 from fedjax_mr.deploy.mail import Message, Post
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import REAL_CLIENTS
 
-FILE = "clients.json"  # in the run folder
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_JOINING_AGAIN = 30.0
 MOST_FALSE_REPLIES = 3  # of one client in one round, before the run ends for it
@@ -281,7 +281,7 @@ class Roll:
                 client: self.members[client].record() | {"key": self._owners[client]} for client in self.members
             },
         }
-        with files.whole(folder / FILE) as path:
+        with files.whole(folder / REAL_CLIENTS) as path:
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def remember(self, folder: Path) -> None:
@@ -290,7 +290,7 @@ class Roll:
         Raises:
           UserError: the file is damaged.
         """
-        path = folder / FILE
+        path = folder / REAL_CLIENTS
         try:
             for record in files.parse_json(files.read_text(path))["clients"].values():
                 owner = record.pop("key")
@@ -307,8 +307,8 @@ def name_of_run(folder: Path) -> str | None:
       UserError: the file that says so is damaged.
     """
     try:
-        return str(files.parse_json(files.read_text(folder / FILE))["run"])
+        return str(files.parse_json(files.read_text(folder / REAL_CLIENTS))["run"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / FILE} is damaged ({error})") from None
+        raise UserError(f"{folder / REAL_CLIENTS} is damaged ({error})") from None

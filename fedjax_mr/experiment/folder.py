@@ -26,10 +26,12 @@ from fedjax_mr.experiment.rows import COLUMNS, MetricsRow, csv_writer, line_of, 
 RUNS = "runs"  # where runs without --run_dir are kept
 STATES = ("new", "started", "diverged", "finished")  # of a run folder, the furthest last; new has no checkpoint yet
 PICTURES = ("png", "pdf", "svg")  # --picture_format
+REAL_CLIENTS = "clients.json"  # in the folder of a run of real clients: who they were
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
     "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES), "partition.npz",
-    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", "imports", "config.json", "run.flags",
+    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", REAL_CLIENTS, "imports",
+    "config.json", "run.flags",
 )  # fmt: skip
 """All that a run folder may hold, and all that overwriting one removes, in this order: ``run.flags`` is the first file
 to come and the last to go, so that whatever is left after a kill is known as a run folder."""

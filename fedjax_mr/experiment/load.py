@@ -25,7 +25,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Result
-from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary
+from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, read_rows, read_summary
 from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trained import TrainedNetwork
@@ -139,6 +139,8 @@ class SavedRun:
             raise UserError(f"{self.config.strategy} gives clients no models of their own: .deployed is the one of all")
         if not 0 <= client < count:
             raise UserError(f"there is no client {client}: they are 0 to {count - 1}")
+        if rounds.strategy.init_memory is not None and self._of_real_clients:
+            raise UserError(f"{self.folder} is of real clients, whose own models are on their own disks")
         try:
             variables = self._personal(rounds, progress, client, samples=_Absent())
         except _NeedsSamplesError:
@@ -175,6 +177,11 @@ class SavedRun:
         return network.export(folder)
 
     # --- what a checkpoint is read with
+
+    @property
+    def _of_real_clients(self) -> bool:
+        """Whether real clients trained, whose memories are on their own disks."""
+        return (self.folder / REAL_CLIENTS).exists()
 
     @functools.cached_property
     def _plan(self) -> Plan:
@@ -214,7 +221,10 @@ class SavedRun:
     @functools.cached_property
     def _progress(self) -> Progress:
         checkpoints = Checkpoints(self.folder / "checkpoints")
-        return checkpoints.restore(self._rounds.shapes(), self.wanted)[0]
+        shapes = self._rounds.shapes()
+        if shapes.memory is not None and self._of_real_clients:  # here are the rounds after which these count
+            shapes = shapes._replace(memory=jax.ShapeDtypeStruct((self._template.num_clients,), np.int32))
+        return checkpoints.restore(shapes, self.wanted)[0]
 
     def _personal(self, rounds: Rounds, progress: Progress, client: int, *, samples: Any = None) -> Variables:
         """Return a client's own model in the form that all networks share.
