@@ -239,15 +239,19 @@ def _numbers(name: str) -> str:
     lines = kept.of(name)
     if not lines:
         return "No run of it is kept yet."
-    rows = ["| setting | seeds | accuracy, % | paper | verdict |", "|---|---|---|---|---|"]
+    compared = any(line.published for line in lines)
+    rows = [
+        f"| setting | seeds | accuracy, % |{' paper | verdict |' * compared}",
+        f"|---|---|---|{'---|---|' * compared}",
+    ]
     for line in sorted(lines, key=_compared_first):
         own = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in line.own.items())
         setting = f"{kept.data_title(line)}<br><small>{kept.clients_title(line)}{f'; {own}' if own else ''}</small>"
-        paper = ""
+        cells, paper = [setting, line.seeds(), line.accuracy() or "diverged"], ""
         if line.published:
             deviation = "" if line.published.deviation is None else f" ± {line.published.deviation:.2f}"
             paper = f"{line.published.mean:.2f}{deviation}<br><small>{line.published.source}</small>"
-        rows.append(f"| {setting} | {line.seeds()} | {line.accuracy() or 'diverged'} | {paper} | {line.verdict} |")
+        rows.append(f"| {' | '.join([*cells, *([paper, line.verdict] if compared else [])])} |")
     return "\n".join(
         [
             *rows,
