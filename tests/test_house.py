@@ -317,18 +317,23 @@ def test_the_commands_of_the_figures_are_valid(monkeypatch):
         parser.parse_args(["runs", *shlex.split(arguments)])
 
 
-def blocks(kind):
-    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+SHORT_METHOD = "docs/recipes/method_in_twenty_lines.md"
 
 
-def test_the_readme_lists_every_strategy_by_its_group():
-    rows = re.findall(
-        r"^\| `(\w+)` \| .*\| \[\w+\.py\]\((.*)\) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE
-    )
-    assert [name for name, _ in rows] == list(STRATEGIES)  # in the order of their groups
-    assert all((ROOT / path).is_file() for _, path in rows)
-    headings = re.findall(r"^\| \*\*(.*)\*\* \| \| \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    assert headings == list(by_group())
+def blocks(kind, *pages):
+    """Return the blocks of code of the README, or of other pages."""
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in pages or ["README.md"])
+    return re.findall(rf"```{kind}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_readme_fits_two_screens_and_lists_every_strategy_by_its_group():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    links = re.findall(r"\[`(\w+)`\]\((docs/methods/\w+\.md)\)", text)
+    assert links == [(name, f"docs/methods/{name}.md") for name in STRATEGIES]  # in the order of their groups
+    assert re.findall(r"^\| ([a-z ]+) \| \[`", text, flags=re.MULTILINE) == list(by_group())
+    missing = [path for path in re.findall(r"\]\(([^)#:]+)\)", text) if not (ROOT / path).exists()]
+    assert not missing
 
 
 def test_the_readmes_python_names_what_there_is():
@@ -340,7 +345,7 @@ def test_the_readmes_python_names_what_there_is():
             return getattr(owner, node.attr)  # a missing name is an AttributeError that says which
         return known.get(node.id) if isinstance(node, ast.Name) else None
 
-    for node in ast.walk(ast.parse("\n".join(blocks("python")))):
+    for node in ast.walk(ast.parse("\n".join(blocks("python", "README.md", SHORT_METHOD)))):
         if isinstance(node, ast.Import):
             known |= {alias.asname or alias.name: importlib.import_module(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -388,6 +393,6 @@ def test_the_tutorials_strategy_learns(monkeypatch, engine):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *models)
 
 
-def test_the_readmes_own_strategy_is_short():
-    (block,) = [block for block in blocks("python") if "fmr.Strategy(" in block]
+def test_ones_own_strategy_is_short():
+    (block,) = [block for block in blocks("python", SHORT_METHOD) if "fmr.Strategy(" in block]
     assert len([line for line in block.splitlines() if line.strip()]) < 30

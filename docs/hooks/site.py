@@ -17,6 +17,7 @@ import drawings
 import leaderboard
 import mathfont
 import methods
+import notebooks
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -39,7 +40,10 @@ EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the lists of generated pages into the navigation."""
-    lists = {"@methods": methods.navigation, "@api": api.navigation, "@notebook": documents.navigation}
+    lists = {
+        "@methods": methods.navigation, "@notebooks": notebooks.navigation, "@notebook": documents.navigation,
+        "@api": api.navigation,
+    }  # fmt: skip
 
     def fill(entries: list) -> None:
         for entry in entries:
@@ -55,8 +59,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file holds, and the pictures that they show."""
-    for path, text in (api.pages() | documents.pages()).items():
-        files.append(File.generated(config, path, content=text))
+    for path, content in (api.pages() | documents.pages() | notebooks.pages() | notebooks.pictures()).items():
+        files.append(File.generated(config, path, content=content))
     for path, source in documents.pictures().items():
         files.append(File.generated(config, path, abs_src_path=str(source)))
     files.append(File.generated(config, mathfont.PATH, content=mathfont.font()))

@@ -2,8 +2,9 @@
 
 The main table has the methods of the papers' main comparison in the settings of their flag files, one cell each: our
 mean over the seeds, the paper's number, and a verdict. All are computed from the metrics kept in results/ beside the
-document. What is made anew there stands between <!-- record PART --> and <!-- end -->, with PART one of table, pairs,
-claims and cost; and the lines "Measured:" in the heads of the flag files. --check only compares.
+document. What is made anew stands between <!-- record PART --> and <!-- end -->, with PART one of table, pairs, claims,
+cost and headline, there and in the README of the repository; and the lines "Measured:" in the heads of the flag files.
+--check only compares.
 """
 
 import argparse
@@ -70,13 +71,19 @@ def fresh_texts(document: Path) -> Iterator[tuple[Path, str]]:
     """
     record = Record.of(document.parent)
 
-    def fresh(found: re.Match) -> str:
-        begin, part, end = found.groups()
-        if part not in PARTS:
-            raise UserError(f"{document}: {begin.strip()} is none of {', '.join(PARTS)}")
-        return f"{begin}{PARTS[part](record)}\n{end}"
+    def fresh(page: Path) -> str:
+        def part(found: re.Match) -> str:
+            begin, name, end = found.groups()
+            if name not in PARTS:
+                raise UserError(f"{page}: {begin.strip()} is none of {', '.join(PARTS)}")
+            return f"{begin}{PARTS[name](record)}\n{end}"
 
-    yield document, BLOCK.sub(fresh, pages.read(document))
+        return BLOCK.sub(part, pages.read(page))
+
+    yield document, fresh(document)
+    readme = document.resolve().parents[1] / "README.md"
+    if readme.is_file():
+        yield readme, fresh(readme)
     for data in FLAGS:
         path = document.parent / FLAGS[data]
         measured = "\n".join(_wrapped(f"Measured: {record.measured(data)}"))
@@ -217,6 +224,20 @@ def main_table(record: Record) -> str:
     return "\n\n".join(map(of, FLAGS))
 
 
+def headline_table(record: Record) -> str:
+    """Return the main table of the first data set in short: ours with the number of seeds, the papers' in brackets."""
+    data = next(iter(FLAGS))
+
+    def text(cell: Cell) -> str:
+        own = f"{_shown(cell.own)}, n = {len(cell.by_seed)}" if cell.by_seed else "not run"
+        return f"{own} ({tables.plus_minus(*cell.published[1:3], digits=1)})" if cell.published else own
+
+    rows = [
+        [_title(method), *(text(record.cells[method, data, division]) for division in DIVISIONS)] for method in METHODS
+    ]
+    return tables.markdown([[data, *DIVISIONS], *rows])
+
+
 def pairs_table(record: Record) -> str:
     """Return which method is ahead of which in which setting, and how surely."""
     rows = []
@@ -253,6 +274,5 @@ def cost_table(record: Record) -> str:
 
 
 PARTS: dict[str, Callable[[Record], str]] = {
-    "table": main_table, "pairs": pairs_table, "claims": claims_table,
-    "cost": cost_table,
+    "table": main_table, "pairs": pairs_table, "claims": claims_table, "cost": cost_table, "headline": headline_table,
 }  # fmt: skip

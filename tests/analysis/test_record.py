@@ -84,11 +84,13 @@ def test_settings_of_claims_are_singled_out():
 @pytest.fixture
 def folder(tmp_path):
     """A page and the flag files in a folder of their own, with one kept run of FedMR on CIFAR-100, IID."""
+    folder = tmp_path / "experiments"
+    folder.mkdir()
     for name in ("cifar10.flags", "cifar100.flags", "fedmr_authors.flags"):
-        (tmp_path / name).write_text((EXPERIMENTS / name).read_text().replace("exp/", f"{tmp_path}/"))
-    (tmp_path / "RESULTS.md").write_text("Before.\n<!-- record table -->\nold\n<!-- end -->\nAfter.\n")
-    keep(tmp_path, "--strategy=fedmr", accuracy=0.4)
-    return tmp_path
+        (folder / name).write_text((EXPERIMENTS / name).read_text().replace("exp/", f"{folder}/"))
+    (folder / "RESULTS.md").write_text("Before.\n<!-- record table -->\nold\n<!-- end -->\nAfter.\n")
+    keep(folder, "--strategy=fedmr", accuracy=0.4)
+    return folder
 
 
 def keep(folder, *flags, accuracy):
@@ -123,3 +125,11 @@ def test_unknown_parts_are_refused(folder, capsys):
     (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
     assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
     assert "none of table, pairs, claims, cost" in capsys.readouterr().err
+
+
+def test_the_readme_has_the_headline(folder):
+    keep(folder, "--flagfile=" + str(folder / "cifar10.flags"), "--strategy=fedmr", "--alpha=0.5", accuracy=0.6)
+    readme = folder.parent / "README.md"
+    readme.write_text("First.\n<!-- record headline -->\n<!-- end -->\n")
+    assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 0
+    assert "| FedMR | not run (54.6 ± 0.6) | 60.0, n = 1 (59.8 ± 0.6) |" in readme.read_text()

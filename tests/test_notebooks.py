@@ -1,0 +1,69 @@
+"""The notebooks of docs/notebooks: each is a script in cells (jupytext's percent format), and an executed copy of it.
+
+The copy, which the site shows, is made by ``jupytext --to ipynb --execute docs/notebooks/NAME.py`` (extra `docs`).
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
+
+
+def cells(script):
+    """Return the cells of a script: kind and text."""
+    _, *parts = CELL.split(script.read_text(encoding="utf-8"))
+    for mark, text in zip(parts[::2], parts[1::2], strict=True):
+        prose = "\n".join(line[2:] for line in text.strip().splitlines())
+        yield ("markdown", prose) if mark else ("code", text.strip())
+
+
+def code_lines(script, heading):
+    """Return the lines of code of the cell below a heading, without empty ones, comments and docstrings."""
+    found = list(cells(script))
+    (code,) = [found[place + 1][1] for place, (_, text) in enumerate(found) if text.startswith(f"## {heading}")]
+    lines = ast.unparse(ast.parse(code)).splitlines()
+    return [line for line in lines if line.strip() and not line.strip().startswith('"""')]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_executed_copy_is_of_the_script(script):
+    copy = json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
+    assert [(cell["cell_type"], "".join(cell["source"])) for cell in copy] == list(cells(script))
+    code = [cell for cell in copy if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in code) and "pip" in code[0]["source"][-1]
+    assert not [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"]
+
+
+def test_the_titles_count_right():
+    fedmr, own = (
+        ROOT / "docs" / "notebooks" / f"{name}.py" for name in ("fedmr_in_60_lines", "own_method_in_20_lines")
+    )
+    assert len(code_lines(fedmr, "The algorithm")) <= 60
+    assert "fedjax_mr" not in "".join(code_lines(fedmr, "The algorithm"))
+    assert len(code_lines(own, "The method")) <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="pip install 'fedjax_mr[docs]'")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_runs(script, tmp_path):
+    """Its cells run as a script, with fewer rounds; what they assert holds."""
+    text, count = re.subn(r"^rounds = \d+$", "rounds = 10", script.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert count == 1
+    (tmp_path / script.name).write_text(text, encoding="utf-8")
+    known = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    known |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, env=known, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
