@@ -2,8 +2,9 @@
 
 A client's samples are an .npz file of arrays ``x`` and ``y``, and where it has them ``validation_x``, ``validation_y``,
 ``test_x``, ``test_y``. The server's is one of ``test_x`` and ``test_y``, on which the deployed model is tested, and
-where a method needs them ``public_x`` (and ``public_y``); ``facts`` in it says the kind of all samples and their
-normalisation, which the server fixes for everybody. `divide` writes such files from a data set, for a trial.
+where a method needs them ``public_x`` (and ``public_y``). It fixes for everybody the kind of the samples and their
+normalisation: as ``facts``, which `divide` writes from a data set for a trial, or as ``num_classes``, ``mean`` and
+``std``, whose defaults are those of `from_arrays`.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike
 from fedjax_mr import config as configuration
 from fedjax_mr import files, imports
 from fedjax_mr.config import Config
-from fedjax_mr.data import FederatedData, Split, npz
+from fedjax_mr.data import FederatedData, Split, from_arrays, npz
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import Plan, Public
 from fedjax_mr.deploy.wire import Content
@@ -90,10 +91,14 @@ class ServerSamples(NamedTuple):
         """
         arrays = _read(path)
         try:
-            facts = Facts.parse(str(arrays["facts"].item()))
             x, y = arrays["test_x"], arrays["test_y"]
+            if "facts" in arrays:
+                facts = Facts.parse(str(arrays["facts"].item()))
+            else:
+                kind = {name: arrays[name].tolist() for name in ("num_classes", "mean", "std") if name in arrays}
+                facts = Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is no file of a server: it needs facts, test_x and test_y ({error})") from None
+            raise UserError(f"{path} is no file of a server: it needs test_x and test_y ({error})") from None
         public = None
         if "public_x" in arrays:
             if "public_y" in arrays:
