@@ -38,7 +38,7 @@ def free_port() -> int:
 class Federation:
     """A SuperLink, SuperNodes and runs, each with its own log; `stop` ends the ones that are still there.
 
-    Processes get a group each, so that what they start ends with them.
+    What they start ends with them.
     """
 
     def __init__(self, folder: Path, *, tls: bool = False, database: bool = False) -> None:
@@ -170,7 +170,11 @@ class Federation:
 
     def children(self, name: str, command: str) -> list[int]:
         """Return the processes under a program whose command line holds ``command``."""
-        wanted, found = {self._processes[name].pid}, []
+        return self.children_of(self._processes[name].pid, command)
+
+    def children_of(self, pid: int, command: str) -> list[int]:
+        """Return a process and those under it whose command line holds ``command``."""
+        wanted, found = {pid}, []
         for _ in range(4):
             for folder in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
@@ -199,15 +203,13 @@ class Federation:
         self._processes.clear()
 
     def _end(self, process: subprocess.Popen[bytes], how: signal.Signals) -> None:
-        under = [process.pid]
+        under = self.children_of(process.pid, "")  # Flower gives some of them groups of their own
         for sign, patience in ((how, 10), (signal.SIGKILL, 10)):
             for pid in under:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, sign)
+                    os.kill(pid, sign)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
-                if sign == signal.SIGKILL:
-                    return
 
 
 @contextlib.contextmanager

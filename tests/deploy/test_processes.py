@@ -111,6 +111,7 @@ def test_killed_clients(trial):
 
 
 def test_a_killed_superlink_on_a_database(trial):
+    """It dies with its ServerApp, as when its host does, and comes back to the same nodes."""
     one = trial(database=True)
     one.superlink()
     one.supernodes()
