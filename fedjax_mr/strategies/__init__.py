@@ -42,6 +42,7 @@ from fedjax_mr.strategies import (
     moon,
     partial,
     perfedavg,
+    pfedbayes,
     pfedhr,
     pfedme,
     prototypes,
@@ -139,6 +140,7 @@ _OURS: dict[str, dict[str, Row]] = {
     "personal": {
         "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020", title="pFedMe"),
         "perfedavg": Row(perfedavg.build, perfedavg.Hyper, "Fallah et al., NeurIPS 2020", title="Per-FedAvg"),
+        "pfedbayes": Row(pfedbayes.build, pfedbayes.Hyper, "Zhang et al., ICML 2022", title="pFedBayes"),
         "ditto": Row(ditto.build, ditto.Hyper, "Li et al., ICML 2021", title="Ditto"),
         "fedrep": Row(partial.fedrep, partial.FedRep, "Collins et al., ICML 2021", title="FedRep"),
         "fedper": Row(partial.fedper, None, "Arivazhagan et al., arXiv 2019", title="FedPer"),

@@ -30,6 +30,7 @@ TABLE = {
     "fedmr": lambda s, p: (K * s, K * s),
     "indep": lambda s, p: (K * s, K * s),
     "ditto": lambda s, p: (K * s, K * s),
+    "pfedbayes": lambda s, p: (K * (s + p), K * (s + p)),
     "perfedavg": lambda s, p: (K * s, K * s),
     "fedmd": lambda s, p: (K * (S * C + 2 * S), K * S * C),  # and the numbers of two rounds' samples
     "fccl": lambda s, p: (K * S * C, K * S * C),
