@@ -169,7 +169,8 @@ def serve(post, run):
 def answer(message, node, run):
     return {"model": {name: leaf + np.float32(message.round) for name, leaf in message.content["model"].items()}}
 
-server, client = mail.server_app(serve), mail.client_app(answer)
+server = mail.server_app(serve)
+client = mail.client_app(answer)
 """
 
 
