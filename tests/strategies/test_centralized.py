@@ -38,6 +38,7 @@ def test_samples_on_the_host_are_an_error(engine):
         apart.run(apart.init(), 1)
 
 
+@pytest.mark.slow
 def test_clients_are_tested_and_fine_tuned_one_by_one(tmp_path):
     config = Config(
         strategy="centralized",

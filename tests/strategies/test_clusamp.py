@@ -145,7 +145,10 @@ def test_distances(kind):
         assert found[i] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("hyper", [Hyper(), Hyper("L1", "authors")], ids=["original", "authors"])
+@pytest.mark.parametrize(
+    "hyper",
+    [pytest.param(Hyper(), id="original"), pytest.param(Hyper("L1", "authors"), id="authors", marks=pytest.mark.slow)],
+)
 def test_three_rounds_equal_the_equations(transcription, hyper):
     by_hand = transcription("clusamp", hyper)
     kind, sizes = hyper.distance, np.array(by_hand.sizes)

@@ -134,7 +134,7 @@ class ByHand:
             self.optimizer.step()
 
 
-@pytest.mark.parametrize("variant", ["original", "authors"])
+@pytest.mark.parametrize("variant", ["original", pytest.param("authors", marks=pytest.mark.slow)])
 def test_three_rounds_equal_the_equations(transcription, variant):
     hyper = Hyper(variant=variant, **TINY)
     by_hand = transcription("fedgen", hyper)

@@ -27,7 +27,7 @@ def rows_of(part):
     return np.asarray(part.index)[int(part.offset) : int(part.offset) + int(part.size)].tolist()
 
 
-@pytest.mark.parametrize("mode", ["paper", "fedme"])
+@pytest.mark.parametrize("mode", ["paper", pytest.param("fedme", marks=pytest.mark.slow)])
 def test_two_rounds_equal_the_equations(transcription, mode):
     by_hand = transcription("mapper", Hyper(mode=mode, grid=GRID))
     given, torch = by_hand.engine.given, by_hand.torch
