@@ -145,7 +145,7 @@ def fedcm(beta: float, problem: Problem) -> Strategy:
         return {"model": model}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
-        steps = setting.num_steps(cohort.sizes).astype(jnp.float32)
+        steps = jnp.maximum(setting.num_steps(cohort.sizes), 1).astype(jnp.float32)  # none: a client that was lost
         descents = jax.vmap(lambda params: trees.subtract(state.model["params"], params))(uploads["model"]["params"])
         gradients = jax.vmap(trees.scale)(descents, 1 / (steps * step_size))
         return State(*(trees.mean(each, weights=cohort.sizes) for each in (uploads["model"], gradients))), {}

@@ -104,7 +104,7 @@ QUICK = {  # settings with which a first round trains like the others, and the s
     "fedmd": {"public_epochs": 1, "private_epochs": EPOCHS},
     "fccl": {"private_epochs": EPOCHS},
     "fedkemf": {"server_lr": 1e-6},
-    "pfedbayes": {"zeta": 0.1, "lr": 0.005},
+    "pfedbayes": {"zeta": 0.1, "lr": 0.002},
     "pfedhr": {"groups": 2, "max_candidates": 2, "server_epochs": 1, "server_lr": 1e-4},
 }
 NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perceptron}
