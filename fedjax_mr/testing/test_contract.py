@@ -20,7 +20,8 @@ NORMED = {"network": "normed", "cohort": 5, "seed": 1}
 LINEAR = {"network": "linear", "cohort": 6}  # convex, and all clients in each round
 THIN = {"network": "thin", "cohort": 3}  # a convolution too
 # Adam at the clients takes steps of full length along the gradient of the bias before thin's normalisation, which is
-# rounding and nothing else: that bias differs between layouts, and nothing that follows. These compare layouts without.
+# rounding and nothing else: the bias, its spread and the running mean that takes it up differ between layouts, no other
+# tensor does. These methods are compared on a network without normalisation.
 ADAM_AT_CLIENTS = ("pfedbayes",)
 
 
