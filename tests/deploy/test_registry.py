@@ -104,6 +104,18 @@ def test_what_is_only_simulated_is_refused_by_its_reason(name):
         server.check_deployable(complete(configuration.parse([f"--strategy={name}", "--clients=3", "--cohort=3"])))
 
 
+def test_a_client_with_a_memory_is_not_drawn_twice(tmp_path):
+    """Two tasks of one round would read and write the one memory that a real client has: nobody is asked."""
+    asked = []
+    one = Real(tmp_path, ["--strategy=scaffold"], faults=lambda message, before: asked.append(message.kind))
+    mailed = one.mailed()
+    _, rows = mailed._begin(mailed.init())
+    twice = rows._replace(client_id=np.array([3, 1, 3]), occurrence=np.array([0, 0, 1]))
+    with pytest.raises(UserError, match="client 3 was drawn twice in a round, and a real client has one memory"):
+        mailed._by_mail(0, twice)
+    assert "train" not in asked
+
+
 # --- Lost clients ----------------------------------------------------------------------------------------------------
 
 
