@@ -33,7 +33,7 @@ class Terms:
     Attributes:
       lost: what follows if a client is lost: ``wait`` for it and ask again, go on with it ``untrained``, or ``stop``.
       reply_timeout: seconds for one reply.
-      join_timeout: seconds for all clients to come at the start.
+      join_timeout: seconds for all clients to come at the start; a third of it is the time for one answer there.
       node_keys: whether a client's number belongs to the key of the node that first had it. Without node authentication
         a node has a new key at every start.
     """
@@ -42,6 +42,11 @@ class Terms:
     reply_timeout: float = 600.0
     join_timeout: float = 300.0
     node_keys: bool = False
+
+    @property
+    def at_the_roll_call(self) -> float:
+        """Seconds for one answer there: a client that dies while it sends its own leaves time to ask again."""
+        return min(self.reply_timeout, self.join_timeout / 3)
 
 
 class Roll:
@@ -114,7 +119,7 @@ class Roll:
         now, entered = self._post.now(), set(self._nodes.values())
         new = [node for node in connected if node not in entered and self._not_before.get(node, now) <= now]
         messages = [Message("join", node, 0, 0, {"run": self._record}) for node in new]
-        for node, reply in self._post.ask(messages, self.terms.reply_timeout).items() if messages else ():
+        for node, reply in self._post.ask(messages, self.terms.at_the_roll_call).items() if messages else ():
             try:
                 if isinstance(reply, mail.Lost):
                     raise UserError(reply.reason)
@@ -130,7 +135,7 @@ class Roll:
             for client in sorted(there)
             if (client, self._nodes[client]) not in self._begun
         ]
-        replies = self._post.ask(messages, self.terms.reply_timeout) if messages else {}
+        replies = self._post.ask(messages, self.terms.at_the_roll_call) if messages else {}
         for client in there:
             match replies.get(self._nodes[client]):
                 case mail.Lost(reason=reason):
@@ -168,7 +173,7 @@ class Roll:
         if node not in self._post.nodes():
             return False
         message = Message("join", node, 0, 1, {"run": self._record})
-        return not isinstance(self._post.ask([message], self.terms.reply_timeout)[node], mail.Lost)
+        return not isinstance(self._post.ask([message], self.terms.at_the_roll_call)[node], mail.Lost)
 
     # --- asking
 

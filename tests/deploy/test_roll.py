@@ -35,6 +35,23 @@ def read(client, reply):
     return number
 
 
+@pytest.mark.parametrize("kind", ["join", "begin"])
+def test_a_client_that_dies_while_it_joins_is_asked_again_in_time(kind, capsys):
+    """However long a reply may take in a round: Flower never tells that a half-sent one will not come."""
+    left = [kind]
+
+    def lose(message, before):
+        if message.node == 102 and message.kind in left:
+            left.remove(message.kind)
+            return "lose"
+        return None
+
+    post = mail.FakePost({100 + client: node(client) for client in range(3)}, lose)
+    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(reply_timeout=600.0, join_timeout=90.0))
+    assert asked(roll) == {0: 0, 2: 20}
+    assert "no reply within 30 s" in capsys.readouterr().err
+
+
 def asked(roll):
     roll.everybody()
     roll.begin({})

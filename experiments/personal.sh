@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The queue behind the table of personal methods: the digits with 20 clients, each with its own tests, in every round
+# (exp/fedme_digits.flags), and the small, equal tuning budget before it.
+#
+#   experiments/personal.sh [FOLDER]      # FOLDER: of the runs, default runs/personal
+#
+# Finished runs are skipped and broken ones go on, so the same command continues the queue after any interruption.
+#
+# python -m fedjax_mr.analysis results FOLDER/table --name=digits_personal (and so on) then keeps the metrics.
+set -euo pipefail
+folder="${1:-runs/personal}"
+cd "$(dirname "$0")/.."
+
+sweep() { # name of the sub-folder, then flags
+  local name="$1"
+  shift
+  "${PYTHON:-python}" -m fedjax_mr.sweep --devices=1 --sweep_dir="$folder/$name" --flagfile=exp/fedme_digits.flags \
+    --eval_clients "$@" || echo "$name: code $?"
+}
+
+# One network for all clients; the same with BatchNorm; four networks at random.
+one=(--model=cnn_digits)
+norm=(--model=cnn_digits_norm --import=experiments/digits_norm.py)
+bayes=(--strategies=pfedbayes --model=cnn_digits --pfedbayes_zeta=0.1 --pfedbayes_rho=-5)
+
+# 1. Three learning rates for each on a seed that the table does not have; by the clients' validation samples
+#    (analysis best FOLDER/tuning --over=lr).
+tuning() { sweep tuning --seeds=10 --grid=lr=0.02,0.05,0.1 "$@"; }
+tuning "${one[@]}" --strategies=fedavg,ditto,fedrep,fedper,lgfedavg,pfedme,perfedavg,local
+tuning "${norm[@]}" --strategies=fedavg,fedbn
+tuning --strategies=fedme,fedproto,fedtgp,local
+sweep tuning --seeds=10 "${bayes[@]}" --grid=pfedbayes_lr=0.001,0.003,0.01
