@@ -3,7 +3,7 @@
 import html
 from collections.abc import Callable, Sequence
 
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e")  # of the models
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd")  # of the models
 WIDTH = 620
 CELL, GAP = 26, 3  # a layer of a model, and the room between two
 
@@ -99,7 +99,7 @@ def round_() -> str:
 def cohort() -> str:
     """N clients of different sizes, of whom K take part."""
     sizes = (18, 9, 30, 14, 22, 40, 12, 26, 8, 34, 16, 20, 11, 28, 24, 13, 36, 10, 19, 15)
-    drawn = {2: 0, 6: 1, 11: 2, 14: 3, 16: 0}
+    drawn = {2: 0, 6: 1, 11: 2, 14: 3, 16: 4}
     parts = []
     for client, size in enumerate(sizes):
         x = 20 + client * 29
@@ -274,7 +274,7 @@ def fedme() -> str:
 
 def pfedhr() -> str:
     """Blocks are grouped, reassembled with stitches, and matched with a client."""
-    blue, red, green, orange = COLOURS
+    blue, red, green, orange = COLOURS[:4]
     networks = ([blue, red, green, orange], [blue, red, orange], [blue, green, orange])
     parts = [text(110, 20, "1. uploaded networks"), text(352, 20, "2. a candidate"), text(535, 20, "3. its pupil")]
     for number, blocks in enumerate(networks):

@@ -4,7 +4,7 @@ import csv
 import functools
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,10 @@ from fedjax_mr.experiment.folder import run_state
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 # Rounds of the papers' runs as their code has them; fewer are not compared with the papers' numbers.
 PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
+
+# Files of the kept runs, in words.
+DATASETS = {"mnist_by_writer": "MNIST by writer", "mnist_reduced": "MNIST, reduced"}
+OWN_SAMPLES = "tested on each client's own samples"
 
 
 class Line(NamedTuple):
@@ -126,7 +130,26 @@ def data_title(line: Line) -> str:
     """Return the data and the division of a run in words."""
     facts = titles.facts(line.config)
     coarse = " (coarse labels)" if facts.get("label_mode") == "coarse" else ""
-    return f"{titles.dataset(line.config.dataset)}{coarse}, {titles.division(facts)}"
+    name = titles.dataset(line.config.dataset)
+    return f"{DATASETS.get(name, name)}{coarse}, {titles.division(facts)}"
+
+
+def particulars(lines: Sequence[Line]) -> list[str]:
+    """Return for each line the settings, in words, by which it differs from lines of the same title; "" if none has it.
+
+    Args:
+      lines: of one method, or of one table each.
+    """
+    titles_of = [(data_title(line), clients_title(line), json.dumps(line.own)) for line in lines]
+    found = []
+    for line, title in zip(lines, titles_of, strict=True):
+        same = [other.job for other, another in zip(lines, titles_of, strict=True) if another == title]
+        flags = [flag for flag in titles.varied(same) if flag != "eval_clients"]
+        words = titles.words(flags, line.job | {"strategy": line.strategy}, brief=True)
+        if line.job.get("eval_clients") and len(same) > 1:
+            words.append(OWN_SAMPLES)
+        found.append(", ".join(words))
+    return found
 
 
 def clients_title(line: Line) -> str:

@@ -12,10 +12,11 @@ def page() -> str:
             jobs.setdefault(kept.same_job(line.job), []).append(line)
     boards = [lines for lines in jobs.values() if len({each.strategy for each in lines}) > 1]
     boards.sort(key=lambda lines: -sum(len(each.by_seed) for each in lines))
-    return "\n\n".join(map(_board, boards))
+    differences = kept.particulars([lines[0]._replace(own={}) for lines in boards])
+    return "\n\n".join(map(_board, boards, differences))
 
 
-def _board(lines: list[Line]) -> str:
+def _board(lines: list[Line], differs: str) -> str:
     rows = ["| method | seeds | accuracy, % | lowest to highest seed | MB sent |", "|---|---|---|---|---|"]
     for line in sorted(lines, key=lambda line: -(line.statistic.mean or 0)):
         cells = [
@@ -37,7 +38,8 @@ def _board(lines: list[Line]) -> str:
         f"{job['local_epochs']} local epochs, batches of {job['batch_size']}, learning rate {job['lr']}",
         f"{100 * job['public_share']:.3g} % public data" if job.get("public_share") else "",
         f"mean of the last {tested} evaluations",
-        "on each client's own test samples" if job.get("eval_clients") else "",
+        kept.OWN_SAMPLES if job.get("eval_clients") else "",
     ]
     head = f"## {kept.data_title(first)}: {kept.titles.network(first.config.model)}, {first.config.rounds} rounds"
+    head += f"; {differs}" * bool(differs)
     return f'{head}\n\n{"; ".join(filter(None, facts))}.\n\n<div class="sortable" markdown>\n\n{table}\n\n</div>'

@@ -112,12 +112,14 @@ def page(name: str) -> str:
     head = f"*{row.paper}* · `--strategy={name}` · file `{_file(row.build).relative_to(ROOT)}`"
     drawn = drawings.drawing(name) if name in drawings.DRAWINGS else ""
     source, deviations = _head(row.build)
+    if others := [f"[{STRATEGIES[each].title}]({each}.md)" for each in _neighbours(name)]:
+        source += f"\n\n*This method shares its file with {', '.join(others)}; these notes are for all of them.*"
     sections = {
         "The algorithm": f"{drawn}\n\n{algorithm.strip()}\n\n[The letters](../glossary.md) are those of all pages.",
         "What travels, and what is kept": _traffic(name, own),
         "Settings": settings_of(name),
         "Sources": source,
-        "Deviations and choices": deviations or "The head of the file names none.",
+        "Deviations and choices": deviations or "None are named at the head of the file.",
         "Cost": _cost(name, own),
         "Tested identities": _tests(own),
         "Our numbers": _numbers(name),
@@ -138,13 +140,20 @@ def _file(build: Any) -> Path:
     return Path(inspect.getfile(_plain(build)))
 
 
+def _neighbours(name: str) -> list[str]:
+    """Return the other methods of the same file."""
+    files = {each: _file(row.build) for each, row in STRATEGIES.items()}
+    return [each for each, file in files.items() if file == files[name] and each != name]
+
+
 def _head(build: Any) -> tuple[str, str]:
     """Return the head of a strategy's file in Markdown: its sources, then its deviations."""
     module = sys.modules[_plain(build).__module__]
     paragraphs = (inspect.getdoc(module) or "").split("\n\n")[1:]
     first = next((at for at, text in enumerate(paragraphs) if text.startswith("Deviation")), len(paragraphs))
     shown = [_markdown(text) for text in paragraphs]
-    return "\n\n".join(shown[:first]), re.sub(r"^Deviations?( and choices)?[.:] ", "", "\n\n".join(shown[first:]))
+    deviations = re.sub(r"^Deviations?( and choices)?[.:] ", "", "\n\n".join(shown[first:]))
+    return "\n\n".join(shown[:first]), deviations[:1].upper() + deviations[1:]
 
 
 def _markdown(paragraph: str) -> str:
@@ -244,9 +253,11 @@ def _numbers(name: str) -> str:
         f"| setting | seeds | accuracy, % |{' paper | verdict |' * compared}",
         f"|---|---|---|{'---|---|' * compared}",
     ]
-    for line in sorted(lines, key=_compared_first):
+    lines = sorted(lines, key=_compared_first)
+    for line, differs in zip(lines, kept.particulars(lines), strict=True):
         own = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in line.own.items())
-        setting = f"{kept.data_title(line)}<br><small>{kept.clients_title(line)}{f'; {own}' if own else ''}</small>"
+        facts = "; ".join(filter(None, [kept.clients_title(line), own, differs]))
+        setting = f"{kept.data_title(line)}<br><small>{facts}</small>"
         cells, paper = [setting, line.seeds(), line.accuracy() or "diverged"], ""
         if line.published:
             deviation = "" if line.published.deviation is None else f" ± {line.published.deviation:.2f}"

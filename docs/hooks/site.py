@@ -35,6 +35,9 @@ PART = re.compile(r"^[ ]*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
 # The converter writes what belongs under "min" or "arg max" beside it, and knows no \\arg.
 OPTIMUM = re.compile(r"(\\arg)?\\(min|max)_(?:\{(.*?)\}|(\w))")
 BAR = re.compile(r"<mo>(&#x02016;|&#x0007C;|\|)</mo>")  # of norms: as high as letters
+CODE = re.compile(r"<code[ >].*?</code>", re.DOTALL)
+WORD = re.compile(r"<code>([^<\s]{1,24})</code>")
+FLAG = re.compile(r"(?<![\w-])--\w+(?![^<]*>)")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -84,7 +87,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the equations into MathML."""
+    """Turn the equations into MathML; keep flags and short names in one piece, which browsers break after a hyphen."""
 
     def optimum(found: re.Match) -> str:
         arg, name, under, letter = found.groups()
@@ -97,6 +100,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
             raise PluginError(f"{page.file.src_uri}: there is an unknown command in {written}")
         return BAR.sub(r'<mo stretchy="false">\1</mo>', made)
 
+    html = WORD.sub(r'<code class="whole">\1</code>', html)
+    html = CODE.sub(lambda found: FLAG.sub(r'<span class="whole">\g<0></span>', found[0]), html)
     return EQUATION.sub(equation, html)
 
 

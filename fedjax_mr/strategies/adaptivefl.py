@@ -21,13 +21,14 @@ as a share of what the clients would with the whole network; bytes down are thos
 the slices returned, ``cut`` is the share of clients that cut. ``individual`` are S1, M1 and L, whose mean is the
 paper's "avg".
 
-Deviations. Released, a client may return any smaller slice, of which it was not sent all (S1 is no part of M3, with
-more whole blocks); here it is one inside. Which blocks are whole is the released VGG-16's choice as shares of a
-network's blocks; in small networks two slices may be equal. Strengths are the released ones of VGG-16; the released
-file has those of ResNet-18 at work, by which every strong client holds a whole VGG. Slices there are tested with the
-statistics of each test batch; here with the clients' running ones, averaged like all else. ``selection=available`` is
-what the released scripts run: clients at random from those of a class that holds the slice, nobody cuts; there a client
-may be drawn twice. Local training there has a rate that falls by 0.2 % in each round, and --weight_decay.
+Deviations. In the released code a client may return any smaller slice, even one of which it was not sent all (S1 has
+more whole blocks than M3); here it returns a slice inside the one that it was sent. Which blocks are whole is the
+released VGG-16's choice as shares of a network's blocks; in small networks two slices may be equal. Strengths are the
+released ones of VGG-16; the released file uses those of ResNet-18, with which every strong client holds a whole VGG.
+Slices there are tested with the statistics of each test batch; here with the clients' running ones, averaged like all
+else. ``selection=available`` is what the released scripts run: clients at random from those of a class that holds the
+slice, nobody cuts; there a client may be drawn twice. Local training there has a rate that falls by 0.2 % in each
+round, and --weight_decay.
 """
 
 import dataclasses

@@ -5,11 +5,11 @@ generator turns a label and noise into a representation that the clients' heads,
 label each of them has, assign to that label. Clients train their heads on what it generates and hold their outputs
 close to those for generated representations of the same labels. Clients send the numbers of their labels once.
 
-Deviations. Of the paper and its code stay the losses and the two decays; the generator's sizes and batches are those of
-the authors of FedMR, its noise is uniform as in both codes (the paper: Gaussian). The generator's last layer is as wide
-as the network's representation, whatever the network. The labels of a client are counted once; FedGen's code counts
-those of the batches drawn in a round, from one, and regularises the first 20 local epochs only. Where no client of a
-round has two samples of any label, labels with one sample are drawn; both codes fail.
+Deviations. Kept from the paper and its code are the losses and the two decays; the generator's sizes and batches are
+those of the authors of FedMR, its noise is uniform as in both codes (the paper: Gaussian). The generator's last layer
+is as wide as the network's representation, whatever the network. The labels of a client are counted once; FedGen's code
+counts those of the batches drawn in a round, from one, and regularises the first 20 local epochs only. Where no client
+of a round has two samples of any label, labels with one sample are drawn; both codes fail.
 
 Both released codes, FedGen's and that of FedMR's authors, weigh the server's cross entropies [B] by label shares
 [B, 1]. That broadcasts to [B, B]: a model's mean share is multiplied by its mean cross entropy, and its knowledge of a
