@@ -23,7 +23,10 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
 
 # Files of the kept runs, in words.
-DATASETS = {"mnist_by_writer": "MNIST by writer", "mnist_reduced": "MNIST, reduced"}
+DATASETS = {
+    "mnist_by_writer": "MNIST by writer", "mnist_reduced": "reduced MNIST", "cifar10_reduced": "reduced CIFAR-10",
+    "mnist_reduced_7600": "reduced MNIST of 7,600 images",
+}  # fmt: skip
 OWN_SAMPLES = "tested on each client's own samples"
 
 

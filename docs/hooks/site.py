@@ -36,8 +36,8 @@ PART = re.compile(r"^[ ]*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
 OPTIMUM = re.compile(r"(\\arg)?\\(min|max)_(?:\{(.*?)\}|(\w))")
 BAR = re.compile(r"<mo>(&#x02016;|&#x0007C;|\|)</mo>")  # of norms: as high as letters
 CODE = re.compile(r"<code[ >].*?</code>", re.DOTALL)
-WORD = re.compile(r"<code>([^<\s]{1,24})</code>")
-FLAG = re.compile(r"(?<![\w-])--\w+(?![^<]*>)")
+WORD = re.compile(r"<code>([^<\s]{1,30})</code>")
+FLAG = re.compile(r"(?<![\w-])--[\w-]*\w(?![^<]*>)")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -87,7 +87,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the equations into MathML; keep flags and short names in one piece, which browsers break after a hyphen."""
+    """Turn the equations into MathML; keep flags, short names and numbers with their deviation in one line."""
 
     def optimum(found: re.Match) -> str:
         arg, name, under, letter = found.groups()
@@ -102,6 +102,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     html = WORD.sub(r'<code class="whole">\1</code>', html)
     html = CODE.sub(lambda found: FLAG.sub(r'<span class="whole">\g<0></span>', found[0]), html)
+    html = html.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     return EQUATION.sub(equation, html)
 
 
