@@ -29,9 +29,9 @@ _records = functools.partial(_evaluation, affects_results=False)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The configuration of a run; every field but ``hyper`` is a flag. The defaults are the main job.
+    """The configuration of a run; each field but ``hyper`` is a flag. The defaults are the main job.
 
-    A default without a source is our choice.
+    ``python -m fedjax_mr.main --help=all`` explains the fields. A default without a source is our choice.
 
     Attributes:
       hyper: the chosen strategy's own dataclass of settings; None takes its defaults.
