@@ -228,9 +228,10 @@ def _cost(name: str, own: Prose) -> str:
             f"Measured: **{measured['cost']} rounds of FedAvg** for a round ({measured['job']}; {measured['machine']})."
         )
     elif name != "fedavg" and (found := kept.seconds(name)):
+        runs = "one run" if found[1] == 1 else f"median of {found[1]} runs"
         lines.append(
-            f"In the kept runs a round took {found[0]:.1f} times as long as FedAvg's (median of {found[1]} runs on a "
-            "machine with other work, so this is rough)."
+            f"In the kept runs a round took {found[0]:.1f} times as long as FedAvg's ({runs} on a machine with other "
+            "work, so this is rough)."
         )
     elif name != "fedavg":
         lines.append("A round has not been timed beside FedAvg's.")
