@@ -81,7 +81,7 @@ class Line(NamedTuple):
 
     def seeds(self) -> str:
         """Return how many seeds there are, and how many runs diverged."""
-        return str(len(self.by_seed)) + (f", {self.diverged} diverged" if self.diverged else "")
+        return str(len(self.by_seed)) + (f" ({self.diverged} diverged)" if self.diverged else "")
 
 
 @functools.cache

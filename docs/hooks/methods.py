@@ -161,7 +161,12 @@ def _markdown(paragraph: str) -> str:
     if paragraph.startswith("    "):
         return paragraph
     text = re.sub(r"([*|$])", r"\\\1", html.escape(paragraph, quote=False))
-    return re.sub(r"``(.*?)``", r"`\1`", text, flags=re.DOTALL)
+    return _flags(re.sub(r"``(.*?)``", r"`\1`", text, flags=re.DOTALL))
+
+
+def _flags(text: str) -> str:
+    """Return a text with its flags as code."""
+    return re.sub(r"(`[^`]*`)|(?<![\w-])(--\w+)", lambda found: found[1] or f"`{found[2]}`", text)
 
 
 def _cell(text: object) -> str:
@@ -176,10 +181,11 @@ def settings_of(name: str) -> str:
         default = "none" if default in (None, ()) else default
         allowed = each.info.allowed() or ", ".join(f"`{choice}`" for choice in each.info.choices or ())
         facts = [each.info.unit, allowed, f"source: {each.info.source or 'our choice'}"]
-        help = f"{each.info.help}<br><small>{'; '.join(filter(None, facts))}</small>"
+        help = _flags(f"{each.info.help}<br><small>{'; '.join(filter(None, facts))}</small>")
         rows.append(f"| {' | '.join(map(_cell, (f'`--{each.flag}`', f'`{default}`', help)))} |")
-    own = "\n".join(rows) if len(rows) > 2 else "It has no flags of its own."
-    return f"{own}\n\n`python -m fedjax_mr.main --help={name}` prints the same."
+    if len(rows) == 2:
+        return "It has no flags of its own."
+    return "\n".join([*rows, "", f"`python -m fedjax_mr.main --help={name}` prints the same."])
 
 
 def _traffic(name: str, own: Prose) -> str:
@@ -223,7 +229,7 @@ def _real_clients(name: str) -> str:
 
 def _cost(name: str, own: Prose) -> str:
     measured, lines = kept.costs().get(name), [own.work]
-    if measured:
+    if measured and name != "fedavg":
         lines.append(
             f"Measured: **{measured['cost']} rounds of FedAvg** for a round ({measured['job']}; {measured['machine']})."
         )
