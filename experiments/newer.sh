@@ -29,6 +29,12 @@ rates() { sweep digits --flagfile=exp/quickstart.flags --seeds=0:3 --grid=alpha=
 rates 0.02 scaffold,fedgamma,fedsam,fedspeed,mofedsam
 rates 0.05 feddyn,feddc,fedsmoo,fedmerge,heterofl,adaptivefl
 rates 0.1 fedavg,fedntd,fedlc,fedswa,fedmoswa
-# 3. CIFAR-10, Dirichlet(0.5): all for 30 rounds, the best for all 500
-sweep cifar10_30 --flagfile=exp/cifar10.flags --data_dir="$data" --seeds=0 --rounds=30 --strategies=$newer
-sweep cifar10 --flagfile=exp/cifar10.flags --data_dir="$data" --seeds=0 --strategies=mofedsam,fedspeed,feddyn
+# 3. CIFAR-10, Dirichlet(0.5): two learning rates for each over 10 rounds on a seed of its own, FedAvg's published one and
+#    one five times as large (results/cifar10_newer_tuning)
+sweep cifar10_tuning --flagfile=exp/cifar10.flags --data_dir="$data" --strategies=fedavg,scaffold,$newer --seeds=10 \
+  --rounds=10 --eval_every=10 --validation_share=0.2 --eval_clients --grid=lr=0.01,0.05
+# 4. All for 30 rounds at the better one, which is the larger for each of them
+sweep cifar10_30 --flagfile=exp/cifar10.flags --data_dir="$data" --seeds=0 --rounds=30 --lr=0.05 \
+  --strategies=fedavg,scaffold,$newer
+# 5. The best three of the new ones for all 500, at the FedMR authors' 0.01
+sweep cifar10 --flagfile=exp/cifar10.flags --data_dir="$data" --seeds=0 --strategies=fedntd,fedgamma,fedlc

@@ -24,9 +24,20 @@ norm=(--model=cnn_digits_norm --import=experiments/digits_norm.py)
 bayes=(--strategies=pfedbayes --model=cnn_digits --pfedbayes_zeta=0.1 --pfedbayes_rho=-5)
 
 # 1. Three learning rates for each on a seed that the table does not have; by the clients' validation samples
-#    (analysis best FOLDER/tuning --over=lr).
+#    (analysis best FOLDER/tuning --over=lr): results/digits_personal_tuning.
 tuning() { sweep tuning --seeds=10 --grid=lr=0.02,0.05,0.1 "$@"; }
 tuning "${one[@]}" --strategies=fedavg,ditto,fedrep,fedper,lgfedavg,pfedme,perfedavg,local
 tuning "${norm[@]}" --strategies=fedavg,fedbn
-tuning --strategies=fedme,fedproto,fedtgp,local
+tuning --strategies=fedme,local
+tuning --projection=64 --strategies=fedproto,fedtgp # they need representations of one width
 sweep tuning --seeds=10 "${bayes[@]}" --grid=pfedbayes_lr=0.001,0.003,0.01
+# 2. Three seeds at each one's own rate
+table() { sweep table --seeds=0:3 --eval_every=5 --lr="$@"; }
+table 0.1 "${one[@]}" --strategies=fedavg,fedrep,pfedme,perfedavg
+table 0.02 "${one[@]}" --strategies=ditto,lgfedavg,local
+table 0.05 "${one[@]}" --strategies=fedper
+table 0.1 --projection=64 --strategies=fedproto
+table 0.05 --projection=64 --strategies=fedtgp
+table 0.02 "${norm[@]}" --strategies=fedavg,fedbn
+table 0.1 --strategies=fedme,local
+table 0.05 "${bayes[@]}" --pfedbayes_lr=0.001

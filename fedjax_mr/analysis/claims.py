@@ -88,6 +88,7 @@ class Claim(NamedTuple):
     worse: Chosen
     rounds: tuple[int, int]
     level: bool = False  # claimed is that the two are as good as each other
+    metric: str = "accuracy"  # of the deployed model; personal_accuracy: of the clients' own ones
 
     @property
     def verdict_of(self) -> str:
@@ -102,6 +103,12 @@ def _pfedhr(where: str, folder: str, **flags: Any) -> Claim:
         Chosen(folder, {"strategy": "local", **{flag: flags[flag] for flag in flags if "pfedhr" not in flag}}),
         (20, 20),
     )  # fmt: skip
+
+
+def _own_models(text: str, source: str, better: str, worse: str) -> Claim:
+    four = {"model": "cnn_digits_small,cnn_digits,cnn_digits_large,cnn_digits_deep"}
+    ours, theirs = (Chosen("digits_personal", {"strategy": name, **four}) for name in (better, worse))
+    return Claim(text, source, "digits, four networks", ours, theirs, (55, 100), metric="personal_accuracy")
 
 
 _FEDMR = {"strategy": "fedmr", "momentum": 0.5, "fedmr_unit": "leaf", "fedmr_stage1_rounds": 0}
@@ -136,16 +143,18 @@ CLAIMS = (
     _pfedhr("MNIST, M1 and M2, two classes", "pfedhr_mnist_taught", partition="classes", **_TAUGHT),
     _pfedhr("MNIST, M1 to M4, IID", "pfedhr_mnist_four_taught"),
     _pfedhr("CIFAR-10, M1 to M3, IID", "pfedhr_cifar10_taught"),
+    _own_models("FedMe is better than Local-only", "FedMe, Table 4", "fedme", "local"),
 )  # fmt: skip
 
 
-def accuracies(chosen: Chosen, kept: Path, rounds: tuple[int, int]) -> dict[str, float]:
+def accuracies(chosen: Chosen, kept: Path, rounds: tuple[int, int], *, metric: str = "accuracy") -> dict[str, float]:
     """Return the mean accuracy of a setting's runs over the evaluations of some rounds in percent, by seed.
 
     Args:
       chosen: the setting.
       kept: the folder results/.
       rounds: the first and the last round.
+      metric: the column: of the deployed model, or ``personal_accuracy``.
 
     Raises:
       UserError: no run is of that setting, or two are of one seed.
@@ -156,7 +165,7 @@ def accuracies(chosen: Chosen, kept: Path, rounds: tuple[int, int]) -> dict[str,
         if any(facts.get(flag) != value for flag, value in chosen.flags.items()):
             continue
         seed = str(run.config.seed)
-        values = [row["accuracy"] for row in run.rows() if rounds[0] <= row["round"] <= rounds[1]]
+        values = [row[metric] for row in run.rows() if rounds[0] <= row["round"] <= rounds[1]]
         if seed in found or not values:
             raise UserError(f"{run.path}: {'a second run of its seed' if values else 'no evaluation'} in {rounds}")
         found[seed] = 100 * statistics.fmean(values)
@@ -173,7 +182,9 @@ def table(kept: Path) -> str:
     """
     rows = []
     for claim in CLAIMS:
-        own, other = (accuracies(chosen, kept, claim.rounds) for chosen in (claim.better, claim.worse))
+        own, other = (
+            accuracies(chosen, kept, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
+        )
         found = difference(own, other)
         assert found is not None, claim
         runs = " and ".join(dict.fromkeys(f"`{chosen.folder}`" for chosen in (claim.better, claim.worse)))
