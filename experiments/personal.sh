@@ -32,7 +32,11 @@ tuning --strategies=fedme,local
 tuning --projection=64 --strategies=fedproto,fedtgp # they need representations of one width
 sweep tuning --seeds=10 "${bayes[@]}" --grid=pfedbayes_lr=0.001,0.003,0.01
 # 2. Three seeds at each one's own rate
-table() { sweep table --seeds=0:3 --eval_every=5 --lr="$@"; }
+table() { # learning rate, then flags
+  local lr="$1"
+  shift
+  sweep table --seeds=0:3 --eval_every=5 --lr="$lr" "$@"
+}
 table 0.1 "${one[@]}" --strategies=fedavg,fedrep,pfedme,perfedavg
 table 0.02 "${one[@]}" --strategies=ditto,lgfedavg,local
 table 0.05 "${one[@]}" --strategies=fedper
