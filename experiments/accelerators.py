@@ -10,26 +10,30 @@ Needs the extra ``accelerators`` (the compilers, no driver). Nothing runs on a d
 Rows: ``round`` is the one program that runs whole rounds (its memory and its collectives); ``local_step`` the body of
 its loop over a client's batches; ``server`` what a round does beside the clients' training; ``evaluation`` the test of
 one model on 10,000 samples. Memory is per device. Multiply-adds are those of the network, three times a forward pass
-for training. Bytes are what the kernels read and write if nothing stays in a cache. The roofline is the largest of
-launches, bytes over bandwidth and multiply-adds over the arithmetic's rate; it is arithmetic on data sheets, not a
+for training. Bytes are what the kernels read and write if nothing stays in a cache. XLA joins kernels to CUDA graphs;
+launches_per_step counts what the host launches, a graph as one. The roofline is the largest of one launch for each
+kernel, bytes over bandwidth and multiply-adds over the arithmetic's rate; it is arithmetic on data sheets, not a
 measurement. On GPUs autotuning needs a device, so XLA may choose other algorithms for convolutions than it would there.
 A round in which devices wait for the host, or for each other while clients train, ends the script with code 1.
 """
 
 import argparse
+import atexit
 import dataclasses
 import functools
 import importlib.util
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hlo import Module, collectives
+from hlo import Module, collectives, launches
 from jax.sharding import Mesh
 
 import fedjax_mr as fmr
@@ -46,13 +50,14 @@ from fedjax_mr.experiment.build import build_model, build_rounds, samples
 from fedjax_mr.models.__main__ import multiply_adds
 
 BATCH, TEST_SAMPLES = 50, 10_000
+HOST_PLAN = "*thunk_sequence_after_thunk_passes.txt"  # what XLA writes for GPUs: what the host does, one line each
 ONE_WIDTH = ("fedgh", "fedproto", "fedtgp")
 WITH_PUBLIC_DATA = ("fccl", "fedkemf", "fedmd", "fedme", "pfedhr")
 SHAPES = {"logistic": (28, 28, 1), "mlp": (28, 28, 1)}  # others: 32 x 32 x 3
 COLUMNS = (
     "target", "model", "strategy", "program", "cohort", "lanes", "trace_seconds", "compile_seconds", "kernels_per_step",
     "multiply_adds_per_step", "bytes_per_step", "argument_bytes", "temp_bytes", "output_bytes", "collective_bytes",
-    "collectives", "roofline_seconds", "compiler_seconds",
+    "collectives", "roofline_seconds", "compiler_seconds", "launches_per_step",
 )  # fmt: skip
 
 
@@ -75,7 +80,7 @@ KINDS = {
     "v6e": Kind("tpu", 1.64e12, 459e12, 0.0, 32 * 2**30),
 }
 
-# What XLA's GPU compiler asks of a device: NVIDIA's Hopper tuning guide and data sheets.
+# What XLA's GPU compiler asks of a device: NVIDIA's Hopper tuning guide and data sheets; CUDA as in constraints.txt.
 HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -84,6 +89,7 @@ gpu_device_info {{
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535 memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 device_memory_size: {memory}
   cuda_compute_capability {{ major: 9 minor: 0 }}
+  driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "NVIDIA {name}"
 """
@@ -125,8 +131,22 @@ def prepare(target: str) -> None:
         found = importlib.util.find_spec("nvidia.cuda_nvcc")
         assert found is not None and found.submodule_search_locations
         nvcc = next(iter(found.submodule_search_locations))
-        flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvcc}"
+        flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvcc} --xla_dump_to={dumps()}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+
+@functools.cache
+def dumps() -> Path:
+    """Return the folder into which XLA writes what it compiles for GPUs; it goes with this process."""
+    folder = tempfile.mkdtemp(prefix="accelerators-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def launches_per_step(module: Module) -> int | None:
+    """Return what the host launches for one local step of a round that was compiled for GPUs; None if unknown."""
+    names = {each.name for each in module.computations[module.local_step()]}
+    return launches(map(Path.read_text, dumps().glob(HOST_PLAN)), names)
 
 
 @functools.cache
@@ -181,6 +201,8 @@ def federation(config: fmr.Config) -> FederatedData:
 
 def compile_round(target: str, config: fmr.Config, *, lanes: int | None = None, tested: bool = True) -> Compiled:
     """Compile a strategy's round, and the test of its deployed model, for a target."""
+    for written in dumps().glob(HOST_PLAN):  # of the program before
+        written.unlink()
     axis = axis_of(target, cohort=config.cohort, lanes=lanes)
     federated = federation(config)
     model = build_model(config, federated)
@@ -277,6 +299,7 @@ def table(target: str, config: fmr.Config, done: Compiled) -> list[dict[str, Any
             **work(step, 3 * network * config.batch_size * axis.lanes),
             collectives=sum(each.computation in module.reached(clients) for each in found),
             compiler_seconds=step_seconds(done.rounds) if kind.platform == "tpu" else None,
+            launches_per_step=launches_per_step(module) if kind.platform == "cuda" else None,
         ),
         row("server", **work(whole, 0, without=clients)),
     ]

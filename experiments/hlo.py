@@ -1,11 +1,12 @@
 """Read compiled programs: the kernels of a loop, the bytes they touch, the collectives between devices.
 
 XLA prints a compiled module as text, one computation after the other; everything here is read from that text, because
-it is the one thing that all backends give.
+it is the one thing that all backends give. For GPUs it also prints what the host will do, one line for each thing it
+launches (`launches`).
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -125,6 +126,35 @@ class Module:
             inside = [body for body in each.bodies if body != without]
             total += value(sizes, each) + each.times * sum(self._sum(body, value, without) for body in inside)
         return total
+
+
+def launches(thunks: Iterable[str], names: Collection[str]) -> int | None:
+    """Return what the host launches in one turn of a loop on a GPU; kernels of one graph are one launch.
+
+    Args:
+      thunks: XLA's lists of what the host does (``thunk_sequence_after_thunk_passes``), of several programs.
+      names: the instructions of the loop's body, by which it is found in them.
+
+    Returns:
+      The number; None if the body has loops of its own, or is not in the lists.
+    """
+    known = {name.replace(".", "_") for name in names}
+    best, count = 0, None
+    for body in (body for text in thunks for body in _bodies(text)):
+        found = sum(not known.isdisjoint(words) for _, _, words in body)
+        if found > best and all(kind != "kWhile" for _, kind, _ in body):
+            best, count = found, sum(depth == body[0][0] for depth, _, _ in body)
+    return count
+
+
+def _bodies(thunks: str) -> Iterator[list[tuple[int, str, list[str]]]]:
+    """Yield the body of every loop as lines: how far they are indented, what they are, and their words."""
+    lines = [found.groups() for each in thunks.splitlines() if (found := re.match(r"( *)(?:\d+: (k\w+))?(.*)", each))]
+    every = [(len(indent), kind, rest.split()) for indent, kind, rest in lines]
+    for start in (number for number, (_, _, words) in enumerate(every, 1) if words == ["body:"]):
+        least = every[start][0]
+        ends = (number for number in range(start, len(every)) if every[number][1] and every[number][0] < least)
+        yield [line for line in every[start : next(ends, None)] if line[1]]
 
 
 def _instruction(line: str) -> Instruction | None:

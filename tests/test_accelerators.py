@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import Module, collectives, num_bytes
+from hlo import Module, collectives, launches, num_bytes
 from jax.sharding import Mesh, PartitionSpec
 
 import fedjax_mr as fmr
@@ -41,8 +41,28 @@ ZOO = {
 }  # methods for clients of several networks
 POD = ("fedmr", "fedcross", "fedavg", "scaffold")
 
-# What a local step of LeNet-5 with ten lanes may launch and keep on one H200; found: 44 kernels, 27 MB.
-MOST_KERNELS, MOST_BYTES = 48, 40 * 10**6
+# What a local step of LeNet-5 with ten lanes may take on one H200; found: 44 kernels, 15 launches, 27 MB.
+MOST_KERNELS, MOST_LAUNCHES, MOST_BYTES = 48, 17, 40 * 10**6
+
+# What XLA writes of a loop over rounds whose loop over batches has two graphs and a convolution between them
+THUNKS = """\
+000: kWhile         [prev=000 (1) | next=111 (1)]
+condition:
+    009: kCustomKernel [source | sink] compare_fusion grid: [1, 1, 1]
+  body:
+    010: kCopy         [source        | sink        ] kCopy
+    058: kWhile         [prev=000 (1) | sink        ]
+condition:
+        059: kCustomKernel [source | sink] reduce_fusion grid: [1, 1, 1]
+      body:
+        000: kCommandBuffer [source       | next=058 (1)]
+            060: kCustomKernel  [source       | next=061 (1)] add_fusion_1 grid: [2, 1, 1]
+            061: kCopy  [source       | next=061 (1)] kCopy
+        062: kConvolution   [prev=061 (1) | next=063 (1)] kConvolution
+        000: kCommandBuffer [source       | next=058 (1)]
+            063: kCustomKernel  [source       | next=061 (1)] gemm_fusion grid: [2, 1, 1]
+    101: kCustomKernel  [source       | next=061 (1)] mean_fusion grid: [2, 1, 1]
+"""
 
 
 def installed(name):
@@ -97,6 +117,12 @@ def test_collectives_and_their_bytes():
     )
     (found,) = collectives(compiled(total, np.ones((2, 10), np.float32)), devices=2)
     assert (found.kind, found.bytes) == ("all-reduce", 80)
+
+
+def test_graphs_of_kernels_are_launched_as_one():
+    assert launches([THUNKS], {"add_fusion.1", "gemm_fusion", "cudnn-conv.5"}) == 3
+    assert launches([THUNKS], {"mean_fusion", "compare_fusion"}) is None  # the loop around has a loop of its own
+    assert launches([THUNKS], {"another"}) is None
 
 
 # ---- a platform that is not the process's own
@@ -204,6 +230,7 @@ def test_fedmr_compiles_for_one_gpu(tmp_path):
     assert set(rows) == {"round", "local_step", "server", "evaluation"}
     assert set(rows["round"]) == set(accelerators.COLUMNS)
     assert rows["local_step"]["kernels_per_step"] <= MOST_KERNELS
+    assert rows["local_step"]["launches_per_step"] <= MOST_LAUNCHES
     assert rows["round"]["temp_bytes"] <= MOST_BYTES
     assert rows["round"]["collectives"] == 0
 
@@ -214,8 +241,10 @@ def test_fedmr_compiles_for_one_gpu(tmp_path):
 def test_unknown_targets_are_one_line(target):
     done = subprocess.run([sys.executable, SCRIPT, f"--target={target}"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --target={target} is unknown: ")
-    assert len(done.stderr.splitlines()) == 1
+    *before, line = done.stderr.splitlines()
+    assert line.startswith(f"error: --target={target} is unknown: ")
+    # NVIDIA's plugin, where it is installed, says while JAX is imported that it finds no driver.
+    assert all("cuda drivers" in each or each.startswith("WARNING: All log messages") for each in before)
 
 
 @pytest.mark.slow
