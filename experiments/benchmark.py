@@ -59,7 +59,8 @@ from fedjax_mr.strategies import fedme
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
 HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vgg16")  # one local epoch on CPU
 ON_GPU_ONLY = ("vgg16",)
-QUICK_SECONDS = 8  # one turn of ResNet-20 takes ten on two cores
+QUICK_SECONDS = 12  # one turn of ResNet-20 takes ten on two cores
+PAUSE_SECONDS = 0.5
 COMPARED = ("lenet5", "cnn_mcmahan", "cnn_femnist", "resnet20", "lstm1", "vgg16")
 
 Rows = list[dict[str, Any]]
@@ -174,12 +175,16 @@ class Contestant:
 
 
 def take_turns(contestants: Sequence[Any], repeats: int, *, seconds: float = math.inf) -> None:
-    """Let all contestants run in turn, ``repeats`` times; after ``seconds`` no other turn begins."""
+    """Let all contestants run in turn, ``repeats`` times; after ``seconds`` no other turn begins.
+
+    Before each turn is a pause, because threads of OpenMP that have nothing left to do go on spinning for a while.
+    """
     started = time.perf_counter()
     for turn in range(repeats):
         if turn > 0 and time.perf_counter() - started > seconds:
             return
         for contestant in contestants:
+            time.sleep(PAUSE_SECONDS)
             contestant.race()
 
 

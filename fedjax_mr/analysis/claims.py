@@ -31,13 +31,11 @@ class Difference(NamedTuple):
     @property
     def verdict(self) -> str:
         """Return how surely the first method is ahead."""
-        if self.low is None:
+        if self.low is None or self.high is None:
             return "holds with one seed" if self.mean > 0 else "does not hold (one seed)"
         if self.low > 0:
             return f"holds ({self.count} seeds)"
-        if self.mean > 0:
-            return f"not sure ({self.count} seeds)"
-        return f"does not hold ({self.count} seeds)"
+        return f"{'not sure' if self.high > 0 else 'does not hold'} ({self.count} seeds)"
 
     @property
     def level(self) -> str:
