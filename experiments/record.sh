@@ -2,8 +2,10 @@
 # The queue behind the table of record: which published results replicate, with seeds. LeNet-5, the FedMR authors'
 # protocol, 500 rounds, tested every 5.
 #
-#   experiments/record.sh DATA_DIR [FOLDER]      # FOLDER: of the runs, default runs/record
+#   experiments/record.sh DATA_DIR [FOLDER [DIVISION]]      # FOLDER: of the runs, default runs/record
 #
+# DIVISION is the authors' own at Dirichlet(0.1), data/cifar10_100_noniidCase5_beta0.1.json of
+# github.com/HMHelloWorld/FedMut; without it its three runs are left out.
 # DATA_DIR holds cifar10/3.0.2 and cifar100/3.0.2 as TensorFlow Datasets writes them. Finished runs are skipped and broken
 # ones go on, so the same command continues the queue after any interruption; started twice with the same FOLDER, the two
 # share the work, one core each:
@@ -12,7 +14,7 @@
 #
 # python -m fedjax_mr.analysis results FOLDER/cifar10 --name=NAME then keeps the metrics in experiments/results/.
 set -euo pipefail
-data="$1" folder="${2:-runs/record}"
+data="$1" folder="${2:-runs/record}" division="${3:-}"
 cd "$(dirname "$0")/.."
 
 sweep() { # name of the sub-folder, then flags
@@ -30,5 +32,14 @@ sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0:3 --g
 sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0 --grid=partition=dirichlet+alpha=0.1,dirichlet+alpha=1.0
 # 3. The other global methods on CIFAR-10, Dirichlet(0.5)
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedprox,scaffold,moon,fedgen,clusamp,fedexp,fedasam,fedmut --seeds=0
+if [ -n "$division" ]; then
+  sweep cifar10_released --flagfile=exp/cifar10.flags --strategies=$three --seeds=0 --partition_file="$division"
+fi
 # 4. Server optimizers on FedAvg and FedCross
 sweep optimizers --flagfile=exp/cifar10.flags --strategies=fedavg,fedcross --seeds=0 --grid=server_optimizer=momentum,adam,yogi,adagrad
+# 5. FedMe and its baselines with four LeNets, 20 clients, 200 rounds; FedAvg with the largest of them. Clusters change
+#    at the same fractions of the rounds as in the flag file.
+fedme="--flagfile=exp/fedme_cifar10.flags --rounds=200 --augment=none --seeds=0 --fedme_cluster_rounds=none"
+fedme="$fedme --fedme_cluster_rounds=100 --fedme_cluster_rounds=150 --fedme_cluster_rounds=180"
+sweep fedme $fedme --model=lenet5_small,lenet5,lenet5_large,lenet5_deep --strategies=fedme,local
+sweep fedme $fedme --model=lenet5_large --eval_clients --strategies=fedavg
