@@ -86,12 +86,13 @@ class Module:
                     yield instruction.bodies[0]
 
     def local_step(self) -> str:
-        """Return the body of the loop over a client's batches (``local.minimise``).
+        """Return the body of the loop over a client's batches (``local.minimise`` in ``map_clients``).
 
         Raises:
           ValueError: there is none; JAX's compilation cache may also return a program with the names of an older one.
         """
-        own = lambda name: sum("local_step" in each.source for each in self.computations[name])
+        scopes = ("clients_part", "local_step")
+        own = lambda name: sum(all(scope in each.source for scope in scopes) for each in self.computations[name])
         found = max(self.loops(), key=own, default=None)
         if found is None or not own(found):
             raise ValueError("the program has no local step; try JAX_ENABLE_COMPILATION_CACHE=false")

@@ -187,6 +187,7 @@ def map_clients(axis: ClientAxis, function: Callable[[Any, Any], Any]) -> Callab
     rows run one after the other as they are (a ``vmap`` over one would turn every loop of dynamic length into a masked
     one).
     """
+    function = jax.named_scope("clients_part")(function)  # the server may train, too
 
     def on_device(shared: Any, rows: Any) -> Any:
         if axis.lanes == 1:
