@@ -228,7 +228,8 @@ def step_seconds(rounds: Rounds) -> float | None:
 
     def step(given: Any, rows: ClientRow) -> Any:
         given = given._replace(problem=dataclasses.replace(given.problem, local=one))
-        train = lambda row: train_client(rounds.build, given, jnp.int32(0), row._replace(size=setting.batch_size))
+        one_batch = np.int32(setting.batch_size)  # known while tracing
+        train = lambda row: train_client(rounds.build, given, jnp.int32(0), row._replace(size=one_batch))
         return jax.vmap(train)(rows)
 
     alone = jax.sharding.SingleDeviceSharding(axis.mesh.devices.flat[0])
@@ -236,7 +237,10 @@ def step_seconds(rounds: Rounds) -> float | None:
     rows = jax.eval_shape(chosen, rounds.given, rounds.shapes())
     rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((axis.lanes, *leaf.shape[1:]), leaf.dtype), rows)
     with platforms.tracing_for(axis.platform):
-        lowered = jax.jit(step).lower(*shapes_at((rounds.given, rows), alone))
+        try:
+            lowered = jax.jit(step).lower(*shapes_at((rounds.given, rows), alone))
+        except UserError:  # a method that does not work with a single epoch (FedRep)
+            return None
     costs = lowered.compile().cost_analysis()
     seconds = costs.get("optimal_seconds", -1.0) if costs else -1.0
     return seconds if seconds > 0 else None  # a negative one says that the compiler does not know
