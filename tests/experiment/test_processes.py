@@ -343,13 +343,13 @@ def test_a_killed_process_ends_the_run_which_can_go_on(tmp_path, victim):
     assert time.monotonic() - killed < 30
     assert codes[victim] == -signal.SIGKILL
     survivors = {index: code for index, code in enumerate(codes) if index != victim}
-    assert all(survivors.values())
-    told = [index for index, code in survivors.items() if code == 4]
-    for index in told:
-        (line,) = [line for line in launched.said()[index].splitlines() if line.startswith("fedjax-mr:")]
-        assert f"lost process {victim} of 3: go on with --resume" in line
-    # JAX's service ends with process 0, and with the service, by JAX's own decision, whoever has not noticed before.
-    assert told or victim == 0
+    for index, code in survivors.items():
+        said = launched.said()[index]
+        if code == 4:
+            (line,) = [line for line in said.splitlines() if line.startswith("fedjax-mr:")]
+            assert f"lost process {victim} of 3: go on with --resume" in line
+        else:  # JAX's service noticed before a transfer broke, or ended with process 0, and JAX ends whoever is left
+            assert code == -signal.SIGABRT and "coordination service" in said
     last_round = lambda: ([0] + [row["round"] for row in rows(tmp_path / "run")])[-1]  # cut back to the checkpoint
     done = last_round()
     assert done < LONG["rounds"]
