@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -22,13 +23,14 @@ import jax
 
 from fedjax_mr import interrupts
 from fedjax_mr.errors import LostError, UserError
-from fedjax_mr.experiment import rendezvous
+from fedjax_mr.experiment import heartbeats, rendezvous
 
-HEARTBEAT_SECONDS = 20  # a process that is silent for so long is lost; the others then stop
+HEARTBEAT_SECONDS = 60  # after which JAX aborts the others; `heartbeats` has noticed long before, and says what to do
+SHUTDOWN_SECONDS = 20  # how long a process that has ended waits for the others
 JOIN_SECONDS = 300  # how long the processes of one run wait for each other at the start, unless told
 CONNECT_SECONDS = 60  # how long JAX may take to connect processes that are all there
 ROLL_CALL_SECONDS = 5  # after an error: how long the others have to answer before they are named as lost
-EXCHANGE_SECONDS = 24 * 3600  # no limit in practice: a lost process is noticed by its missing heartbeats
+EXCHANGE_SECONDS = 24 * 3600  # no limit in practice: a lost process is noticed by `heartbeats`
 
 # What a lost process causes elsewhere: these status codes, and failed collectives, which have no code of their own.
 _CODES_OF_LOSS = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
@@ -140,9 +142,8 @@ class Processes:
             lost = self._roll_call()
             if not lost:
                 raise
-            named = " and ".join(f"process {process}" for process in lost)
             reason = " ".join(str(error).split())[:160]
-            raise LostError(f"lost {named} of {self.count}: go on with --resume ({reason})") from None
+            raise LostError(heartbeats.lost_line(lost, self.count, reason)) from None
 
     def _roll_call(self) -> list[int]:
         """Return the processes that do not answer any more; process 0 keeps the list, so without it it is process 0."""
@@ -173,7 +174,10 @@ def _speaks_of_loss(error: Exception) -> bool:
 def _membership() -> Processes:
     """Return the place of this process; a Python process joins at most once, so there is one."""
     state = _coordination()
-    return ALONE if state.client is None else Processes(state.process_id, state.num_processes)
+    if state.client is None or state.num_processes == 1:
+        return ALONE
+    heartbeats.watch(state.client, state.process_id, state.num_processes)
+    return Processes(state.process_id, state.num_processes)
 
 
 def _client() -> Any:
@@ -255,7 +259,7 @@ def join_processes(
             **options,
             initialization_timeout=join_timeout if place is None else CONNECT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except ValueError:
         if place is not None:
@@ -304,6 +308,8 @@ def leave(code: int) -> NoReturn:
         try:
             _client().wait_at_barrier("fedjax_mr/leave", ROLL_CALL_SECONDS * 1000)
         except jax.errors.JaxRuntimeError:
+            if _membership().writes:
+                time.sleep(heartbeats.LAST_SECONDS)
             os._exit(code)
     elif code:
         interrupts.leave_if_interrupted()  # do not wait for the threads of a download
