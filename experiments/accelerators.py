@@ -13,13 +13,14 @@ one model on 10,000 samples. Memory is per device. Multiply-adds are those of th
 for training. Bytes are what the kernels read and write if nothing stays in a cache. XLA joins kernels to CUDA graphs;
 launches_per_step counts what the host launches, a graph as one. The roofline is the largest of one launch for each
 kernel, bytes over bandwidth and multiply-adds over the arithmetic's rate; it is arithmetic on data sheets, not a
-measurement. On GPUs autotuning needs a device, so XLA may choose other algorithms for convolutions than it would there.
+measurement. compiler_seconds are the cycles that the TPU's compiler estimates for a local step, over the chip's rate.
+exchange_bytes are what clients must get and return, collective_bytes what the round moves in all. On GPUs autotuning
+needs a device, so XLA may choose other algorithms for convolutions than it would there.
 A round in which devices wait for the host, or for each other while clients train, ends the script with code 1.
 """
 
 import argparse
 import atexit
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -31,19 +32,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hlo import Module, collectives, launches
 from jax.sharding import Mesh
 
 import fedjax_mr as fmr
-from fedjax_mr import data, platforms
+from fedjax_mr import data, platforms, trees
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.engine.evaluation import Evaluation
-from fedjax_mr.engine.placement import shapes_at
 from fedjax_mr.engine.program import Program
-from fedjax_mr.engine.round import ClientRow, begin, train_client
+from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model, build_rounds, samples
@@ -58,6 +57,7 @@ COLUMNS = (
     "target", "model", "strategy", "program", "cohort", "lanes", "trace_seconds", "compile_seconds", "kernels_per_step",
     "multiply_adds_per_step", "bytes_per_step", "argument_bytes", "temp_bytes", "output_bytes", "collective_bytes",
     "collectives", "roofline_seconds", "compiler_seconds", "launches_per_step",
+    "exchange_bytes",
 )  # fmt: skip
 
 
@@ -69,14 +69,15 @@ class Kind(NamedTuple):
     multiply_adds_per_second: float  # with the inputs that XLA rounds float32 to by default: TF32, bfloat16
     launch_seconds: float  # per kernel; TPUs have the whole program on the chip
     memory: int
+    hertz: float | None = None  # of a TPU: its rate of bfloat16 over its units of 128 x 128; None where that is unknown
 
 
 KINDS = {
     "h100": Kind("cuda", 3.35e12, 247e12, 2.5e-6, 80 * 10**9),
     "h200": Kind("cuda", 4.8e12, 247e12, 2.5e-6, 141 * 10**9),
-    "v4": Kind("tpu", 1.2e12, 137e12, 0.0, 32 * 2**30),
-    "v5e": Kind("tpu", 0.82e12, 98e12, 0.0, 16 * 2**30),
-    "v5p": Kind("tpu", 2.76e12, 229e12, 0.0, 95 * 2**30),
+    "v4": Kind("tpu", 1.2e12, 137e12, 0.0, 32 * 2**30, 1.05e9),
+    "v5e": Kind("tpu", 0.82e12, 98e12, 0.0, 16 * 2**30, 1.5e9),
+    "v5p": Kind("tpu", 2.76e12, 229e12, 0.0, 95 * 2**30, 1.75e9),
     "v6e": Kind("tpu", 1.64e12, 459e12, 0.0, 32 * 2**30),
 }
 
@@ -217,33 +218,18 @@ def compile_round(target: str, config: fmr.Config, *, lanes: int | None = None, 
     return Compiled(rounds, programs["rounds"], evaluation, model)
 
 
-def step_seconds(rounds: Rounds) -> float | None:
-    """Return the compiler's own estimate of one local step of a device's lanes; TPUs alone give one.
+def exchange_bytes(rounds: Rounds) -> int:
+    """Return what has to go from the server to the clients and back: what K' clients get and what they return.
 
-    A loop's body would be counted once, and other work beside it, so the step is compiled by itself: one epoch of one
-    batch, whose loops fall away.
+    K' is K, padded; (D - 1) / D of it changes its device.
     """
-    axis, setting = rounds.axis, rounds.given.problem.local
-    one = dataclasses.replace(setting, epochs=1, max_size=setting.batch_size)
-
-    def step(given: Any, rows: ClientRow) -> Any:
-        given = given._replace(problem=dataclasses.replace(given.problem, local=one))
-        one_batch = np.int32(setting.batch_size)  # known while tracing
-        train = lambda row: train_client(rounds.build, given, jnp.int32(0), row._replace(size=one_batch))
-        return jax.vmap(train)(rows)
-
-    alone = jax.sharding.SingleDeviceSharding(axis.mesh.devices.flat[0])
+    axis = rounds.axis
+    number = jax.ShapeDtypeStruct((), np.int32)
     chosen = lambda given, progress: begin(rounds.build, axis, given, progress)[1]
-    rows = jax.eval_shape(chosen, rounds.given, rounds.shapes())
-    rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((axis.lanes, *leaf.shape[1:]), leaf.dtype), rows)
     with platforms.tracing_for(axis.platform):
-        try:
-            lowered = jax.jit(step).lower(*shapes_at((rounds.given, rows), alone))
-        except UserError:  # a method that does not work with a single epoch (FedRep)
-            return None
-    costs = lowered.compile().cost_analysis()
-    seconds = costs.get("optimal_seconds", -1.0) if costs else -1.0
-    return seconds if seconds > 0 else None  # a negative one says that the compiler does not know
+        rows = jax.eval_shape(chosen, rounds.given, rounds.shapes())
+        returned = jax.eval_shape(rounds.train_all(), (rounds.given, number), rows)
+    return trees.num_bytes((rows, returned)) * (axis.num_devices - 1) // axis.num_devices
 
 
 def faults(done: Compiled) -> list[str]:
@@ -297,12 +283,13 @@ def table(target: str, config: fmr.Config, done: Compiled) -> list[dict[str, Any
             **compilation(done.round),
             collectives=len(found),
             collective_bytes=sum(each.bytes for each in found),
+            exchange_bytes=exchange_bytes(done.rounds),
         ),
         row(
             "local_step",
             **work(step, 3 * network * config.batch_size * axis.lanes),
             collectives=sum(each.computation in module.reached(clients) for each in found),
-            compiler_seconds=step_seconds(done.rounds) if kind.platform == "tpu" else None,
+            compiler_seconds=module.cycles(step) / kind.hertz if kind.hertz else None,
             launches_per_step=launches_per_step(module) if kind.platform == "cuda" else None,
         ),
         row("server", **work(whole, 0, without=clients)),

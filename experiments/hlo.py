@@ -35,6 +35,7 @@ class Instruction(NamedTuple):
     source: str  # op_name: the JAX functions and scopes from which it came
     times: int  # how often a loop runs its body, if the compiler knows; else 1
     target: str  # what a custom call calls
+    cycles: int  # the TPU compiler's estimate; 0 where it gives none
 
     @property
     def bytes(self) -> int:
@@ -116,6 +117,10 @@ class Module:
 
         return int(self._sum(name, touched, without))
 
+    def cycles(self, name: str) -> int:
+        """Return what the TPU's compiler estimates for a computation; 0 for other targets."""
+        return int(self._sum(name, lambda _, each: each.cycles, ""))
+
     def opcodes(self) -> set[str]:
         """Return every opcode that occurs, in fused computations too."""
         return {each.opcode for body in self.computations.values() for each in body}
@@ -175,6 +180,7 @@ def _instruction(line: str) -> Instruction | None:
         bodies += re.findall(r"[\w.\-]+", branches[1]) if branches else []
     source = re.search(r'op_name="([^"]*)"', attributes)
     times = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', attributes)
     target = re.search(r'custom_call_target="([^"]*)"', attributes)
     return Instruction(
         name,
@@ -185,6 +191,7 @@ def _instruction(line: str) -> Instruction | None:
         source[1] if source else "",
         int(times[1]) if times else 1,
         target[1] if target else "",
+        int(cycles[1]) if cycles else 0,
     )
 
 
@@ -219,10 +226,11 @@ def collectives(module: Module, *, devices: int) -> Iterator[Collective]:
         "collective-permute": devices,
     }
     for name, instructions in module.computations.items():
+        sizes = {each.name: each.bytes for each in instructions}
         for each in instructions:
             kind = each.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 size = each.bytes
-                if each.opcode != kind and kind in ("all-gather", "collective-permute"):
-                    size = num_bytes(each.result.strip("()").split("]")[-2] + "]")  # a start holds operand and result
+                if each.opcode != kind and kind != "all-reduce":  # such a start holds its operands beside the results
+                    size -= sum(sizes[operand] for operand in each.operands)
                 yield Collective(kind, name, size * times[kind])

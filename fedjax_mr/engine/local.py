@@ -51,6 +51,14 @@ class Batch(NamedTuple):
     position: jax.Array | None = None  # [B] int32, which of the client's samples: 0..size-1
 
 
+class Order(NamedTuple):
+    """A client's samples in the order of one epoch, filled up with the last one to whole batches: P of them."""
+
+    position: jax.Array  # [P] int32, which of the client's samples: 0..size-1
+    row: jax.Array  # [P] int32, which of all samples
+    y: jax.Array  # [P] int32
+
+
 class Metrics(NamedTuple):
     """The report of one client's training; scalars."""
 
@@ -232,7 +240,7 @@ def minimise(
     params, state = variables["params"], {name: value for name, value in variables.items() if name != "params"}
 
     def epoch(number: jax.Array, carry: tuple) -> tuple:
-        order = shuffle(jax.random.fold_in(key, 2 * number), data.size, setting.max_size)
+        order = _in_order(setting, data, jax.random.fold_in(key, 2 * number))
         step_key = jax.random.fold_in(key, 2 * number + 1)
 
         @jax.named_scope("local_step")  # by which a reader of the compiled program finds it
@@ -258,18 +266,29 @@ def minimise(
 
 def draw(setting: LocalSetting, data: ClientData, key: jax.Array) -> Batch:
     """Return a batch of a client's training samples, drawn without replacement; consumes ``key``."""
-    return _batch(setting, data, shuffle(jax.random.fold_in(key, 0), data.size, setting.max_size), 0, key)
+    return _batch(setting, data, _in_order(setting, data, jax.random.fold_in(key, 0)), 0, key)
 
 
-def _batch(setting: LocalSetting, data: ClientData, order: jax.Array, number: jax.Array | int, key: jax.Array) -> Batch:
-    """Return batch ``number`` of a client's samples in an ``order`` [max_size]."""
-    position = number * setting.batch_size + jnp.arange(setting.batch_size, dtype=jnp.int32)
-    mask = (position < data.size).astype(jnp.float32)
-    within = order[jnp.minimum(position, data.size - 1)]  # padding repeats the last sample, masked
-    rows = data.index[data.offset + within]
+def _in_order(setting: LocalSetting, data: ClientData, key: jax.Array) -> Order:
+    """Return a client's samples in random order, filled up to whole batches; consumes ``key``.
+
+    All that an epoch can look up at once is looked up here: a step takes its run of it, and gathers images alone. On a
+    TPU every lookup of 50 numbers in a step would cost as much as a small convolution.
+    """
+    order = shuffle(key, data.size, setting.max_size)
+    length = -(-setting.max_size // setting.batch_size) * setting.batch_size
+    position = order[jnp.minimum(jnp.arange(length, dtype=jnp.int32), data.size - 1)]
+    row = jnp.asarray(data.index)[data.offset + position]
+    return Order(position, row, jnp.asarray(data.samples.y)[row])
+
+
+def _batch(setting: LocalSetting, data: ClientData, order: Order, number: jax.Array | int, key: jax.Array) -> Batch:
+    """Return batch ``number`` of a client's samples in an order."""
+    start = number * setting.batch_size
+    mine = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, setting.batch_size), order)
+    mask = (start + jnp.arange(setting.batch_size, dtype=jnp.int32) < data.size).astype(jnp.float32)
     change = None if setting.augment is None else functools.partial(setting.augment, jax.random.fold_in(key, 1))
-    x, y = gather(data.samples, rows, change=change), jnp.asarray(data.samples.y)[rows]
-    return Batch(x, y, mask, within)
+    return Batch(gather(data.samples, mine.row, change=change), mine.y, mask, mine.position)
 
 
 def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:
