@@ -61,6 +61,8 @@ def lookup(config: Config, published: Iterable[Mapping[str, str]]) -> Published 
     def fits(row: Mapping[str, str]) -> bool:
         if config.server_optimizer != "none":  # no method of these tables has one
             return False
+        if config.partition_file:  # the flags of a partition say nothing of it
+            return False
         if config.label_mode != LABEL_MODES.get(config.dataset, "fine"):
             return False
         if config.partition != "natural" and PAPERS.get(row["paper"]) != sizes:

@@ -43,6 +43,7 @@ REASSEMBLY = {
         (REASSEMBLY | {"dataset": "mnist_reduced.npz"}, None),
         ({"clients": 20}, None),
         ({"cohort": 5}, None),
+        ({"partition_file": "own.json"}, None),  # a division that is not what the flags of a partition say
         ({"alpha": 0.3}, None),
         ({"alpha": 0.14}, None),
         ({"model": "mlp"}, None),
