@@ -19,13 +19,16 @@ import numpy as np
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Model, Variables
 
+EVEN = 256  # so that the devices of a pod share a vector evenly; otherwise each would hold all of every client's
+
 
 @dataclasses.dataclass(frozen=True)
 class Zoo(Model):
     """A networks for the same samples and classes.
 
     Their variables are ``{"params": {"vector": [P]}, "batch_stats": {"vector": [S]}, "architecture": []}``, P and S
-    those of the largest network, filled up with zeros; ``batch_stats`` is there if some network has BatchNorm.
+    those of the largest network, rounded up to a multiple of `EVEN` and filled up with zeros; ``batch_stats`` is there if
+    some network has BatchNorm.
 
     Attributes:
       members: the networks; ``module`` is the first one's.
@@ -161,12 +164,12 @@ class Zoo(Model):
         return _switch(variables["architecture"], [branch(number) for number in self._numbers], variables, *operands)
 
     def _sizes(self, architecture: int | None = None) -> dict[str, int]:
-        """Return the numbers in each collection of a network, or of the largest one; empty collections are left out."""
+        """Return the numbers in each collection of a network, empty ones left out; without a network, P and S."""
         sizes: dict[str, int] = {}
         for model in self.members if architecture is None else (self.members[architecture],):
             for name, tree in model.shapes().items():
                 sizes[name] = max(sizes.get(name, 0), sum(leaf.size for leaf in jax.tree.leaves(tree)))
-        return sizes
+        return sizes if architecture is not None else {name: -(-size // EVEN) * EVEN for name, size in sizes.items()}
 
 
 def _switch(number: Any, branches: Sequence[Callable], *operands: Any) -> Any:
