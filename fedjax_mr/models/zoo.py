@@ -27,8 +27,8 @@ class Zoo(Model):
     """A networks for the same samples and classes.
 
     Their variables are ``{"params": {"vector": [P]}, "batch_stats": {"vector": [S]}, "architecture": []}``, P and S
-    those of the largest network, rounded up to a multiple of `EVEN` and filled up with zeros; ``batch_stats`` is there if
-    some network has BatchNorm.
+    those of the largest network, rounded up to a multiple of `EVEN` and filled up with zeros; ``batch_stats`` is there
+    if some network has BatchNorm.
 
     Attributes:
       members: the networks; ``module`` is the first one's.
