@@ -10,12 +10,13 @@ Needs the extra ``accelerators`` (the compilers, no driver). Nothing runs on a d
 Rows: ``round`` is the one program that runs whole rounds (its memory and its collectives); ``local_step`` the body of
 its loop over a client's batches; ``server`` what a round does beside the clients' training; ``evaluation`` the test of
 one model on 10,000 samples. Memory is per device. Multiply-adds are those of the network, three times a forward pass
-for training. Bytes are what the kernels read and write if nothing stays in a cache. XLA joins kernels to CUDA graphs;
-launches_per_step counts what the host launches, a graph as one. The roofline is the largest of one launch for each
-kernel, bytes over bandwidth and multiply-adds over the arithmetic's rate; it is arithmetic on data sheets, not a
-measurement. compiler_seconds are the cycles that the TPU's compiler estimates for a local step, over the chip's rate.
-exchange_bytes are what clients must get and return, collective_bytes what the round moves in all. On GPUs autotuning
-needs a device, so XLA may choose other algorithms for convolutions than it would there.
+for training. Bytes are what the kernels read and write if nothing stays in a cache, and all of an array from which they
+gather: of the samples, which is why they are few by default. XLA joins kernels to CUDA graphs; launches_per_step counts
+what the host launches, a graph as one. The roofline is the largest of one launch for each kernel, bytes over bandwidth
+and multiply-adds over the arithmetic's rate; it is arithmetic on data sheets, not a measurement. compiler_seconds are
+the cycles that the TPU's compiler estimates for a local step, over the chip's rate. exchange_bytes are what clients
+must get and return, collective_bytes what the round moves in all. On GPUs autotuning needs a device, so XLA may choose
+other algorithms for convolutions than it would there.
 A round in which devices wait for the host, or for each other while clients train, ends the script with code 1.
 """
 
@@ -191,21 +192,23 @@ class Compiled(NamedTuple):
     model: Any
 
 
-def federation(config: fmr.Config) -> FederatedData:
-    """Return synthetic data: only shapes matter here."""
+def federation(config: fmr.Config, count: int | None = None) -> FederatedData:
+    """Return ``count`` synthetic samples, a fifth of them for the test; only shapes matter here."""
     rng = np.random.default_rng(0)
     shape = SHAPES.get(config.model.split(",")[0], (32, 32, 3))
-    count = 20 * config.clients
+    count = count or 20 * config.clients
     x = rng.integers(0, 256, (count, *shape), np.uint8)
     return data.federated_data(config, dataset=fmr.from_arrays(x, rng.integers(0, 10, count), num_classes=10))
 
 
-def compile_round(target: str, config: fmr.Config, *, lanes: int | None = None, tested: bool = True) -> Compiled:
+def compile_round(
+    target: str, config: fmr.Config, *, lanes: int | None = None, tested: bool = True, count: int | None = None
+) -> Compiled:
     """Compile a strategy's round, and the test of its deployed model, for a target."""
     for written in dumps().glob(HOST_PLAN):  # of the program before
         written.unlink()
     axis = axis_of(target, cohort=config.cohort, lanes=lanes)
-    federated = federation(config)
+    federated = federation(config, count)
     model = build_model(config, federated)
     rounds = build_rounds(config, federated, model, axis)
     programs = rounds.compile()
@@ -327,6 +330,7 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=10, help="K")
     parser.add_argument("--lanes", type=int, help="clients side by side on a device; default: all of a device")
     parser.add_argument("--batch_size", type=int, default=BATCH)
+    parser.add_argument("--samples", type=int, help="of the federation; default: 20 per client")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -337,7 +341,7 @@ def main() -> None:
         for model in options.models.split(","):
             for strategy in options.strategies.split(","):
                 config = configured(strategy, model, cohort=options.cohort, batch_size=options.batch_size)
-                done = compile_round(options.target, config, lanes=options.lanes)
+                done = compile_round(options.target, config, lanes=options.lanes, count=options.samples)
                 wrong += [f"{strategy} with {model}: {fault}" for fault in faults(done)]
                 for row in table(options.target, config, done):
                     rows.append(row)

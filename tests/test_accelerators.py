@@ -325,6 +325,16 @@ def test_every_strategy_compiles(strategy, target, cohort, tmp_path):
 
 @tpu
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["lenet5", "mlp"])
+def test_no_program_of_a_tpu_copies_all_images(model, tmp_path):
+    """Into another order, before the first round of each call: 123 MB of images, 0.5 GB in the tiles of a TPU."""
+    rows_of("v5e:2x4", f"--models={model}", "--cohort=8", "--samples=50000", f"--json={tmp_path}/rows.json")
+    for row in json.loads((tmp_path / "rows.json").read_text()):
+        assert (row["temp_bytes"] or 0) <= 10 * 10**6
+
+
+@tpu
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", POD)
 def test_a_pod_of_256(strategy):
     rows_of("v5e:16x16", f"--strategies={strategy}", "--cohort=256")

@@ -37,7 +37,8 @@ class Evaluation:
         padding = -count % (batch * axis.num_devices)
         mask = np.concatenate([np.ones(count, np.float32), np.zeros(padding, np.float32)])
         filled = samples._replace(x=_pad(samples.x, padding), y=_pad(samples.y, padding))
-        self._spec = Samples._make([PartitionSpec(CLIENTS)] * 2 + [PartitionSpec()] * 2)
+        here, everywhere = PartitionSpec(CLIENTS), PartitionSpec()
+        self._spec = Samples._make([here, here, everywhere, everywhere, samples.shape])
         self._place = shapes_at if axis.described else place
         self._samples = Samples(
             *self._place(filled[:2], axis.sharded),

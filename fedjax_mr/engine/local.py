@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -16,16 +17,35 @@ from fedjax_mr.models.base import Model, Variables
 Array = jax.Array | np.ndarray
 
 
+@jax.tree_util.register_static
+class Shape(tuple[int, ...]):
+    """The shape of one sample, such as (32, 32, 3); no array of a compiled program's but a part of it."""
+
+
 class Samples(NamedTuple):
     """All samples of the federation; a batch is gathered and normalised inside the compiled step.
 
     ``x * scale + shift`` is what a network sees, unless x holds tokens.
     """
 
-    x: Array  # [M, ...] uint8, float32 or int32 (tokens)
+    x: Array  # [M, ...], or as `in_rows` arranged them; uint8, float32 or int32 (tokens)
     y: Array  # [M] int32
     scale: Array  # [channels] or [1]
     shift: Array  # [channels] or [1]
+    shape: Shape | None = None  # of one sample, where x holds its numbers as rows
+
+    def in_rows(self) -> "Samples":
+        """Return the same samples, the numbers of each image in rows of at most 128: x [M, rows, row].
+
+        A TPU reads whole rows of 128. Of images as they are, [40000, 32, 32, 3], every program that takes some would
+        first copy all into another order: 4 ms and 0.5 GB.
+        """
+        shape = Shape(self.x.shape[1:])
+        if len(shape) != 3:
+            return self
+        size = math.prod(shape)
+        row = max(number for number in range(1, 129) if size % number == 0)
+        return self._replace(x=self.x.reshape(len(self.x), size // row, row), shape=shape)
 
 
 class ClientData(NamedTuple):
@@ -141,6 +161,8 @@ def with_schedule(
 def gather(samples: Samples, rows: jax.Array, *, change: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
     """Return the input for sample ``rows`` [B]: pixels changed if wanted, then normalised; tokens as they are."""
     x = jnp.asarray(samples.x)[rows]
+    if samples.shape is not None:
+        x = x.reshape(x.shape[:-2] + samples.shape)
     if jnp.issubdtype(x.dtype, jnp.signedinteger):
         return x
     x = x if change is None else change(x)

@@ -262,4 +262,4 @@ def samples(federated: FederatedData, x: np.ndarray, y: np.ndarray) -> local.Sam
 def normalised(dataset: Dataset, x: np.ndarray, y: np.ndarray) -> local.Samples:
     """Return samples with the data set's normalisation, (pixel - mean) / std, as one factor and one summand."""
     scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
-    return local.Samples(x, np.asarray(y, np.int32), scale, shift)
+    return local.Samples(x, np.asarray(y, np.int32), scale, shift).in_rows()

@@ -126,6 +126,28 @@ def test_bytes_become_normalised_pixels_and_tokens_stay():
 
 
 @pytest.mark.parametrize(
+    ("shape", "arranged"),
+    [
+        ((32, 32, 3), (24, 128)),
+        ((28, 28, 1), (7, 112)),
+        ((8, 8, 1), (1, 64)),
+        ((13, 13, 1), (13, 13)),
+        ((5,), (5,)),
+        ((), ()),
+    ],
+)
+def test_images_in_rows_are_the_same_images(shape, arranged):
+    x = np.random.default_rng(0).integers(0, 256, (6, *shape), np.uint8)
+    samples = local.Samples(x, np.arange(6, dtype=np.int32), np.full(1, 0.01, np.float32), np.full(1, -1, np.float32))
+    rows, turned = samples.in_rows(), lambda images: images[:, ::-1]
+    assert rows.x.shape == (6, *arranged)
+    assert samples._replace(x=x[:0]).in_rows().x.shape == (0, *arranged)
+    for change in (None, turned) if len(shape) == 3 else (None,):
+        one, other = (local.gather(each, np.array([4, 0, 4]), change=change) for each in (rows, samples))
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         dict(name="sgd", lr=0.1),
