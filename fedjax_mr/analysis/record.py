@@ -1,9 +1,10 @@
 """Make the page of record anew, or check it: which published results replicate, with how many seeds, how surely.
 
 The main table has the methods of the papers' main comparison in the settings of their flag files, one cell each: our
-mean over the seeds, the paper's number, and a verdict. All are computed from the metrics kept in results/ beside the
-document. What is made anew stands between <!-- record PART --> and <!-- end -->, with PART one of table, pairs, claims,
-cost and headline, there and in the README of the repository; and the lines "Measured:" in the heads of the flag files.
+mean over the seeds, the paper's number, and a verdict; another table has the other methods in one of these settings.
+All are computed from the metrics kept in results/ beside the document. What is made anew stands between the lines
+<!-- record PART --> and <!-- end -->, with PART one of table, pairs, others, claims, cost and headline, there and in
+the README of the repository; and the lines "Measured:" in the heads of the flag files.
 --check only compares.
 """
 
@@ -37,6 +38,15 @@ DIVISIONS = {
     "Dirichlet(1.0)": ("--alpha=1.0",),
     "IID": ("--partition=iid",),
 }
+OTHERS_SETTING = ("CIFAR-10", "Dirichlet(0.5)")
+OTHERS = (
+    *((f"--strategy={method}",) for method in (
+        "fedprox", "scaffold", "moon", "fedgen", "clusamp", "fedexp", "fedasam", "fedmut",
+        "fedntd", "fedgamma", "fedlc",
+    )),
+    *((f"--strategy={method}", f"--server_optimizer={optimizer}")
+      for method in ("fedavg", "fedcross") for optimizer in ("momentum", "adam", "yogi", "adagrad")),
+)  # fmt: skip
 # A mean replicates within POINTS of the paper's, or within so many of our standard deviations.
 DEVIATIONS = 2.0
 BLOCK = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -128,9 +138,10 @@ class Cell(NamedTuple):
 
 
 class Record(NamedTuple):
-    """All cells of the main table, and the folder with the kept runs."""
+    """All cells of the main table, those of the other methods, and the folder with the kept runs."""
 
     cells: dict[tuple[str, str, str], Cell]  # by method, data and division
+    others: list[Cell]
     kept: Path
 
     @classmethod
@@ -141,15 +152,19 @@ class Record(NamedTuple):
         for run in groups.find([kept]):
             by_facts.setdefault(_key(run.config), []).append(run)
         published = papers.rows()
-        cells = {}
-        for data, file in FLAGS.items():
-            for division, flags in DIVISIONS.items():
-                for method in METHODS:
-                    config = configuration.parse([f"--flagfile={folder / file}", f"--strategy={method}", *flags])
-                    found = by_facts.get(_key(config), [])
-                    number = papers.lookup(config, published)
-                    cells[method, data, division] = Cell(method, data, division, _by_seed(found), found, number)
-        return cls(cells, kept)
+
+        def cell(data: str, division: str, *method: str) -> Cell:
+            config = configuration.parse([f"--flagfile={folder / FLAGS[data]}", *DIVISIONS[division], *method])
+            found, name = by_facts.get(_key(config), []), titles.method(titles.facts(config))
+            return Cell(name, data, division, _by_seed(found), found, papers.lookup(config, published))
+
+        cells = {
+            (method, data, division): cell(data, division, f"--strategy={method}")
+            for data in FLAGS
+            for division in DIVISIONS
+            for method in METHODS
+        }
+        return cls(cells, [cell(*OTHERS_SETTING, *flags) for flags in OTHERS], kept)
 
     def pairs(self, better: str, worse: str) -> dict[tuple[str, str], Difference | None]:
         """Return the difference of two methods in each setting."""
@@ -250,6 +265,19 @@ def pairs_table(record: Record) -> str:
     return tables.markdown([head, *rows])
 
 
+def others_table(record: Record) -> str:
+    """Return the other methods in one setting, best first: ours, the paper's, the verdict, the lead over FedAvg."""
+    fedavg = record.cells["fedavg", *OTHERS_SETTING]
+    rows = []
+    for cell in sorted(record.others, key=lambda cell: -(cell.own.mean or 0.0)):
+        own = f"{_shown(cell.own)} (n = {len(cell.by_seed)})" if cell.by_seed else ""
+        paper = tables.plus_minus(*cell.published[1:3], digits=1) if cell.published else ""
+        lead = difference(cell.by_seed, fedavg.by_seed)
+        verdict = f"**{cell.verdict}**" if cell.verdict else ""
+        rows.append([cell.method, own, paper, verdict, "" if lead is None else str(lead)])
+    return tables.markdown([["method", "ours", "paper", "verdict", "points above FedAvg, seeds in common"], *rows])
+
+
 def claims_table(record: Record) -> str:
     """Return what else the papers claim, and how surely it holds."""
     return claims.table(record.kept)
@@ -274,5 +302,6 @@ def cost_table(record: Record) -> str:
 
 
 PARTS: dict[str, Callable[[Record], str]] = {
-    "table": main_table, "pairs": pairs_table, "claims": claims_table, "cost": cost_table, "headline": headline_table,
+    "table": main_table, "pairs": pairs_table, "others": others_table, "claims": claims_table, "cost": cost_table,
+    "headline": headline_table,
 }  # fmt: skip

@@ -34,7 +34,7 @@ def test_the_page_and_the_flag_files_are_those_of_the_kept_runs(capsys):
 def test_verdict_of_a_cell(own, paper, verdict):
     published = None if paper is None else Published("some", paper, None, "a table")
     by_seed = {str(seed): value for seed, value in enumerate(own)}
-    assert record.Cell("fedmr", "CIFAR-10", "IID", by_seed, [], published).verdict == verdict
+    assert record.Cell("FedMR", "CIFAR-10", "IID", by_seed, [], published).verdict == verdict
 
 
 def test_seeds_are_paired():
@@ -93,8 +93,8 @@ def folder(tmp_path):
     return folder
 
 
-def keep(folder, *flags, accuracy):
-    config = configuration.parse([f"--flagfile={folder / 'cifar100.flags'}", *flags])
+def keep(folder, *flags, accuracy, file="cifar100.flags"):
+    config = configuration.parse([f"--flagfile={folder / file}", *flags])
     kept = folder / "results" / "some" / f"{config.strategy}-{len(list(folder.rglob('config.json')))}"
     kept.mkdir(parents=True)
     (kept / "config.json").write_text(json.dumps(configuration.to_json(config)))
@@ -121,10 +121,23 @@ def test_a_new_run_changes_page_and_flag_file(folder, capsys):
     assert main(["record", "--check", page]) == 0
 
 
+def test_other_methods_stand_beside_fedavg(folder):
+    page = folder / "RESULTS.md"
+    page.write_text("<!-- record others -->\n<!-- end -->\n")
+    keep(folder, "--strategy=fedavg", accuracy=0.5, file="cifar10.flags")
+    keep(folder, "--strategy=fedprox", accuracy=0.54, file="cifar10.flags")
+    keep(folder, "--strategy=fedavg", "--server_optimizer=adam", accuracy=0.45, file="cifar10.flags")
+    assert main(["record", f"--document={page}"]) == 0
+    _, _, _, first, second, *rest, _ = page.read_text().splitlines()
+    assert first == "| FedProx | 54.0 (n = 1) | 54.3 ± 1.3 | **replicates** | +4.0, n = 1 |"
+    assert second == "| FedAdam | 45.0 (n = 1) |  |  | -5.0, n = 1 |"
+    assert len(rest) == len(record.OTHERS) - 2 and all("not run" in row for row in rest)
+
+
 def test_unknown_parts_are_refused(folder, capsys):
     (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
     assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
-    assert "none of table, pairs, claims, cost" in capsys.readouterr().err
+    assert "none of table, pairs, others, claims, cost, headline" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_headline(folder):
