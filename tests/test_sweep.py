@@ -294,9 +294,11 @@ def test_a_dry_run_prints_the_plan_at_once(monkeypatch, capsys):
 @pytest.mark.slow  # quick: a second signal, with a process that is none of ours
 def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
     _, (run,) = sweep.plan([*TINY, "--rounds=100000", "--checkpoint_every=2"])
+    sent = []
 
     def stop():
-        if run_state(run.folder) == "started" and run.done() >= 2:
+        if not sent and run_state(run.folder) == "started" and run.done() >= 2:
+            sent.append(signal.SIGTERM)  # a second one would end the run at once
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Stopped) as stopped:
