@@ -213,6 +213,13 @@ def _shown(value: Statistic) -> str:
     return tables.plus_minus(*value, digits=1)
 
 
+def _in_words(cell: Cell) -> tuple[str, str, str]:
+    """Return our number, the paper's and the verdict; "" for what there is not."""
+    own = f"{_shown(cell.own)} (n = {len(cell.by_seed)})" if cell.by_seed else ""
+    paper = tables.plus_minus(*cell.published[1:3], digits=1) if cell.published else ""
+    return own, paper, f"**{cell.verdict}**" if cell.verdict else ""
+
+
 def _wrapped(text: str) -> list[str]:
     """Return a text as lines of comment."""
     return textwrap.wrap(text, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
@@ -225,9 +232,8 @@ def main_table(record: Record) -> str:
     """Return a table per data set, methods by divisions: ours with the number of seeds, the paper's, the verdict."""
 
     def text(cell: Cell) -> str:
-        own = f"{_shown(cell.own)} (n = {len(cell.by_seed)})" if cell.by_seed else ""
-        paper = f"paper {tables.plus_minus(*cell.published[1:3], digits=1)}" if cell.published else ""
-        return "<br>".join(filter(None, [own, paper, f"**{cell.verdict}**" if cell.verdict else ""]))
+        own, paper, verdict = _in_words(cell)
+        return "<br>".join(filter(None, [own, paper and f"paper {paper}", verdict]))
 
     def of(data: str) -> str:
         rows = [
@@ -270,11 +276,8 @@ def others_table(record: Record) -> str:
     fedavg = record.cells["fedavg", *OTHERS_SETTING]
     rows = []
     for cell in sorted(record.others, key=lambda cell: -(cell.own.mean or 0.0)):
-        own = f"{_shown(cell.own)} (n = {len(cell.by_seed)})" if cell.by_seed else ""
-        paper = tables.plus_minus(*cell.published[1:3], digits=1) if cell.published else ""
         lead = difference(cell.by_seed, fedavg.by_seed)
-        verdict = f"**{cell.verdict}**" if cell.verdict else ""
-        rows.append([cell.method, own, paper, verdict, "" if lead is None else str(lead)])
+        rows.append([cell.method, *_in_words(cell), "" if lead is None else str(lead)])
     return tables.markdown([["method", "ours", "paper", "verdict", "points above FedAvg, seeds in common"], *rows])
 
 
