@@ -16,6 +16,10 @@ class LostError(UserError):
     exit_code = 4
 
 
+class TakenError(UserError):
+    """Another process is at work there."""
+
+
 class DivergedError(UserError):
     """Training met a loss or weights that are not finite."""
 

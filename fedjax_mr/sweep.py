@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -31,8 +32,8 @@ from fedjax_mr import grids, interrupts, manual
 from fedjax_mr.analysis import tables
 from fedjax_mr.checks import complete, unequal_shares
 from fedjax_mr.config import Config
-from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment.folder import STATES, is_taken, read_rows, run_state, runs_by_settings, saved_round
+from fedjax_mr.errors import DivergedError, TakenError, UserError
+from fedjax_mr.experiment.folder import STATES, is_taken, lock_file, read_rows, run_state, runs_by_settings, saved_round
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.settings import field, help_of, settings_of, values_of
@@ -290,6 +291,27 @@ def _passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _claimed(run: Run) -> Iterator[None]:
+    """Keep other sweeps from a run, by its log: the run's process takes the folder only seconds after its start.
+
+    Raises:
+      UserError: its folder cannot be written.
+      TakenError: another process is at work in it, or about to be.
+    """
+    try:
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {run.folder.parent} ({error.strerror})") from None
+    descriptor = lock_file(_log_of(run))
+    try:  # the lock goes with the first descriptor of the log that is closed, which is after the run
+        if is_taken(run.folder):
+            raise TakenError(f"another process is at work in {run.folder}")
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _log_of(run: Run) -> Path:
     return run.folder.with_name(f"{run.folder.name}.log")
 
@@ -318,26 +340,35 @@ def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
     bar = Bar(runs)
     try:
         for batch in batches(runs) if batch_seeds else [[run] for run in runs]:
-            todo = []
-            for run in batch:
-                if run_state(run.folder) == "diverged":
-                    codes.append(3)
-                    bar.say(f"{run.folder}: diverged before; remove its folder to try again")
-                elif is_taken(run.folder):
-                    codes.append(2)
-                    bar.say(f"{run.folder}: another process is at work in it")
-                elif run_state(run.folder) != "finished":
-                    todo.append(run)
-            if todo:
-                code = run_in_process(todo, functools.partial(bar.show, todo))
-                codes += [_code(run, code) for run in todo]
-                for run in (run for run in todo if _code(run, code)):
-                    bar.say(f"{run.folder}: {_why(run, todo[0])} (exit code {_code(run, code)}; {_log_of(todo[0])})")
-            for run in batch:
-                bar.finish(run)
+            codes += _run_batch(batch, bar)
     finally:
         bar.close()
     return min((code for code in codes if code), default=0)
+
+
+def _run_batch(batch: Sequence[Run], bar: "Bar") -> list[int]:
+    """Train the runs of a batch that are to be trained in one process, and return their exit codes."""
+    codes, todo = [], []
+    with contextlib.ExitStack() as claims:
+        for run in batch:
+            if run_state(run.folder) == "diverged":
+                codes.append(3)
+                bar.say(f"{run.folder}: diverged before; remove its folder to try again")
+            elif run_state(run.folder) != "finished":
+                try:
+                    claims.enter_context(_claimed(run))
+                    todo.append(run)
+                except TakenError:
+                    codes.append(2)
+                    bar.say(f"{run.folder}: another process is at work in it")
+        if todo:
+            code = run_in_process(todo, functools.partial(bar.show, todo))
+            codes += [_code(run, code) for run in todo]
+            for run in (run for run in todo if _code(run, code)):
+                bar.say(f"{run.folder}: {_why(run, todo[0])} (exit code {_code(run, code)}; {_log_of(todo[0])})")
+    for run in batch:
+        bar.finish(run)
+    return codes
 
 
 def batches(runs: Sequence[Run]) -> list[list[Run]]:

@@ -208,16 +208,19 @@ def test_a_diverged_run_is_not_tried_again(trained, capsys):
     assert "remove its folder to try again" in capsys.readouterr().err
 
 
-def test_a_run_of_another_process_is_left_to_it(trained, capsys):
+@pytest.mark.parametrize(
+    ("hold", "place"), [("lock", "{}"), ("lock_file", "{}.log")], ids=["training", "about to start it"]
+)
+def test_a_run_of_another_process_is_left_to_it(hold, place, trained, capsys):
     asked = trained()
     _, (run,) = sweep.plan(TINY)
     run.folder.mkdir(parents=True)
     hold = (
-        "import pathlib, sys; from fedjax_mr.experiment.folder import lock\n"
-        "lock(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+        f"import pathlib, sys; from fedjax_mr.experiment.folder import {hold}\n"
+        f"{hold}(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", hold, str(run.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", hold, place.format(run.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdin and other.stdout
         other.stdout.readline()
@@ -354,6 +357,12 @@ def test_a_run_that_cannot_start_says_why(capsys):
     assert "absent.npz" in capsys.readouterr().err
 
 
+def test_a_sweep_that_cannot_write_says_so(capsys):
+    Path("file").touch()
+    assert sweep.main([*TINY, "--sweep_dir=file/runs"]) == 2
+    assert "cannot write into file/runs" in capsys.readouterr().err
+
+
 def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
     python = Path("python")
     python.write_text("#!/bin/sh\nkill -9 $$\n")
@@ -370,6 +379,18 @@ def test_seeds_in_one_real_process(capsys):
     assert [run_state(run.folder) for run in runs] == ["finished"] * 2
     assert sweep.main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
     assert "names 1 folders for 2 --seeds" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_sweeps_that_start_at_once_share_the_runs():
+    command = [sys.executable, "-m", "fedjax_mr.sweep", *TINY, "--seeds=0:4"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert {process.returncode for process in both} <= {0, 2}, said
+    for line in "".join(said).splitlines():
+        assert "another process is at work in it" in line
+    _, runs = sweep.plan([*TINY, "--seeds=0:4"])
+    assert [run_state(run.folder) for run in runs] == ["finished"] * 4
 
 
 @pytest.mark.slow
