@@ -66,7 +66,7 @@ def curves(
       UserError: a run has no such column or flag, or no evaluation.
     """
     by_panel: dict[str, list[Run]] = {}
-    for run in chosen:
+    for run in sorted(chosen, key=lambda run: _place(run, panels)):
         by_panel.setdefault(_panel(run, panels), []).append(run)
     found, methods = {}, {}
     for title, own in by_panel.items():
@@ -75,6 +75,13 @@ def curves(
         found[title] = {name: _mean(members, column) for name, (_, members) in zip(names, settings, strict=True)}
         methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
     return found, methods
+
+
+def _place(run: Run, flags: str | None) -> list[tuple]:
+    """Return what a run's panel is sorted by: numbers by size and before words."""
+    facts = titles.facts(run.config)
+    values = [facts.get(name) for name in (flags.split(",") if flags else [])]
+    return [(0, value) if isinstance(value, int | float) else (1, str(value)) for value in values]
 
 
 def _panel(run: Run, flags: str | None) -> str:
