@@ -86,7 +86,7 @@ class Claim(NamedTuple):
     worse: Chosen
     rounds: tuple[int, int]
     level: bool = False  # claimed is that the two are as good as each other
-    metric: str = "accuracy"  # of the deployed model; personal_accuracy: of the clients' own ones
+    metric: str = "accuracy"  # of the deployed model; of the clients' own ones: personal_ or finetuned_accuracy
 
     @property
     def verdict_of(self) -> str:
@@ -103,10 +103,17 @@ def _pfedhr(where: str, folder: str, **flags: Any) -> Claim:
     )  # fmt: skip
 
 
-def _own_models(text: str, source: str, better: str, worse: str) -> Claim:
-    four = {"model": "cnn_digits_small,cnn_digits,cnn_digits_large,cnn_digits_deep"}
-    ours, theirs = (Chosen("digits_personal", {"strategy": name, **four}) for name in (better, worse))
-    return Claim(text, source, "digits, four networks", ours, theirs, (55, 100), metric="personal_accuracy")
+_FOUR_DIGITS = "cnn_digits_small,cnn_digits,cnn_digits_large,cnn_digits_deep"
+_FOUR_LENETS = "lenet5_small,lenet5,lenet5_large,lenet5_deep"
+_FINETUNED = "FedMe is better than FedAvg, both fine-tuned"
+
+
+def _fedme(text: str, where: str, folder: str, models: tuple[str, str], rounds: tuple[int, int], metric: str) -> Claim:
+    worse = "fedavg" if text == _FINETUNED else "local"
+    ours, theirs = (
+        Chosen(folder, {"strategy": name, "model": model}) for name, model in zip(("fedme", worse), models, strict=True)
+    )
+    return Claim(text, "FedMe, Table 4", where, ours, theirs, rounds, metric=f"{metric}_accuracy")
 
 
 _FEDMR = {"strategy": "fedmr", "momentum": 0.5, "fedmr_unit": "leaf", "fedmr_stage1_rounds": 0}
@@ -148,7 +155,22 @@ CLAIMS = (
     _pfedhr("MNIST, M1 and M2, two classes", "pfedhr_mnist_taught", partition="classes", **_TAUGHT),
     _pfedhr("MNIST, M1 to M4, IID", "pfedhr_mnist_four_taught"),
     _pfedhr("CIFAR-10, M1 to M3, IID", "pfedhr_cifar10_taught"),
-    _own_models("FedMe is better than Local-only", "FedMe, Table 4", "fedme", "local"),
+    _fedme(
+        "FedMe is better than Local-only", "digits, four networks", "digits_personal",
+        (_FOUR_DIGITS, _FOUR_DIGITS), (55, 100), "personal",
+    ),
+    _fedme(
+        "FedMe is better than Local-only", "CIFAR-10, four LeNets, 200 rounds", "record_fedme",
+        (_FOUR_LENETS, _FOUR_LENETS), (155, 200), "personal",
+    ),
+    _fedme(
+        _FINETUNED, "digits, four networks; FedAvg cnn_digits", "digits_personal",
+        (_FOUR_DIGITS, "cnn_digits"), (100, 100), "finetuned",
+    ),
+    _fedme(
+        _FINETUNED, "CIFAR-10, four LeNets, 200 rounds; FedAvg lenet5_large", "record_fedme",
+        (_FOUR_LENETS, "lenet5_large"), (200, 200), "finetuned",
+    ),
 )  # fmt: skip
 
 
@@ -159,7 +181,7 @@ def accuracies(chosen: Chosen, kept: Path, rounds: tuple[int, int], *, metric: s
       chosen: the setting.
       kept: the folder results/.
       rounds: the first and the last round.
-      metric: the column: of the deployed model, or ``personal_accuracy``.
+      metric: the column; ``finetuned_accuracy``, which the summary alone has, is of the end.
 
     Raises:
       UserError: no run is of that setting, or two are of one seed.
@@ -170,7 +192,8 @@ def accuracies(chosen: Chosen, kept: Path, rounds: tuple[int, int], *, metric: s
         if any(facts.get(flag) != value for flag, value in chosen.flags.items()):
             continue
         seed = str(run.config.seed)
-        values = [row[metric] for row in run.rows() if rounds[0] <= row["round"] <= rounds[1]]
+        rows = [row for row in run.rows() if rounds[0] <= row["round"] <= rounds[1]]
+        values = [row[metric] if metric in row else run.summary()[metric] for row in rows]
         if seed in found or not values:
             raise UserError(f"{run.path}: {'a second run of its seed' if values else 'no evaluation'} in {rounds}")
         found[seed] = 100 * statistics.fmean(values)
