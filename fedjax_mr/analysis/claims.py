@@ -105,15 +105,18 @@ def _pfedhr(where: str, folder: str, **flags: Any) -> Claim:
 
 _FOUR_DIGITS = "cnn_digits_small,cnn_digits,cnn_digits_large,cnn_digits_deep"
 _FOUR_LENETS = "lenet5_small,lenet5,lenet5_large,lenet5_deep"
-_FINETUNED = "FedMe is better than FedAvg, both fine-tuned"
+_FEDME = {
+    "local": ("FedMe is better than Local-only", "personal_accuracy"),
+    "fedavg": ("FedMe is better than FedAvg, both fine-tuned", "finetuned_accuracy"),
+}
 
 
-def _fedme(text: str, where: str, folder: str, models: tuple[str, str], rounds: tuple[int, int], metric: str) -> Claim:
-    worse = "fedavg" if text == _FINETUNED else "local"
+def _fedme(other: str, where: str, folder: str, models: tuple[str, str], rounds: tuple[int, int]) -> Claim:
+    text, metric = _FEDME[other]
     ours, theirs = (
-        Chosen(folder, {"strategy": name, "model": model}) for name, model in zip(("fedme", worse), models, strict=True)
+        Chosen(folder, {"strategy": name, "model": model}) for name, model in zip(("fedme", other), models, strict=True)
     )
-    return Claim(text, "FedMe, Table 4", where, ours, theirs, rounds, metric=f"{metric}_accuracy")
+    return Claim(text, "FedMe, Table 4", where, ours, theirs, rounds, metric=metric)
 
 
 _FEDMR = {"strategy": "fedmr", "momentum": 0.5, "fedmr_unit": "leaf", "fedmr_stage1_rounds": 0}
@@ -155,21 +158,15 @@ CLAIMS = (
     _pfedhr("MNIST, M1 and M2, two classes", "pfedhr_mnist_taught", partition="classes", **_TAUGHT),
     _pfedhr("MNIST, M1 to M4, IID", "pfedhr_mnist_four_taught"),
     _pfedhr("CIFAR-10, M1 to M3, IID", "pfedhr_cifar10_taught"),
+    _fedme("local", "digits, four networks", "digits_personal", (_FOUR_DIGITS, _FOUR_DIGITS), (55, 100)),
+    _fedme("local", "CIFAR-10, four LeNets, 200 rounds", "record_fedme", (_FOUR_LENETS, _FOUR_LENETS), (155, 200)),
     _fedme(
-        "FedMe is better than Local-only", "digits, four networks", "digits_personal",
-        (_FOUR_DIGITS, _FOUR_DIGITS), (55, 100), "personal",
+        "fedavg", "digits, four networks; FedAvg cnn_digits", "digits_personal",
+        (_FOUR_DIGITS, "cnn_digits"), (100, 100),
     ),
     _fedme(
-        "FedMe is better than Local-only", "CIFAR-10, four LeNets, 200 rounds", "record_fedme",
-        (_FOUR_LENETS, _FOUR_LENETS), (155, 200), "personal",
-    ),
-    _fedme(
-        _FINETUNED, "digits, four networks; FedAvg cnn_digits", "digits_personal",
-        (_FOUR_DIGITS, "cnn_digits"), (100, 100), "finetuned",
-    ),
-    _fedme(
-        _FINETUNED, "CIFAR-10, four LeNets, 200 rounds; FedAvg lenet5_large", "record_fedme",
-        (_FOUR_LENETS, "lenet5_large"), (200, 200), "finetuned",
+        "fedavg", "CIFAR-10, four LeNets, 200 rounds; FedAvg lenet5_large", "record_fedme",
+        (_FOUR_LENETS, "lenet5_large"), (200, 200),
     ),
 )  # fmt: skip
 
