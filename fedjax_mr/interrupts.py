@@ -1,4 +1,4 @@
-"""Ctrl-C in a command: one line and exit code 130, from the first import to the end.
+"""Ctrl-C in a command: one line and exit code 130, from the first import to the end; and readers that leave.
 
 While a command imports, nothing needs to be saved and Ctrl-C ends the process on the spot. Later it is Python's
 KeyboardInterrupt, which closes files on its way out. Where it meets a destructor or a callback (JAX has one in every
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 EXIT_CODE = 130
+CLOSED_PIPE = 141  # as the shell has it for a program that writes to a closed pipe
 LINE = "fedjax-mr: interrupted\n"
 SECONDS_TO_LEAVE = 0.05  # the callback in which Ctrl-C was swallowed
 _received: list[int] = []  # the signals that became a KeyboardInterrupt
@@ -33,18 +34,28 @@ def begin() -> None:
 
 
 def run(main: Callable[[], int | None]) -> int | None:
-    """Return what the main function of a command returns, or 130 after Ctrl-C."""
+    """Return what the main function of a command returns, 130 after Ctrl-C, or 141 where nobody reads on."""
     if not _is_default(_leave):
-        return main()
+        return _into_pipe(main)
     signal.signal(signal.SIGINT, _raise)
     sys.unraisablehook = _come_again
     try:
-        return main()
+        return _into_pipe(main)
     except KeyboardInterrupt:
         sys.stderr.write(LINE)
         return EXIT_CODE
     finally:
         signal.signal(signal.SIGINT, _leave)  # all is saved and said; what is left is to close
+
+
+def _into_pipe(main: Callable[[], int | None]) -> int | None:
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has left, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does Python's last flush meet the pipe
+        return CLOSED_PIPE
+    return code
 
 
 def check() -> None:

@@ -1,6 +1,5 @@
 """The command: flags -> Config -> run."""
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -49,17 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """Run the command and leave with its exit code."""
-    leave(interrupts.run(_main_into_pipe) or 0)
-
-
-def _main_into_pipe() -> int:
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough; let the final flush go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    return code
+    leave(interrupts.run(main) or 0)
 
 
 if __name__ == "__main__":

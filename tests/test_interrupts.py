@@ -73,6 +73,17 @@ def test_only_commands_change_what_ctrl_c_does(monkeypatch, first, command_line,
     assert (signal.getsignal(signal.SIGINT) is interrupts._leave) == expected
 
 
+@pytest.mark.parametrize("words", ["main --help", "sweep --help", "analysis", "deploy --help"])
+def test_a_reader_that_leaves_ends_a_command_without_a_traceback(words):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", *f"fedjax_mr.{words}".split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == interrupts.CLOSED_PIPE == 141
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.15, 0.7, 1.5, 2.5, 3.5, 5.0])
 def test_the_real_command_while_it_starts(tmp_path, seconds):

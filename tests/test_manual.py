@@ -2,10 +2,11 @@
 
 import pytest
 
-from fedjax_mr import __version__, imports, main, manual, sweep
+from fedjax_mr import __version__, imports, main, manual
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.sweep.__main__ import main as sweep_command
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -74,7 +75,7 @@ def test_unknown_topics_are_one_line_with_the_nearest_names(capsys):
 def test_versions_and_the_sweeps_help(capsys):
     assert main.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"fedjax_mr {__version__} (JAX ")
-    assert sweep.main(["--help=fedprox"]) == 0
+    assert sweep_command(["--help=fedprox"]) == 0
     assert "--fedprox_mu" in capsys.readouterr().out
     assert main.main(["--help", "--import=gone.py"]) == 2
     assert "gone.py" in capsys.readouterr().err and not imports._IMPORTED

@@ -1,7 +1,6 @@
 """The command ``python -m fedjax_mr.analysis COMMAND RUN ... [--option]``; a new command is a file and a row here."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
@@ -24,8 +23,6 @@ from fedjax_mr.analysis import (
     theorem1,
 )
 from fedjax_mr.errors import UserError, unknown_name
-
-CLOSED_PIPE = 141  # as the shell has it for a program that writes to a closed pipe
 
 
 class Command(Protocol):
@@ -64,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, 2 for bad input, 141 where nobody reads on.
+    """Run a command and return the exit code: 0, or 2 for bad input.
 
     Args:
       arguments: without the program's name; None reads the command line.
@@ -86,10 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(rest)
         imports.load(parsed.imports)
         command.main(parsed)
-        sys.stdout.flush()
-    except BrokenPipeError:  # who read the output has left, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does Python's last flush meet the pipe
-        return CLOSED_PIPE
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code

@@ -111,12 +111,3 @@ def test_other_data_are_noticed(finished, tmp_path):
     (run,) = runs.read([str(copy)])
     with pytest.raises(UserError, match="made with other data"):
         runs.restore(run)
-
-
-def test_a_reader_that_leaves_ends_a_command_without_a_traceback(tmp_path):
-    command = [sys.executable, "-m", "fedjax_mr.analysis", "table", str(fake_run(tmp_path / "fedmr", [0.9]))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 141

@@ -1,0 +1,63 @@
+"""The command ``python -m fedjax_mr.sweep``: plan, run, and show a table."""
+
+import sys
+from collections.abc import Sequence
+
+from fedjax_mr import config as configuration
+from fedjax_mr import interrupts, manual
+from fedjax_mr.analysis import tables
+from fedjax_mr.checks import unequal_shares
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.settings import help_of
+from fedjax_mr.sweep.costs import describe, estimate
+from fedjax_mr.sweep.plan import Sweep, plan
+from fedjax_mr.sweep.process import Stopped
+from fedjax_mr.sweep.runs import run_all, run_together
+
+COMMAND = "python -m fedjax_mr.sweep"
+USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
+
+Run the product of strategies, settings and seeds; the same command again skips the finished runs and goes on with the
+others. All flags of {configuration.COMMAND} (its --help=all lists them) describe the runs, and these the sweep:
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sweep and return the exit code.
+
+    0: all runs are finished; 1: one aborted; 2: bad input, here or in a run; 3: one diverged; 128 + n: signal n.
+
+    Args:
+      arguments: the flags, without the program's name; None reads the command line.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if (topic := manual.asked(arguments)) is not None:
+            configuration.read_imports(arguments)
+            print(manual.page(topic) if topic else USAGE + help_of(Sweep))
+            return 0
+        config, sweep = configuration.parse_command(arguments, Sweep)
+        if sweep.together:
+            return run_together(config, sweep)
+        sweep, runs = plan(arguments)
+        if sweep.calibrate and not sweep.dry_run:
+            raise UserError("--calibrate estimates the time of a plan: give --dry_run, too")
+        for note in unequal_shares([run.config for run in runs]):
+            print(note, file=sys.stderr)
+        if sweep.dry_run:
+            print(f"{len(runs)} runs in {sweep.sweep_dir}:")
+            print(describe(runs, estimate(runs) if sweep.calibrate else None))
+            return 0
+        code = run_all(runs, batch_seeds=sweep.batch_seeds)
+        begun = [run.folder for run in runs if (run.folder / "config.json").exists()]
+        if begun:
+            print(tables.accuracy_table(begun))
+    except (UserError, Stopped, Interrupted) as reason:
+        print(f"fedjax-mr: {reason}", file=sys.stderr)
+        return reason.exit_code
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(main))

@@ -1,0 +1,64 @@
+"""The progress of a sweep."""
+
+import sys
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from fedjax_mr.experiment.folder import read_rows, run_state
+from fedjax_mr.sweep.plan import Run
+
+
+class Bar:
+    """A bar over the rounds of all runs on standard error, with the time left."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Show the bar where the runs are."""
+        self._ended = 0
+        self._runs = len(runs)
+        over = {run.folder: run_state(run.folder) in ("finished", "diverged") for run in runs}
+        self._done = {run.folder: run.config.rounds if over[run.folder] else run.done() for run in runs}
+        self._bar = tqdm(
+            total=sum(run.config.rounds for run in runs),
+            initial=sum(self._done.values()),
+            disable=not runs[0].config.progress,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            smoothing=0,
+            mininterval=0.2 if sys.stderr.isatty() else 30.0,
+            bar_format="{desc} |{bar}| {percentage:3.0f}%{postfix}, {remaining} left",
+        )
+
+    def show(self, runs: Sequence[Run]) -> None:
+        """Move the bar to where the runs under way are."""
+        for run in runs:
+            self._move(run, run.done())
+        first = runs[0].folder
+        row = read_rows(first)[-1:] if (first / "metrics.jsonl").exists() else []
+        accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
+        others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
+        self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())
+
+    def finish(self, run: Run) -> None:
+        """Count a run as ended, with all its rounds."""
+        self._ended += 1
+        self._move(run, run.config.rounds)
+
+    def leave(self, run: Run) -> None:
+        """Count a run that is another process's, or over since the start: the rounds it had to go take no time here."""
+        self._ended += 1
+        self._bar.total -= run.config.rounds - self._done[run.folder]
+        self._move(run, self._done[run.folder])
+
+    def _move(self, run: Run, done: int) -> None:
+        self._bar.set_description_str(f"{self._ended}/{self._runs} runs", refresh=False)
+        self._bar.update(done - self._done[run.folder])
+        self._done[run.folder] = done
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(f"fedjax-mr: {line}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line."""
+        self._bar.close()

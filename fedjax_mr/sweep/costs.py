@@ -1,0 +1,88 @@
+"""What the runs of a plan have to go, and how long that takes."""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import run_state
+from fedjax_mr.sweep.plan import Run
+from fedjax_mr.sweep.process import last_words, run_in_process
+
+CALIBRATION_ROUNDS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The time of a kind of run, in seconds."""
+
+    start: float  # until the first round: Python, data, compilation
+    round: float
+    evaluation: float
+
+    def of(self, config: Config, rounds: int) -> float:
+        """Return the time of some rounds of a run."""
+        return self.start + rounds * self.round + -(-rounds // config.eval_every) * self.evaluation
+
+
+def calibrate(run: Run) -> Cost:
+    """Train a few rounds of a run in a folder that is thrown away, and return what they cost.
+
+    Raises:
+      UserError: the run cannot start.
+    """
+    rounds = min(CALIBRATION_ROUNDS, run.config.rounds)
+    with tempfile.TemporaryDirectory() as temporary:
+        short = dataclasses.replace(run.config, rounds=rounds, eval_every=rounds)
+        run = dataclasses.replace(run, config=short, folder=Path(temporary) / "run")
+        started = time.perf_counter()
+        code = run_in_process([run], lambda: None)
+        wall = time.perf_counter() - started
+        if code:
+            raise UserError(f"{run.kind} cannot be timed: {last_words(run)}")
+        summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    per_round = summary["seconds_per_round"]
+    return Cost(wall - summary["seconds"], per_round, max(0.0, summary["seconds"] - rounds * per_round))
+
+
+def estimate(runs: Sequence[Run]) -> dict[str, Cost]:
+    """Return the costs of all kinds of runs that have rounds to go, from one calibration of each."""
+    to_do = {run.kind: run for run in reversed(runs) if run_state(run.folder) in ("new", "started")}
+    bar = tqdm(to_do.items(), desc="calibrating", leave=False, disable=not sys.stderr.isatty())
+    return {kind: calibrate(run) for kind, run in bar}
+
+
+def describe(runs: Sequence[Run], costs: Mapping[str, Cost] | None = None) -> str:
+    """Return the plan as lines: folder, state, rounds to go and, where the costs are known, the time that they take."""
+    width = max(len(run.folder.name) for run in runs)
+    lines, total, to_go = [], 0.0, 0
+    for run in runs:
+        state = run_state(run.folder)
+        line = f"  {run.folder.name.ljust(width)}  {state:<8}"
+        if state in ("new", "started"):
+            rounds = run.config.rounds - run.done()
+            line += f"  {rounds:>6,} rounds to go"
+            to_go += rounds
+            if costs is not None:
+                seconds = costs[run.kind].of(run.config, rounds)
+                total += seconds
+                line += f", {duration(seconds)}"
+        lines.append(line)
+    if costs is None:
+        return "\n".join([*lines, f"together {to_go:,} rounds; --calibrate estimates their time"])
+    return "\n".join([*lines, f"together {duration(total)} on this machine as busy as it is now"])
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as ``about 2 h 05 min``."""
+    minutes, hours = round(seconds / 60), int(seconds // 3600)
+    if seconds < 100:
+        return f"about {seconds:.0f} s"
+    return f"about {minutes} min" if minutes < 100 else f"about {hours} h {minutes - 60 * hours:02d} min"

@@ -1,0 +1,112 @@
+"""The plan of a sweep: its settings, and the runs that they mean."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_mr import config as configuration
+from fedjax_mr.checks import complete
+from fedjax_mr.config import Config
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import STATES, read_rows, run_state, runs_by_settings
+from fedjax_mr.settings import field, settings_of, values_of
+from fedjax_mr.sweep import grids
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The settings of a sweep, beside the configuration of its runs."""
+
+    strategies: str | None = field(None, "methods, separated by commas; none: the one of --strategy")
+    seeds: str | None = field(None, "seeds, such as 0,1,5 or 0:3 (which is 0,1,2); none: the one of --seed")
+    grid: tuple[str, ...] = field(
+        (),
+        "a setting and its values, such as alpha=0.1,0.5; repeat the flag for a product; a value may bring others "
+        "along: partition=iid,dirichlet+alpha=0.1",
+    )
+    sweep_dir: str = field("runs/sweep", "folder of the run folders", path=True)
+    batch_seeds: bool = field(
+        False,
+        "train the seeds of a setting in one compiled program; for accelerators (a CPU gains nothing, and needs "
+        "--devices=1), and not for methods that work on the host between rounds",
+    )
+    together: tuple[str, ...] = field(
+        (),
+        "train in this process, in one program, the --seeds in these folders; --batch_seeds starts such processes",
+        path=True,
+    )
+    dry_run: bool = field(False, "print the plan and train nothing")
+    calibrate: bool = field(
+        False, "with --dry_run: also estimate the time, from a few rounds of one run of each method and shape"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
+
+    Attributes:
+      config: the configuration of the run, without its folder.
+      choice: the values of the grid, by flag.
+      folder: its run folder.
+    """
+
+    config: Config
+    choice: dict[str, Any]
+    folder: Path
+
+    @property
+    def kind(self) -> str:
+        """What decides about the run's time: method, shapes and epochs, but no rate, nor how the data are divided."""
+        timeless = {each.flag for each in settings_of(configuration.Config) if each.info.group == "Partition"}
+        coarse = [
+            f"{name}={value}"
+            for name, value in self.choice.items()
+            if name in ("clients", "public_share") or not (isinstance(value, float) or name in timeless)
+        ]
+        return " ".join([self.config.strategy, *coarse])
+
+    def done(self) -> int:
+        """Return the rounds up to the last evaluation."""
+        if not (self.folder / "metrics.jsonl").exists():
+            return 0
+        rows = read_rows(self.folder)
+        return rows[-1]["round"] if rows else 0
+
+
+def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
+    """Return the sweep that command-line flags describe and its runs, seed by seed within a setting.
+
+    Settings that mean nothing to a strategy (``--grid fedmr_unit=...`` for FedAvg) do not multiply its runs.
+
+    Raises:
+      UserError: a bad flag, or a bad value in any of the runs; nothing was started.
+    """
+    config, sweep = configuration.parse_command(arguments, Sweep)
+    for setting, value in values_of(sweep):
+        setting.check(value)
+    if config.run_dir or config.overwrite:
+        raise UserError("a sweep names its run folders itself, in --sweep_dir; leave out --run_dir and --overwrite")
+    strategies = grids.split("strategies", sweep.strategies, config.strategy)
+    seeds = grids.seeds_of(sweep.seeds) or [config.seed]
+    grid = grids.grid_of(sweep.grid, strategies)
+    runs: dict[str, Run] = {}
+    for strategy, values, seed in itertools.product(strategies, itertools.product(*grid), seeds):
+        chosen = dict(pair for pairs in values for pair in pairs)
+        flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
+        flags += [f"--{name}={value}" for name, value in chosen.items()]
+        one = complete(configuration.parse_command(flags, Sweep)[0])
+        configuration.validate(one)
+        plain, digest = configuration.to_json(one), configuration.digest(one)
+        choice = {name: plain[name] for name in chosen if name in plain}
+        words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
+        folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
+        runs.setdefault(digest, Run(one, choice, folder))
+    begun = runs_by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
+    for digest, run in runs.items():
+        folders = sorted(begun.get(digest, []), key=lambda folder: STATES.index(run_state(folder)))
+        runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
+    return sweep, list(runs.values())

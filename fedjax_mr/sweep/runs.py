@@ -1,0 +1,103 @@
+"""All runs of a sweep, one process after the other."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedjax_mr import config as configuration
+from fedjax_mr.config import Config
+from fedjax_mr.errors import DivergedError, TakenError, UserError
+from fedjax_mr.experiment.folder import run_state, saved_round
+from fedjax_mr.experiment.seeds import run_seeds
+from fedjax_mr.sweep import grids
+from fedjax_mr.sweep.bar import Bar
+from fedjax_mr.sweep.plan import Run, Sweep
+from fedjax_mr.sweep.process import ABORTED, claimed, last_words, log_of, run_in_process
+
+
+def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
+    """Train every run that is not finished, and return the exit code: 0, or that of the worst failure.
+
+    Args:
+      runs: as `plan` returns them.
+      batch_seeds: train the seeds of a setting that are equally far in one program.
+
+    Raises:
+      Stopped: the user asked to stop.
+    """
+    codes: dict[Path, int] = {}
+    bar = Bar(runs)
+    try:
+        for batch in batches(runs) if batch_seeds else [[run] for run in runs]:
+            codes |= _run_batch(batch, bar)
+    finally:
+        bar.close()
+    # Another process may have finished by now what was left to it.
+    return min((code for folder, code in codes.items() if code and run_state(folder) != "finished"), default=0)
+
+
+def _run_batch(batch: Sequence[Run], bar: Bar) -> dict[Path, int]:
+    """Train the runs of a batch that are to be trained in one process, and return the exit codes by folder."""
+    codes, todo = {}, []
+    with contextlib.ExitStack() as claims:
+        for run in batch:
+            if run_state(run.folder) == "diverged":
+                codes[run.folder] = 3
+                bar.say(f"{run.folder}: diverged before; remove its folder to try again")
+            elif run_state(run.folder) != "finished":
+                try:
+                    claims.enter_context(claimed(run))
+                    todo.append(run)
+                except TakenError:
+                    codes[run.folder] = 2
+                    bar.say(f"{run.folder}: another process is at work in it")
+        if todo:
+            code = run_in_process(todo, functools.partial(bar.show, todo))
+            codes |= {run.folder: _code(run, code) for run in todo}
+            for run in (run for run in todo if codes[run.folder]):
+                bar.say(f"{run.folder}: {_why(run, todo[0])} (exit code {codes[run.folder]}; {log_of(todo[0])})")
+    for run in batch:
+        if run in todo:
+            bar.finish(run)
+        else:
+            bar.leave(run)
+    return codes
+
+
+def batches(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs, those together that differ in the seed alone and are equally far."""
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        without_seed = dataclasses.replace(run.config, seed=0, partition_seed=None)
+        key = f"{configuration.digest(without_seed)} {run_state(run.folder)} {saved_round(run.folder)}"
+        together.setdefault(key, []).append(run)
+    return list(together.values())
+
+
+def _code(run: Run, code: int) -> int:
+    """Return the exit code of one run of a process that ended with ``code``."""
+    return {"finished": 0, "diverged": 3}.get(run_state(run.folder), code or ABORTED)
+
+
+def _why(run: Run, first: Run) -> str:
+    """Return why a run did not finish; its process wrote the log of the ``first`` run."""
+    note = run.folder / "diverged.txt"
+    return note.read_text(encoding="utf-8").strip() if note.exists() else last_words(first)
+
+
+def run_together(config: Config, sweep: Sweep) -> int:
+    """Train several seeds in this process and in one program; return the exit code.
+
+    Raises:
+      UserError: bad input, or what `run_seeds` refuses.
+    """
+    seeds = grids.seeds_of(sweep.seeds)
+    if len(seeds) != len(sweep.together):
+        raise UserError(f"--together names {len(sweep.together)} folders for {len(seeds)} --seeds")
+    pairs = zip(seeds, sweep.together, strict=True)
+    results = run_seeds([dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs])
+    for folder, result in zip(sweep.together, results, strict=True):
+        print(f"{folder}: {result if isinstance(result, DivergedError) else result.summary['accuracy_last']}")
+    return max((result.exit_code for result in results if isinstance(result, DivergedError)), default=0)

@@ -1,0 +1,282 @@
+"""A sweep runs the product once, goes on where it was killed, and outlives runs that fail."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedjax_mr import config as configuration
+from fedjax_mr import sweep
+from fedjax_mr.errors import TakenError
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.folder import COLUMNS, is_taken, read_rows, run_state, saved_round
+from fedjax_mr.sweep import runs as runs_of_a_sweep
+from fedjax_mr.sweep.__main__ import main
+from fedjax_mr.sweep.bar import Bar
+from fedjax_mr.sweep.process import Stopped, last_words, run_in_process
+from fedjax_mr.sweep.runs import batches
+
+TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", "--noprogress")
+PRODUCT = (*TINY, "--strategies=fedavg,fedmr", "--seeds=0:2", "--grid", "alpha=0.1,0.5", "--sweep_dir=runs")
+
+
+def test_finished_runs_are_skipped_and_new_ones_added(trained, capsys):
+    asked = trained()
+    assert main(PRODUCT) == 0
+    assert len(asked) == 8
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 4  # the table: a head, and a line per setting
+    asked.clear()
+    assert main(PRODUCT) == 0
+    assert asked == []
+    assert main([*PRODUCT, "--seeds=0:3"]) == 0
+    assert [run.config.seed for run in asked] == [2, 2, 2, 2]
+
+
+def test_runs_of_another_grid_or_of_a_version_with_fewer_options_are_finished(trained):
+    asked = trained()
+    assert main([*TINY, "--seeds=0:2", "--alpha=0.1", "--sweep_dir=runs"]) == 0
+    assert len(asked) == 2
+    for number, run in enumerate(asked):
+        values = json.loads((run.folder / "config.json").read_text())
+        del values["fedmr_unit"], values["public_max"]
+        (run.folder / "config.json").write_text(json.dumps(values))
+        run.folder.rename(f"runs/fedmr-of-an-earlier-version-{number}")
+    asked.clear()
+    assert main([*TINY, "--seeds=0:2", "--grid", "alpha=0.1,0.5", "--sweep_dir=runs"]) == 0
+    assert [(run.config.alpha, run.config.seed) for run in asked] == [(0.5, 0), (0.5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [({"fedmr": 3}, 3), ({"fedmr": 3, "indep": 2}, 2), ({"fedmr": 3, "indep": 1}, 1)]
+)
+def test_it_goes_on_when_runs_fail(trained, codes, expected, capsys):
+    asked = trained(codes)
+    flags = [*TINY, "--strategies=fedmr,indep,fedavg"]
+    assert main(flags) == expected
+    assert [run.config.strategy for run in asked] == ["fedmr", "indep", "fedavg"]
+    out, shown = capsys.readouterr()
+    assert out.splitlines()[-1].split()[:3] == ["fedavg", "1", "6"]
+    assert shown.count("what went wrong") == len(codes)
+
+
+def test_a_diverged_run_is_not_tried_again(trained, capsys):
+    asked = trained({"fedmr": 3})
+    assert main([*TINY, "--strategies=fedmr"]) == 3
+    assert main([*TINY, "--strategies=fedmr"]) == 3
+    assert len(asked) == 1
+    assert "remove its folder to try again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hold", "place"), [("lock", "{}"), ("lock_file", "{}.log")], ids=["training", "about to start it"]
+)
+def test_a_run_of_another_process_is_left_to_it(hold, place, trained, capsys):
+    asked = trained()
+    _, (run,) = sweep.plan(TINY)
+    run.folder.mkdir(parents=True)
+    hold = (
+        f"import pathlib, sys; from fedjax_mr.experiment.folder import {hold}\n"
+        f"{hold}(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, place.format(run.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdin and other.stdout
+        other.stdout.readline()
+        assert main(TINY) == 2
+        other.stdin.close()
+    assert "another process is at work in it" in capsys.readouterr().err
+    assert asked == []
+    assert main(TINY) == 0 and asked
+
+
+def test_a_run_that_another_process_finishes_meanwhile_is_no_failure(trained, monkeypatch, capsys):
+    asked = trained()
+    _, (theirs, _) = sweep.plan([*TINY, "--seeds=0:2"])
+
+    @contextlib.contextmanager
+    def claimed(run):
+        if run.config.seed == 0:
+            raise TakenError("by another process")
+        runs_of_a_sweep.run_in_process([theirs], lambda: None)
+        yield
+
+    monkeypatch.setattr(runs_of_a_sweep, "claimed", claimed)
+    assert main([*TINY, "--seeds=0:2"]) == 0
+    assert [run.config.seed for run in asked] == [0, 1]
+    out, told = capsys.readouterr()
+    assert "another process is at work in it" in told and out.splitlines()[-1].split()[:2] == ["fedmr", "2"]
+
+
+def test_seeds_of_a_setting_go_together(trained):
+    asked = trained()
+    assert main([*PRODUCT, "--seeds=0", "--batch_seeds"]) == 0
+    asked.clear()
+    assert main([*PRODUCT, "--seeds=0:3", "--batch_seeds"]) == 0
+    assert [[run.config.seed for run in runs] for runs in asked] == [[1, 2]] * 4
+    assert [runs[0].choice for runs in asked] == [{"alpha": 0.1}, {"alpha": 0.5}] * 2
+
+
+def test_seeds_that_are_not_equally_far_go_apart(trained):
+    _, runs = sweep.plan([*TINY, "--seeds=0:4"])
+    for run, saved in zip(runs, (2, 2, 4, None), strict=True):
+        run.folder.mkdir(parents=True)
+        configuration.save(run.config, run.folder)
+        if saved:
+            Checkpoints(run.folder / "checkpoints").save(saved, {"w": np.ones(2)}, {})
+    assert [[run.config.seed for run in batch] for batch in batches(runs)] == [[0, 1], [2], [3]]
+
+
+def test_rounds_of_another_process_do_not_shorten_the_time_left(capsys):
+    _, runs = sweep.plan([*TINY, "--progress", "--rounds=100", "--seeds=0:3"])
+    bar = Bar(runs)
+    bar.leave(runs[0])
+    bar.finish(runs[1])
+    bar.close()
+    assert "2/3 runs" in (shown := capsys.readouterr().err) and "50%" in shown and "67%" not in shown
+
+
+def test_the_bar_counts_rounds_of_all_runs(trained, capsys):
+    trained()
+    assert main([*PRODUCT, "--progress"]) == 0
+    shown = capsys.readouterr().err
+    assert "8/8 runs" in shown and "100%" in shown and "left" in shown
+
+
+@pytest.mark.slow  # quick: a second signal, with a process that is none of ours
+def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
+    _, (run,) = sweep.plan([*TINY, "--rounds=100000", "--checkpoint_every=2"])
+    sent = []
+
+    def stop():
+        if not sent and run_state(run.folder) == "started" and run.done() >= 2:
+            sent.append(signal.SIGTERM)  # a second one would end the run at once
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as stopped:
+        run_in_process([run], stop)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert run_state(run.folder) == "started"
+    assert "go on with" in last_words(run)
+    latest = Checkpoints(run.folder / "checkpoints").latest()
+    assert latest is not None and latest >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_run_ends_with_its_sweep_and_is_saved(number):
+    """As a shell starts it in the background: SIGINT is ignored by whoever does not say otherwise."""
+    flags = [*TINY, "--rounds=1000000", "--eval_every=50"]
+    _, (run,) = sweep.plan(flags)
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "fedjax_mr.sweep", *flags]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not run.done():
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert is_taken(run.folder)
+        process.send_signal(number)
+        process.wait(60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    deadline = time.monotonic() + 60
+    while is_taken(run.folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert run_state(run.folder) == "started"
+    assert "go on with" in last_words(run)
+    assert (saved_round(run.folder) or 0) >= run.done() >= 50
+
+
+def test_a_second_signal_ends_a_run_at_once(monkeypatch):
+    python = Path("python")
+    python.write_text("#!/bin/sh\ntrap '' TERM INT\ntouch ready\nwhile true; do sleep 0.1; done\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python.resolve()))
+    _, (run,) = sweep.plan(TINY)
+
+    def stop():
+        if Path("ready").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        run_in_process([run], stop)
+
+
+def test_a_run_that_cannot_start_says_why(capsys):
+    assert main(["--dataset=absent.npz", "--noprogress"]) == 2
+    assert "absent.npz" in capsys.readouterr().err
+
+
+def test_a_sweep_that_cannot_write_says_so(capsys):
+    Path("file").touch()
+    assert main([*TINY, "--sweep_dir=file/runs"]) == 2
+    assert "cannot write into file/runs" in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
+    python = Path("python")
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python.resolve()))
+    assert main(TINY) == 1
+    assert "it said nothing (exit code 1; " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_seeds_in_one_real_process(capsys):
+    _, runs = sweep.plan([*TINY, "--seeds=0:2", "--devices=1"])
+    assert run_in_process(runs, lambda: None) == 0
+    assert [run_state(run.folder) for run in runs] == ["finished"] * 2
+    assert main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
+    assert "names 1 folders for 2 --seeds" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_sweeps_that_start_at_once_share_the_runs():
+    command = [sys.executable, "-m", "fedjax_mr.sweep", *TINY, "--seeds=0:4"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert {process.returncode for process in both} <= {0, 2}, said
+    for line in "".join(said).splitlines():
+        assert "another process is at work in it" in line
+    _, runs = sweep.plan([*TINY, "--seeds=0:4"])
+    assert [run_state(run.folder) for run in runs] == ["finished"] * 4
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_and_resumed(capsys):
+    """The product as real processes; sweep and run die at once in the third run; the same command finishes it all."""
+    with subprocess.Popen([sys.executable, "-m", "fedjax_mr.sweep", *PRODUCT], stdout=subprocess.DEVNULL) as process:
+        _, runs = sweep.plan(PRODUCT)
+        while run_state(runs[2].folder) == "new":
+            assert process.poll() is None
+            time.sleep(0.05)
+        threads = Path(f"/proc/{process.pid}/task").glob("*/children")  # any of them may have started the run
+        children = [child for each in threads for child in each.read_text().split()]
+        for victim in (*map(int, children), process.pid):
+            os.kill(victim, signal.SIGKILL)
+    while is_taken(runs[2].folder):  # by a killed process, as long as one of its threads is still ending
+        time.sleep(0.05)
+    before = [run_state(run.folder) for run in runs]
+    assert before[:2] == ["finished", "finished"] and "new" in before
+    stamps = [(run.folder / "summary.json").stat().st_mtime_ns for run in runs[:2]]
+
+    assert main(PRODUCT) == 0
+    assert [run_state(run.folder) for run in runs] == ["finished"] * 8
+    assert [(run.folder / "summary.json").stat().st_mtime_ns for run in runs[:2]] == stamps
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in table[1:]] == [
+        [strategy, f"alpha={alpha}", "2"] for strategy in ("fedavg", "fedmr") for alpha in (0.1, 0.5)
+    ]
+    alone = Path("alone")
+    flags = configuration.to_flags(runs[2].config)
+    subprocess.run([sys.executable, "-m", "fedjax_mr.main", *flags, f"--run_dir={alone}"], check=True)
+    columns = [name for name in COLUMNS if name != "seconds"]
+    numbers = lambda folder: [[row[name] for name in columns] for row in read_rows(folder)]
+    assert numbers(runs[2].folder) == numbers(alone)
