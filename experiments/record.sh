@@ -32,6 +32,8 @@ sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0:3 --g
 sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0 --grid=partition=dirichlet+alpha=0.1,dirichlet+alpha=1.0
 # 3. The other global methods on CIFAR-10, Dirichlet(0.5)
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedprox,scaffold,moon,fedgen,clusamp,fedexp,fedasam,fedmut --seeds=0
+# of SCAFFOLD also the form that the papers' authors ran
+sweep cifar10 --flagfile=exp/cifar10.flags --strategies=scaffold --scaffold_variant=authors --seeds=0
 if [ -n "$division" ]; then
   sweep cifar10_released --flagfile=exp/cifar10.flags --strategies=$three --seeds=0 --partition_file="$division"
 fi

@@ -44,6 +44,7 @@ OTHERS = (
         "fedprox", "scaffold", "moon", "fedgen", "clusamp", "fedexp", "fedasam", "fedmut",
         "fedntd", "fedgamma", "fedlc",
     )),
+    ("--strategy=scaffold", "--scaffold_variant=authors"),  # the form behind the papers' number
     *((f"--strategy={method}", f"--server_optimizer={optimizer}")
       for method in ("fedavg", "fedcross") for optimizer in ("momentum", "adam", "yogi", "adagrad")),
 )  # fmt: skip
@@ -155,7 +156,7 @@ class Record(NamedTuple):
 
         def cell(data: str, division: str, *method: str) -> Cell:
             config = configuration.parse([f"--flagfile={folder / FLAGS[data]}", *DIVISIONS[division], *method])
-            found, name = by_facts.get(_key(config), []), titles.method(titles.facts(config))
+            found, name = by_facts.get(_key(config), []), _name(config)
             return Cell(name, data, division, _by_seed(found), found, papers.lookup(config, published))
 
         cells = {
@@ -192,6 +193,13 @@ class Record(NamedTuple):
 
 def _key(config: Config) -> str:
     return json.dumps(titles.facts(config), sort_keys=True)
+
+
+def _name(config: Config) -> str:
+    """Return the title of a method, and its form where it is the one that the papers' authors ran."""
+    facts = titles.facts(config)
+    as_released = facts.get(f"{config.strategy}_variant") == "authors"
+    return f"{titles.method(facts)}, variant=authors" if as_released else titles.method(facts)
 
 
 def _by_seed(runs: Sequence[Run]) -> dict[str, float]:

@@ -127,11 +127,15 @@ def test_other_methods_stand_beside_fedavg(folder):
     keep(folder, "--strategy=fedavg", accuracy=0.5, file="cifar10.flags")
     keep(folder, "--strategy=fedprox", accuracy=0.54, file="cifar10.flags")
     keep(folder, "--strategy=fedavg", "--server_optimizer=adam", accuracy=0.45, file="cifar10.flags")
+    keep(folder, "--strategy=scaffold", accuracy=0.6, file="cifar10.flags")
+    keep(folder, "--strategy=scaffold", "--scaffold_variant=authors", accuracy=0.44, file="cifar10.flags")
     assert main(["record", f"--document={page}"]) == 0
-    _, _, _, first, second, *rest, _ = page.read_text().splitlines()
+    _, _, _, scaffold, first, second, released, *rest, _ = page.read_text().splitlines()
+    assert scaffold == "| SCAFFOLD | 60.0 (n = 1) | 54.5 ± 0.4 | **higher** | +10.0, n = 1 |"
+    assert released == "| SCAFFOLD, variant=authors | 44.0 (n = 1) | 54.5 ± 0.4 | **lower** | -6.0, n = 1 |"
     assert first == "| FedProx | 54.0 (n = 1) | 54.3 ± 1.3 | **replicates** | +4.0, n = 1 |"
     assert second == "| FedAdam | 45.0 (n = 1) |  |  | -5.0, n = 1 |"
-    assert len(rest) == len(record.OTHERS) - 2 and all("not run" in row for row in rest)
+    assert len(rest) == len(record.OTHERS) - 4 and all("not run" in row for row in rest)
 
 
 def test_unknown_parts_are_refused(folder, capsys):
