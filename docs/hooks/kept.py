@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
 from fedjax_mr import titles
-from fedjax_mr.analysis import groups, papers, tables
+from fedjax_mr.analysis import groups, papers, record, tables
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
-from fedjax_mr.analysis.record import Cell
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
 from fedjax_mr.experiment.folder import run_state
@@ -42,7 +41,7 @@ class Line(NamedTuple):
       evaluations: how many there are at most in a run.
       bytes: both ways, of a finished run.
       diverged: how many runs did.
-      published: the paper's number for the setting.
+      published: the papers' numbers for the setting.
     """
 
     strategy: str
@@ -53,22 +52,19 @@ class Line(NamedTuple):
     evaluations: int
     bytes: int
     diverged: int
-    published: Published | None
+    published: list[Published]
 
     @property
     def statistic(self) -> Statistic:
         """Mean and standard deviation over the seeds."""
         return Statistic.of(self.by_seed.values())
 
-    @property
-    def verdict(self) -> str:
-        """Whether the paper's number is reached; the reason where the two are not compared."""
-        if self.published is None:
-            return ""
-        wanted = PAPER_ROUNDS[self.published.paper]
+    def verdict(self, number: Published) -> str:
+        """Return whether a paper's number is reached; the reason where the two are not compared."""
+        wanted = PAPER_ROUNDS[number.paper]
         if self.config.rounds < wanted:
             return f"not compared: {self.config.rounds} rounds of {wanted}"
-        return Cell(self.strategy, "", "", self.by_seed, [], self.published).verdict
+        return record.verdict(self.statistic, number)
 
     def title(self) -> str:
         """Return the method's name with its own settings."""
@@ -120,7 +116,7 @@ def _line(runs: list[Run], published: list[dict[str, str]]) -> Line:
         evaluations,
         size,
         states.count("diverged"),
-        papers.lookup(config, published),
+        papers.lookup_all(config, published),
     )
 
 

@@ -15,6 +15,7 @@ import yaml
 from mkdocs.exceptions import PluginError
 
 from fedjax_mr import settings
+from fedjax_mr.analysis import tables
 from fedjax_mr.strategies import STRATEGIES, by_group
 
 ROOT = Path(__file__).parents[2]
@@ -257,33 +258,36 @@ def _numbers(name: str) -> str:
         return "No run of it is kept yet."
     compared = any(line.published for line in lines)
     rows = [
-        f"| setting | seeds | accuracy, % |{' paper | verdict |' * compared}",
-        f"|---|---|---|{'---|---|' * compared}",
+        f"| setting | seeds | accuracy, % |{' papers, %: verdict |' * compared}",
+        f"|---|---|---|{'---|' * compared}",
     ]
     lines = sorted(lines, key=_compared_first)
     for line, differs in zip(lines, kept.particulars(lines), strict=True):
         own = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in line.own.items())
         facts = "; ".join(filter(None, [kept.clients_title(line), own, differs]))
         setting = f"{kept.data_title(line)}<br><small>{facts}</small>"
-        cells, paper = [setting, line.seeds(), line.accuracy() or "diverged"], ""
-        if line.published:
-            deviation = "" if line.published.deviation is None else f" ± {line.published.deviation:.2f}"
-            paper = f"{line.published.mean:.2f}{deviation}<br><small>{line.published.source}</small>"
-        rows.append(f"| {' | '.join([*cells, *([paper, line.verdict] if compared else [])])} |")
+        cells = [setting, line.seeds(), line.accuracy() or "diverged"]
+        papers = [
+            f"{tables.plus_minus(number.mean, number.deviation, digits=2)}: {line.verdict(number)}"
+            f"<br><small>{number.source}</small>"
+            for number in line.published
+        ]
+        rows.append(f"| {' | '.join([*cells, *(['<br>'.join(papers)] if compared else [])])} |")
     return "\n".join(
         [
             *rows,
             "",
             "Mean of the last ten evaluations (of all, where there are fewer), with the standard deviation over the "
             "seeds; made from the metrics in `experiments/results`. *Replicates*: within 1.5 points of the paper's "
-            "mean, or within two of our deviations. See [the record](../results/index.md) and "
+            "mean, or within two of our deviations (*spread*). See [the record](../results/index.md) and "
             "[the leaderboard](../results/leaderboard.md).",
         ]
     )
 
 
 def _compared_first(line: kept.Line) -> tuple[bool, bool, str]:
-    return not line.published, line.verdict.startswith("not"), kept.data_title(line)
+    verdicts = [line.verdict(number) for number in line.published]
+    return not verdicts, all(verdict.startswith("not") for verdict in verdicts), kept.data_title(line)
 
 
 def _command(name: str, own: Prose) -> str:

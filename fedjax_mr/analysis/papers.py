@@ -21,8 +21,7 @@ DATASETS = {
     "shakespeare": "Shakespeare",
 }  # fmt: skip
 LABEL_MODES = {"cifar100": "coarse"}  # the papers do not say; their code trains on these, and their accuracies fit them
-# The papers' clients and how many of them are drawn, but for natural clients. Of several papers that have a number for
-# a setting the first one's is shown.
+# The papers' clients and how many are drawn, but for natural clients. Tables with one number have the first paper's.
 PAPERS = {
     "fedmr_kdd": (100, 10), "fedmr_v1": (100, 10), "fedcross": (100, 10), "pfedhr": (12, 4), "fedme": (20, 20),
 }  # fmt: skip
@@ -36,6 +35,11 @@ class Published(NamedTuple):
     deviation: float | None
     source: str
 
+    @property
+    def short_source(self) -> str:
+        """The paper in short, without the table: ``KDD'24`` and ``v1`` (both of FedMR), ``FedCross``."""
+        return self.source.partition(",")[0].removeprefix("FedMR ")
+
 
 def rows() -> list[dict[str, str]]:
     """Return the rows of the papers' tables."""
@@ -44,11 +48,16 @@ def rows() -> list[dict[str, str]]:
 
 
 def lookup(config: Config, published: Iterable[Mapping[str, str]]) -> Published | None:
-    """Return the papers' number for a configuration, or None.
+    """Return the number of the first of the papers that have one for a configuration, or None; see `lookup_all`."""
+    return next(iter(lookup_all(config, published)), None)
+
+
+def lookup_all(config: Config, published: Iterable[Mapping[str, str]]) -> list[Published]:
+    """Return the papers' numbers for a configuration, in the order of `PAPERS`.
 
     Data set, labels, model, division, strategy, its settings that the table names and, without natural clients, the
     numbers of clients must be the paper's. Rounds and momentum need not: the papers leave them open or contradict their
-    code.
+    code. A number that a paper has taken over from an earlier one is there once.
 
     Args:
       config: a run's.
@@ -72,10 +81,11 @@ def lookup(config: Config, published: Iterable[Mapping[str, str]]) -> Published 
         return same and (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) == wanted
 
     found = {row["paper"]: row for row in published if fits(row)}
-    row = next((found[paper] for paper in PAPERS if paper in found), None)
-    if row is None:
-        return None
-    return Published(row["paper"], float(row["mean"]), float(row["std"]) if row["std"] else None, row["source"])
+    numbers: dict[tuple[float, float | None], Published] = {}
+    for paper, row in ((paper, found[paper]) for paper in PAPERS if paper in found):
+        mean, deviation = float(row["mean"]), float(row["std"]) if row["std"] else None
+        numbers.setdefault((mean, deviation), Published(paper, mean, deviation, row["source"]))
+    return list(numbers.values())
 
 
 def division(config: Config) -> str:

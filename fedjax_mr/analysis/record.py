@@ -1,10 +1,10 @@
 """Make the page of record anew, or check it: which published results replicate, with how many seeds, how surely.
 
 The main table has the methods of the papers' main comparison in the settings of their flag files, one cell each: our
-mean over the seeds, the paper's number, and a verdict; another table has the other methods in one of these settings.
-All are computed from the metrics kept in results/ beside the document. What is made anew stands between the lines
-<!-- record PART --> and <!-- end -->, with PART one of table, pairs, others, claims, cost and headline, there and in
-the README of the repository; and the lines "Measured:" in the heads of the flag files.
+mean over the seeds, the papers' numbers, and a verdict; another table has the other methods in one of these
+settings. All are computed from the metrics kept in results/ beside the document. What is made anew stands between the
+lines <!-- record PART --> and <!-- end -->, with PART one of summary, table, pairs, others, claims, cost and headline,
+there and in the README of the repository; and the lines "Measured:" in the heads of the flag files.
 --check only compares.
 """
 
@@ -50,6 +50,7 @@ OTHERS = (
 )  # fmt: skip
 # A mean replicates within POINTS of the paper's, or within so many of our standard deviations.
 DEVIATIONS = 2.0
+NOT_RUN, REPLICATES = "not run", "replicates"
 BLOCK = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MEASURED = re.compile(r"# Measured:.*?(?=\n--)", re.DOTALL)
 
@@ -105,14 +106,14 @@ def fresh_texts(document: Path) -> Iterator[tuple[Path, str]]:
 
 
 class Cell(NamedTuple):
-    """A method in a setting: our accuracies in percent by seed, and the paper's number."""
+    """A method in a setting: our accuracies in percent by seed, and the papers' numbers."""
 
     method: str
     data: str
     division: str
     by_seed: dict[str, float]
     runs: list[Run]
-    published: Published | None
+    published: list[Published]
 
     @property
     def own(self) -> Statistic:
@@ -120,22 +121,37 @@ class Cell(NamedTuple):
         return Statistic.of(self.by_seed.values())
 
     @property
-    def verdict(self) -> str:
-        """Return ``replicates``, ``lower``, ``higher`` or ``not run``; "" where no paper has a number.
+    def outcome(self) -> str:
+        """Return the verdict beside all of the papers' numbers, which may disagree; "" where they have none.
 
-        Where only the spread of our own seeds reaches the paper's number, the verdict says so.
+        ``replicates`` is said of all of them, ``replicates v1`` of those named; ``lower`` and ``higher`` are than all,
+        ``between`` is none of these.
         """
-        own, published = self.own, self.published
-        if own.mean is None:
-            return "not run"
-        if published is None:
-            return ""
-        difference = own.mean - published.mean
-        if abs(difference) <= POINTS:
-            return "replicates"
-        if abs(difference) <= DEVIATIONS * (own.deviation or 0.0):
-            return "replicates within the spread of our seeds"
-        return "higher" if difference > 0 else "lower"
+        verdicts = {number.short_source: verdict(self.own, number) for number in self.published}
+        replicated = {name: said for name, said in verdicts.items() if said.startswith(REPLICATES)}
+        if not replicated:
+            return "between" if len(set(verdicts.values())) > 1 else next(iter(verdicts.values()), "")
+        said = [REPLICATES] if len(replicated) == len(verdicts) else [REPLICATES, " and ".join(replicated)]
+        return " ".join([*said, "(spread)"] if REPLICATES not in replicated.values() else said)
+
+
+def verdict(own: Statistic, number: Published) -> str:
+    """Return ``replicates``, ``lower`` or ``higher`` than a paper's number; ``not run`` where we have none.
+
+    Where only the spread of our own seeds reaches the paper's number, the verdict says so.
+
+    Args:
+      own: mean and standard deviation over our seeds, in percent.
+      number: the paper's.
+    """
+    if own.mean is None:
+        return NOT_RUN
+    difference = own.mean - number.mean
+    if abs(difference) <= POINTS:
+        return REPLICATES
+    if abs(difference) <= DEVIATIONS * (own.deviation or 0.0):
+        return f"{REPLICATES} (spread)"
+    return "higher" if difference > 0 else "lower"
 
 
 class Record(NamedTuple):
@@ -157,7 +173,7 @@ class Record(NamedTuple):
         def cell(data: str, division: str, *method: str) -> Cell:
             config = configuration.parse([f"--flagfile={folder / FLAGS[data]}", *DIVISIONS[division], *method])
             found, name = by_facts.get(_key(config), []), _name(config)
-            return Cell(name, data, division, _by_seed(found), found, papers.lookup(config, published))
+            return Cell(name, data, division, _by_seed(found), found, papers.lookup_all(config, published))
 
         cells = {
             (method, data, division): cell(data, division, f"--strategy={method}")
@@ -221,11 +237,20 @@ def _shown(value: Statistic) -> str:
     return tables.plus_minus(*value, digits=1)
 
 
-def _in_words(cell: Cell) -> tuple[str, str, str]:
-    """Return our number, the paper's and the verdict; "" for what there is not."""
-    own = f"{_shown(cell.own)} (n = {len(cell.by_seed)})" if cell.by_seed else ""
-    paper = tables.plus_minus(*cell.published[1:3], digits=1) if cell.published else ""
-    return own, paper, f"**{cell.verdict}**" if cell.verdict else ""
+def _own(cell: Cell) -> str:
+    """Return our number and how many seeds it is of, or why there is none."""
+    if cell.by_seed:
+        return f"{_shown(cell.own)} (n = {len(cell.by_seed)})"
+    return "**diverged**" if cell.runs else f"**{NOT_RUN}**"
+
+
+def _papers(cell: Cell) -> str:
+    """Return the papers' numbers, without the spread that they print."""
+    return ", ".join(f"{number.mean:.1f}" for number in cell.published)
+
+
+def _outcome(cell: Cell) -> str:
+    return f"**{cell.outcome}**" if cell.by_seed and cell.published else ""
 
 
 def _wrapped(text: str) -> list[str]:
@@ -237,11 +262,11 @@ def _wrapped(text: str) -> list[str]:
 
 
 def main_table(record: Record) -> str:
-    """Return a table per data set, methods by divisions: ours with the number of seeds, the paper's, the verdict."""
+    """Return a table per data set, methods by divisions: ours with the number of seeds, the papers', the verdict."""
 
     def text(cell: Cell) -> str:
-        own, paper, verdict = _in_words(cell)
-        return "<br>".join(filter(None, [own, paper and f"paper {paper}", verdict]))
+        papers = f"paper{'s' * (len(cell.published) > 1)} {_papers(cell)}" if cell.published else ""
+        return "<br>".join(filter(None, [_own(cell), papers, _outcome(cell)]))
 
     def of(data: str) -> str:
         rows = [
@@ -258,8 +283,8 @@ def headline_table(record: Record) -> str:
     data = next(iter(FLAGS))
 
     def text(cell: Cell) -> str:
-        own = f"{_shown(cell.own)}, n = {len(cell.by_seed)}" if cell.by_seed else "not run"
-        return f"{own} ({tables.plus_minus(*cell.published[1:3], digits=1)})" if cell.published else own
+        own = f"{_shown(cell.own)}, n = {len(cell.by_seed)}" if cell.by_seed else NOT_RUN
+        return f"{own} ({_papers(cell)})" if cell.published else own
 
     rows = [
         [_title(method), *(text(record.cells[method, data, division]) for division in DIVISIONS)] for method in METHODS
@@ -280,13 +305,13 @@ def pairs_table(record: Record) -> str:
 
 
 def others_table(record: Record) -> str:
-    """Return the other methods in one setting, best first: ours, the paper's, the verdict, the lead over FedAvg."""
+    """Return the other methods in one setting, best first: ours, the papers', the verdict, the lead over FedAvg."""
     fedavg = record.cells["fedavg", *OTHERS_SETTING]
     rows = []
     for cell in sorted(record.others, key=lambda cell: -(cell.own.mean or 0.0)):
         lead = difference(cell.by_seed, fedavg.by_seed)
-        rows.append([cell.method, *_in_words(cell), "" if lead is None else str(lead)])
-    return tables.markdown([["method", "ours", "paper", "verdict", "points above FedAvg, seeds in common"], *rows])
+        rows.append([cell.method, _own(cell), _papers(cell), _outcome(cell), str(lead or "")])
+    return tables.markdown([["method", "ours", "papers", "verdict", "points above FedAvg, seeds in common"], *rows])
 
 
 def claims_table(record: Record) -> str:
@@ -295,24 +320,39 @@ def claims_table(record: Record) -> str:
 
 
 def cost_table(record: Record) -> str:
-    """Return what a run of the main table took: the median over its runs, and on what."""
-    rows = []
-    for data in FLAGS:
-        for method in METHODS:
-            ended = [run.summary() for division in DIVISIONS for run in record.cells[method, data, division].runs]
-            by_devices: dict[str, list[dict]] = {}
-            for summary in ended:
-                kinds = collections.Counter(summary["devices"])
-                by_devices.setdefault(", ".join(f"{count} x {kind}" for kind, count in kinds.items()), []).append(
-                    summary
-                )
-            for devices, those in sorted(by_devices.items()):
-                seconds = statistics.median(each["seconds"] for each in those)
-                rows.append([_title(method), data, devices, str(len(those)), f"{seconds / 60:.0f}"])
+    """Return what a run of each method took: the median over its runs, and on what."""
+    seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for cell in (*record.cells.values(), *record.others):
+        for ended in (run.summary() for run in cell.runs if run_state(run.path) == "finished"):
+            kinds = collections.Counter(ended["devices"])
+            devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+            seconds.setdefault((cell.method, cell.data), {}).setdefault(devices, []).append(ended["seconds"])
+    rows = [
+        [*row, devices, str(len(those)), f"{statistics.median(those) / 60:.0f}"]
+        for row, by_devices in seconds.items()
+        for devices, those in sorted(by_devices.items())
+    ]
     return tables.markdown([["method", "data", "devices", "runs", "minutes per run (median)"], *rows])
+
+
+def summary(record: Record) -> str:
+    """Return in two sentences how the cells of the main table ended."""
+    cells = [cell for cell in record.cells.values() if cell.by_seed]
+    count = sum(cell.outcome.startswith(REPLICATES) for cell in cells)
+    said = [f"{count} replicate{'s' if count == 1 else ''} a number of the papers"]
+    for outcome in sorted({cell.outcome for cell in cells if not cell.outcome.startswith(REPLICATES)}):
+        names = [f"{cell.method}: {cell.data}, {cell.division}" for cell in cells if cell.outcome == outcome]
+        said.append(f"{len(names)} {'is' if len(names) == 1 else 'are'} {outcome} ({'; '.join(names)})")
+    runs = sum(len(cell.by_seed) for cell in cells)
+    printed = [[number.mean for number in cell.published] for cell in record.cells.values()]
+    apart = max((max(means) - min(means) for means in printed if means), default=0.0)
+    return (
+        f"Of {len(record.cells)} cells {len(cells)} are run ({runs} runs): {', '.join(said)}. The papers themselves "
+        f"differ by up to {apart:.1f} points in a cell."
+    )
 
 
 PARTS: dict[str, Callable[[Record], str]] = {
     "table": main_table, "pairs": pairs_table, "others": others_table, "claims": claims_table, "cost": cost_table,
-    "headline": headline_table,
+    "headline": headline_table, "summary": summary,
 }  # fmt: skip

@@ -55,6 +55,19 @@ def test_which_number_of_the_papers_stands_beside_a_run(changes, expected):
     assert (found and found[:2]) == expected
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("fedavg", [("fedmr_kdd", 54.42), ("fedmr_v1", 52.82)]),  # FedCross has taken over the number of FedMR v1
+        ("scaffold", [("fedmr_v1", 54.50)]),
+        ("indep", []),
+    ],
+)
+def test_papers_that_disagree_all_stand_beside_a_run(strategy, expected):
+    found = papers.lookup_all(dataclasses.replace(CIFAR, strategy=strategy), papers.rows())
+    assert [number[:2] for number in found] == expected
+
+
 def test_the_papers_tables_are_complete():
     rows = papers.rows()
     count = lambda source: sum(row["source"].startswith(source) for row in rows)

@@ -25,16 +25,40 @@ def test_the_page_and_the_flag_files_are_those_of_the_kept_runs(capsys):
         ([58.6], 59.8, "replicates"),
         ([58.2], 59.8, "lower"),
         ([61.4], 59.8, "higher"),
-        ([55.0, 57.0, 59.0], 60.9, "replicates within the spread of our seeds"),  # mean 57, deviation 2
+        ([55.0, 57.0, 59.0], 60.9, "replicates (spread)"),  # mean 57, deviation 2
         ([55.0, 57.0, 59.0], 61.1, "lower"),
         ([], 59.8, "not run"),
-        ([58.6], None, ""),
     ],
 )
-def test_verdict_of_a_cell(own, paper, verdict):
-    published = None if paper is None else Published("some", paper, None, "a table")
+def test_verdict_beside_a_number(own, paper, verdict):
+    published = Published("some", paper, None, "a table")
+    assert record.verdict(cell(own, published).own, published) == verdict
+
+
+@pytest.mark.parametrize(
+    ("own", "papers", "outcome"),
+    [
+        ([58.0], [59.0, 59.0], "replicates"),
+        ([58.0], [59.0, 70.0], "replicates KDD'24"),
+        ([58.0], [50.0, 59.0], "replicates v1"),
+        ([55.0, 57.0, 59.0], [70.0, 60.9], "replicates v1 (spread)"),
+        ([55.0, 57.0, 59.0], [57.0, 60.9], "replicates"),
+        ([58.0], [60.0, 61.0], "lower"),
+        ([58.0], [50.0], "higher"),
+        ([58.0], [50.0, 60.0], "between"),
+        ([58.0], [], ""),
+        ([], [50.0, 60.0], "not run"),
+    ],
+)
+def test_outcome_of_a_cell_beside_papers_that_disagree(own, papers, outcome):
+    sources = ("FedMR KDD'24, Table 1", "FedMR v1, Table I")
+    found = [Published("some", paper, None, source) for paper, source in zip(papers, sources, strict=False)]
+    assert cell(own, *found).outcome == outcome
+
+
+def cell(own, *published):
     by_seed = {str(seed): value for seed, value in enumerate(own)}
-    assert record.Cell("FedMR", "CIFAR-10", "IID", by_seed, [], published).verdict == verdict
+    return record.Cell("FedMR", "CIFAR-10", "IID", by_seed, [], list(published))
 
 
 def test_seeds_are_paired():
@@ -100,6 +124,7 @@ def keep(folder, *flags, accuracy, file="cifar100.flags"):
     (kept / "config.json").write_text(json.dumps(configuration.to_json(config)))
     summary = {"accuracy_mean_last_10": accuracy, "rounds": 500, "seconds": 600.0, "devices": ["cpu", "cpu"]}
     (kept / "summary.json").write_text(json.dumps(summary))
+    return kept
 
 
 def test_a_new_run_changes_page_and_flag_file(folder, capsys):
@@ -110,7 +135,8 @@ def test_a_new_run_changes_page_and_flag_file(folder, capsys):
     assert ended.value.code == 1 and {path: path.read_text() for path in before} == before
     assert main(["record", page]) == 0
     text, flags = (folder / "RESULTS.md").read_text(), (folder / "cifar100.flags").read_text()
-    assert "40.0 (n = 1)<br>paper 37.4 ± 0.3<br>**higher**" in text and text.startswith("Before.\n")
+    assert text.startswith("Before.\n")
+    assert "40.0 (n = 1)<br>papers 37.4, 37.0<br>**higher** |" in text
     assert "# Measured: FedMR 40.0 (seed 0): percent" in flags
     assert configuration.parse([f"--flagfile={folder / 'cifar100.flags'}"]).label_mode == "coarse"
     keep(folder, "--strategy=fedmr", "--seed=1", accuracy=0.38)
@@ -131,17 +157,41 @@ def test_other_methods_stand_beside_fedavg(folder):
     keep(folder, "--strategy=scaffold", "--scaffold_variant=authors", accuracy=0.44, file="cifar10.flags")
     assert main(["record", f"--document={page}"]) == 0
     _, _, _, scaffold, first, second, released, *rest, _ = page.read_text().splitlines()
-    assert scaffold == "| SCAFFOLD | 60.0 (n = 1) | 54.5 ± 0.4 | **higher** | +10.0, n = 1 |"
-    assert released == "| SCAFFOLD, variant=authors | 44.0 (n = 1) | 54.5 ± 0.4 | **lower** | -6.0, n = 1 |"
-    assert first == "| FedProx | 54.0 (n = 1) | 54.3 ± 1.3 | **replicates** | +4.0, n = 1 |"
+    assert scaffold == "| SCAFFOLD | 60.0 (n = 1) | 54.5 | **higher** | +10.0, n = 1 |"
+    assert released == "| SCAFFOLD, variant=authors | 44.0 (n = 1) | 54.5 | **lower** | -6.0, n = 1 |"
+    assert first == "| FedProx | 54.0 (n = 1) | 54.3, 53.6 | **replicates** | +4.0, n = 1 |"
     assert second == "| FedAdam | 45.0 (n = 1) |  |  | -5.0, n = 1 |"
     assert len(rest) == len(record.OTHERS) - 4 and all("not run" in row for row in rest)
+
+
+def test_a_sentence_counts_the_outcomes(folder):
+    page = folder / "RESULTS.md"
+    page.write_text("<!-- record summary -->\n<!-- end -->\n")
+    keep(folder, "--strategy=fedcross", "--partition=iid", accuracy=0.39)
+    keep(folder, "--strategy=fedavg", "--alpha=0.1", accuracy=0.2, file="cifar10.flags")
+    assert main(["record", f"--document={page}"]) == 0
+    assert page.read_text().splitlines()[1] == (
+        "Of 24 cells 3 are run (3 runs): 1 replicates a number of the papers, "
+        "1 is higher (FedMR: CIFAR-100, coarse, Dirichlet(0.5)), "
+        "1 is lower (FedAvg: CIFAR-10, Dirichlet(0.1)). "
+        "The papers themselves differ by up to 4.5 points in a cell."
+    )
+
+
+def test_a_diverged_run_is_not_called_not_run(folder):
+    page = folder / "RESULTS.md"
+    page.write_text("<!-- record others -->\n<!-- end -->\n<!-- record cost -->\n<!-- end -->\n")
+    kept = keep(folder, "--strategy=moon", accuracy=0.5, file="cifar10.flags")
+    (kept / "summary.json").unlink()
+    (kept / "diverged.txt").write_text("diverged\n")
+    assert main(["record", f"--document={page}"]) == 0
+    assert "| MOON | **diverged** |" in page.read_text() and "| MOON | CIFAR-10 |" not in page.read_text()
 
 
 def test_unknown_parts_are_refused(folder, capsys):
     (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
     assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
-    assert "none of table, pairs, others, claims, cost, headline" in capsys.readouterr().err
+    assert "none of table, pairs, others, claims, cost, headline, summary" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_headline(folder):
@@ -149,4 +199,4 @@ def test_the_readme_has_the_headline(folder):
     readme = folder.parent / "README.md"
     readme.write_text("First.\n<!-- record headline -->\n<!-- end -->\n")
     assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 0
-    assert "| FedMR | not run (54.6 ± 0.6) | 60.0, n = 1 (59.8 ± 0.6) |" in readme.read_text()
+    assert "| FedMR | not run (54.6, 54.2) | 60.0, n = 1 (59.8, 59.1) |" in readme.read_text()
