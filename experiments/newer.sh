@@ -5,7 +5,8 @@
 #   experiments/newer.sh DATA_DIR [FOLDER]      # FOLDER: of the runs, default runs/newer
 #
 # DATA_DIR holds cifar10/3.0.2 as TensorFlow Datasets writes it. Finished runs are skipped and broken ones go on, so the
-# same command continues the queue after any interruption.
+# same command continues the queue after any interruption. SWEEP_FLAGS=--kept=experiments/results leaves out the runs
+# whose metrics are kept.
 #
 # python -m fedjax_mr.analysis results FOLDER/digits --name=digits_newer_300 (and so on) then keeps the metrics.
 set -euo pipefail
@@ -15,7 +16,7 @@ cd "$(dirname "$0")/.."
 sweep() { # name of the sub-folder, then flags
   local name="$1"
   shift
-  "${PYTHON:-python}" -m fedjax_mr.sweep --devices=1 --sweep_dir="$folder/$name" "$@" || echo "$name: code $?"
+  "${PYTHON:-python}" -m fedjax_mr.sweep --devices=1 --sweep_dir="$folder/$name" ${SWEEP_FLAGS:-} "$@" || echo "$name: code $?"
 }
 
 newer=feddyn,feddc,fedntd,fedlc,fedsam,mofedsam,fedgamma,fedspeed,fedsmoo,fedswa,fedmoswa,fedmerge,heterofl,adaptivefl

@@ -5,6 +5,7 @@
 #   experiments/personal.sh [FOLDER]      # FOLDER: of the runs, default runs/personal
 #
 # Finished runs are skipped and broken ones go on, so the same command continues the queue after any interruption.
+# SWEEP_FLAGS=--kept=experiments/results leaves out the runs whose metrics are kept.
 #
 # python -m fedjax_mr.analysis results FOLDER/table --name=digits_personal (and so on) then keeps the metrics.
 set -euo pipefail
@@ -15,7 +16,7 @@ sweep() { # name of the sub-folder, then flags
   local name="$1"
   shift
   "${PYTHON:-python}" -m fedjax_mr.sweep --devices=1 --sweep_dir="$folder/$name" --flagfile=exp/fedme_digits.flags \
-    --eval_clients "$@" || echo "$name: code $?"
+    --eval_clients ${SWEEP_FLAGS:-} "$@" || echo "$name: code $?"
 }
 
 # One network for all clients; the same with BatchNorm; four networks at random.

@@ -12,7 +12,9 @@
 #
 #   nice taskset -c 0 experiments/record.sh DATA_DIR & nice taskset -c 1 experiments/record.sh DATA_DIR &
 #
-# python -m fedjax_mr.analysis results FOLDER/cifar10 --name=NAME then keeps the metrics in experiments/results/.
+# SWEEP_FLAGS=--kept=experiments/results leaves out the runs whose metrics are kept, and with --dry_run beside it the queue
+# only says what is left. python -m fedjax_mr.analysis results RUN --name=NAME keeps the metrics of an ended run in
+# experiments/results/NAME, and python -m fedjax_mr.analysis record makes the page anew.
 set -euo pipefail
 data="$1" folder="${2:-runs/record}" division="${3:-}"
 cd "$(dirname "$0")/.."
@@ -20,16 +22,17 @@ cd "$(dirname "$0")/.."
 sweep() { # name of the sub-folder, then flags
   local name="$1"
   shift
-  "${PYTHON:-python}" -m fedjax_mr.sweep --data_dir="$data" --devices=1 --sweep_dir="$folder/$name" "$@" || echo "$name: code $?"
+  "${PYTHON:-python}" -m fedjax_mr.sweep --data_dir="$data" --devices=1 --sweep_dir="$folder/$name" \
+    ${SWEEP_FLAGS:-} "$@" || echo "$name: code $?"
 }
 
-divisions=partition=dirichlet+alpha=0.5,iid,dirichlet+alpha=0.1,dirichlet+alpha=1.0
 three=fedmr,fedavg,fedcross
+half=dirichlet+alpha=0.5,iid
+all=$half,dirichlet+alpha=0.1,dirichlet+alpha=1.0
 # 1. CIFAR-10: three methods x four divisions x three seeds
-sweep cifar10 --flagfile=exp/cifar10.flags --strategies=$three --seeds=0:3 --grid=$divisions
-# 2. CIFAR-100, 20 coarse labels: two divisions with three seeds, the other two with one
-sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0:3 --grid=partition=dirichlet+alpha=0.5,iid
-sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0 --grid=partition=dirichlet+alpha=0.1,dirichlet+alpha=1.0
+sweep cifar10 --flagfile=exp/cifar10.flags --strategies=$three --seeds=0:3 --grid=partition=$all
+# 2. CIFAR-100, 20 coarse labels: one seed in all four divisions; the other seeds of two of them come last
+sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0 --grid=partition=$all
 # 3. The other global methods on CIFAR-10, Dirichlet(0.5)
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedprox,scaffold,moon,fedgen,clusamp,fedexp,fedasam,fedmut --seeds=0
 # of SCAFFOLD also the form that the papers' authors ran
@@ -45,3 +48,5 @@ fedme="--flagfile=exp/fedme_cifar10.flags --rounds=200 --augment=none --seeds=0 
 fedme="$fedme --fedme_cluster_rounds=100 --fedme_cluster_rounds=150 --fedme_cluster_rounds=180"
 sweep fedme $fedme --model=lenet5_small,lenet5,lenet5_large,lenet5_deep --strategies=fedme,local
 sweep fedme $fedme --model=lenet5_large --eval_clients --strategies=fedavg
+# 2. again: CIFAR-100's other seeds
+sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=1:3 --grid=partition=$half

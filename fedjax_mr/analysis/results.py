@@ -9,7 +9,6 @@ where NAME is a folder beside RESULTS.md in results/, and the options are those 
 """
 
 import argparse
-import dataclasses
 import json
 import re
 import shlex
@@ -20,7 +19,6 @@ from fedjax_mr import config as configuration
 from fedjax_mr import files
 from fedjax_mr.analysis import groups, layouts, pages
 from fedjax_mr.analysis.runs import Run
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import run_state, runs_by_settings
 
@@ -58,7 +56,7 @@ def keep(run: Run, folder: Path) -> Path:
     state = run_state(run.path)
     if state not in ("finished", "diverged"):
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
-    config = _without_folders(run.config)
+    config = configuration.portable(run.config)
     digest = configuration.digest(config)
     kept = folder / f"{config.strategy}-seed={config.seed}-{digest}"
     for before in (kept, *runs_by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
@@ -75,22 +73,6 @@ def keep(run: Run, folder: Path) -> Path:
     if state == "diverged":  # its message names folders of this machine
         (kept / "diverged.txt").write_text("diverged\n", encoding="utf-8")
     return kept
-
-
-def _without_folders(config: Config) -> Config:
-    """Return the settings with the names of files alone: their folders are this machine's."""
-    name = lambda path: None if path is None else Path(path).name
-    return dataclasses.replace(
-        config,
-        data_dir=None,
-        run_dir=None,
-        compare_to=(),
-        dataset=name(config.dataset),
-        public_from=name(config.public_from),
-        partition_file=name(config.partition_file),
-        architectures_from=tuple(map(name, config.architectures_from)),
-        imports=tuple(map(name, config.imports)),
-    )
 
 
 def fill(text: str, folder: Path) -> str:

@@ -28,6 +28,12 @@ class Sweep:
         "along: partition=iid,dirichlet+alpha=0.1",
     )
     sweep_dir: str = field("runs/sweep", "folder of the run folders", path=True)
+    kept: str | None = field(
+        None,
+        "folder of kept metrics, such as experiments/results (made by the command analysis results): runs that have "
+        "ended there are not trained again",
+        path=True,
+    )
     batch_seeds: bool = field(
         False,
         "train the seeds of a setting in one compiled program; for accelerators (a CPU gains nothing, and needs "
@@ -106,7 +112,21 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
         runs.setdefault(digest, Run(one, choice, folder))
     begun = runs_by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
+    kept = _kept(sweep.kept)
     for digest, run in runs.items():
-        folders = sorted(begun.get(digest, []), key=lambda folder: STATES.index(run_state(folder)))
+        folders = [*kept.get(configuration.digest(configuration.portable(run.config)), []), *begun.get(digest, [])]
+        folders.sort(key=lambda folder: STATES.index(run_state(folder)))
         runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
     return sweep, list(runs.values())
+
+
+def _kept(folder: str | None) -> dict[str, list[Path]]:
+    """Return the folders of the runs that are kept in a folder, at any depth, by the digest of their settings."""
+    if folder is None:
+        return {}
+    found = runs_by_settings(folder, "**")
+    if not found:
+        raise UserError(
+            f"--kept={folder} holds no kept run (no config.json): name a folder such as experiments/results"
+        )
+    return found

@@ -14,6 +14,7 @@ import pytest
 
 from fedjax_mr import config as configuration
 from fedjax_mr import sweep
+from fedjax_mr.analysis import results, runs
 from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, is_taken, read_rows, run_state, saved_round
@@ -51,6 +52,26 @@ def test_runs_of_another_grid_or_of_a_version_with_fewer_options_are_finished(tr
     asked.clear()
     assert main([*TINY, "--seeds=0:2", "--grid", "alpha=0.1,0.5", "--sweep_dir=runs"]) == 0
     assert [(run.config.alpha, run.config.seed) for run in asked] == [(0.5, 0), (0.5, 1)]
+
+
+def test_runs_whose_metrics_are_kept_are_not_trained_again(trained, capsys):
+    """However deep they lie, and from whichever folder the data came; a run of the sweep's own comes first."""
+    asked = trained({"indep": 3})
+    own = ["--partition_file=here/own.npz", "--dataset=digits"]
+    assert main([*TINY, *own, "--strategies=fedavg,fedmr,indep", "--sweep_dir=before"]) == 3
+    for run in runs.read([str(run.folder) for run in asked]):
+        results.keep(run, Path("results/some"))
+    again = [*TINY, "--partition_file=there/own.npz", "--data_dir=there", "--sweep_dir=now", "--kept=results"]
+    _, planned = sweep.plan([*again, "--strategies=fedavg,fedmr,indep,fedexp"])
+    assert [run.folder.parts[0] for run in planned] == ["results", "results", "results", "now"]
+    asked.clear()
+    capsys.readouterr()
+    assert main([*again, "--strategies=fedavg,fedexp"]) == 0
+    assert [run.config.strategy for run in asked] == ["fedexp"]
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 2  # the table has the kept run, too
+    assert main([*again[:-1], "--strategies=fedavg"]) == 0
+    _, planned = sweep.plan([*again, "--strategies=fedavg"])
+    assert planned[0].folder.parts[0] == "now"
 
 
 @pytest.mark.parametrize(
