@@ -443,22 +443,6 @@ def digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()[:8]
 
 
-def portable(config: Config) -> Config:
-    """Return a configuration with the names of files alone, whose folders are this machine's, and no run folder."""
-    name = lambda path: None if path is None else Path(path).name
-    return dataclasses.replace(
-        config,
-        data_dir=None,
-        run_dir=None,
-        compare_to=(),
-        dataset=name(config.dataset),
-        public_from=name(config.public_from),
-        partition_file=name(config.partition_file),
-        architectures_from=tuple(map(name, config.architectures_from)),
-        imports=tuple(map(name, config.imports)),
-    )
-
-
 def decisive(config: Config) -> dict[str, Any]:
     """Return, as plain values by flag, the settings that can change results."""
     return {setting.flag: setting.plain(value) for setting, value in _values(config) if setting.info.affects_results}

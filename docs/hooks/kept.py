@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
 from fedjax_mr import titles
-from fedjax_mr.analysis import groups, papers, record, tables
-from fedjax_mr.analysis.groups import Statistic
+from fedjax_mr.analysis import papers, record, tables
+from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
@@ -83,10 +83,8 @@ class Line(NamedTuple):
 @functools.cache
 def lines() -> tuple[Line, ...]:
     """Return all methods in all settings of the kept runs."""
-    published, by_facts = papers.rows(), {}
-    for run in groups.find([EXPERIMENTS / "results"]):
-        by_facts.setdefault(json.dumps(titles.facts(run.config), sort_keys=True), []).append(run)
-    return tuple(_line(runs, published) for runs in by_facts.values())
+    published = papers.rows()
+    return tuple(_line(runs, published) for runs in Index(EXPERIMENTS / "results").settings())
 
 
 def _line(runs: list[Run], published: list[dict[str, str]]) -> Line:
@@ -101,18 +99,16 @@ def _line(runs: list[Run], published: list[dict[str, str]]) -> Line:
     job = {flag: value for flag, value in facts.items() if not flag.startswith(prefix) and flag != "strategy"}
     states = [run_state(run.path) for run in runs]
     finished = [run for run, state in zip(runs, states, strict=True) if state == "finished"]
-    by_seed, evaluations, size = {}, 0, 0
+    evaluations, size = 0, 0
     for run in finished:
-        seed, partition = groups.seeds(run.config)
-        summary, rows = run.summary(), run.rows()
-        by_seed[str(seed) if seed == partition else f"{seed}/{partition}"] = 100 * summary["accuracy_mean_last_10"]
-        evaluations, size = max(evaluations, len(rows)), summary["bytes_down"] + summary["bytes_up"]
+        evaluations = max(evaluations, len(run.rows()))
+        size = run.summary()["bytes_down"] + run.summary()["bytes_up"]
     return Line(
         config.strategy,
         config,
         job,
         own,
-        by_seed,
+        by_seed(runs),
         evaluations,
         size,
         states.count("diverged"),

@@ -100,6 +100,51 @@ def by_setting(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     ]
 
 
+class Index:
+    """The runs of a folder, at any depth, by their settings; those of one setting differ in nothing but seeds.
+
+    Attributes:
+      folder: where they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the settings of all runs.
+
+        Raises:
+          UserError: the folder holds none.
+        """
+        self.folder = folder
+        self._by_setting: dict[str, list[Run]] = {}
+        for run in find([folder]):
+            self._by_setting.setdefault(_key(run.config), []).append(run)
+
+    def settings(self) -> Iterable[list[Run]]:
+        """Return the runs of each setting."""
+        return self._by_setting.values()
+
+    def of(self, config: Config) -> list[Run]:
+        """Return the runs that differ from a configuration in nothing but seeds."""
+        return self._by_setting.get(_key(config), [])
+
+
+def _key(config: Config) -> str:
+    return json.dumps(titles.facts(config), sort_keys=True)
+
+
+def by_seed(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the mean of the last ten evaluations in percent of the finished runs, by seed.
+
+    A seed of the partition that is not the run's own stands behind it: ``0/7``.
+    """
+    found = {}
+    for run in sorted(runs, key=lambda run: seeds(run.config)):
+        seed, partition_seed = seeds(run.config)
+        if run_state(run.path) == "finished":
+            name = str(seed) if seed == partition_seed else f"{seed}/{partition_seed}"
+            found[name] = 100 * float(run.summary()["accuracy_mean_last_10"])
+    return found
+
+
 def name(setting: Mapping[str, Any]) -> str:
     """Return a setting in words: the strategy and the flags that differ, such as ``fedmr alpha=0.1 unit=layer``."""
     strategy, *others = setting.items()

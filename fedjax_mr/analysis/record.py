@@ -10,20 +10,18 @@ there and in the README of the repository; and the lines "Measured:" in the head
 
 import argparse
 import collections
-import json
 import re
 import statistics
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_mr import config as configuration
 from fedjax_mr import files, titles
-from fedjax_mr.analysis import claims, groups, pages, papers, tables
+from fedjax_mr.analysis import claims, headers, pages, papers, tables
 from fedjax_mr.analysis.claims import LEVEL, POINTS, Difference, difference
-from fedjax_mr.analysis.groups import Statistic
+from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.config import Config
@@ -52,7 +50,6 @@ OTHERS = (
 DEVIATIONS = 2.0
 NOT_RUN, REPLICATES = "not run", "replicates"
 BLOCK = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MEASURED = re.compile(r"# Measured:.*?(?=\n--)", re.DOTALL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,10 +93,7 @@ def fresh_texts(document: Path) -> Iterator[tuple[Path, str]]:
     readme = document.resolve().parents[1] / "README.md"
     if readme.is_file():
         yield readme, fresh(readme)
-    for data in FLAGS:
-        path = document.parent / FLAGS[data]
-        measured = "\n".join(_wrapped(f"Measured: {record.measured(data)}"))
-        yield path, MEASURED.sub(lambda _, text=measured: text, pages.read(path), count=1)
+    yield from headers.fresh(document.parent, record.kept)
 
 
 # ---- The cells
@@ -155,25 +149,21 @@ def verdict(own: Statistic, number: Published) -> str:
 
 
 class Record(NamedTuple):
-    """All cells of the main table, those of the other methods, and the folder with the kept runs."""
+    """All cells of the main table, those of the other methods, and the kept runs."""
 
     cells: dict[tuple[str, str, str], Cell]  # by method, data and division
     others: list[Cell]
-    kept: Path
+    kept: Index
 
     @classmethod
     def of(cls, folder: Path) -> "Record":
         """Return the record of the runs that are kept beside the flag files of a folder."""
-        kept = folder / "results"
-        by_facts: dict[str, list[Run]] = {}
-        for run in groups.find([kept]):
-            by_facts.setdefault(_key(run.config), []).append(run)
-        published = papers.rows()
+        kept, published = Index(folder / "results"), papers.rows()
 
         def cell(data: str, division: str, *method: str) -> Cell:
             config = configuration.parse([f"--flagfile={folder / FLAGS[data]}", *DIVISIONS[division], *method])
-            found, name = by_facts.get(_key(config), []), _name(config)
-            return Cell(name, data, division, _by_seed(found), found, papers.lookup_all(config, published))
+            found = kept.of(config)
+            return Cell(_name(config), data, division, by_seed(found), found, papers.lookup_all(config, published))
 
         cells = {
             (method, data, division): cell(data, division, f"--strategy={method}")
@@ -193,40 +183,12 @@ class Record(NamedTuple):
             for division in DIVISIONS
         }
 
-    def measured(self, data: str) -> str:
-        """Return what a flag file says of its own setting, and where the rest is."""
-        said = []
-        for method in METHODS:
-            own = self.cells[method, data, "Dirichlet(0.5)"]
-            if own.by_seed:
-                said.append(
-                    f"{_title(method)} {_shown(own.own)} (seed{'s' * (len(own.by_seed) > 1)} {', '.join(own.by_seed)})"
-                )
-        if not said:
-            return "not yet."
-        return f"{'; '.join(said)}: percent, the mean of the last ten evaluations (RESULTS.md)."
-
-
-def _key(config: Config) -> str:
-    return json.dumps(titles.facts(config), sort_keys=True)
-
 
 def _name(config: Config) -> str:
     """Return the title of a method, and its form where it is the one that the papers' authors ran."""
     facts = titles.facts(config)
     as_released = facts.get(f"{config.strategy}_variant") == "authors"
     return f"{titles.method(facts)}, variant=authors" if as_released else titles.method(facts)
-
-
-def _by_seed(runs: Sequence[Run]) -> dict[str, float]:
-    """Return the mean of the last ten evaluations of finished runs in percent, by seed."""
-    found = {}
-    for run in sorted(runs, key=lambda run: groups.seeds(run.config)):
-        seed, partition_seed = groups.seeds(run.config)
-        if run_state(run.path) == "finished":
-            name = str(seed) if seed == partition_seed else f"{seed}/{partition_seed}"
-            found[name] = 100 * float(run.summary()["accuracy_mean_last_10"])
-    return found
 
 
 def _title(method: str) -> str:
@@ -251,11 +213,6 @@ def _papers(cell: Cell) -> str:
 
 def _outcome(cell: Cell) -> str:
     return f"**{cell.outcome}**" if cell.by_seed and cell.published else ""
-
-
-def _wrapped(text: str) -> list[str]:
-    """Return a text as lines of comment."""
-    return textwrap.wrap(text, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 # ---- The parts of the page
@@ -316,7 +273,7 @@ def others_table(record: Record) -> str:
 
 def claims_table(record: Record) -> str:
     """Return what else the papers claim, and how surely it holds."""
-    return claims.table(record.kept)
+    return claims.table(record.kept.folder)
 
 
 def cost_table(record: Record) -> str:

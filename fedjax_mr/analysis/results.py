@@ -21,6 +21,7 @@ from fedjax_mr.analysis import groups, layouts, pages
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import run_state, runs_by_settings
+from fedjax_mr.experiment.kept import portable
 
 TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -56,7 +57,7 @@ def keep(run: Run, folder: Path) -> Path:
     state = run_state(run.path)
     if state not in ("finished", "diverged"):
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
-    config = configuration.portable(run.config)
+    config = portable(run.config)
     digest = configuration.digest(config)
     kept = folder / f"{config.strategy}-seed={config.seed}-{digest}"
     for before in (kept, *runs_by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too

@@ -12,6 +12,7 @@ from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import STATES, read_rows, run_state, runs_by_settings
+from fedjax_mr.experiment.kept import Kept
 from fedjax_mr.settings import field, settings_of, values_of
 from fedjax_mr.sweep import grids
 
@@ -112,21 +113,9 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
         runs.setdefault(digest, Run(one, choice, folder))
     begun = runs_by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
-    kept = _kept(sweep.kept)
+    kept = Kept(sweep.kept)
     for digest, run in runs.items():
-        folders = [*kept.get(configuration.digest(configuration.portable(run.config)), []), *begun.get(digest, [])]
+        folders = [*kept.of(run.config), *begun.get(digest, [])]
         folders.sort(key=lambda folder: STATES.index(run_state(folder)))
         runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
     return sweep, list(runs.values())
-
-
-def _kept(folder: str | None) -> dict[str, list[Path]]:
-    """Return the folders of the runs that are kept in a folder, at any depth, by the digest of their settings."""
-    if folder is None:
-        return {}
-    found = runs_by_settings(folder, "**")
-    if not found:
-        raise UserError(
-            f"--kept={folder} holds no kept run (no config.json): name a folder such as experiments/results"
-        )
-    return found

@@ -110,8 +110,8 @@ def folder(tmp_path):
     """A page and the flag files in a folder of their own, with one kept run of FedMR on CIFAR-100, IID."""
     folder = tmp_path / "experiments"
     folder.mkdir()
-    for name in ("cifar10.flags", "cifar100.flags", "fedmr_authors.flags"):
-        (folder / name).write_text((EXPERIMENTS / name).read_text().replace("exp/", f"{folder}/"))
+    for file in EXPERIMENTS.glob("*.flags"):
+        (folder / file.name).write_text(file.read_text().replace("--flagfile=exp/", f"--flagfile={folder}/"))
     (folder / "RESULTS.md").write_text("Before.\n<!-- record table -->\nold\n<!-- end -->\nAfter.\n")
     keep(folder, "--strategy=fedmr", accuracy=0.4)
     return folder
@@ -137,7 +137,7 @@ def test_a_new_run_changes_page_and_flag_file(folder, capsys):
     text, flags = (folder / "RESULTS.md").read_text(), (folder / "cifar100.flags").read_text()
     assert text.startswith("Before.\n")
     assert "40.0 (n = 1)<br>papers 37.4, 37.0<br>**higher** |" in text
-    assert "# Measured: FedMR 40.0 (seed 0): percent" in flags
+    assert "# Measured: FedMR 40.0 (seed 0); percent" in flags
     assert configuration.parse([f"--flagfile={folder / 'cifar100.flags'}"]).label_mode == "coarse"
     keep(folder, "--strategy=fedmr", "--seed=1", accuracy=0.38)
     keep(folder, "--strategy=fedmr", "--seed=2", "--lr=0.02", accuracy=0.9)  # another setting is no part of the record
@@ -145,6 +145,26 @@ def test_a_new_run_changes_page_and_flag_file(folder, capsys):
     assert "39.0 ± 1.4 (n = 2)" in (folder / "RESULTS.md").read_text()
     capsys.readouterr()
     assert main(["record", "--check", page]) == 0
+
+
+def test_the_head_of_a_flag_file_keeps_what_stands_around_its_measured_line(folder, capsys):
+    page = f"--document={folder / 'RESULTS.md'}"
+    path = folder / "ablation_fedcross.flags"
+    path.write_text("# Expected: much.\n# Measured: old,\n# very old.\n\n# a comment\n--alpha=1.0\n")
+    job = ("--alpha=1.0", "--rounds=150", "--strategy=fedcross")
+    keep(folder, *job, "--fedcross_selection=lowest", accuracy=0.5, file="cifar10.flags")
+    keep(folder, *job, "--fedcross_selection=lowest", "--seed=1", accuracy=0.6, file="cifar10.flags")
+    keep(folder, *job, "--fedcross_selection=highest", "--momentum=0.9", accuracy=0.6, file="cifar10.flags")
+    assert main(["record", page]) == 0
+    assert path.read_text() == (
+        "# Expected: much.\n"
+        "# Measured: 150 rounds, Dirichlet(1.0), LeNet-5, alpha 0.99: lowest 55.0 ± 7.1 (seeds 0, 1); percent, the "
+        "mean of the\n# last ten evaluations (notebook/cifar10.md).\n"
+        "\n# a comment\n--alpha=1.0\n"
+    )
+    path.write_text("--alpha=1.0\n")
+    assert main(["record", page]) == 2
+    assert "has no line that begins with '# Measured:'" in capsys.readouterr().err
 
 
 def test_other_methods_stand_beside_fedavg(folder):
