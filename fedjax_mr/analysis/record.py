@@ -1,10 +1,10 @@
 """Make the page of record anew, or check it: which published results replicate, with how many seeds, how surely.
 
 The main table has the methods of the papers' main comparison in the settings of their flag files, one cell each: our
-mean over the seeds, the papers' numbers, and a verdict; another table has the other methods in one of these
-settings. All are computed from the metrics kept in results/ beside the document. What is made anew stands between the
-lines <!-- record PART --> and <!-- end -->, with PART one of summary, table, pairs, others, claims, cost and headline,
-there and in the README of the repository; and the lines "Measured:" in the heads of the flag files.
+mean over the seeds, the papers' numbers, and a verdict; another table has all methods in one of these settings. All are
+computed from the metrics kept in results/ beside the document. What is made anew stands between the lines
+<!-- record PART --> and <!-- end -->, with PART one of summary, table, pairs, setting, claims, cost and headline, there
+and in the README of the repository; and the lines "Measured:" in the heads of the flag files.
 --check only compares.
 """
 
@@ -36,7 +36,7 @@ DIVISIONS = {
     "Dirichlet(1.0)": ("--alpha=1.0",),
     "IID": ("--partition=iid",),
 }
-OTHERS_SETTING = ("CIFAR-10", "Dirichlet(0.5)")
+ONE_SETTING = ("CIFAR-10", "Dirichlet(0.5)")
 OTHERS = (
     *((f"--strategy={method}",) for method in (
         "fedprox", "scaffold", "moon", "fedgen", "clusamp", "fedexp", "fedasam", "fedmut",
@@ -171,7 +171,7 @@ class Record(NamedTuple):
             for division in DIVISIONS
             for method in METHODS
         }
-        return cls(cells, [cell(*OTHERS_SETTING, *flags) for flags in OTHERS], kept)
+        return cls(cells, [cell(*ONE_SETTING, *flags) for flags in OTHERS], kept)
 
     def pairs(self, better: str, worse: str) -> dict[tuple[str, str], Difference | None]:
         """Return the difference of two methods in each setting."""
@@ -261,14 +261,22 @@ def pairs_table(record: Record) -> str:
     return tables.markdown([head, *rows])
 
 
-def others_table(record: Record) -> str:
-    """Return the other methods in one setting, best first: ours, the papers', the verdict, the lead over FedAvg."""
-    fedavg = record.cells["fedavg", *OTHERS_SETTING]
-    rows = []
-    for cell in sorted(record.others, key=lambda cell: -(cell.own.mean or 0.0)):
-        lead = difference(cell.by_seed, fedavg.by_seed)
-        rows.append([cell.method, _own(cell), _papers(cell), _outcome(cell), str(lead or "")])
-    return tables.markdown([["method", "ours", "papers", "verdict", "points above FedAvg, seeds in common"], *rows])
+def setting_table(record: Record) -> str:
+    """Return all methods in one setting, best first: ours, the papers', verdict, lead over FedAvg and bytes."""
+    main = [record.cells[method, *ONE_SETTING] for method in METHODS]
+    fedavg, rows = record.cells["fedavg", *ONE_SETTING], []
+    for cell in sorted([*main, *record.others], key=lambda cell: -(cell.own.mean or 0.0)):
+        lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
+        bytes = f"{_bytes(cell) / _bytes(fedavg):.1f}" if cell.by_seed and fedavg.by_seed else ""
+        rows.append([cell.method, _own(cell), _papers(cell), _outcome(cell), str(lead or ""), bytes])
+    head = ["method", "ours", "papers", "verdict", "points above FedAvg, seeds in common", "bytes, times FedAvg's"]
+    return tables.markdown([head, *rows])
+
+
+def _bytes(cell: Cell) -> float:
+    """Return the bytes that a finished run has sent, in both directions: the mean over the seeds."""
+    ended = [run.summary() for run in cell.runs if run_state(run.path) == "finished"]
+    return statistics.fmean(summary["bytes_down"] + summary["bytes_up"] for summary in ended)
 
 
 def claims_table(record: Record) -> str:
@@ -310,6 +318,6 @@ def summary(record: Record) -> str:
 
 
 PARTS: dict[str, Callable[[Record], str]] = {
-    "table": main_table, "pairs": pairs_table, "others": others_table, "claims": claims_table, "cost": cost_table,
+    "table": main_table, "pairs": pairs_table, "setting": setting_table, "claims": claims_table, "cost": cost_table,
     "headline": headline_table, "summary": summary,
 }  # fmt: skip

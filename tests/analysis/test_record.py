@@ -123,6 +123,7 @@ def keep(folder, *flags, accuracy, file="cifar100.flags"):
     kept.mkdir(parents=True)
     (kept / "config.json").write_text(json.dumps(configuration.to_json(config)))
     summary = {"accuracy_mean_last_10": accuracy, "rounds": 500, "seconds": 600.0, "devices": ["cpu", "cpu"]}
+    summary |= {"bytes_down": 8, "bytes_up": 16 if config.strategy == "scaffold" else 8}
     (kept / "summary.json").write_text(json.dumps(summary))
     return kept
 
@@ -167,21 +168,22 @@ def test_the_head_of_a_flag_file_keeps_what_stands_around_its_measured_line(fold
     assert "has no line that begins with '# Measured:'" in capsys.readouterr().err
 
 
-def test_other_methods_stand_beside_fedavg(folder):
+def test_all_methods_of_a_setting_stand_beside_fedavg(folder):
     page = folder / "RESULTS.md"
-    page.write_text("<!-- record others -->\n<!-- end -->\n")
+    page.write_text("<!-- record setting -->\n<!-- end -->\n")
     keep(folder, "--strategy=fedavg", accuracy=0.5, file="cifar10.flags")
     keep(folder, "--strategy=fedprox", accuracy=0.54, file="cifar10.flags")
     keep(folder, "--strategy=fedavg", "--server_optimizer=adam", accuracy=0.45, file="cifar10.flags")
     keep(folder, "--strategy=scaffold", accuracy=0.6, file="cifar10.flags")
     keep(folder, "--strategy=scaffold", "--scaffold_variant=authors", accuracy=0.44, file="cifar10.flags")
     assert main(["record", f"--document={page}"]) == 0
-    _, _, _, scaffold, first, second, released, *rest, _ = page.read_text().splitlines()
-    assert scaffold == "| SCAFFOLD | 60.0 (n = 1) | 54.5 | **higher** | +10.0, n = 1 |"
-    assert released == "| SCAFFOLD, variant=authors | 44.0 (n = 1) | 54.5 | **lower** | -6.0, n = 1 |"
-    assert first == "| FedProx | 54.0 (n = 1) | 54.3, 53.6 | **replicates** | +4.0, n = 1 |"
-    assert second == "| FedAdam | 45.0 (n = 1) |  |  | -5.0, n = 1 |"
-    assert len(rest) == len(record.OTHERS) - 4 and all("not run" in row for row in rest)
+    _, _, _, scaffold, first, fedavg, second, released, *rest, _ = page.read_text().splitlines()
+    assert fedavg == "| FedAvg | 50.0 (n = 1) | 54.4, 52.8 | **lower** |  | 1.0 |"
+    assert scaffold == "| SCAFFOLD | 60.0 (n = 1) | 54.5 | **higher** | +10.0, n = 1 | 1.5 |"
+    assert released == "| SCAFFOLD, variant=authors | 44.0 (n = 1) | 54.5 | **lower** | -6.0, n = 1 | 1.5 |"
+    assert first == "| FedProx | 54.0 (n = 1) | 54.3, 53.6 | **replicates** | +4.0, n = 1 | 1.0 |"
+    assert second == "| FedAdam | 45.0 (n = 1) |  |  | -5.0, n = 1 | 1.0 |"
+    assert len(rest) == len(record.OTHERS) - 4 + 2 and all("not run" in row for row in rest)
 
 
 def test_a_sentence_counts_the_outcomes(folder):
@@ -200,7 +202,7 @@ def test_a_sentence_counts_the_outcomes(folder):
 
 def test_a_diverged_run_is_not_called_not_run(folder):
     page = folder / "RESULTS.md"
-    page.write_text("<!-- record others -->\n<!-- end -->\n<!-- record cost -->\n<!-- end -->\n")
+    page.write_text("<!-- record setting -->\n<!-- end -->\n<!-- record cost -->\n<!-- end -->\n")
     kept = keep(folder, "--strategy=moon", accuracy=0.5, file="cifar10.flags")
     (kept / "summary.json").unlink()
     (kept / "diverged.txt").write_text("diverged\n")
@@ -211,7 +213,7 @@ def test_a_diverged_run_is_not_called_not_run(folder):
 def test_unknown_parts_are_refused(folder, capsys):
     (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
     assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
-    assert "none of table, pairs, others, claims, cost, headline, summary" in capsys.readouterr().err
+    assert "none of table, pairs, setting, claims, cost, headline, summary" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_headline(folder):
