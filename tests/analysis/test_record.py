@@ -10,6 +10,7 @@ from fedjax_mr.analysis import claims, record
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import COLUMNS
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -122,7 +123,7 @@ def keep(folder, *flags, accuracy, file="cifar100.flags"):
     kept = folder / "results" / "some" / f"{config.strategy}-{len(list(folder.rglob('config.json')))}"
     kept.mkdir(parents=True)
     (kept / "config.json").write_text(json.dumps(configuration.to_json(config)))
-    summary = {"accuracy_mean_last_10": accuracy, "rounds": 500, "seconds": 600.0, "devices": ["cpu", "cpu"]}
+    summary = {"accuracy_mean_last_10": accuracy, "rounds": config.rounds, "seconds": 600.0, "devices": ["cpu", "cpu"]}
     summary |= {"bytes_down": 8, "bytes_up": 16 if config.strategy == "scaffold" else 8}
     (kept / "summary.json").write_text(json.dumps(summary))
     return kept
@@ -200,6 +201,28 @@ def test_a_sentence_counts_the_outcomes(folder):
     )
 
 
+def test_longer_runs_stand_beside_what_they_had_reached_before(folder):
+    assert configuration.parse([f"--flagfile={folder / 'cifar10.flags'}"]).rounds == record.USUAL_ROUNDS
+    page = folder / "RESULTS.md"
+    page.write_text("<!-- record longer -->\n<!-- end -->\n<!-- record cost -->\n<!-- end -->\n")
+    for strategy, before, after in (("fedmr", 0.4, 0.55), ("fedavg", 0.45, 0.47)):
+        kept = keep(
+            folder, f"--strategy={strategy}", "--alpha=0.1", "--rounds=1000", accuracy=after, file="cifar10.flags"
+        )
+        rows = [
+            dict.fromkeys(COLUMNS, 1) | {"round": round, "accuracy": before if round <= 500 else after}
+            for round in range(5, 1001, 5)
+        ]
+        (kept / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["record", f"--document={page}"]) == 0
+    _, head, _, fedavg, fedmr, fedcross, *_ = text = page.read_text().splitlines()
+    assert head.startswith("| method | after 500 rounds | after 1,000 | papers |")
+    assert fedavg == "| FedAvg | 45.0 | 47.0 (n = 1) | 50.7, 46.1 | **replicates v1** |  |"
+    assert fedmr == "| FedMR | 40.0 | 55.0 (n = 1) | 54.6, 54.2 | **replicates** | +8.0, n = 1 |"
+    assert fedcross == "| FedCross |  | **not run** | 55.7 |  |  |"
+    assert "| CIFAR-10 | FedMR | 1000 | 2 x cpu | 1 | 10 |" in text
+
+
 def test_a_diverged_run_is_not_called_not_run(folder):
     page = folder / "RESULTS.md"
     page.write_text("<!-- record setting -->\n<!-- end -->\n<!-- record cost -->\n<!-- end -->\n")
@@ -207,13 +230,13 @@ def test_a_diverged_run_is_not_called_not_run(folder):
     (kept / "summary.json").unlink()
     (kept / "diverged.txt").write_text("diverged\n")
     assert main(["record", f"--document={page}"]) == 0
-    assert "| MOON | **diverged** |" in page.read_text() and "| MOON | CIFAR-10 |" not in page.read_text()
+    assert "| MOON | **diverged** |" in page.read_text() and "| CIFAR-10 | MOON |" not in page.read_text()
 
 
 def test_unknown_parts_are_refused(folder, capsys):
     (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
     assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
-    assert "none of table, pairs, setting, claims, cost, headline, summary" in capsys.readouterr().err
+    assert "none of table, pairs, setting, claims, cost, headline, summary, longer" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_headline(folder):
