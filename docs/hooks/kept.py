@@ -66,6 +66,11 @@ class Line(NamedTuple):
             return f"not compared: {self.config.rounds} rounds of {wanted}"
         return record.verdict(self.statistic, number)
 
+    @property
+    def compared(self) -> bool:
+        """Whether a paper's number stands beside it that is of as many rounds."""
+        return any(self.config.rounds >= PAPER_ROUNDS[number.paper] for number in self.published)
+
     def title(self) -> str:
         """Return the method's name with its own settings."""
         words = [f"{name.replace('_', ' ')} = {value}" for name, value in self.own.items()]

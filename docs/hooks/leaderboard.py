@@ -5,15 +5,19 @@ from kept import Line
 
 
 def page() -> str:
-    """Return the tables, the settings with most runs first."""
+    """Return the tables: the settings of papers first, and of each kind those with most runs."""
     jobs: dict[str, list[Line]] = {}
     for line in kept.lines():
         if line.by_seed or line.diverged:
             jobs.setdefault(kept.same_job(line.job), []).append(line)
     boards = [lines for lines in jobs.values() if len({each.strategy for each in lines}) > 1]
-    boards.sort(key=lambda lines: -sum(len(each.by_seed) for each in lines))
+    boards.sort(key=_papers_first)
     differences = kept.particulars([lines[0]._replace(own={}) for lines in boards])
     return "\n\n".join(map(_board, boards, differences))
+
+
+def _papers_first(lines: list[Line]) -> tuple[bool, int]:
+    return not any(each.compared for each in lines), -sum(len(each.by_seed) for each in lines)
 
 
 def _board(lines: list[Line], differs: str) -> str:

@@ -286,8 +286,7 @@ def _numbers(name: str) -> str:
 
 
 def _compared_first(line: kept.Line) -> tuple[bool, bool, str]:
-    verdicts = [line.verdict(number) for number in line.published]
-    return not verdicts, all(verdict.startswith("not") for verdict in verdicts), kept.data_title(line)
+    return not line.published, not line.compared, kept.data_title(line)
 
 
 def _command(name: str, own: Prose) -> str:
