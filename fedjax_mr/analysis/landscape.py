@@ -13,6 +13,7 @@ The loss is the mean cross-entropy in evaluation mode of a random part of the sa
 
 import argparse
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +28,12 @@ from fedjax_mr import files, plots, titles, trees
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Model, Variables
 
+SHARPNESS = "sharpness.json"
+"""The table of a command's output folder: how it was made, and the numbers of each run by the name it is kept under."""
 BATCH = 500  # samples per step of the loss
 SIDE_BY_SIDE = {"cpu": 1}  # points that one call computes; convolutions whose kernels differ are slow there
 ELSEWHERE = 32
@@ -73,6 +77,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: 
     steps = np.linspace(-arguments.radius, arguments.radius, arguments.points, dtype=np.float32)
     grid = np.stack(np.meshgrid(*[steps] * arguments.dimensions, indexing="ij"), axis=-1)  # [points, (points,) D]
     surfaces: dict[str, np.ndarray] = {}
+    sharp: dict[str, dict[str, float]] = {}
     rows: list[tuple[str, ...]] = [
         ("run", "round", "loss", f"rise at {arguments.sharpness_radius:g}", "+-", "eigenvalue", "residual")
     ]
@@ -91,10 +96,15 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: 
         sharpness = around.sharpness(
             jax.random.fold_in(key, 100), radius=arguments.sharpness_radius, count=arguments.sharpness_directions
         )
+        sharp[kept.folder_name(run.config)] = {"round": trained.round, "loss": around.loss(), **sharpness._asdict()}
         rows.append((run.name, str(trained.round), f"{around.loss():.4f}", *(f"{number:.4g}" for number in sharpness)))
     name = f"landscape{arguments.dimensions}d"
     with files.whole(folder / f"{name}.npz") as whole:
         np.savez(whole, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
+    how = ("of", "samples", "sharpness_radius", "sharpness_directions", "seed")
+    facts = {flag: getattr(arguments, flag) for flag in how} | {"runs": sharp}
+    with files.whole(folder / SHARPNESS) as whole:
+        whole.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     label, path = f"{arguments.of} loss (nats)", folder / f"{name}.{arguments.format}"
     shown = dict(zip(titles.runs([run.config for run in chosen]), surfaces.values(), strict=True))
     if arguments.dimensions == 1:
@@ -104,7 +114,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: 
     else:
         plots.surfaces(shown, steps, path, label=label)
     print(tables.aligned(rows))
-    print(f"drawn in {path}, kept in {folder / name}.npz")
+    print(f"drawn in {path}, kept in {folder / name}.npz and {folder / SHARPNESS}")
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from fedjax_mr.analysis import groups, layouts, pages
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import run_state, runs_by_settings
-from fedjax_mr.experiment.kept import portable
+from fedjax_mr.experiment.kept import folder_name, portable
 
 TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -59,7 +59,7 @@ def keep(run: Run, folder: Path) -> Path:
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
     config = portable(run.config)
     digest = configuration.digest(config)
-    kept = folder / f"{config.strategy}-seed={config.seed}-{digest}"
+    kept = folder / folder_name(config)
     for before in (kept, *runs_by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
         shutil.rmtree(before, ignore_errors=True)
     kept.mkdir(parents=True)

@@ -11,18 +11,24 @@ from fedjax_mr.experiment.folder import runs_by_settings
 
 def portable(config: Config) -> Config:
     """Return a configuration with the names of files alone, whose folders are this machine's, and no run folder."""
-    name = lambda path: None if path is None else Path(path).name
+    last = lambda path: None if path is None else Path(path).name
     return dataclasses.replace(
         config,
         data_dir=None,
         run_dir=None,
         compare_to=(),
-        dataset=name(config.dataset),
-        public_from=name(config.public_from),
-        partition_file=name(config.partition_file),
-        architectures_from=tuple(map(name, config.architectures_from)),
-        imports=tuple(map(name, config.imports)),
+        dataset=last(config.dataset),
+        public_from=last(config.public_from),
+        partition_file=last(config.partition_file),
+        architectures_from=tuple(map(last, config.architectures_from)),
+        imports=tuple(map(last, config.imports)),
     )
+
+
+def folder_name(config: Config) -> str:
+    """Return the name of a kept run's folder, which says its settings; the same on every machine."""
+    settings = portable(config)
+    return f"{settings.strategy}-seed={settings.seed}-{configuration.digest(settings)}"
 
 
 class Kept:

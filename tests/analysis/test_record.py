@@ -74,7 +74,8 @@ def test_seeds_are_paired():
 
 @pytest.mark.parametrize(
     ("differences", "verdict"),
-    [([1.0], "holds with one seed"), ([-1.0], "does not hold (one seed)"), ([-1.0, 3.0], "not sure (2 seeds)"),
+    [([1.6], "holds with one seed"), ([1.5], "not sure (one seed)"), ([-1.0], "not sure (one seed)"),
+     ([-1.6], "does not hold (one seed)"), ([-1.0, 3.0], "not sure (2 seeds)"),
      ([1.0, -3.0], "not sure (2 seeds)"), ([-2.9, -3.0], "does not hold (2 seeds)")],
 )  # fmt: skip
 def test_verdict_of_a_claim(differences, verdict):
