@@ -329,12 +329,12 @@ def summary(record: Record) -> str:
     for outcome in sorted({cell.outcome for cell in cells if not cell.outcome.startswith(REPLICATES)}):
         names = [f"{cell.method}: {cell.data}, {cell.division}" for cell in cells if cell.outcome == outcome]
         said.append(f"{len(names)} {'is' if len(names) == 1 else 'are'} {outcome} ({'; '.join(names)})")
-    runs = sum(len(cell.by_seed) for cell in cells)
+    total, runs = len(record.cells), sum(len(cell.by_seed) for cell in cells)
+    run = f"All {total} cells are run" if len(cells) == total else f"Of {total} cells {len(cells)} are run"
     printed = [[number.mean for number in cell.published] for cell in record.cells.values()]
     apart = max((max(means) - min(means) for means in printed if means), default=0.0)
     return (
-        f"Of {len(record.cells)} cells {len(cells)} are run ({runs} runs): {', '.join(said)}. The papers themselves "
-        f"differ by up to {apart:.1f} points in a cell."
+        f"{run} ({runs} runs): {', '.join(said)}. The papers themselves differ by up to {apart:.1f} points in a cell."
     )
 
 
