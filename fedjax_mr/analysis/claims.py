@@ -15,9 +15,9 @@ from scipy.stats import t as student
 from fedjax_mr import titles
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.groups import Statistic
-from fedjax_mr.analysis.landscape import SHARPNESS
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.kept import SHARPNESS
 
 LEVEL = 0.95  # of confidence intervals
 POINTS = 1.5  # two settings so near to each other are level

@@ -32,8 +32,6 @@ from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Model, Variables
 
-SHARPNESS = "sharpness.json"
-"""The table of a command's output folder: how it was made, and the numbers of each run by the name it is kept under."""
 BATCH = 500  # samples per step of the loss
 SIDE_BY_SIDE = {"cpu": 1}  # points that one call computes; convolutions whose kernels differ are slow there
 ELSEWHERE = 32
@@ -103,7 +101,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: 
         np.savez(whole, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
     how = ("of", "samples", "sharpness_radius", "sharpness_directions", "seed")
     facts = {flag: getattr(arguments, flag) for flag in how} | {"runs": sharp}
-    with files.whole(folder / SHARPNESS) as whole:
+    with files.whole(folder / kept.SHARPNESS) as whole:
         whole.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     label, path = f"{arguments.of} loss (nats)", folder / f"{name}.{arguments.format}"
     shown = dict(zip(titles.runs([run.config for run in chosen]), surfaces.values(), strict=True))
@@ -114,7 +112,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: 
     else:
         plots.surfaces(shown, steps, path, label=label)
     print(tables.aligned(rows))
-    print(f"drawn in {path}, kept in {folder / name}.npz and {folder / SHARPNESS}")
+    print(f"drawn in {path}, kept in {folder / name}.npz and {folder / kept.SHARPNESS}")
 
 
 def check(arguments: argparse.Namespace) -> None:

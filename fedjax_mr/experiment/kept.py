@@ -8,6 +8,9 @@ from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import runs_by_settings
 
+SHARPNESS = "sharpness.json"
+"""What the command ``landscape`` says of runs, by the names of their kept folders; it stands beside these."""
+
 
 def portable(config: Config) -> Config:
     """Return a configuration with the names of files alone, whose folders are this machine's, and no run folder."""
