@@ -143,9 +143,7 @@ def _words(flag: str, settings: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    """Return a value in words: numbers without needless digits."""
-    if isinstance(value, float):
-        return f"{value:g}"
+    """Return a value in words; numbers as flags and tables have them: ``Dirichlet(1.0)`` is ``alpha=1.0``."""
     if isinstance(value, list):
         return ", ".join(map(_number, value)) or "none"
     return "none" if value is None else str(value).replace("_", " ")

@@ -29,6 +29,7 @@ def test_every_network_has_a_name():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
+        ({"alpha": 1.0}, "FedMR: digits, Dirichlet(1.0), CNN, seed 0"),  # as the flag and the tables have it
         ({}, "FedMR: digits, Dirichlet(0.5), CNN, seed 0"),
         ({"dataset": "cifar10", "model": "lenet5", "partition": "iid"}, "FedMR: CIFAR-10, IID, LeNet-5, seed 0"),
         ({"strategy": "fedavg", "server_optimizer": "adam"}, "FedAdam: digits, Dirichlet(0.5), CNN, seed 0"),
@@ -36,7 +37,7 @@ def test_every_network_has_a_name():
             {"dataset": "my/faces.npz", "model": "pfedhr_m1,mlp", "partition": "classes", "server_optimizer": "yogi"},
             "FedMR + server yogi: faces, 2 classes per client, M1 + MLP, seed 0",
         ),
-        ({"dataset": "emnist/letters", "seed": 3, "alpha": 10.0}, "FedMR: EMNIST letters, Dirichlet(10), CNN, seed 3"),
+        ({"dataset": "emnist/letters", "seed": 3, "alpha": 10.0}, "FedMR: EMNIST letters, Dirichlet(10.0), CNN, seed 3"),
     ],
 )
 def test_a_run(changes, name):
@@ -55,7 +56,7 @@ def test_runs_are_told_apart():
     settings = titles.facts(dataclasses.replace(one, augment="crop_flip", public_labels=False, clip_norm=None))
     zero = titles.facts(Config())
     assert titles.words(["validation_share", "fedmr_stage1_rounds"], zero) == [
-        "validation share = 0",
+        "validation share = 0.0",
         "stage1 rounds = 0",
     ]
     assert titles.words(["validation_share", "fedmr_stage1_rounds"], zero, brief=True) == []

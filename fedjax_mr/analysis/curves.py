@@ -1,7 +1,8 @@
 """Learning curves: mean over the seeds with a band of one standard deviation (FedMR Figures 9-12, FedCross 2-7).
 
 RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one curve, up to the
-last round that all of them have evaluated. With --best=lr, of each setting only the runs with the learning rate that
+last round that all of them have evaluated; n is the number of these seeds. As in the table, a seed that diverged is not
+part of the mean: a cross marks its last evaluation, and the legend counts it. With --best=lr, of each setting only the runs with the learning rate that
 has the best validation accuracy are drawn (see the command best). A method has the same colour and marker in all
 pictures; where all curves are of one method, colours tell its settings apart.
 """
@@ -9,6 +10,7 @@ pictures; where all curves are of one method, colours tell its settings apart.
 import argparse
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from fedjax_mr import plots, titles
 from fedjax_mr.analysis import groups, runs
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment.folder import run_state
 
 LABELS = {
     "accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)",
@@ -41,21 +44,31 @@ def main(arguments: argparse.Namespace) -> None:
         choices = groups.choose(chosen, over=arguments.best.split(","))
         chosen = [run for choice in choices if choice.best for run in choice.best.finished().values()]
     column: str = arguments.column
-    panels, methods = curves(chosen, column=column, panels=arguments.panels)
+    drawn = curves(chosen, column=column, panels=arguments.panels)
     words = LABELS.get(column, column.replace("_", " "))
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"{column}.{arguments.format}"
-        plots.lines(panels, path, x_label="round", y_label=words, methods=methods)
+        plots.lines(
+            drawn.panels, path, x_label="round", y_label=words, methods=drawn.methods, crosses=drawn.crosses,
+            possible=_possible(column),
+        )  # fmt: skip
     print(f"drawn in {path}")
 
 
-def curves(
-    chosen: Sequence[Run], *, column: str, panels: str | None = None
-) -> tuple[dict[str, plots.Series], dict[str, str]]:
-    """Return the curves by panel and name, and the names' methods.
+class Curves(NamedTuple):
+    """Curves by panel and name, the names' methods, and by panel and name the last evaluations of diverged seeds."""
+
+    panels: dict[str, plots.Series]
+    methods: dict[str, str]
+    crosses: dict[str, plots.Series]
+
+
+def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> Curves:
+    """Return the curves of some runs.
 
     A curve has rounds, means and, with several seeds, standard deviations. Its name is that of the method and of the
-    settings in which the curves of a panel differ.
+    settings in which the curves of a panel differ, and the number of seeds: ``FedMR (n = 3)``. Seeds that diverged are
+    counted there and are not part of the mean, unless all have diverged.
 
     Args:
       chosen: as `groups.find` returns them.
@@ -63,18 +76,24 @@ def curves(
       panels: the flags, separated by commas, that divide the curves among panels; None: one panel.
 
     Raises:
-      UserError: a run has no such column or flag, or no evaluation.
+      UserError: a run has no such column or flag, or one that has not diverged has no evaluation.
     """
     by_panel: dict[str, list[Run]] = {}
     for run in sorted(chosen, key=lambda run: _place(run, panels)):
         by_panel.setdefault(_panel(run, panels), []).append(run)
-    found, methods = {}, {}
+    found: dict[str, dict[str, _Curve]] = {}
+    methods: dict[str, str] = {}
     for title, own in by_panel.items():
         settings = groups.by_setting(own)
         names = groups.titles_of(settings)
-        found[title] = {name: _mean(members, column) for name, (_, members) in zip(names, settings, strict=True)}
+        found[title] = {name: _curve(members, column) for name, (_, members) in zip(names, settings, strict=True)}
         methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
-    return found, methods
+    shown = {name: _name(name, [each[name] for each in found.values() if name in each]) for name in methods}
+    return Curves(
+        {title: {shown[name]: curve.line for name, curve in each.items()} for title, each in found.items()},
+        {shown[name]: method for name, method in methods.items()},
+        {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in found.items()},
+    )
 
 
 def _place(run: Run, flags: str | None) -> list[tuple]:
@@ -94,14 +113,61 @@ def _panel(run: Run, flags: str | None) -> str:
     return ", ".join(titles.words(names, titles.facts(run.config)))
 
 
-def _mean(members: Sequence[Run], column: str) -> tuple[Sequence[float], ...]:
+class _Curve(NamedTuple):
+    """One curve of one panel: its line, the crosses beside it, and how many seeds it has of each kind."""
+
+    line: tuple[Sequence[float], ...]
+    crosses: tuple[Sequence[float], ...]
+    seeds: int
+    diverged: int
+
+
+def _curve(members: Sequence[Run], column: str) -> _Curve:
+    diverged = [_history(run, column) for run in members if run_state(run.path) == "diverged"]
+    others = [_history(run, column) for run in members if run_state(run.path) != "diverged"]
+    ends = [
+        max((at, value) for at, value in each.items() if math.isfinite(value))
+        for each in diverged
+        if any(map(math.isfinite, each.values()))
+    ]
+    return _Curve(
+        _mean(others or [each for each in diverged if each]),
+        ([at for at, _ in ends], [value for _, value in ends]),
+        len(others),
+        len(diverged),
+    )
+
+
+def _history(run: Run, column: str) -> dict[int, float]:
+    """Return a column by round; a run may diverge before its first evaluation, and has none then."""
+    if run_state(run.path) == "diverged" and not (run.path / "metrics.jsonl").exists():
+        return {}
+    return {row["round"]: _value(run, row, column) for row in run.rows()}
+
+
+def _mean(histories: Sequence[dict[int, float]]) -> tuple[Sequence[float], ...]:
     """Return the rounds that all runs have, their mean and, of several runs, the sample standard deviation."""
-    histories = [{row["round"]: _value(run, row, column) for row in run.rows()} for run in members]
+    if not histories:
+        return [], []
     rounds = sorted(set.intersection(*map(set, histories)))
     values = np.array([[history[at] for at in rounds] for history in histories])
-    if len(members) == 1:
+    if len(histories) == 1:
         return rounds, values[0].tolist()
     return rounds, values.mean(axis=0).tolist(), values.std(axis=0, ddof=1).tolist()
+
+
+def _name(name: str, own: Sequence[_Curve]) -> str:
+    """Return the name of a method's curves, with the number of seeds, which may differ between panels."""
+    fewest, most = min(each.seeds for each in own), max(each.seeds for each in own)
+    counts = [f"n = {most}" if fewest == most else f"n = {fewest} to {most}"] if most else []
+    if diverged := sum(each.diverged for each in own):
+        counts.append(f"× {diverged} diverged")  # the cross of the picture
+    return f"{name} ({'; '.join(counts)})"
+
+
+def _possible(column: str) -> tuple[float, float]:
+    """Return the values that a column can have: of bands, the rest is not drawn."""
+    return (0.0, 1.0) if "accuracy" in column else (0.0, math.inf) if "loss" in column else (-math.inf, math.inf)
 
 
 def _value(run: Run, row: dict, column: str) -> float:

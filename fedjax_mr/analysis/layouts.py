@@ -66,7 +66,8 @@ def paper_table(
     """Return accuracies in percent, a row per method and a column per setting, with notes below.
 
     The best mean of a column is bold and the second underlined (``*best*`` and ``_second_`` in plain text, nothing in
-    CSV); a cell whose number of seeds is not the usual one has it beside it. A setting in which methods differ, but no
+    CSV). A cell whose number of seeds is not the usual one has it beside it; so has one with seeds that diverged or are
+    unfinished, which are not part of the mean. A setting in which methods differ, but no
     method from itself, such as a learning rate of each one's own, makes no column; the notes name it.
 
     Args:
@@ -89,6 +90,8 @@ def paper_table(
     words = words.format(" or ".join(evaluations))
     seeds = f"; mean ± standard deviation over {count} seeds" if count > 1 else "; one seed"
     notes = [f"Test accuracy in percent, {words}{seeds}.", *grid.notes]
+    if any(line.diverged for line in lines):
+        notes.append("Diverged: the loss or the weights were no longer finite; these seeds are not part of the mean.")
     if with_papers:
         sources = dict.fromkeys(line.published.source for line in lines if line.published)
         notes.append(f"In brackets: {'; '.join(sources) or 'no paper has a number for these settings'}.")
@@ -182,8 +185,8 @@ def _cell(line: Line | None, of: Callable[[Line], Statistic], count: int) -> Cel
     if not text and not line.finished:
         return Cell("diverged" if line.diverged else "unfinished", "")
     mean = text.partition(" ")[0]
-    if text and line.finished != count:
-        text += f" (n = {line.finished})"
+    if text and (line.finished != count or line.diverged or line.unfinished):
+        text += f" (n = {tables.seeds(line)})"
     if line.published:
         text += f" [{tables.plus_minus(line.published.mean, line.published.deviation, digits=2)}]"
     return Cell(text, mean)

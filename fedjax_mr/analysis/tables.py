@@ -182,7 +182,7 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
     """
     columns: dict[str, Callable[[Line], str]] = {
         "setting": lambda line: groups.name(line.setting),
-        "seeds": _seeds,
+        "seeds": seeds,
         "rounds": lambda line: str(line.rounds) if line.finished else "",
         "last %": lambda line: percent(line.last),
         "best %": lambda line: percent(line.best),
@@ -205,7 +205,8 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
     return [list(filled), *map(list, zip(*filled.values(), strict=True))]
 
 
-def _seeds(line: Line) -> str:
+def seeds(line: Line) -> str:
+    """Return how many seeds are finished and, where some are not, what became of them: ``2, 1 diverged``."""
     others = {"diverged": line.diverged, "unfinished": line.unfinished}
     return ", ".join([str(line.finished), *(f"{count} {word}" for word, count in others.items() if count)])
 

@@ -48,6 +48,8 @@ def lines(
     methods: Mapping[str, str] | None = None,
     logarithmic: bool = False,
     x_names: Sequence[str] = (),
+    crosses: Mapping[str, Series] | None = None,
+    possible: tuple[float, float] = (-math.inf, math.inf),
 ) -> None:
     """Draw lines in panels with common axes; a name has the same look in all of them.
 
@@ -59,11 +61,16 @@ def lines(
       methods: of the lines, by the lines' names; they decide about the `looks`.
       logarithmic: both axes.
       x_names: the names to write at x = 0, 1, ... in place of the numbers.
+      crosses: points by panel and name of a line, each drawn as a cross in the colour of its line.
+      possible: the lowest and the highest value that y can have; bands end there.
     """
     from matplotlib.ticker import NullFormatter
 
-    with _line_panels(path, list(panels.values()), methods) as axes:
+    with _line_panels(path, list(panels.values()), methods, possible=possible) as axes:
+        chosen = looks(dict.fromkeys(name for series in panels.values() for name in series), methods)
         for axis, title in zip(axes, panels, strict=True):
+            for name, (x, y) in (crosses or {}).get(title, {}).items():
+                axis.plot(x, y, "x", color=chosen[name].colour, markersize=9, markeredgewidth=2.2, zorder=3)
             name_axes(axis, x_label, y_label, title=title)
             if logarithmic:
                 axis.set_xscale("log")
@@ -78,7 +85,12 @@ def lines(
 
 @contextlib.contextmanager
 def _line_panels(
-    path: Path | str, panels: Sequence[Series], methods: Mapping[str, str] | None, *, share: bool = True
+    path: Path | str,
+    panels: Sequence[Series],
+    methods: Mapping[str, str] | None,
+    *,
+    share: bool = True,
+    possible: tuple[float, float] = (-math.inf, math.inf),
 ) -> Iterator[Sequence[Any]]:
     """Draw the lines of panels and their names below, and yield the panels' axes.
 
@@ -99,7 +111,7 @@ def _line_panels(
         for axis, series in zip(axes, panels, strict=True):
             for name, (x, y, *band) in series.items():
                 for width in band:
-                    low, high = np.subtract(y, width), np.add(y, width)
+                    low, high = np.clip([np.subtract(y, width), np.add(y, width)], *possible)
                     axis.fill_between(x, low, high, color=chosen[name].colour, alpha=0.15, linewidth=0)
                 drawn[name] = _line(axis, x, y, chosen[name], names.index(name) / len(names))
             if all(isinstance(value, int) for x, *_ in series.values() for value in x):

@@ -129,8 +129,9 @@ def test_the_command_and_the_curves_of_the_best(grid, capsys):
     chosen = [run for choice in groups.choose(groups.find(["runs"]), over=["lr"]) for run in choice.best.runs]
     (series,) = curves.curves(chosen, column="validation_accuracy")[0].values()
     assert {name: means for name, (_, means, _) in series.items()} == {
-        "FedAvg, learning rate 0.1": [pytest.approx(0.7)], "FedMe, learning rate 1": [pytest.approx(0.8)],
-    }  # fmt: skip
+        "FedAvg, learning rate 0.1 (n = 2)": [pytest.approx(0.7)],
+        "FedMe, learning rate 1.0 (n = 2)": [pytest.approx(0.8)],
+    }
 
 
 def test_the_table_has_the_clients_own_accuracies(grid):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from matplotlib.figure import Figure
 
 from fedjax_mr import config as configuration
 from fedjax_mr.analysis import curves, groups, runs
@@ -28,19 +29,59 @@ def root(tmp_path):
 
 
 def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
-    panels, methods = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
-    assert set(panels) == {"Dirichlet(0.1)", "Dirichlet(0.5)"} and methods == {"FedMR": "fedmr", "FedAvg": "fedavg"}
-    rounds, means, deviations = panels["Dirichlet(0.1)"]["FedMR"]
+    panels, methods, _ = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
+    assert set(panels) == {"Dirichlet(0.1)", "Dirichlet(0.5)"}
+    assert methods == {"FedMR (n = 2)": "fedmr", "FedAvg (n = 1)": "fedavg"}
+    rounds, means, deviations = panels["Dirichlet(0.1)"]["FedMR (n = 2)"]
     assert rounds == [5, 10]
     assert means == pytest.approx([0.2, 0.2])
     assert deviations == pytest.approx([0.02**0.5, 0.0], abs=1e-9)
-    rounds, means = panels["Dirichlet(0.5)"]["FedAvg"]
+    rounds, means = panels["Dirichlet(0.5)"]["FedAvg (n = 1)"]
     assert (rounds, means) == ([5, 10, 15], pytest.approx([2.5, float("nan"), 3.5], nan_ok=True))
 
 
 def test_without_panels_the_settings_name_the_curves(root):
     (series,) = curves.curves(groups.find([root]), column="accuracy")[0].values()
-    assert set(series) == {f"{name}, Dirichlet({alpha})" for name in ("FedAvg", "FedMR") for alpha in (0.1, 0.5)}
+    assert set(series) == {
+        f"{name}, Dirichlet({alpha}) (n = {count})" for name, count in (("FedAvg", 1), ("FedMR", 2))
+        for alpha in (0.1, 0.5)
+    }  # fmt: skip
+
+
+def test_a_seed_that_diverged_is_marked_and_is_not_part_of_the_mean(root, tmp_path, monkeypatch):
+    """As in the table: the mean is that of the seeds that did not diverge."""
+    for run in groups.find([root]):
+        if (run.config.strategy, run.config.seed, run.config.alpha) == ("fedmr", 1, 0.1):
+            (run.path / "diverged.txt").write_text("diverged\n")
+        if run.config.strategy == "fedavg":
+            (run.path / "diverged.txt").write_text("diverged\n")
+    drawn = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
+    mr, avg = "FedMR (n = 1 to 2; × 1 diverged)", "FedAvg (× 2 diverged)"
+    assert drawn.panels["Dirichlet(0.1)"][mr] == ([5, 10, 15], pytest.approx([0.1, 0.2, 0.6]))
+    assert drawn.panels["Dirichlet(0.1)"][avg][0] == [5, 10, 15]  # all seeds: what there is
+    assert drawn.crosses["Dirichlet(0.1)"] == {mr: ([10], [0.2]), avg: ([15], [pytest.approx(0.7)])}
+    assert drawn.crosses["Dirichlet(0.5)"][mr] == ([], [])
+    (root / "early").mkdir()  # diverged before its first evaluation
+    configuration.save(Config(strategy="fedmr", alpha=0.1, seed=2), root / "early")
+    (root / "early" / "diverged.txt").write_text("diverged\n")
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (seen.append(figure), path.touch()))
+    assert main(["curves", str(root), "--panels=alpha", f"--out={tmp_path}"]) == 0
+    crosses = [line for line in seen[0].axes[0].get_lines() if line.get_marker() == "x"]
+    assert sorted(map(tuple, (line.get_xydata().ravel() for line in crosses))) == [(10, 0.2), (15, pytest.approx(0.7))]
+    assert "FedMR (n = 1 to 2; × 2 diverged)" in [text.get_text() for text in seen[0].legends[0].get_texts()]
+
+
+def test_bands_end_at_what_an_accuracy_can_be(root, tmp_path, monkeypatch):
+    for run in groups.find([root]):
+        seed = run.config.seed
+        (run.path / "metrics.jsonl").write_text(f'{{"round": 5, "accuracy": {0.99 - 0.3 * seed}}}\n')
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (seen.append(figure), path.touch()))
+    assert main(["curves", str(root), "--panels=alpha", f"--out={tmp_path}"]) == 0
+    (band,) = seen[0].axes[0].collections
+    assert band.get_paths()[0].get_extents().y1 == 1.0 < 0.84 + 0.3 / 2**0.5
+    assert seen[0].axes[0].get_ylim()[1] < 1.05
 
 
 def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
@@ -50,7 +91,7 @@ def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
     configuration.save(dataclasses.replace(config, seed=0), folder)
     (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
     (series,) = curves.curves(groups.find([root]), column="accuracy")[0].values()
-    assert series["FedMR, Dirichlet(0.1), unit = layer"] == ([5], [0.25])
+    assert series["FedMR, Dirichlet(0.1), unit = layer (n = 1)"] == ([5], [0.25])
 
 
 def test_a_division_is_a_panel(root):
@@ -60,9 +101,9 @@ def test_a_division_is_a_panel(root):
         folder.mkdir()
         configuration.save(config, folder)
         (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
-    panels, _ = curves.curves(groups.find([root]), column="accuracy", panels="partition,alpha")
+    panels, *_ = curves.curves(groups.find([root]), column="accuracy", panels="partition,alpha")
     assert list(panels) == ["Dirichlet(0.1)", "Dirichlet(0.5)", "IID"]
-    assert panels["IID"] == {"FedAvg": ([5], [0.25])}  # one setting and seed twice counts once
+    assert panels["IID"] == {"FedAvg (n = 1)": ([5], [0.25])}  # one setting and seed twice counts once
 
 
 def test_the_command_draws(root, tmp_path, capsys):
