@@ -93,9 +93,19 @@ class TrainedNetwork:
             raise UserError(f"cannot write into {folder} ({error.strerror or error})") from None
         return folder
 
+    def _in_evaluation_mode(self) -> tuple[Any, dict[str, Any]]:
+        """Return the module as it predicts, and the arguments that its call takes beside the samples."""
+        x = jax.ShapeDtypeStruct((1, *self.model.input_shape), self.model.input_dtype)
+
+        def call(module: Any, **switches: Any) -> tuple[Any, dict[str, Any]]:
+            jax.eval_shape(lambda variables, x: module.apply(variables, x, **switches), self.model.shapes(), x)
+            return module, switches
+
+        return calls.in_mode(call, self.model.module, "__call__", train=False)
+
     def _texts(self) -> dict[str, str]:
         """Return the files beside the variables by name."""
-        module, arguments = calls.switched(self.model.module, "__call__", train=False)
+        module, arguments = self._in_evaluation_mode()
         kind, samples = type(module), self.samples
         scale, shift = scale_and_shift(samples.mean, samples.std, samples.dtype)
         fields = {

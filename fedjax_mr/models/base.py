@@ -267,7 +267,7 @@ def forward_layers(
     """
     leaves: dict[tuple[str, ...], dict[str, int]] = {}
     for position, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
-        keys = tuple(entry.key for entry in path)
+        keys = tuple(str(entry.key) for entry in path)  # NNX counts the modules of a list: its keys are integers
         leaves.setdefault(keys[1:-1], {})[keys[-1]] = position
 
     x = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)

@@ -6,6 +6,7 @@ Ours are called as ``module(x, train=..., mask=...)``. Others name the switch of
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +27,19 @@ def accepted(kind: type, method: str) -> tuple[str, ...]:
     return tuple(each.name for each in parameters if each.kind in kinds)
 
 
+@functools.cache
+def is_open(kind: type, method: str) -> bool:
+    """Return whether a class's method takes any keyword, ``**kwargs``."""
+    parameters = inspect.signature(getattr(kind, method)).parameters.values()
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+
+
 def init(module: nn.Module, key: jax.Array, x: jax.Array) -> dict[str, Any]:
     """Return fresh variables, made in evaluation mode; consumes ``key``."""
-    module, options = switched(module, "__call__", train=False)
-    return dict(module.init(key, x, **options))
+    streams = {"params": key, "dropout": jax.random.fold_in(key, 1)}  # NNX's dropout wants its stream at init, too
+    return dict(
+        in_mode(lambda module, **switches: module.init(streams, x, **switches), module, "__call__", train=False)
+    )
 
 
 def apply(
@@ -47,13 +57,34 @@ def apply(
       method: the method.
       options: of ``module.apply``.
     """
-    module, arguments = switched(module, method, train=train)
-    if "mask" in accepted(type(module), method):
-        return module.apply(variables, x, mask=mask, method=method, **arguments, **options)
-    if mask is None or not train:
-        return module.apply(variables, x, method=method, **arguments, **options)
+    takes_mask = "mask" in accepted(type(module), method)
+    if takes_mask:
+        options = options | {"mask": mask}
+    call = lambda module, **switches: module.apply(variables, x, method=method, **switches, **options)
+    if takes_mask or mask is None or not train:
+        return in_mode(call, module, method, train=train)
     with nn.intercept_methods(functools.partial(_with_mask, mask)):
-        return module.apply(variables, x, method=method, **arguments, **options)
+        return in_mode(call, module, method, train=train)
+
+
+def in_mode(call: Callable, module: nn.Module, method: str, *, train: bool) -> Any:
+    """Return what ``call(module, **switches)`` returns for a module in training or evaluation mode.
+
+    A method with ``**kwargs`` and no switch of its own is offered every name in `SWITCHES`. It may read one of them, or
+    pass all to a module inside that knows one: Python's TypeError names an unknown one, and the call is repeated without.
+    """
+    switched_module, switches = switched(module, method, train=train)
+    may_withdraw = switched_module is module and not switches and is_open(type(module), method)
+    if may_withdraw:
+        switches = {name: train == on for name, on in SWITCHES.items()}
+    while True:
+        try:
+            return call(switched_module, **switches)
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if not (may_withdraw and unknown and unknown[1] in switches):
+                raise
+            switches = {name: value for name, value in switches.items() if name != unknown[1]}
 
 
 def switched(module: nn.Module, method: str, *, train: bool) -> tuple[nn.Module, dict[str, Any]]:

@@ -13,9 +13,11 @@ from flax.core import FrozenDict
 
 from fedjax_mr import given
 from fedjax_mr.errors import UserError
-from fedjax_mr.models.base import Model, describe
+from fedjax_mr.models import calls
+from fedjax_mr.models.base import Model, Variables, describe
 
 BATCH = 2  # samples of the trial, which is traced and never computed
+STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
 
 
 def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_dtype: Any, name: str = "") -> Model:
@@ -108,9 +110,16 @@ def _try(model: Model, num_classes: int) -> None:
     params, state = shapes.get("params", {}), {name: tree for name, tree in shapes.items() if name != "params"}
     if not jax.tree.leaves(params):
         raise UserError(f"{name} has no parameters to train")
-    for path, leaf in _leaves(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise UserError(f"{name} has parameters of {leaf.dtype} ({jax.tree_util.keystr(path)}): only floats train")
+    for path, leaf in _leaves(shapes):
+        if leaf.dtype != np.float32:
+            low = jnp.issubdtype(leaf.dtype, jnp.floating)
+            remedy = (
+                f"; Flax's dtype=jnp.{leaf.dtype}, in place of param_dtype, computes with such numbers" if low else ""
+            )
+            raise UserError(
+                f"{name} has variables of {leaf.dtype} ({jax.tree_util.keystr(path)}), but all variables are averaged "
+                f"over clients and must be float32{remedy}"
+            )
     out = _traced(lambda: jax.eval_shape(model.apply, shapes, x), f"{name} cannot be evaluated", switch)
     if getattr(out, "shape", None) != (BATCH, num_classes) or not jnp.issubdtype(out.dtype, jnp.floating):
         found = describe(out.shape[1:], out.dtype) if hasattr(out, "shape") else f"a {_kind(out)}"
@@ -121,6 +130,40 @@ def _try(model: Model, num_classes: int) -> None:
         lambda leaf: (leaf.shape, leaf.dtype), (out, state)
     ):
         raise UserError(f"{name} returns other shapes, or other variables, while it trains than in evaluation")
+    _check_statistics(model, shapes, x, mask, key)
+
+
+def _check_statistics(model: Model, shapes: Variables, x: Any, mask: Any, key: Any) -> None:
+    """Check that BatchNorm's statistics move in training, all of them, and nowhere else.
+
+    Raises:
+      UserError: the module does not hand the mode on to its BatchNorm.
+    """
+
+    def moved(*, train: bool) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+
+        def call(variables: Variables, x: jax.Array, mask: jax.Array, key: jax.Array) -> None:
+            state = [name for name in variables if name != "params"]
+            options: dict[str, Any] = {"mutable": state, "rngs": {"dropout": key}}
+            _, new = calls.apply(
+                model.module, variables, x, train=train, mask=mask if train else None, method="__call__", **options
+            )
+            old = dict(_leaves(variables[STATISTICS]))
+            found.update((jax.tree_util.keystr(path), leaf is not old[path]) for path, leaf in _leaves(new[STATISTICS]))
+
+        jax.eval_shape(call, shapes, x, mask, key)
+        return found
+
+    if STATISTICS not in shapes:
+        return
+    remedy = "pass the mode on, as in nn.BatchNorm(use_running_average=not train) of __call__(self, x, train)"
+    fixed = [path for path, moves in moved(train=True).items() if not moves]
+    if fixed:
+        raise UserError(f"{model.name} does not update its batch_stats{fixed[0]} while it trains: {remedy}")
+    moving = [path for path, moves in moved(train=False).items() if moves]
+    if moving:
+        raise UserError(f"{model.name} updates its batch_stats{moving[0]} in evaluation, too: {remedy}")
 
 
 def _traced(function: Any, what: str, hint: str = "") -> Any:

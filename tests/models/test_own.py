@@ -1,5 +1,6 @@
 """Flax modules that are not ours: how they are called, what is refused, what their hash sees."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from fedjax_mr import models
 from fedjax_mr.errors import UserError
@@ -49,6 +51,35 @@ class Plain(nn.Module):
         return nn.Dense(3)(x)
 
 
+class Keywords(nn.Module):
+    """`Net` whose switch is among any keywords."""
+
+    @nn.compact
+    def __call__(self, x, **options):
+        return Net(name="net")(x, options.get("train", False))
+
+
+class Handing(nn.Module):
+    """Hands all keywords on to a module that knows one of them."""
+
+    @nn.compact
+    def __call__(self, x, **options):
+        return nn.Dense(3)(Net(name="net")(x, **options))
+
+
+class OfNNX(nnx.Module):
+    """Modules in a list, which NNX counts by integers, and dropout, which takes its stream at the start."""
+
+    def __init__(self, rngs):
+        self.first = nnx.List([nnx.Linear(4, 5, rngs=rngs)])
+        self.norm, self.dropout = nnx.BatchNorm(5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x, use_running_average=None):
+        x = self.norm(self.first[0](x), use_running_average=use_running_average)
+        return self.last(self.dropout(x, deterministic=use_running_average))
+
+
 class Parts(nn.Module):
     """With a representation and a head, whose layer has any name."""
 
@@ -65,7 +96,10 @@ class Parts(nn.Module):
         return self.head(self.features(x))
 
 
-ORDINARY = [Net([6, 5]), Deterministic(), ByField(), Plain(), Parts(), Logistic(3)]
+ORDINARY = [
+    *(Net([6, 5]), Deterministic(), ByField(), Plain(), Parts(), Logistic(3)),
+    *(Keywords(), Handing(), nn.Sequential([nn.Dense(5), nn.relu, nn.Dense(3)]), nnx.bridge.ToLinen(OfNNX)),
+]
 
 
 def test_ordinary_modules_fit():
@@ -85,9 +119,26 @@ def test_ordinary_modules_train_and_are_tested(module):
     trained, new = model.train_apply(params, state, x, mask=jnp.ones(8), key=jax.random.key(1))
     assert model.apply(variables, x).shape == trained.shape == (8, 3)
     assert jax.tree.structure(new) == jax.tree.structure(state)
-    if isinstance(module, Net | Deterministic | ByField):
+    if isinstance(module, Net | Deterministic | ByField | Keywords | Handing | nnx.bridge.ToLinen):
         assert np.ptp(np.asarray(trained), axis=0).max() > 0  # equal samples, other masks of dropout
         assert np.ptp(np.asarray(model.apply(variables, x)), axis=0).max() == 0
+
+
+def test_any_keywords_are_offered_the_switch():
+    """A module with ``**kwargs`` trains as its twin with a switch of its own does, and is tested without dropout."""
+    twin, x, mask = own.bind(Net(), **FACTS), jnp.linspace(0, 1, 16).reshape(4, 4), jnp.ones(4)
+    inner = twin.init(jax.random.key(0))
+    for module in (Keywords(), Handing()):
+        model = own.bind(module, **FACTS)
+        variables = model.init(jax.random.key(0))
+        statistics = {"batch_stats": variables["batch_stats"]}
+        train = functools.partial(model.train_apply, mask=mask, key=jax.random.key(1))
+        _, moved = train(variables["params"], statistics, x)
+        assert not np.array_equal(*(tree["batch_stats"]["net"]["BatchNorm_0"]["mean"] for tree in (variables, moved)))
+        once, twice = train(variables["params"], statistics, x)[0], model.apply(variables, x)
+        assert not np.allclose(once, twice)  # dropout is at work in training
+    nested = {name: {"net": tree} for name, tree in inner.items()}
+    assert np.array_equal(twin.apply(inner, x), own.bind(Keywords(), **FACTS).apply(nested, x))
 
 
 @pytest.mark.slow
@@ -115,6 +166,27 @@ class Unswitched(nn.Module):
         return nn.Dense(3)(nn.BatchNorm(use_running_average=False)(x))
 
 
+class NeverMoving(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=True)(x))
+
+
+class AlwaysMoving(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.last = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(x))
+
+
+class WithTable(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        table = self.variable("tables", "scale", jnp.ones, (), jnp.int8)
+        return nn.Dense(3)(x * table.value.astype(jnp.float32))
+
+
 class NoParameters(nn.Module):
     def __call__(self, x):
         return x[:, :3]
@@ -131,6 +203,22 @@ REFUSED = {
     "a tuple": (Softmaxes(), "returns a tuple for a sample, but the data need 3 logits"),
     "another input": (nn.Conv(3, (3, 3, 3)), "Conv cannot be initialised for samples 4 of float32 (ValueError"),
     "no switch": (Unswitched(), "cannot be evaluated (ModifyScopeVariableError"),
+    "statistics that never move": (
+        NeverMoving(),
+        "does not update its batch_stats['BatchNorm_0']['mean'] while it trains",
+    ),
+    "statistics that always move": (
+        nnx.bridge.ToLinen(AlwaysMoving),
+        "updates its batch_stats['norm']['mean'] in eval",
+    ),
+    "bfloat16": (
+        nn.Dense(3, dtype=jnp.float32, param_dtype=jnp.bfloat16),
+        "must be float32; Flax's dtype=jnp.bfloat16, in place of param",
+    ),
+    "int8": (
+        WithTable(),
+        "variables of int8 (['tables']['scale']), but all variables are averaged over clients and must",
+    ),
     "no parameters": (NoParameters(), "has no parameters to train"),
     "an array": (WithArray(jnp.ones(2)), "has a field that cannot be hashed"),
 }

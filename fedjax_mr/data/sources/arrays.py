@@ -105,12 +105,12 @@ def from_arrays(
     if x_test is not None and y_test is not None:
         x_test, y_test = _samples(x_test, f"{name}: x_test", scaled), _labels(y_test, f"{name}: y_test")
     num_classes = _num_classes(y, y_test, num_classes, name)
+    client = None if client is None else _array(client, f"{name}: client")
+    client_test = None if client_test is None else _array(client_test, f"{name}: client_test")
     for ids, labels in ((client, y), (client_test, y_test)):
-        if ids is not None and labels is not None and np.shape(ids) != np.shape(labels):
-            raise UserError(
-                f"{name}: {np.shape(labels)} labels but clients of shape {np.shape(ids)}: one id each is needed"
-            )
-    names, number, number_of_test = _numbered(client, client_test)
+        if ids is not None and labels is not None and ids.shape != labels.shape:
+            raise UserError(f"{name}: {labels.shape} labels but clients of shape {ids.shape}: one id each is needed")
+    names, number, number_of_test = _numbered(client, client_test, name)
     if x_test is not None and y_test is not None:
         test_x, test_y = x_test, y_test
     else:
@@ -135,14 +135,35 @@ def from_arrays(
     ).check()
 
 
+def _array(values: object, name: str) -> np.ndarray:
+    """Return the user's values as an array.
+
+    Raises:
+      UserError: they are nested lists, or a list of arrays, whose entries have different shapes.
+    """
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise UserError(
+            f"{name} has entries of different shapes, but an array needs one shape: crop, pad or resize them"
+        ) from None
+
+
 def _numbered(
-    client: np.ndarray | None, client_test: np.ndarray | None
+    client: np.ndarray | None, client_test: np.ndarray | None, name: str
 ) -> tuple[tuple[str, ...], np.ndarray | None, np.ndarray | None]:
-    """Return the sorted clients' names, and the number of the client of each training and test sample."""
+    """Return the sorted clients' names, and the number of the client of each training and test sample.
+
+    Raises:
+      UserError: the ids cannot be sorted, such as None among numbers.
+    """
     if client is None:
         return (), None, None
     every = client if client_test is None else np.concatenate([client, client_test])
-    ids, number = np.unique(every, return_inverse=True)
+    try:
+        ids, number = np.unique(every, return_inverse=True)
+    except TypeError as error:
+        raise UserError(f"{name}: client ids must be all numbers or all text ({error})") from None
     number, number_of_test = np.split(number.astype(np.int32), [len(client)])
     return tuple(str(each) for each in ids), number, None if client_test is None else number_of_test
 
@@ -155,7 +176,7 @@ def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
       name: of the data set and of the array, for errors.
       scaled: whether the user has given mean or std.
     """
-    x = np.asarray(x)
+    x = _array(x, name)
     if x.ndim < 2 or not (np.issubdtype(x.dtype, np.integer) or np.issubdtype(x.dtype, np.floating)):
         raise UserError(f"{name} is {x.dtype} of shape {x.shape}; it must be numbers [samples, ...]")
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3] > 4:
@@ -198,7 +219,7 @@ def _labels(y: np.ndarray, name: str) -> np.ndarray:
     Raises:
       UserError: they are none; the message says how to make them.
     """
-    y = np.asarray(y)
+    y = _array(y, name)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise UserError(f"{name} is {y.dtype} of shape {y.shape}; it must be one integer per sample{_remedy(y)}")
     if len(y) and (y.min() < 0 or y.max() > np.iinfo(np.int32).max):
@@ -228,7 +249,7 @@ def _num_classes(y: np.ndarray, y_test: np.ndarray | None, given: int | None, na
     """
     largest = int(y.max(initial=0))
     if given is not None:
-        number = np.asarray(given)
+        number = _array(given, f"{name}: num_classes")
         if number.ndim or not np.issubdtype(number.dtype, np.integer) or number <= largest:
             raise UserError(
                 f"{name}: num_classes is {given}, but must be an integer above the largest label, {largest}"
@@ -255,7 +276,7 @@ def _per_channel(
     """
     if given is None:
         return default
-    values = np.atleast_1d(np.asarray(given))
+    values = np.atleast_1d(_array(given, name))
     if values.ndim > 1 or values.dtype.kind not in "iuf" or len(values) not in (1, x.shape[-1]):
         raise UserError(f"{name} is {given}; it must be one number, or one for each of {x.shape[-1]} channels")
     if not np.isfinite(values).all() or (nonzero and not values.all()):
