@@ -1,12 +1,14 @@
 """What papers claim of one method beside another, and how surely the kept runs say so.
 
 A claim compares two settings over the seeds that both have; seeds share division, start and cohorts, so their
-differences are paired.
+differences are paired. That one setting is better is tested by Student's paired t-test, two-sided; that two are as good
+as each other by two one-sided tests against a margin (TOST). The p-values of a table are corrected by Holm's method over
+its comparisons. One seed allows no test, so it has no verdict.
 """
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,45 +21,52 @@ from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.kept import SHARPNESS
 
-LEVEL = 0.95  # of confidence intervals
-POINTS = 1.5  # two settings so near to each other are level
+LEVEL = 0.95  # of confidence intervals; a claim holds where its p-value is below 1 - LEVEL
+POINTS = 1.5  # the margin: two settings are as good as each other if their means differ by less
 
 
 class Difference(NamedTuple):
-    """One method's accuracies minus another's over the seeds that both have, in points."""
+    """One method's accuracies minus another's over the seeds that both have, in points.
+
+    Attributes:
+      count: number of seeds.
+      mean: mean difference.
+      error: standard error of the mean; None with a single seed.
+    """
 
     count: int
     mean: float
-    low: float | None  # of the confidence interval; None with a single seed
-    high: float | None
+    error: float | None
 
     @property
-    def verdict(self) -> str:
-        """Return how surely the first method is ahead; with one seed only a lead of more than `POINTS` counts."""
-        if self.low is None or self.high is None:
-            if abs(self.mean) <= POINTS:  # other seeds have moved a method by as much
-                return "not sure (one seed)"
-            return "holds with one seed" if self.mean > 0 else "does not hold (one seed)"
-        if self.low > 0:
-            return f"holds ({self.count} seeds)"
-        return f"{'not sure' if self.high > 0 else 'does not hold'} ({self.count} seeds)"
+    def interval(self) -> tuple[float, float] | None:
+        """Confidence interval of the mean by Student's t; None with a single seed."""
+        if self.error is None:
+            return None
+        half = float(student.ppf((1 + LEVEL) / 2, self.count - 1)) * self.error
+        return self.mean - half, self.mean + half
 
-    @property
-    def level(self) -> str:
-        """Return how surely the two are within `POINTS` of each other."""
-        if self.low is None or self.high is None:
-            return "holds with one seed" if abs(self.mean) <= POINTS else "does not hold (one seed)"
-        if max(-self.low, self.high) <= POINTS:
-            return f"holds ({self.count} seeds)"
-        return f"{'not sure' if abs(self.mean) <= POINTS else 'does not hold'} ({self.count} seeds)"
+    def p_better(self) -> float | None:
+        """Return the p-value of a difference of zero, two-sided; None with a single seed."""
+        return None if self.error is None else min(1.0, 2 * self._beyond(abs(self.mean)))
+
+    def p_level(self) -> float | None:
+        """Return the p-value of a difference of `POINTS` or more: the larger of two one-sided tests."""
+        return None if self.error is None else self._beyond(POINTS - abs(self.mean))
+
+    def _beyond(self, distance: float) -> float:
+        """Return the probability that Student's t is larger than a distance in points."""
+        if not self.error:  # seeds that do not differ at all
+            return 0.0 if distance > 0 else 1.0
+        return float(student.sf(distance / self.error, self.count - 1))
 
     def __str__(self) -> str:
-        interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
+        interval = "" if self.interval is None else f" [{self.interval[0]:+.1f}, {self.interval[1]:+.1f}]"
         return f"{self.mean:+.1f}{interval}, n = {self.count}"
 
 
 def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Difference | None:
-    """Return the mean difference of paired seeds with Student's confidence interval; None without a common seed.
+    """Return the mean difference of paired seeds; None without a common seed.
 
     Args:
       better: accuracies in percent by seed.
@@ -68,10 +77,40 @@ def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Diffe
         return None
     mean, deviation = Statistic.of(found)
     assert mean is not None
-    if deviation is None:
-        return Difference(1, mean, None, None)
-    half = float(student.ppf((1 + LEVEL) / 2, len(found) - 1)) * deviation / len(found) ** 0.5
-    return Difference(len(found), mean, mean - half, mean + half)
+    return Difference(len(found), mean, None if deviation is None else deviation / len(found) ** 0.5)
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """Return p-values corrected for their number by Holm's method; None is no test and stays None.
+
+    The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than the one before it.
+    """
+    tests = sorted((value, place) for place, value in enumerate(values) if value is not None)
+    found: list[float | None] = [None] * len(values)
+    largest = 0.0
+    for rank, (value, place) in enumerate(tests):
+        found[place] = largest = max(largest, min(1.0, value * (len(tests) - rank)))
+    return found
+
+
+def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
+    """Return the verdicts on the comparisons of a table, whose p-values are corrected together.
+
+    Args:
+      compared: each with whether the claim is that the two are as good as each other; otherwise that the first is
+        better.
+    """
+    corrected = holm([each.p_level() if level else each.p_better() for each, level in compared])
+    return [_verdict(each, level, p) for (each, level), p in zip(compared, corrected, strict=True)]
+
+
+def _verdict(found: Difference, level: bool, p: float | None) -> str:
+    if p is None:
+        return f"one seed: {found.mean:+.1f}"
+    shown = "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+    if p >= 1 - LEVEL:
+        return f"not sure ({shown})"
+    return f"{'holds' if level or found.mean > 0 else 'does not hold'} ({shown})"
 
 
 class Chosen(NamedTuple):
@@ -93,11 +132,6 @@ class Claim(NamedTuple):
     level: bool = False  # claimed is that the two are as good as each other
     metric: str = "accuracy"  # of the deployed model; of the clients' own ones: personal_ or finetuned_accuracy
     # "flatness": minus the mean rise of the loss around the deployed model (a point is a hundredth of a nat)
-
-    @property
-    def verdict_of(self) -> str:
-        """Return which property of a difference is the verdict."""
-        return "level" if self.level else "verdict"
 
 
 def _pfedhr(where: str, folder: str, **flags: Any) -> Claim:
@@ -231,15 +265,18 @@ def table(kept: Path) -> str:
     Args:
       kept: the folder results/.
     """
-    rows = []
+    found: list[Difference] = []
     for claim in CLAIMS:
         own, other = (
             accuracies(chosen, kept, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
         )
-        found = difference(own, other)
-        assert found is not None, claim
+        one = difference(own, other)
+        assert one is not None, claim
+        found.append(one)
+    said = verdicts([(one, claim.level) for one, claim in zip(found, CLAIMS, strict=True)])
+    rows = []
+    for claim, one, verdict in zip(CLAIMS, found, said, strict=True):
         runs = " and ".join(dict.fromkeys(f"`{chosen.folder}`" for chosen in (claim.better, claim.worse)))
-        verdict = f"**{getattr(found, claim.verdict_of)}**"
-        rows.append([claim.text, claim.source, claim.where, str(found), verdict, runs])
-    head = ["claim", "where it is made", "setting", "points [95% confidence], seeds in common", "verdict", "kept runs"]
+        rows.append([claim.text, claim.source, claim.where, str(one), f"**{verdict}**", runs])
+    head = ["claim", "where it is made", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict", "kept runs"]
     return tables.markdown([head, *rows])

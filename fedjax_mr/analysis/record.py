@@ -20,7 +20,7 @@ from typing import NamedTuple
 from fedjax_mr import config as configuration
 from fedjax_mr import files, titles
 from fedjax_mr.analysis import claims, headers, pages, papers, tables
-from fedjax_mr.analysis.claims import LEVEL, POINTS, Difference, difference
+from fedjax_mr.analysis.claims import LEVEL, POINTS, Difference, difference, verdicts
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import Run
@@ -207,9 +207,10 @@ def _shown(value: Statistic) -> str:
 
 def _own(cell: Cell) -> str:
     """Return our number and how many seeds it is of, or why there is none."""
+    diverged = sum(run_state(run.path) == "diverged" for run in cell.runs)
     if cell.by_seed:
-        return f"{_shown(cell.own)} (n = {len(cell.by_seed)})"
-    return "**diverged**" if cell.runs else f"**{NOT_RUN}**"
+        return f"{_shown(cell.own)} (n = {len(cell.by_seed)}{f', {diverged} diverged' if diverged else ''})"
+    return "**diverged**" if diverged else f"**{NOT_RUN}**"
 
 
 def _papers(cell: Cell) -> str:
@@ -257,12 +258,17 @@ def headline_table(record: Record) -> str:
 
 def pairs_table(record: Record) -> str:
     """Return which method is ahead of which in which setting, and how surely."""
-    rows = []
-    for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross")):
-        for (data, division), found in record.pairs(better, worse).items():
-            if found:
-                claim = f"{_title(better)} is better than {_title(worse)}"
-                rows.append([claim, f"{data}, {division}", str(found), f"**{found.verdict}**"])
+    compared = [
+        (f"{_title(better)} is better than {_title(worse)}", f"{data}, {division}", found)
+        for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))
+        for (data, division), found in record.pairs(better, worse).items()
+        if found
+    ]
+    said = verdicts([(found, False) for *_, found in compared])
+    rows = [
+        [claim, setting, str(found), f"**{verdict}**"]
+        for (claim, setting, found), verdict in zip(compared, said, strict=True)
+    ]
     head = ["claim", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict"]
     return tables.markdown([head, *rows])
 

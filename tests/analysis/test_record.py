@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import scipy.stats
 
 from fedjax_mr import config as configuration
 from fedjax_mr.analysis import claims, record
@@ -67,32 +68,52 @@ def test_seeds_are_paired():
     better, worse = {"0": 54.0, "1": 65.0, "2": 46.0, "7": 0.0}, {"0": 50.0, "1": 60.0, "2": 40.0, "8": 99.0}
     found = record.difference(better, worse)
     assert found is not None and (found.count, found.mean) == (3, 5.0)
-    assert found.low == pytest.approx(5 - 4.302653 / 3**0.5) and found.high == pytest.approx(5 + 4.302653 / 3**0.5)
-    assert found.verdict == "holds (3 seeds)" and str(found) == "+5.0 [+2.5, +7.5], n = 3"
+    assert found.interval == pytest.approx((5 - 4.302653 / 3**0.5, 5 + 4.302653 / 3**0.5))
+    assert found.p_better() == pytest.approx(scipy.stats.ttest_rel([54, 65, 46], [50, 60, 40]).pvalue)
+    assert str(found) == "+5.0 [+2.5, +7.5], n = 3"
     assert record.difference({"0": 1.0}, {"1": 1.0}) is None
 
 
+def test_being_level_is_tested_from_both_sides():
+    values = [0.4, 1.0, 0.1, 0.6]
+    found = claims.difference({str(seed): value for seed, value in enumerate(values)}, dict.fromkeys("0123", 0.0))
+    test = scipy.stats.ttest_1samp
+    sides = [test(values, 1.5, alternative="less").pvalue, test(values, -1.5, alternative="greater").pvalue]
+    assert found is not None and found.p_level() == pytest.approx(max(sides))
+
+
+def test_holm():
+    """The example of R's p.adjust: 0.01, 0.02, 0.03 times 3, 2, 1, never falling; no test is no comparison."""
+    assert claims.holm([0.03, None, 0.01, 0.02]) == pytest.approx([0.04, None, 0.03, 0.04])
+    assert claims.holm([0.6, 0.5]) == [1.0, 1.0] and claims.holm([]) == []
+
+
 @pytest.mark.parametrize(
-    ("differences", "verdict"),
-    [([1.6], "holds with one seed"), ([1.5], "not sure (one seed)"), ([-1.0], "not sure (one seed)"),
-     ([-1.6], "does not hold (one seed)"), ([-1.0, 3.0], "not sure (2 seeds)"),
-     ([1.0, -3.0], "not sure (2 seeds)"), ([-2.9, -3.0], "does not hold (2 seeds)")],
-)  # fmt: skip
-def test_verdict_of_a_claim(differences, verdict):
+    ("differences", "better", "level"),
+    [
+        ([5.4], "one seed: +5.4", "one seed: +5.4"),
+        ([0.2], "one seed: +0.2", "one seed: +0.2"),
+        ([4.0, 5.0, 6.0], "holds (p = 0.013)", "not sure (p = 0.99)"),
+        ([-4.0, -5.0, -6.0], "does not hold (p = 0.013)", "not sure (p = 0.99)"),
+        ([-1.0, 3.0], "not sure (p = 0.70)", "not sure (p = 0.42)"),
+        ([0.1, -0.1, 0.0], "not sure (p = 1.00)", "holds (p < 0.001)"),
+        ([0.0, 0.0], "not sure (p = 1.00)", "holds (p < 0.001)"),
+    ],
+)
+def test_verdicts(differences, better, level):
     own = {str(seed): value for seed, value in enumerate(differences)}
     found = record.difference(own, dict.fromkeys(own, 0.0))
-    assert found is not None and found.verdict == verdict
+    assert found is not None
+    assert claims.verdicts([(found, False)]) == [better]
+    assert claims.verdicts([(found, True)]) == [level]
 
 
-@pytest.mark.parametrize(
-    ("differences", "verdict"),
-    [([1.0], "holds with one seed"), ([-1.6], "does not hold (one seed)"), ([0.1, -0.1, 0.0], "holds (3 seeds)"),
-     ([1.0, -1.0], "not sure (2 seeds)"), ([2.0, 3.0], "does not hold (2 seeds)")],
-)  # fmt: skip
-def test_verdict_of_being_level(differences, verdict):
-    own = {str(seed): value for seed, value in enumerate(differences)}
-    found = claims.difference(own, dict.fromkeys(own, 0.0))
-    assert found is not None and found.level == verdict
+def test_more_comparisons_make_a_verdict_harder():
+    own, none = {"0": 4.0, "1": 5.0, "2": 6.0}, dict.fromkeys("012", 0.0)
+    found, one = record.difference(own, none), record.difference({"0": 4.0}, none)
+    assert found is not None and one is not None
+    assert claims.verdicts([(found, False), (one, False)])[0] == "holds (p = 0.013)"
+    assert claims.verdicts([(found, False)] * 4) == ["not sure (p = 0.052)"] * 4
 
 
 def test_settings_of_claims_are_singled_out():
@@ -232,6 +253,17 @@ def test_a_diverged_run_is_not_called_not_run(folder):
     (kept / "diverged.txt").write_text("diverged\n")
     assert main(["record", f"--document={page}"]) == 0
     assert "| MOON | **diverged** |" in page.read_text() and "| CIFAR-10 | MOON |" not in page.read_text()
+
+
+def test_a_seed_that_diverged_is_counted_beside_the_others(folder):
+    page = folder / "RESULTS.md"
+    page.write_text("<!-- record setting -->\n<!-- end -->\n")
+    keep(folder, "--strategy=moon", accuracy=0.5, file="cifar10.flags")
+    kept = keep(folder, "--strategy=moon", "--seed=1", accuracy=0.5, file="cifar10.flags")
+    (kept / "summary.json").unlink()
+    (kept / "diverged.txt").write_text("diverged\n")
+    assert main(["record", f"--document={page}"]) == 0
+    assert "| MOON | 50.0 (n = 1, 1 diverged) |" in page.read_text()
 
 
 def test_unknown_parts_are_refused(folder, capsys):
