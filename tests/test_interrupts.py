@@ -10,6 +10,9 @@ import time
 import pytest
 
 from fedjax_mr import interrupts
+from fedjax_mr.deploy import mail, server
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.run import Interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +100,14 @@ def test_the_real_command_while_it_starts(tmp_path, seconds):
     assert (process.returncode, out) == (130, "")
     assert shown.splitlines()[-1].startswith(("fedjax-mr: interrupted", "fedjax-mr: stopped after round "))
     assert "Traceback" not in shown
+
+
+def test_a_stopped_server_of_real_clients_tells_flower(monkeypatch):
+    """Flower catches every `Exception` of an app and reports it; anything else would leave the run as "running"."""
+
+    def stop(*_):
+        raise Interrupted("stopped after round 3", 143)
+
+    monkeypatch.setattr(server, "run", stop)
+    with pytest.raises(UserError, match="stopped after round 3"):
+        server.serve(mail.FakePost({}), {"flags": "", "server-data": "server.npz"})

@@ -52,7 +52,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
-from fedjax_mr.experiment.run import Run
+from fedjax_mr.experiment.run import Interrupted, Run
 from fedjax_mr.models import Model
 from fedjax_mr.settings import field, values_of
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
@@ -107,7 +107,10 @@ def serve(post: Post, run_settings: Mapping[str, Any]) -> None:
       UserError: bad input, or clients that do not come or are lost, where the terms do not allow it.
       DivergedError: a loss or weight is not finite.
     """
-    run(post, complete(configuration.parse(shlex.split(str(run_settings["flags"])))), Setting.of(run_settings))
+    try:
+        run(post, complete(configuration.parse(shlex.split(str(run_settings["flags"])))), Setting.of(run_settings))
+    except Interrupted as stop:  # Flower reports only what is an Exception
+        raise UserError(str(stop)) from None
 
 
 def check_deployable(config: Config) -> None:

@@ -37,8 +37,12 @@ SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that
 ABOUT_THE_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id", "join_timeout")
 
 
-class Interrupted(Exception):
-    """The user asked to stop; everything is saved."""
+class Interrupted(KeyboardInterrupt):
+    """The user asked to stop, and everything is saved. Not an `Exception`, so ``except Exception`` does not catch it.
+
+    Attributes:
+      exit_code: 128 plus the number of the signal.
+    """
 
     def __init__(self, message: str, exit_code: int) -> None:
         """Keep the line to print and the code to exit with."""

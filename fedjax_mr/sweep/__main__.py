@@ -12,7 +12,6 @@ from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.settings import help_of
 from fedjax_mr.sweep.costs import describe, estimate
 from fedjax_mr.sweep.plan import Sweep, plan
-from fedjax_mr.sweep.process import Stopped
 from fedjax_mr.sweep.runs import run_all, run_together
 
 COMMAND = "python -m fedjax_mr.sweep"
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begun = [run.folder for run in runs if (run.folder / "config.json").exists()]
         if begun:
             print(tables.accuracy_table(begun))
-    except (UserError, Stopped, Interrupted) as reason:
+    except (UserError, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code
     return code

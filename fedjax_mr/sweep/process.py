@@ -12,6 +12,7 @@ from typing import Any
 from fedjax_mr import config as configuration
 from fedjax_mr.errors import TakenError, UserError
 from fedjax_mr.experiment.folder import is_taken, lock_file, run_state
+from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.plan import Run
 
 SECONDS_PER_LOOK = 0.5  # how often the bar looks at the metrics of the run under way
@@ -26,6 +27,9 @@ def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
     Args:
       runs: go on from their last checkpoint if they have one.
       look: called twice a second meanwhile.
+
+    Raises:
+      Interrupted: the user asked to stop; the run has written its checkpoint.
     """
     first = runs[0]
     module = "fedjax_mr.main" if len(runs) == 1 else "fedjax_mr.sweep"
@@ -53,17 +57,8 @@ def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
                 break
             look()
     if stopped:
-        raise Stopped(128 + stopped[0])
+        raise Interrupted("stopped; the same command goes on", 128 + stopped[0])
     return code if code >= 0 else ABORTED
-
-
-class Stopped(Exception):
-    """The user asked to stop; the run under way has written its checkpoint."""
-
-    def __init__(self, exit_code: int) -> None:
-        """Keep the code to exit with."""
-        super().__init__("stopped; the same command goes on")
-        self.exit_code = exit_code
 
 
 @contextlib.contextmanager

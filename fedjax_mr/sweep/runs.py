@@ -25,7 +25,7 @@ def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
       batch_seeds: train the seeds of a setting that are equally far in one program.
 
     Raises:
-      Stopped: the user asked to stop.
+      Interrupted: the user asked to stop.
     """
     codes: dict[Path, int] = {}
     bar = Bar(runs)

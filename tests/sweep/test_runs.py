@@ -18,10 +18,11 @@ from fedjax_mr.analysis import results, runs
 from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, is_taken, read_rows, run_state, saved_round
+from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep import runs as runs_of_a_sweep
 from fedjax_mr.sweep.__main__ import main
 from fedjax_mr.sweep.bar import Bar
-from fedjax_mr.sweep.process import Stopped, last_words, run_in_process
+from fedjax_mr.sweep.process import last_words, run_in_process
 from fedjax_mr.sweep.runs import batches
 
 TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", "--noprogress")
@@ -181,7 +182,7 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
             sent.append(signal.SIGTERM)  # a second one would end the run at once
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(Interrupted) as stopped:
         run_in_process([run], stop)
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert run_state(run.folder) == "started"
@@ -225,7 +226,7 @@ def test_a_second_signal_ends_a_run_at_once(monkeypatch):
         if Path("ready").exists():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Stopped):
+    with pytest.raises(Interrupted):
         run_in_process([run], stop)
 
 
