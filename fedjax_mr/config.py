@@ -418,13 +418,17 @@ def load(folder: Path | str) -> Config:
     return config
 
 
-def load_code(folder: Path | str) -> Config:
-    """Return the configuration of a run folder, ready to be built: what it imports is imported.
+def load_code(folder: Path | str, *, trust: bool = False) -> Config:
+    """Return the configuration of a run folder after importing the code that it needs.
+
+    Args:
+      folder: the run folder.
+      trust: import code that this process has not imported yet, see `imports.load_recorded`.
 
     Raises:
-      UserError: as `load` and `imports.load`; of a file that is gone or has changed the folder's own copy is taken.
+      UserError: as `load` and `imports.load_recorded`.
     """
-    imports.load(load(folder).imports, copies=Path(folder) / imports.FOLDER)
+    imports.load_recorded(load(folder).imports, Path(folder) / imports.FOLDER, trust=trust)
     return load(folder)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fedjax_mr import interrupts
+from fedjax_mr import imports, interrupts
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.load import load
 
@@ -33,9 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--round", type=int, help="of which checkpoint (default: the newest)")
     parser.add_argument("--client", type=int, help="a client's own model (default: the deployed one)")
     parser.add_argument("--data_dir", metavar="DIR", help="where the data sets are now (default: as in the run)")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="FILE", help="Python file with your own method"
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the Python files that the run was made with, or the copies in its folder (default: no)",
+    )
     try:
         chosen = parser.parse_args(arguments)
-        saved = load(chosen.run, round=chosen.round, data_dir=chosen.data_dir)
+        imports.load(chosen.imports)
+        saved = load(chosen.run, round=chosen.round, data_dir=chosen.data_dir, trust=chosen.trust)
         print(f"exported into {saved.export(chosen.folder, client=chosen.client)}: try python example.py there")
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)

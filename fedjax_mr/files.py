@@ -26,6 +26,7 @@ def whole(path: Path | str) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
+        temporary.unlink(missing_ok=True)  # a link of this name would lead the writing elsewhere
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
@@ -81,6 +82,27 @@ def make_folder(path: Path | str) -> list[Path]:
     for folder in made:
         sync(folder.parent)
     return made
+
+
+def refuse_links(folder: Path | str) -> None:
+    """Check that a run folder holds no symbolic links, neither in itself nor in its direct subfolders.
+
+    Through a link in somebody else's run folder we would write, rename and remove files outside of it.
+
+    Raises:
+      UserError: it holds one, or cannot be listed.
+    """
+    try:
+        names = sorted(Path(folder).iterdir()) if os.path.isdir(folder) else []
+        for path in names:
+            inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+            if found := [each for each in (path, *inside) if each.is_symlink()]:
+                raise UserError(
+                    f"{found[0]} is a symbolic link, and a run folder must hold its files itself: replace the link "
+                    "by a copy of its target, or remove it"
+                )
+    except OSError as error:
+        raise UserError(f"cannot read {folder} ({error.strerror})") from None
 
 
 def read_text(path: Path | str) -> str:

@@ -3,6 +3,9 @@
 They are imported before the flags are made, because flags are made from the registries. An installed package is found
 by itself if it names such a module as an entry point of the group ``fedjax_mr``. A run that uses what they register
 keeps their paths, content hashes and copies, so that it is never repeated or continued with other code unnoticed.
+
+Code runs only if the user named it (``--import``, an ``import`` of his own, an installed package) or trusts the folder
+that records it (``trust=True``, ``--trust``): a folder from somebody else holds both the code and its hash.
 """
 
 import contextlib
@@ -71,26 +74,50 @@ _OURS = _all_names()
 # --- Before the flags are made ---------------------------------------------------------------------------------------
 
 
-def load(given: Iterable[str], *, copies: Path | None = None) -> None:
-    """Import files and modules, each once, after the entry points of installed packages.
+def load(given: Iterable[str]) -> None:
+    """Import files and modules that the user names, each once, after the entry points of installed packages.
 
     Args:
       given: paths of Python files and dotted names, several with commas between them; with ``#`` and a content hash
         behind it, a file must have that content.
-      copies: the folder of the copies that a run keeps, for files that are gone or have changed since.
 
     Raises:
       UserError: a file is not there, has changed, fails to import, registers nothing, or takes a name that is taken.
     """
     _load_entry_points()
     for value in split(given):
-        try:
-            _load(value)
-        except UserError:
-            copy = None if copies is None else copies / Path(_parted(value)[0]).name
-            if copy is None or not copy.is_file():
-                raise
-            _load(f"{copy}#{_parted(value)[1]}")
+        _load(value)
+
+
+def load_recorded(recorded: Iterable[str], copies: Path, *, trust: bool) -> None:
+    """Import the files and modules that a run folder records, if their code may run.
+
+    The folder may come from somebody else, and so may the hashes in it. Therefore code runs only if the user trusts the
+    folder. Code that this process has imported already needs no trust: the user named it, or has installed it.
+
+    Args:
+      recorded: the imports in the folder's ``config.json``.
+      copies: the folder of the run's own copies. A copy is used if the recorded file is gone or has changed.
+      trust: whether code may run that this process has not imported yet.
+
+    Raises:
+      UserError: code is needed and not trusted, is nowhere to be found with the recorded content, or as `load`.
+    """
+    _load_entry_points()
+    for value in split(recorded):
+        place = None if _imported(value) else _place_of(value, copies)
+        if place is None and "#" not in value:
+            raise UserError(
+                f"{copies.parent} records no content hash of its code: name it yourself by --import={value}"
+            )
+        if place is not None:
+            value, file = place
+            if not (trust or _is_executed(value, file)):
+                raise UserError(
+                    f"{copies.parent} needs code of its own, and loading it would run {file}: read that file, then "
+                    f"allow it by --trust (in Python trust=True), or name it yourself by --import={file}"
+                )
+        _load(value)
 
 
 def split(given: Iterable[str]) -> list[str]:
@@ -113,19 +140,63 @@ def _key(given: str) -> str:
     return str(Path(given).absolute()) if _is_path(given) else given
 
 
+def _imported(value: str) -> Imported | None:
+    """Return what was imported by this name, or else with this content from another place."""
+    given, wanted = _parted(value)
+    same = (each for each in _IMPORTED.values() if each.hash == wanted)
+    return _IMPORTED.get(_key(given)) or next(same, None)
+
+
 def _load(value: str) -> None:
     given, wanted = _parted(value)
-    is_path, name = _is_path(given), _key(given)
+    is_path, name, imported = _is_path(given), _key(given), _imported(value)
+    if imported is not None:
+        if wanted:
+            _refuse_other(given, wanted, imported.hash)
+        return
     if is_path and not Path(name).is_file():
         raise UserError(f"--import={given}: there is no such file{_instead(given) if wanted else ''}")
     if not is_path and not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"--import={given} is neither the path of a Python file nor the dotted name of a module")
-    if name not in _IMPORTED:
-        if wanted and is_path:
-            _refuse_other(given, wanted, _hash(Path(name)))  # before it runs
-        _IMPORTED[name] = _register(given, name, is_path=is_path)
     if wanted:
-        _refuse_other(given, wanted, _IMPORTED[name].hash)
+        file = Path(name) if is_path else _file_of_module(name)
+        _refuse_other(given, wanted, "none" if file is None else _hash(file))  # before it runs
+    _IMPORTED[name] = _register(given, name, is_path=is_path)
+
+
+def _place_of(value: str, copies: Path) -> tuple[str, Path] | None:
+    """Return how to import the recorded content, and its file: at its own place, or the run's copy; None: nowhere."""
+    given, wanted = _parted(value)
+    copy = copies / _copy_name(given)
+    file = Path(_key(given)) if _is_path(given) else _file_of_module(given)
+    for name, place in ((given, file), (str(copy), copy)):
+        if place is not None and place.is_file() and wanted == _hash(place):
+            return f"{name}#{wanted}", place
+    return None
+
+
+def _copy_name(given: str) -> str:
+    """Return the name of the copy of a file or module."""
+    return Path(given).name if _is_path(given) else f"{given.rpartition('.')[2]}.py"
+
+
+def _is_executed(value: str, file: Path) -> bool:
+    """Return whether an ``import`` of the user's own has executed a file already; `_load` does not execute it again."""
+    name = file.stem if _is_path(_parted(value)[0]) else _parted(value)[0]
+    return getattr(sys.modules.get(name), "__file__", None) == str(file)
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Return the file of a module without importing anything, not even the packages that it is in; None: not found."""
+    path, spec, parts = None, None, name.split(".")
+    for count in range(1, len(parts) + 1):
+        full, found = ".".join(parts[:count]), None
+        with contextlib.suppress(ImportError, KeyError):  # KeyError: a namespace within one that is not imported
+            found = next(filter(None, (finder.find_spec(full, path) for finder in sys.meta_path)), None)
+        if found is None:
+            return None
+        spec, path = found, found.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _refuse_other(given: str, wanted: str, found: str) -> None:
@@ -135,7 +206,7 @@ def _refuse_other(given: str, wanted: str, found: str) -> None:
 
 def _instead(given: str) -> str:
     """Return what to do if the file that a run was made with is not there."""
-    return f"; --import=none --import=RUN/{FOLDER}/{Path(given).name}, after the other flags, takes the run's own copy"
+    return f"; --import=none --import=RUN/{FOLDER}/{_copy_name(given)}, after the other flags, takes the run's own copy"
 
 
 @functools.cache
@@ -296,7 +367,7 @@ def recorded(given: Iterable[str], used: Names) -> tuple[str, ...]:
       given: the values of ``--import``, which `load` has seen.
       used: the rows that the run uses.
     """
-    chosen = [_IMPORTED[_key(_parted(value)[0])] for value in split(given)]
+    chosen = [each for each in map(_imported, split(given)) if each is not None]
     needed = chosen if any(each.names & used for each in chosen) else []
     left = used.difference(*(each.names for each in needed))
     needed += [each for each in _IMPORTED.values() if each.names & left]  # entry points, and those of earlier calls

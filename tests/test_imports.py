@@ -9,9 +9,10 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import config as configuration
-from fedjax_mr import imports, main, sweep
+from fedjax_mr import export, imports, main, sweep
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import main as analysis
+from fedjax_mr.checks import complete
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import RunFolder
 
@@ -247,7 +248,76 @@ def test_tables_and_curves_need_no_code(capsys):
     assert configuration.digest(configuration.load("a/1")) != configuration.digest(configuration.load("a/3"))
     (run,) = runs.read(["a/1"])
     assert run.config.hyper.further == 1.2
-    assert configuration.load_code(run.path).hyper.steps == (1, 2)  # by the folder's copy
+    assert configuration.load_code(run.path, trust=True).hyper.steps == (1, 2)  # by the folder's copy
+
+
+def recorded_as(path, value):
+    """Let a run folder record another import."""
+    config = json.loads((path / "config.json").read_text())
+    config.pop("checksum", None)
+    (path / "config.json").write_text(json.dumps(config | {"import": [value]}))
+
+
+def test_code_in_a_run_folder_runs_only_if_it_is_trusted_or_named(tmp_path, capsys):
+    path, own = finished("foreign"), Path("my_method.py").absolute()
+    digest = imports.hashes(configuration.load(path).imports)[0]
+    foreign = path / "imports" / "my_method.py"
+    for recorded, file in ((f"{own}#{digest}", own), (f"/gone/my_method.py#{digest}", foreign)):
+        recorded_as(path, recorded)
+        forget()
+        for call in (fmr.load, configuration.load_code, lambda folder: runs.rebuild(runs.read([folder])[0])):
+            assert f"loading it would run {file}: read that file, then allow it by --trust" in refusal(call, str(path))
+        assert export.main([str(path), "out"]) == 2 and analysis(["landscape", str(path)]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 2 and all(str(file) in line for line in said)
+        assert not imports._IMPORTED and "further" not in fmr.STRATEGIES
+        assert fmr.load(path, trust=True).config.hyper.steps == (1, 2)
+        assert "further" in fmr.STRATEGIES
+        assert fmr.load(path).config.hyper.steps == (1, 2)  # nothing is left to run
+    forget()
+    imports.load([str(own)])  # as --import=my_method.py does
+    assert fmr.load(path).config.hyper.steps == (1, 2)
+    assert imports.hashes(complete(fmr.load(path).config).imports) == [digest]
+
+
+def test_what_the_users_own_script_has_imported_needs_no_trust(monkeypatch):
+    path = finished("mine")
+    forget()
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    __import__("my_method")
+    assert fmr.load(path).config.hyper.steps == (1, 2)
+
+
+def test_code_without_a_content_hash_is_not_imported():
+    path = finished("kept")
+    recorded_as(path, str(Path("my_method.py").absolute()))
+    forget()
+    assert "records no content hash of its code" in refusal(lambda: fmr.load(path, trust=True))
+
+
+def test_the_hash_of_a_module_is_checked_before_it_or_its_package_is_imported(monkeypatch):
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("import pathlib; pathlib.Path('package_ran').touch()")
+    Path("package/method.py").write_text(METHOD)
+    Path("package/other.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    config = configuration.parse(["--import=package.method", "--strategy=further", "--run_dir=run"])
+    RunFolder.open(config).begin(config)
+    digest = imports.hashes(config.imports)[0]
+    assert Path("package_ran").exists() and Path("run/imports/method.py").read_text() == METHOD
+    forget()
+    Path("package_ran").unlink()
+    del sys.modules["package"]
+    monkeypatch.delitem(sys.modules, "package.method", raising=False)
+    assert "package.other has changed" in refusal(configuration.parse, [f"--import=package.other#{digest}"])
+    assert "package/method.py" in refusal(configuration.load_code, "run")
+    Path("package/method.py").write_text(
+        "import pathlib; pathlib.Path('ran').touch()"
+    )  # another one, found by accident
+    assert "run/imports/method.py" in refusal(configuration.load_code, "run")
+    assert not Path("ran").exists() and not Path("package_ran").exists()
+    assert configuration.load_code("run", trust=True).hyper.steps == (1, 2)
+    assert not Path("ran").exists() and not Path("package_ran").exists()
 
 
 def test_a_sweep_passes_imports_on():

@@ -23,13 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
     runs.add_picture_arguments(parser)
-    runs.add_data_argument(parser)
+    runs.add_restore_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Draw the clients' accuracies and print how they spread."""
     chosen = runs.read(arguments.runs)
-    accuracies = {run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir)) for run in chosen}
+    accuracies = {
+        run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir, trust=arguments.trust))
+        for run in chosen
+    }
     names = titles.runs([run.config for run in chosen])
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"clients.{arguments.format}"

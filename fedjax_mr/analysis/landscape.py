@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
     runs.add_picture_arguments(parser)
-    runs.add_data_argument(parser)
+    runs.add_restore_arguments(parser)
     parser.add_argument("--dimensions", type=int, choices=(1, 2), default=2, help="directions drawn (default: 2)")
     parser.add_argument("--points", type=int, default=21, help="points per direction, odd (default: 21)")
     parser.add_argument("--radius", type=float, default=1.0, help="largest distance, of filter norms (default: 1)")
@@ -80,7 +80,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: 
         ("run", "round", "loss", f"rise at {arguments.sharpness_radius:g}", "+-", "eigenvalue", "residual")
     ]
     for run in chosen:
-        trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir)
+        trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir, trust=arguments.trust)
         if trained.deployed is None:
             raise UserError(f"{run.path}: {run.config.strategy} has no global model")
         part = draw(trained, of=arguments.of, count=arguments.samples, seed=arguments.seed)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser, several=False)
     runs.add_picture_arguments(parser)
-    runs.add_data_argument(parser)
+    runs.add_restore_arguments(parser)
     parser.add_argument("--rounds", type=int, default=12, help="the last rounds that are drawn (default: 12)")
     parser.add_argument("--seconds", action="store_true", help="measure the steps of the server's part")
 
@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> None:
         rows.append((str(number), clients, str(len(blocks_of(account))), str(len(lengths)), span, str(different)))
     print(tables.aligned(rows))
     if arguments.seconds:
-        rebuilt = runs.rebuild(run, data_dir=arguments.data_dir)
+        rebuilt = runs.rebuild(run, data_dir=arguments.data_dir, trust=arguments.trust)
         state = Checkpoints(run.path / "checkpoints").restore(rebuilt.rounds.shapes(), numbers[-1])[0].server
         print(tables.aligned([("step of the server", "seconds"), *measured(rebuilt, state)]))
     print(f"drawn in {folder}")

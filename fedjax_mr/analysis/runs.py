@@ -82,17 +82,26 @@ def add_arguments(parser: argparse.ArgumentParser, *, several: bool = True) -> N
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the place of the data sets, for commands that restore models."""
+    """Add the place of the data sets."""
     parser.add_argument("--data_dir", metavar="FOLDER", help="where the data sets are now (default: as in the run)")
+
+
+def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of commands that restore models: the place of the data sets, and trust in the runs' code."""
+    add_data_argument(parser)
+    help = "run the Python files that the runs were made with, or the copies in their folders (default: no)"
+    parser.add_argument("--trust", action="store_true", help=help)
 
 
 def read(paths: Sequence[str]) -> list[Run]:
     """Return the runs in these folders, in order, each with a name of its own.
 
     Raises:
-      UserError: one is no run folder, or is named twice.
+      UserError: one is no run folder, holds links, or is named twice.
     """
     folders = [Path(path) for path in paths]
+    for folder in folders:
+        files.refuse_links(folder)
     repeated = [path for path, count in collections.Counter(path.resolve() for path in folders).items() if count > 1]
     if repeated:
         raise UserError(f"the run {repeated[0]} is named twice")
@@ -159,9 +168,18 @@ class Rebuilt(NamedTuple):
     rounds: Rounds
 
 
-def rebuild(run: Run, *, data_dir: str | None = None) -> Rebuilt:
-    """Return a run's data, network and rounds, with which its checkpoints are read; nothing is computed."""
-    config = configuration.load_code(run.path)
+def rebuild(run: Run, *, data_dir: str | None = None, trust: bool = False) -> Rebuilt:
+    """Return a run's data, network and rounds, with which its checkpoints are read; nothing is computed.
+
+    Args:
+      run: the run.
+      data_dir: where the data sets are now; None: as in the run.
+      trust: import the code that the run records, as in `config.load_code`.
+
+    Raises:
+      UserError: the code is not trusted, or something that the run was made with is not there.
+    """
+    config = configuration.load_code(run.path, trust=trust)
     config = config if data_dir is None else with_data_dir(config, data_dir)
     set_up_jax(devices=1, cohort_size=1)
     federated = data.federated_data(config)
@@ -170,13 +188,13 @@ def rebuild(run: Run, *, data_dir: str | None = None) -> Rebuilt:
     return Rebuilt(config, federated, model, build_rounds(config, federated, model, axis))
 
 
-def restore(run: Run, *, round: int | None = None, data_dir: str | None = None) -> Trained:
-    """Return the models of a checkpoint (None: the newest), on the host.
+def restore(run: Run, *, round: int | None = None, data_dir: str | None = None, trust: bool = False) -> Trained:
+    """Return the models of a checkpoint (None: the newest), on the host; the other arguments are those of `rebuild`.
 
     Raises:
-      UserError: there is no such checkpoint, it is damaged, or the data are no longer those of the run.
+      UserError: there is no such checkpoint, it is damaged, the data are no longer those of the run, or as `rebuild`.
     """
-    _, federated, model, rounds = rebuild(run, data_dir=data_dir)
+    _, federated, model, rounds = rebuild(run, data_dir=data_dir, trust=trust)
     progress, meta = Checkpoints(run.path / "checkpoints").restore(rounds.shapes(), round)
     if meta["data"] != federated.hash():
         raise UserError(f"{run.path} was made with other data: its partition hash is {meta['data']}")

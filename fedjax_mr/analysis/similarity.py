@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
     runs.add_picture_arguments(parser)
-    runs.add_data_argument(parser)
+    runs.add_restore_arguments(parser)
     parser.add_argument(
         "--definition", choices=("cosine", "authors"), default="cosine", help="which similarity (default: cosine)"
     )
@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.definition == "cosine":
         series = {run.name: recorded(run) for run in chosen}
     else:
-        series = {run.name: of_checkpoints(run, arguments.data_dir) for run in chosen}
+        series = {run.name: of_checkpoints(run, arguments.data_dir, trust=arguments.trust) for run in chosen}
     names = titles.runs([run.config for run in chosen])
     panel = dict(zip(names, series.values(), strict=True))
     methods = {name: run.method() for name, run in zip(names, chosen, strict=True)}
@@ -57,7 +57,7 @@ def recorded(run: runs.Run) -> tuple[list[int], list[float]]:
     return [row["round"] for row in rows], [math.nan if value is None else value for value in values]
 
 
-def of_checkpoints(run: runs.Run, data_dir: str | None) -> tuple[list[int], list[float]]:
+def of_checkpoints(run: runs.Run, data_dir: str | None, *, trust: bool = False) -> tuple[list[int], list[float]]:
     """Return the rounds of a run's checkpoints and the authors' similarity of the K models there.
 
     Raises:
@@ -66,7 +66,7 @@ def of_checkpoints(run: runs.Run, data_dir: str | None) -> tuple[list[int], list
     rounds = [round for round in run.checkpoints() if round > 0]
     values = []
     for round in rounds:
-        trained = runs.restore(run, round=round, data_dir=data_dir)
+        trained = runs.restore(run, round=round, data_dir=data_dir, trust=trust)
         if trained.models is None:
             raise UserError(f"{run.path}: {run.config.strategy} keeps one model; --definition=authors needs K models")
         values.append(authors_similarity(trained.models, trained.model.layers()))

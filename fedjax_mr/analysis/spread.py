@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     runs.add_arguments(parser)
     runs.add_picture_arguments(parser)
-    runs.add_data_argument(parser)
+    runs.add_restore_arguments(parser)
     parser.add_argument("--round", type=int, default=None, help="checkpoint (default: each run's newest)")
 
 
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> None:
     found: dict[str, dict[str, float]] = {}
     names: dict[str, str] = {}  # of the lines, with their methods
     for run, name in zip(chosen, titles.runs([run.config for run in chosen]), strict=True):
-        trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir)
+        trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir, trust=arguments.trust)
         if trained.models is None:
             raise UserError(f"{run.path}: {run.config.strategy} keeps one model; the spread is of K models")
         found[f"{run.name}, round {trained.round}"] = by_layer(trained.models, trained.model.layers())

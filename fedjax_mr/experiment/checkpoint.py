@@ -31,6 +31,8 @@ from fedjax_mr.experiment.processes import ALONE, Processes
 
 MANIFEST = "manifest.json"
 _PARTIAL, _DISCARDED, _DAMAGED = ".partial-", ".discarded-", "damaged-"
+_ROUND = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
+_LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}|{re.escape(_DISCARDED)})\d+", re.ASCII)
 
 
 class Checkpoints:
@@ -54,7 +56,7 @@ class Checkpoints:
     def _numbered(self) -> list[int]:
         """Return the numbers that are names of folders, ascending."""
         names = (path.name for path in self.folder.glob("*/"))
-        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+        return sorted(int(name) for name in names if _ROUND.fullmatch(name))
 
     def latest(self) -> int | None:
         """Return the newest round that has a checkpoint, or None."""
@@ -143,8 +145,9 @@ class Checkpoints:
             folder.rename(self.folder / f"{_DISCARDED}{round}")
 
     def _sweep(self) -> None:
-        for leftover in (*self.folder.glob(f"{_PARTIAL}*"), *self.folder.glob(f"{_DISCARDED}*")):
-            shutil.rmtree(leftover)
+        for leftover in self.folder.iterdir():
+            if _LEFTOVER.fullmatch(leftover.name):  # other names are not ours to remove
+                shutil.rmtree(leftover)
 
     def newest_whole(self) -> tuple[int, list[str]]:
         """Return the newest round whose checkpoint is whole, and a line on each damaged one that is newer.

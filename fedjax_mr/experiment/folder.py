@@ -57,9 +57,11 @@ class RunFolder:
           made: the folders that were made for it, deepest first; `withdraw` removes them.
 
         Raises:
-          UserError: the folder cannot be written, another process is at work in it, or the metrics of its run are
-            damaged.
+          UserError: the folder cannot be written or holds links, another process is at work in it, or the metrics of
+            its run are damaged.
         """
+        if resumed:
+            files.refuse_links(path)
         self.path = path
         self.resumed = self.to_keep = resumed
         self.writes = writes
@@ -235,7 +237,7 @@ class RunFolder:
         """Remove the info of all rounds but these."""
         kept = {f"{round}.npz" for round in rounds}
         for path in (self.path / "info").glob("*.npz") if self.writes else ():
-            if path.name not in kept:
+            if path.name not in kept and path.stem.isdecimal():  # other names are not ours to remove
                 path.unlink()
 
     def _rewrite(self) -> None:
@@ -469,7 +471,7 @@ def lock_file(path: Path) -> int:
       TakenError: another process has locked it.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise UserError(f"cannot write into {path.parent} ({error.strerror})") from None
     try:

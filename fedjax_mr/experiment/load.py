@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import data, given
+from fedjax_mr import data, files, given
 from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData, Split, plan
 from fedjax_mr.data.facts import Facts
@@ -40,6 +40,7 @@ def load(
     dataset: Dataset | None = None,
     data_dir: str | None = None,
     round: int | None = None,
+    trust: bool = False,
 ) -> "SavedRun":
     """Return the run that a folder holds; its networks are read when they are asked for.
 
@@ -50,11 +51,16 @@ def load(
         of some strategies need them.
       data_dir: where the data set is now, likewise; None: where it was.
       round: of which checkpoint; None: the newest.
+      trust: run the Python files that the run was made with (its ``--import``, or the copies in the folder). Loading
+        then runs their code, so use it only for folders from people you trust. Not needed for code that this process
+        has imported already.
 
     Raises:
-      UserError: it is no run folder, or the samples are not those of the run.
+      UserError: it is no run folder, holds links, needs code that is not trusted, or the samples are not those of the
+        run.
     """
-    config, own = configuration.load_code(folder), Own.of(dataset, model)
+    files.refuse_links(folder)
+    config, own = configuration.load_code(folder, trust=trust), Own.of(dataset, model)
     for flag in own.flags:
         if not given.is_given(name := getattr(config, flag)):
             raise UserError(f"{folder} was made with --{flag}={name}: leave out {flag}=")

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from fedjax_mr import config as configuration
+from fedjax_mr import files, load
+from fedjax_mr.analysis import runs
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import folder as folder_module
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, runs_by_settings
 
@@ -171,6 +174,52 @@ def test_overwrite_follows_no_link_out_of_the_folder():
     (path / "tensorboard").symlink_to(Path("kept").absolute())
     begun(Config(run_dir="a", overwrite=True))
     assert Path("kept/file").read_text() == "mine" and not (path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["info", "checkpoints", "metrics.jsonl", "config.json", "checkpoints/10", "info/3.npz"]
+)
+def test_a_run_folder_with_a_link_in_it_is_refused_and_what_it_leads_to_stays(name):
+    path = a_run(Config(run_dir="a"))
+    Path("a/info").mkdir()
+    np.savez("a/info/3.npz", x=1)
+    target = Path("outside").absolute()
+    (path / name).rename(target)
+    if target.is_dir():
+        (target / "1.npz").write_text("mine")
+        (target / ".partial-thesis").mkdir()
+    (path / name).symlink_to(target)
+    before = {each: each.stat().st_mtime_ns for each in [target, *target.rglob("*")]}
+    for call in (lambda: RunFolder.open(Config(run_dir="a", resume=True)), lambda: load("a"), lambda: runs.read(["a"])):
+        assert error_of(call).startswith(f"a/{name} is a symbolic link, and a run folder must hold its files itself")
+    assert before == {each: each.stat().st_mtime_ns for each in [target, *target.rglob("*")]}
+
+
+def test_a_lock_or_a_temporary_file_that_is_a_link_leads_nowhere():
+    path = a_run(Config(run_dir="a"))
+    (path / ".lock").unlink()
+    (path / ".lock").symlink_to(Path("made").absolute())
+    assert "cannot write into a" in error_of(folder_module.lock, path)
+    Path("kept").write_text("mine")
+    Path(f".summary.{os.getpid()}.json").symlink_to("kept")
+    with files.whole("summary.json") as temporary:
+        temporary.write_text("{}")
+    assert not Path("made").exists() and Path("kept").read_text() == "mine"
+
+
+def test_only_names_of_rounds_are_removed():
+    path = a_run(Config(run_dir="a"))
+    for name in (".partial-7", ".discarded-8", ".partial-thesis", ".discarded-", ".partial-7b"):
+        (path / "checkpoints" / name).mkdir()
+    folder = RunFolder.open(Config(run_dir="a", resume=True))
+    folder.write_info(10, {"x": np.ones(1)})
+    folder.write_info(5, {"x": np.ones(1)})
+    (path / "info" / "notes.npz").write_text("mine")
+    folder.keep_info([10])
+    Checkpoints(path / "checkpoints").save(15, {"w": np.ones(2)}, {})
+    assert {each.name for each in (path / "info").iterdir()} == {"10.npz", "notes.npz"}
+    left = {each.name for each in (path / "checkpoints").iterdir()}
+    assert left == {"10", "15", ".partial-thesis", ".discarded-", ".partial-7b"}
 
 
 def test_resume_takes_the_given_folder_or_the_newest_of_the_same_configuration():
