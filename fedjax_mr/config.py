@@ -419,11 +419,7 @@ def load(folder: Path | str) -> Config:
 
 
 def load_code(folder: Path | str, *, trust: bool = False) -> Config:
-    """Return the configuration of a run folder after importing the code that it needs.
-
-    Args:
-      folder: the run folder.
-      trust: import code that this process has not imported yet, see `imports.load_recorded`.
+    """Return the configuration of a run folder after importing the code that it needs, if ``trust`` allows it.
 
     Raises:
       UserError: as `load` and `imports.load_recorded`.

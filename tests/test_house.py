@@ -32,7 +32,7 @@ FREE = {"errors", "files", "given", "interrupts", "platforms", "registry", "sett
 MAY_IMPORT = {
     "__init__": {"config", "data", "engine.local", "experiment", "models", "strategies"},
     "main": {"config", "experiment", "imports", "manual"},
-    "export": {"experiment"},
+    "export": {"experiment", "imports"},
     "deploy": {"checks", "config", "data", "engine", "experiment", "imports", "models", "secure", "strategies"},
     "testing": {"data", "engine", "experiment", "imports", "models", "strategies"},
     "manual": {"config", "data", "models", "strategies"},
