@@ -45,6 +45,7 @@ def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
     elif any((run.folder / "config.json").exists() for run in runs):
         command.append("--overwrite")
     first.folder.parent.mkdir(parents=True, exist_ok=True)
+    out_of_memory = _kills_for_memory()
     with (
         log_of(first).open("w", encoding="utf-8") as log,
         # A process group of its own: Ctrl-C in a terminal reaches the sweep alone, and the run exactly once.
@@ -56,9 +57,39 @@ def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
                 code = process.wait(SECONDS_PER_LOOK)
                 break
             look()
+        if code < 0 and not stopped:
+            print(f"fedjax-mr: {_killed(-code, out_of_memory)}", file=log)  # the process cannot say it any more
     if stopped:
         raise Interrupted("stopped; the same command goes on", 128 + stopped[0])
     return code if code >= 0 else ABORTED
+
+
+def _killed(number: int, out_of_memory: int | None) -> str:
+    """Say which signal ended a process, and whether it was for lack of memory.
+
+    Args:
+      number: of the signal.
+      out_of_memory: `_kills_for_memory` when the process began.
+    """
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = f"signal {number}"
+    if number != signal.SIGKILL or out_of_memory is None or _kills_for_memory() == out_of_memory:
+        return f"killed by {name}"
+    return f"killed by {name}: the memory was exhausted; a smaller --batch_size, --cohort or --lanes needs less"
+
+
+def _kills_for_memory() -> int | None:
+    """Return how many processes Linux has killed because memory ran out, in a container also those outside it.
+
+    None where the system does not tell.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, is_taken, read_rows, run_state, saved_round
 from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.sweep import process as process_of_a_run
 from fedjax_mr.sweep import runs as runs_of_a_sweep
 from fedjax_mr.sweep.__main__ import main
 from fedjax_mr.sweep.bar import Bar
@@ -241,13 +242,27 @@ def test_a_sweep_that_cannot_write_says_so(capsys):
     assert "cannot write into file/runs" in capsys.readouterr().err
 
 
-def test_a_run_that_is_killed_has_aborted(monkeypatch, capsys):
-    python = Path("python")
-    python.write_text("#!/bin/sh\nkill -9 $$\n")
+@pytest.mark.parametrize(
+    ("number", "kills", "said"),
+    [
+        ("KILL", [3, 3], "killed by SIGKILL (exit code 1; "),
+        ("KILL", [3, 4], "killed by SIGKILL: the memory was exhausted; a smaller --batch_size, --cohort or --lanes"),
+        ("KILL", [None], "killed by SIGKILL (exit code 1; "),
+        ("SEGV", [3, 4], "killed by SIGSEGV (exit code 1; "),
+        ("40", [3], "killed by signal 40 (exit code 1; "),
+    ],
+)
+def test_a_run_that_is_killed_has_aborted_and_the_signal_is_named(number, kills, said, monkeypatch, capsys):
+    """Also after words of its own, which stay in its log."""
+    python, kills = Path("python"), iter(kills)
+    python.write_text(f"#!/bin/sh\necho its own words\nkill -{number} $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python.resolve()))
+    monkeypatch.setattr(process_of_a_run, "_kills_for_memory", lambda: next(kills))
     assert main(TINY) == 1
-    assert "it said nothing (exit code 1; " in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+    (log,) = Path("runs/sweep").glob("*.log")
+    assert log.read_text().startswith("its own words\nfedjax-mr: killed by ")
 
 
 @pytest.mark.slow
