@@ -30,7 +30,8 @@ tuning() { sweep tuning --seeds=10 --grid=lr=0.02,0.05,0.1 "$@"; }
 tuning "${one[@]}" --strategies=fedavg,ditto,fedrep,fedper,lgfedavg,pfedme,perfedavg,local
 tuning "${norm[@]}" --strategies=fedavg,fedbn
 tuning --strategies=fedme,local
-tuning --projection=64 --strategies=fedproto,fedtgp # they need representations of one width
+prototypes=(--projection=64 --fedproto_evaluate=prototypes) # they need representations of one width
+tuning "${prototypes[@]}" --strategies=fedproto,fedtgp
 sweep tuning --seeds=10 "${bayes[@]}" --grid=pfedbayes_lr=0.001,0.003,0.01
 # 2. Three seeds at each one's own rate
 table() { # learning rate, then flags
@@ -41,8 +42,8 @@ table() { # learning rate, then flags
 table 0.1 "${one[@]}" --strategies=fedavg,fedrep,pfedme,perfedavg
 table 0.02 "${one[@]}" --strategies=ditto,lgfedavg,local
 table 0.05 "${one[@]}" --strategies=fedper
-table 0.1 --projection=64 --strategies=fedproto
-table 0.05 --projection=64 --strategies=fedtgp
+table 0.1 "${prototypes[@]}" --strategies=fedproto
+table 0.05 "${prototypes[@]}" --strategies=fedtgp
 table 0.02 "${norm[@]}" --strategies=fedavg,fedbn
 table 0.1 --strategies=fedme,local
 table 0.05 "${bayes[@]}" --pfedbayes_lr=0.001

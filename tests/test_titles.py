@@ -37,7 +37,10 @@ def test_every_network_has_a_name():
             {"dataset": "my/faces.npz", "model": "pfedhr_m1,mlp", "partition": "classes", "server_optimizer": "yogi"},
             "FedMR + server yogi: faces, 2 classes per client, M1 + MLP, seed 0",
         ),
-        ({"dataset": "emnist/letters", "seed": 3, "alpha": 10.0}, "FedMR: EMNIST letters, Dirichlet(10.0), CNN, seed 3"),
+        (
+            {"dataset": "emnist/letters", "seed": 3, "alpha": 10.0},
+            "FedMR: EMNIST letters, Dirichlet(10.0), CNN, seed 3",
+        ),
     ],
 )
 def test_a_run(changes, name):

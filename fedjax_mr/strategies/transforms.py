@@ -11,6 +11,12 @@ The exchange. Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation th
 Layer-wise Model Recombination, KDD 2024, Appendix B (secure recombination). secure/exchange.py says how far it hides
 owners, and from whom it does not; secure/messages.py has the real encrypted messages.
 
+Momentum and K models. Momentum beta adds up about 1 / (1 - beta) changes of the parameters. FedAvgM's change is a mean
+over the clients of a round, which momentum smooths further. In FedMR and FedCross the change of one of K models is that
+of one client, which no mean has smoothed: with beta 0.9 and rate 1 every such step becomes ten times as long, and
+training ends at chance or diverges. So the default rate of momentum is 1 - beta for a server that keeps K models, and
+1 for one that keeps a single model.
+
 Deviations. The papers of the optimizers know one global model; here each of K models has an optimizer of its own. They
 leave BatchNorm open; here its statistics are those of the inner strategy, since a step beyond a mean of variances could
 be negative. The paper of the exchange knows FedMR alone.
@@ -33,7 +39,7 @@ from fedjax_mr.strategies.base import Exchange, Info, Parcels, Payload, Problem,
 # --- An optimizer on the server --------------------------------------------------------------------------------------
 
 LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
-"""The default learning rate of each optimizer: Hsu et al. 2019; Flower's FedAdam, FedYogi and FedAdagrad."""
+"""The default learning rate of each optimizer for a server of one model: Hsu et al. 2019; Flower's others."""
 
 
 class State(NamedTuple):
@@ -134,8 +140,23 @@ def _name_of_models(state: base.State) -> str:
     )
 
 
+def keeps_several(inner: Strategy) -> bool:
+    """Return whether the server of a strategy keeps K models instead of one.
+
+    Raises:
+      UserError: it keeps something else, so that it takes no optimizer.
+    """
+    return _name_of_models(jax.eval_shape(inner.init, jax.random.key(0))) == "models"
+
+
 def make_server_optimizer(
-    name: str, *, lr: float | None = None, momentum: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
+    name: str,
+    *,
+    lr: float | None = None,
+    momentum: float = 0.9,
+    beta2: float = 0.99,
+    tau: float = 1e-3,
+    several: bool = False,
 ) -> optax.GradientTransformation:
     """Return an optimizer for `server_optimizer` by its name.
 
@@ -144,12 +165,14 @@ def make_server_optimizer(
 
     Args:
       name: one of `LEARNING_RATES`.
-      lr: learning rate; None: that of `LEARNING_RATES`.
+      lr: learning rate. Defaults to 1 - momentum for momentum on K models, otherwise to that of `LEARNING_RATES`.
       momentum: beta of momentum, beta_1 of the others. Reddi et al. run FedAdagrad with 0.
       beta2: beta_2 of adam and yogi.
       tau: tau of adam, yogi and adagrad.
+      several: whether the server keeps K models (`keeps_several`).
     """
-    lr = LEARNING_RATES[name] if lr is None else lr
+    if lr is None:
+        lr = 1 - momentum if several and name == "momentum" else LEARNING_RATES[name]
     if name == "momentum":
         return optax.sgd(lr, momentum=momentum)
     return optax.chain(adaptive(name, beta1=momentum, beta2=beta2, tau=tau), optax.scale_by_learning_rate(lr))

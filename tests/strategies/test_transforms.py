@@ -14,6 +14,7 @@ from fedjax_mr import main, trees
 from fedjax_mr.config import Config
 from fedjax_mr.engine.round import dispatch, server_update
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import build_strategy
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Row, Strategy, Traffic, fedavg, fedcross, indep
 from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, secure_exchange, server_optimizer
@@ -141,13 +142,30 @@ def test_fedcross_with_momentum_is_momentum_per_model(transcription):
 
 def test_the_default_learning_rates_are_those_of_the_help():
     (setting,) = [each for each in dataclasses.fields(Config) if each.name == "server_lr"]
-    assert "none: 1 (momentum), 0.1 (adam, adagrad) or 0.01 (yogi)" in setting.metadata["fedjax_mr"].help
+    text = "none: 1 (momentum; 1 - --server_momentum for methods that keep several models), 0.1 (adam, adagrad) or 0.01"
+    assert text in setting.metadata["fedjax_mr"].help
     assert LEARNING_RATES == {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
     params, gradient = {"a": jnp.zeros(2)}, {"a": jnp.asarray([0.3, -0.2])}
     for name, lr in LEARNING_RATES.items():
         default, same = make_server_optimizer(name), make_server_optimizer(name, lr=lr)
         first, second = (each.update(gradient, each.init(params), params)[0]["a"] for each in (default, same))
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("inner, rate", [("fedavg", 1.0), ("fedcross", 0.25), ("fedmr", 0.25)])
+def test_momentum_of_k_models_keeps_the_length_of_a_step(problem, inner, rate):
+    """Each of K models moves by one client's change; momentum beta adds up 1 / (1 - beta) of them."""
+    chosen = Config(strategy=inner, server_optimizer="momentum", server_momentum=0.75)
+    plain, wrapped = inner_strategy(inner, problem), build_strategy(chosen, problem)
+    state = jax.jit(plain.init)(jax.random.key(0))
+    uploads = {"model": random_like(repeated(jax.jit(problem.model.init)(jax.random.key(1))), scale=5.0)}
+    arguments = uploads, cohort_of(problem), jnp.int32(1), jax.random.key(2)
+    new, _ = jax.jit(plain.server_update)(state, *arguments)
+    found, _ = jax.jit(wrapped.server_update)(jax.jit(wrapped.init)(jax.random.key(0)), *arguments)
+    (name,) = [name for name, value in state._asdict().items() if value is not None]
+    old, new, ours = (getattr(each, name)["params"] for each in (state, new, found.inner))
+    expected = jax.tree.map(lambda old, new: old + rate * (new - old), old, new)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, expected)
 
 
 # --- What is the inner strategy's -----------------------------------------------------------------------------------
