@@ -17,10 +17,11 @@ What is not shared is never sent. There is no global model; a client's own is th
 Deviations. Shared parts are weighted by the clients' numbers of samples, as in our FedAvg (the authors of LG-FedAvg and
 FedBN: equally). FedRep: both of its phases compute the gradient of the whole network and use a part of it; BatchNorm
 statistics move in both; its last round, in which all clients train their heads once more, is --finetune_epochs here,
-which trains the whole network. While FedRep's shared part trains, the head stands still. In the authors' code it coasts:
-one optimizer serves both phases, and in the PyTorch that its requirements name (0.4.1) the head's gradient becomes zero
-instead of None, so the optimizer goes on moving the head by its momentum and weight decay. LG-FedAvg starts from fresh networks, there from a FedAvg checkpoint; the released code
-tests each client with the best of its past rounds by test accuracy, here it is the last.
+which trains the whole network. While FedRep's shared part trains, the head stands still. In the authors' code it
+coasts: one optimizer serves both phases, and in the PyTorch that its requirements name (0.4.1) the head's gradient
+becomes zero instead of None, so the optimizer goes on moving the head by its momentum and weight decay. LG-FedAvg
+starts from fresh networks, there from a FedAvg checkpoint; the released code tests each client with the best of its
+past rounds by test accuracy, here it is the last.
 """
 
 import dataclasses

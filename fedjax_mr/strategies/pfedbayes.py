@@ -15,9 +15,9 @@ small), and like all optimizers here it starts anew in every round. There is no 
 said of code is that of an unofficial one. It divides the divergence by the samples of a client's mini-batches in a
 round in place of n, and draws noise of standard deviation 0.001 in place of 1, which leaves next to nothing of the
 distributions; it tests networks drawn so. In each divergence it takes the standard deviations of the other distribution
-from that one's last draw, which is older than its last step; here they are the present ones, as in Algorithm 1. A client's q begins as the first p that it receives. Clients are weighted by
-their numbers of samples, as in that code (the paper: equally). BatchNorm statistics are those of the networks drawn
-from q; the server averages them.
+from that one's last draw, which is older than its last step; here they are the present ones, as in Algorithm 1. A
+client's q begins as the first p that it receives. Clients are weighted by their numbers of samples, as in that code
+(the paper: equally). BatchNorm statistics are those of the networks drawn from q; the server averages them.
 """
 
 import dataclasses

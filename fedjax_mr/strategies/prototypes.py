@@ -9,9 +9,9 @@ Contrastive Learning for Data and Model Heterogeneity in Federated Learning, AAA
 
 A client trains its network on the cross-entropy plus lambda |z - p_y|^2 / d, where z [d] is the representation of a
 sample and p_y the server's prototype of its class; a class that has none yet adds nothing. All networks end in
-representations of one width d. There is no global model. A client's own model is its network with one of two heads:
-its own (``evaluate=head``), or one that answers with the class of the nearest prototype (``evaluate=prototypes``), a
-dense layer of the columns 2 p_c and the biases -|p_c|^2. The loss of the latter in the metrics is that of the softmax of
+representations of one width d. There is no global model. A client's own model is its network with one of two heads: its
+own (``evaluate=head``), or one that answers with the class of the nearest prototype (``evaluate=prototypes``), a dense
+layer of the columns 2 p_c and the biases -|p_c|^2. The loss of the latter in the metrics is that of the softmax of
 minus the squared distances.
 
 FedTGP's server takes steps of SGD on -log(exp(-|p - g_y| - margin) / (exp(-|p - g_y| - margin) + sum over the other
@@ -33,11 +33,11 @@ one that no client has ever had gets none (FedTGP's code sends what its network 
 prototypes are means over all its training samples after its training; FedProto's code collects them batch by batch
 while the network still moves, without the last batch of an epoch if it is not full; FedTGP's code collects them before
 it stores the trained model, so they are of the model before this round. FedProto's code lets a client answer only with
-classes that it has; here all known prototypes compete. FedProto weights clients by their
-samples of the class; its code equally (``weights=uniform``). The distance of two equal prototypes has the gradient
-zero; in FedTGP's code, which also takes the root of what rounding can make negative, it is not a number. Not
-reproduced: FedProto's printed accuracy with prototypes, a count that goes on from client to client and begins with what
-the heads got right; FedTGP's printed result, that of the best round by test accuracy.
+classes that it has; here all known prototypes compete. FedProto weights clients by their samples of the class; its code
+equally (``weights=uniform``). The distance of two equal prototypes has the gradient zero; in FedTGP's code, which also
+takes the root of what rounding can make negative, it is not a number. Not reproduced: FedProto's printed accuracy with
+prototypes, a count that goes on from client to client and begins with what the heads got right; FedTGP's printed
+result, that of the best round by test accuracy.
 """
 
 import dataclasses
