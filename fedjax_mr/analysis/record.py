@@ -43,10 +43,15 @@ OTHERS = (
         "fedprox", "scaffold", "moon", "fedgen", "clusamp", "fedexp", "fedasam", "fedmut",
         "fedntd", "fedgamma", "fedlc",
     )),
-    ("--strategy=scaffold", "--scaffold_variant=authors"),  # the form behind the papers' number
+    ("--strategy=scaffold", "--scaffold_variant=authors"),
+    ("--strategy=fedexp", "--fedexp_variant=authors", "--fedexp_epsilon=0.1"),
     *((f"--strategy={method}", f"--server_optimizer={optimizer}")
       for method in ("fedavg", "fedcross") for optimizer in ("momentum", "adam", "yogi", "adagrad")),
+    ("--strategy=fedcross", "--server_optimizer=momentum", "--server_lr=1"),
 )  # fmt: skip
+# The papers' numbers of these methods are of variant=authors, so that of variant=paper neither replicates nor refutes
+# them.
+TWO_FORMS = ("scaffold", "fedexp")
 # The papers state no number of rounds. Where clients differ most, accuracies still rise at the end of the flag file's.
 LONG_SETTING, USUAL_ROUNDS, LONG_ROUNDS = ("CIFAR-10", "Dirichlet(0.1)"), 500, 1000
 # A mean replicates within POINTS of the paper's, or within so many of our standard deviations.
@@ -191,10 +196,17 @@ class Record(NamedTuple):
 
 
 def _name(config: Config) -> str:
-    """Return the title of a method, and its form where it is the one that the papers' authors ran."""
+    """Return the title of a method, its form where the papers ran another one, and a rate of its server's optimizer."""
     facts = titles.facts(config)
-    as_released = facts.get(f"{config.strategy}_variant") == "authors"
-    return f"{titles.method(facts)}, variant=authors" if as_released else titles.method(facts)
+    name, variant = titles.method(facts), facts.get(f"{config.strategy}_variant")
+    if variant == "authors" or config.strategy in TWO_FORMS:
+        name += f", variant={variant}"
+    return name if config.server_lr is None else f"{name}, server_lr={config.server_lr:g}"
+
+
+def _is_other_form(cell: Cell) -> bool:
+    """Return whether the papers' numbers beside a cell are of another form of its method."""
+    return cell.method in [f"{_title(method)}, variant=paper" for method in TWO_FORMS]
 
 
 def _title(method: str) -> str:
@@ -280,7 +292,8 @@ def setting_table(record: Record) -> str:
     for cell in sorted([*main, *record.others], key=lambda cell: -(cell.own.mean or 0.0)):
         lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
         bytes = f"{_bytes(cell) / _bytes(fedavg):.1f}" if cell.by_seed and fedavg.by_seed else ""
-        rows.append([cell.method, _own(cell), _papers(cell), _outcome(cell), str(lead or ""), bytes])
+        outcome = "papers ran variant=authors" if _is_other_form(cell) else _outcome(cell)
+        rows.append([cell.method, _own(cell), _papers(cell), outcome, str(lead or ""), bytes])
     head = ["method", "ours", "papers", "verdict", "points above FedAvg, seeds in common", "bytes, times FedAvg's"]
     return tables.markdown([head, *rows])
 
