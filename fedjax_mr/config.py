@@ -162,8 +162,7 @@ class Config:
         None, "learning rate of --server_optimizer; none: 1 (momentum; 1 - --server_momentum for methods that keep "
         "several models), 0.1 (adam, adagrad) or 0.01 (yogi)",
         low=0, open_low=True,
-        source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; several models: "
-               "our choice")
+        source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours")
     server_momentum: float = _federation(
         0.9, "momentum's beta, and beta_1 of adam, yogi and adagrad",
         low=0, high=1, open_high=True, source="Hsu et al. 2019; Reddi et al. 2021")
