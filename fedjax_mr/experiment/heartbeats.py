@@ -42,12 +42,14 @@ class Heartbeats:
         self.index = index
         self.others = [process for process in range(count) if process != index]
         self.on_silence = on_silence
+        self._answers = 0  # of the store
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
 
     def start(self) -> None:
         """Begin to count."""
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
     def stop(self, *, left: bool) -> None:
         """Stop counting; ``left`` tells the others that nothing is missing, otherwise this process is soon lost."""
@@ -61,7 +63,7 @@ class Heartbeats:
         since = dict.fromkeys(self.others, 0)
         for beat in itertools.count(1):
             if not self._say(str(beat)):
-                return  # process 0 is gone, and with it the store; JAX ends whoever is left
+                return  # the store is gone, and JAX ends this process
             for process in self.others:
                 said = self._hear(process)
                 if said != heard[process]:
@@ -73,11 +75,23 @@ class Heartbeats:
             if self._stop.wait(BEAT_SECONDS):
                 return
 
+    def _watch_store(self) -> None:
+        """Report process 0 as lost when the store, which is on its machine, does not answer at all."""
+        answers = silent_beats = 0
+        while self._thread.is_alive():
+            silent_beats = silent_beats + 1 if answers == self._answers else 0
+            answers = self._answers
+            if silent_beats > SILENT_BEATS:
+                self.on_silence([0])
+                return
+            time.sleep(BEAT_SECONDS)
+
     def _say(self, text: str) -> bool:
         try:
             self.client.key_value_set(f"{FOLDER}/{self.index}", text, allow_overwrite=True)
         except jax.errors.JaxRuntimeError:
             return False
+        self._answers += 1
         return True
 
     def _hear(self, process: int) -> str:
@@ -85,6 +99,8 @@ class Heartbeats:
             return self.client.key_value_try_get(f"{FOLDER}/{process}")
         except jax.errors.JaxRuntimeError:  # has not begun
             return ""
+        finally:
+            self._answers += 1
 
 
 def watch(client: Any, index: int, count: int) -> None:

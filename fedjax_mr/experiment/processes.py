@@ -7,6 +7,7 @@ place that a cluster gives a process, so `_coordination` and `_found_place` reac
 processes need that.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -23,7 +24,7 @@ import jax
 
 from fedjax_mr import interrupts
 from fedjax_mr.errors import LostError, UserError
-from fedjax_mr.experiment import heartbeats, rendezvous
+from fedjax_mr.experiment import coordination, heartbeats, rendezvous
 
 HEARTBEAT_SECONDS = 60  # after which JAX aborts the others; `heartbeats` has noticed long before, and says what to do
 SHUTDOWN_SECONDS = 20  # how long a process that has ended waits for the others
@@ -143,6 +144,7 @@ class Processes:
             if not lost:
                 raise
             reason = " ".join(str(error).split())[:160]
+            _found_lost.extend(lost)
             raise LostError(heartbeats.lost_line(lost, self.count, reason)) from None
 
     def _roll_call(self) -> list[int]:
@@ -163,6 +165,7 @@ class Processes:
 
 
 ALONE = Processes(0, 1)
+_found_lost: list[int] = []  # processes that a LostError has named
 
 
 def _speaks_of_loss(error: Exception) -> bool:
@@ -176,6 +179,7 @@ def _membership() -> Processes:
     state = _coordination()
     if state.client is None or state.num_processes == 1:
         return ALONE
+    atexit.register(_leave_if_lost)  # called after the end of the heartbeats and before JAX's own
     heartbeats.watch(state.client, state.process_id, state.num_processes)
     return Processes(state.process_id, state.num_processes)
 
@@ -241,32 +245,62 @@ def join_processes(
         place: Place | None = Place(coordinator, num_processes, process_id)
     else:
         place = _found_place(join_timeout)
-    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    if place is not None:
-        rendezvous.meet(
-            place.coordinator_address,
-            process_id=place.process_id,
-            num_processes=place.num_processes,
-            seconds=join_timeout,
-            listen_at=None if bind_address is None else rendezvous.address_of(bind_address)[1],
-        )
     jax.config.update("jax_enable_preemption_service", False)  # the run handles SIGTERM itself
-    options: dict[str, Any] = {}
-    if place is not None:
-        options = dataclasses.asdict(place) | {"cluster_detection_method": "deactivate"}
+    with contextlib.ExitStack() as until_joined:
+        if place is None:
+            options: dict[str, Any] = {"initialization_timeout": join_timeout}
+        else:
+            options = _met(place, join_timeout, until_joined)
+        try:
+            jax.distributed.initialize(
+                **options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS
+            )
+        except ValueError:
+            if place is not None:
+                raise
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(f"cannot join the other processes ({' '.join(str(error).split())[:200]})") from None
+    return _membership() if jax.distributed.is_initialized() else ALONE
+
+
+def _met(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dict[str, Any]:
+    """Wait for the other processes; return what `jax.distributed.initialize` needs to connect to the service.
+
+    Process 0 also starts the service. It ends again if ``until_joined`` is left by an exception.
+    """
+    host, port = rendezvous.address_of(place.coordinator_address)
+    meeting = functools.partial(
+        rendezvous.meet,
+        place.coordinator_address,
+        process_id=place.process_id,
+        num_processes=place.num_processes,
+        seconds=seconds,
+    )
+    options = dataclasses.asdict(place) | {
+        "cluster_detection_method": "deactivate",
+        "initialization_timeout": CONNECT_SECONDS,
+    }
+    if place.process_id > 0:
+        meeting()
+        return options
+    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        host, port = rendezvous.address_of(given)
+    else:
+        host = rendezvous.listening_address(host)
+    serve = until_joined.enter_context(coordination.prepared())
+    meeting(listen_at=(host, port))
     try:
-        jax.distributed.initialize(
-            **options,
-            initialization_timeout=join_timeout if place is None else CONNECT_SECONDS,
+        serve(
+            coordinator_bind_address=f"[{host or '::'}]:{port}" if ":" in (host or "::") else f"{host}:{port}",
+            num_processes=place.num_processes,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
-    except ValueError:
-        if place is not None:
-            raise
-    except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"cannot join the other processes ({' '.join(str(error).split())[:200]})") from None
-    return _membership() if jax.distributed.is_initialized() else ALONE
+    except ChildProcessError as error:
+        raise UserError(
+            f"cannot listen at port {port} of --coordinator any more ({error}): choose another one"
+        ) from None
+    return options | {"coordinator_bind_address": coordination.UNUSED}
 
 
 def _jax_has_started() -> bool:
@@ -308,9 +342,21 @@ def leave(code: int) -> NoReturn:
         try:
             _client().wait_at_barrier("fedjax_mr/leave", ROLL_CALL_SECONDS * 1000)
         except jax.errors.JaxRuntimeError:
-            if _membership().writes:
-                time.sleep(heartbeats.LAST_SECONDS)
-            os._exit(code)
+            _leave_at_once(code)
     elif code:
         interrupts.leave_if_interrupted()  # do not wait for the threads of a download
     sys.exit(code)
+
+
+def _leave_if_lost() -> None:
+    """End a program that has called `run` and met a LostError; JAX would wait for all processes, and then abort."""
+    if _found_lost:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _leave_at_once(LostError.exit_code)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    if _membership().writes:
+        time.sleep(heartbeats.LAST_SECONDS)
+    os._exit(code)

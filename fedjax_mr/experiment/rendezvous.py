@@ -2,10 +2,12 @@
 
 JAX's own way to wait (0.10 to 0.12) hears no Ctrl-C and ends in an abort with a C++ stack when somebody stays away. So
 process 0 first listens at the coordinator's port itself. Everybody, process 0 included, connects, says who it is in one
-line of JSON and gets one line as the answer: all are here, or what is wrong. Then process 0 gives the port to JAX.
+line of JSON and gets one line as the answer: all are here, or what is wrong. Then process 0 gives the port to JAX's
+service (`coordination`). Nobody logs in at this port: keep it in a private network.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import selectors
@@ -40,8 +42,34 @@ def address_of(coordinator: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def listening_address(host: str) -> str:
+    """Choose the address of this machine at which process 0 listens, for the host in ``--coordinator``.
+
+    It is the first address of that host that belongs to this machine, IPv4 before IPv6. It is "", all addresses, where
+    the host is none of this machine's (behind address translation), or where the machine's own name means a loopback
+    address here (as on Debian) and another one elsewhere.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):  # `_ask` reports it, if it stays so
+        return ""
+    own_name = host != "localhost" and host.partition(".")[0] == socket.gethostname().partition(".")[0]
+    for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+        if own_name and ipaddress.ip_address(address[0]).is_loopback:
+            continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+            return str(address[0])
+    return ""
+
+
 def meet(
-    coordinator: str, *, process_id: int, num_processes: int, seconds: float, listen_at: int | None = None
+    coordinator: str,
+    *,
+    process_id: int,
+    num_processes: int,
+    seconds: float,
+    listen_at: tuple[str, int] | None = None,
 ) -> None:
     """Return once all processes are here; all of them call this.
 
@@ -50,7 +78,8 @@ def meet(
       process_id: this one's number.
       num_processes: how many there are.
       seconds: how long to wait.
-      listen_at: the port at which process 0 listens, if it is not that of ``coordinator``.
+      listen_at: the address and port at which process 0 listens; the address "" means all of this machine. Default:
+        `listening_address` and the port of ``coordinator``.
 
     Raises:
       LostError: somebody did not come in time; the message names who, or the address that did not answer.
@@ -59,7 +88,9 @@ def meet(
     host, port = address_of(coordinator)
     waiting = f"within {seconds:g} s (--join_timeout)"
     line = _line(process=process_id, of=num_processes, host=socket.gethostname())
-    hosting = _hosting(listen_at or port, num_processes, seconds) if process_id == 0 else contextlib.nullcontext()
+    hosting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if process_id == 0:
+        hosting = _hosting(*(listen_at or (listening_address(host), port)), num_processes, seconds)
     try:
         with hosting:
             answer = _parse(_ask(host, port, line, time.monotonic() + seconds))
@@ -135,17 +166,16 @@ def _talk(connection: socket.socket, line: bytes, deadline: float) -> bytes:
 
 
 @contextlib.contextmanager
-def _hosting(port: int, num_processes: int, seconds: float) -> Iterator[None]:
-    """Listen at the port in a thread of its own until all have their answer, at the latest until the block ends.
+def _hosting(address: str, port: int, num_processes: int, seconds: float) -> Iterator[None]:
+    """Listen there in a thread of its own until all have their answer, at the latest until the block ends.
 
     Raises:
       UserError: the port is taken.
     """
     try:
-        # As JAX will: at all addresses of this machine.
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, backlog=num_processes, dualstack_ipv6=both)
+        both = address in ("", "::") and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=num_processes, dualstack_ipv6=both)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise UserError(

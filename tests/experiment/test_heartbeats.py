@@ -1,5 +1,6 @@
 """Signs of life: who counts is alive, who stops is lost, who says that it has left is not missed."""
 
+import threading
 import time
 
 import jax
@@ -13,9 +14,11 @@ class Store:
     """The texts of JAX's coordination service."""
 
     def __init__(self):
-        self.texts, self.gone = {}, False
+        self.texts, self.gone, self.answers = {}, False, threading.Event()
+        self.answers.set()
 
     def key_value_set(self, name, text, allow_overwrite):
+        self.answers.wait(20)
         if self.gone:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: no service")
         self.texts[name] = text
@@ -36,6 +39,7 @@ def three(monkeypatch):
         each.start()
     yield store, processes, found
     store.gone = True
+    store.answers.set()
 
 
 def wait_until(true):
@@ -78,6 +82,14 @@ def test_without_the_store_the_thread_ends(three):
     wait_until(lambda: not any(each._thread.is_alive() for each in processes))
     processes[0].stop(left=True)
     assert found == [[], [], []]
+
+
+def test_when_the_store_hangs_process_0_is_lost(three):
+    store, _, found = three
+    wait_until(lambda: beats(store, 1) > 3)
+    store.answers.clear()  # as when the machine of process 0 loses its power: no answer, and no end of the connection
+    wait_until(lambda: all(found))
+    assert found == [[[0]]] * 3
 
 
 def test_the_line_names_who_is_lost_and_the_remedy():

@@ -133,6 +133,41 @@ def test_other_programs_are_told_apart(port, monkeypatch, answer, said):
     assert said in str(error) and "\n" not in str(error)
 
 
+def test_process_0_listens_at_the_given_host_alone(port):
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, port, [0], count=2, seconds=20)
+        assert meet(port, [1], count=2, seconds=20) == [None] and first.result() == [None]
+        for address, reached in (("127.0.0.1", False), ("", True)):
+            with rendezvous._hosting(address, port, 2, 0.1):
+                other = socket.socket()  # 127.0.0.2 is this machine, too
+                assert (other.connect_ex(("127.0.0.2", port)) == 0) == reached
+                other.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "found", "address"),
+    [
+        ("127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
+        ("localhost", ["::1", "127.0.0.1"], "127.0.0.1"),
+        ("alias", ["127.0.0.1"], "127.0.0.1"),
+        ("node1", ["127.0.1.1"], ""),  # as Debian has it; the other machines know another address
+        ("node1.cluster", ["127.0.1.1"], ""),
+        ("node1", ["192.0.2.1"], ""),  # not of this machine: behind address translation
+        ("nobody", [], ""),
+    ],
+)
+def test_where_process_0_listens(monkeypatch, host, found, address):
+    def look_up(*_, **__):
+        if not found:
+            raise socket.gaierror
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(families[":" in each], socket.SOCK_STREAM, 6, "", (each, 0)) for each in found]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert rendezvous.listening_address(host) == address
+
+
 def test_a_port_that_is_taken(port):
     with socket.create_server(("", port)):
         (error,) = meet(port, [0])
