@@ -38,6 +38,31 @@ def whole(path: Path | str) -> Iterator[Path]:
             temporary.unlink()
 
 
+def cache_folder() -> Path | None:
+    """Return the package's folder in the user's cache, which may be deleted at any time; None if the user has no home.
+
+    Containers often run as a user without an entry in the user database and without HOME.
+    """
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "fedjax_mr"
+    try:
+        return Path.home() / ".cache" / "fedjax_mr"
+    except RuntimeError:
+        return None
+
+
+def expanded(path: Path | str) -> Path:
+    """Return a path with the home folder in place of its ``~``.
+
+    Raises:
+      UserError: the user has no home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: the home folder is unknown; set HOME, or give the whole path") from None
+
+
 def sync(path: Path | str) -> None:
     """Return once the content of a file, or the names in a folder, would outlast a power failure.
 

@@ -1,4 +1,4 @@
-"""Ctrl-C in a command: one line and exit code 130, from the first import to the end; and readers that leave.
+"""Ctrl-C in a command: one line and exit code 130, from the first import to the end.
 
 While a command imports, nothing needs to be saved and Ctrl-C ends the process on the spot. Later it is Python's
 KeyboardInterrupt, which closes files on its way out. Where it meets a destructor or a callback (JAX has one in every
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr import streams
+
 EXIT_CODE = 130
-CLOSED_PIPE = 141  # as the shell has it for a program that writes to a closed pipe
 LINE = "fedjax-mr: interrupted\n"
 SECONDS_TO_LEAVE = 0.05  # the callback in which Ctrl-C was swallowed
 _received: list[int] = []  # the signals that became a KeyboardInterrupt
@@ -26,36 +27,31 @@ _received: list[int] = []  # the signals that became a KeyboardInterrupt
 def begin() -> None:
     """Let Ctrl-C end the process at once if it is one of this package's commands, which is now being imported.
 
+    Its standard streams become usable, whatever they are.
+
     Programs that import the package as a library keep their own handling.
     """
-    if _is_command() and _is_default():
+    if not _is_command():
+        return
+    streams.prepare()
+    if _is_default():
         signal.signal(signal.SIGINT, _leave)
         atexit.register(leave_if_interrupted)  # the first to be registered is the last to be called
 
 
 def run(main: Callable[[], int | None]) -> int | None:
-    """Return what the main function of a command returns, 130 after Ctrl-C, or 141 where nobody reads on."""
+    """Return what the main function of a command returns, 130 after Ctrl-C, or a code of `streams.run`."""
     if not _is_default(_leave):
-        return _into_pipe(main)
+        return streams.run(main)
     signal.signal(signal.SIGINT, _raise)
     sys.unraisablehook = _come_again
     try:
-        return _into_pipe(main)
+        return streams.run(main)
     except KeyboardInterrupt:
         sys.stderr.write(LINE)
         return EXIT_CODE
     finally:
         signal.signal(signal.SIGINT, _leave)  # all is saved and said; what is left is to close
-
-
-def _into_pipe(main: Callable[[], int | None]) -> int | None:
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # who read the output has left, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does Python's last flush meet the pipe
-        return CLOSED_PIPE
-    return code
 
 
 def check() -> None:

@@ -26,7 +26,7 @@ from fedjax_mr.strategies import STRATEGIES, Row, by_group
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
 # Leaves of the tree: everybody may use them, they use nobody above.
-FREE = {"errors", "files", "given", "interrupts", "platforms", "registry", "settings", "trees"}
+FREE = {"errors", "files", "given", "interrupts", "platforms", "registry", "settings", "streams", "trees"}
 
 # Downwards only; a room may use its own files. The longest name that fits a module counts.
 MAY_IMPORT = {

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fedjax_mr import interrupts
+from fedjax_mr import interrupts, streams
 from fedjax_mr.deploy import mail, server
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.run import Interrupted
@@ -72,6 +72,7 @@ def test_only_commands_change_what_ctrl_c_does(monkeypatch, first, command_line,
     monkeypatch.setattr(sys, "argv", [first])
     monkeypatch.setattr(sys, "orig_argv", command_line.split())
     monkeypatch.setattr(interrupts.atexit, "register", lambda function: None)
+    monkeypatch.setattr(interrupts.streams, "prepare", lambda: None)
     interrupts.begin()
     assert (signal.getsignal(signal.SIGINT) is interrupts._leave) == expected
 
@@ -84,7 +85,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_traceback(words):
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode == interrupts.CLOSED_PIPE == 141
+    assert process.returncode == streams.CLOSED_PIPE == 141
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,6 @@ from fedjax_mr.data import npz
 FORMAT = 1  # raised when a loader decodes differently
 
 
-def folder() -> Path:
-    """Return the folder of decoded data sets, which may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_mr" / "data"
-
-
 def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the decoded arrays and facts, from the cache if the source's files have not changed since.
 
@@ -29,11 +23,13 @@ def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any
       sources: the files that are decoded; known by path, size and time of change.
       build: decodes them into arrays and what JSON can hold, by name; tuples stay tuples.
     """
+    if (folder := files.cache_folder()) is None:
+        return build()
     digest = hashlib.sha256(f"{FORMAT} {name}".encode())
     for source in sorted(sources):
         status = source.stat()
         digest.update(f"{source.resolve()} {status.st_size} {status.st_mtime_ns}".encode())
-    path = folder() / f"{name.replace('/', '-')}-{digest.hexdigest()[:16]}.npz"
+    path = folder / "data" / f"{name.replace('/', '-')}-{digest.hexdigest()[:16]}.npz"
     try:
         return _read(path)
     except FileNotFoundError:

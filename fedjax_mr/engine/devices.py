@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from fedjax_mr import files
 from fedjax_mr.errors import UserError
 
 CACHE_BYTES = 2 * 1024**3
@@ -100,8 +101,9 @@ def add_xla_flags(flags: Mapping[str, str]) -> None:
 def _use_compilation_cache() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "fedjax_mr" / "xla" / _machine()
+    if (root := files.cache_folder()) is None:
+        return
+    folder = root / "xla" / _machine()
     _remove_half_written(folder)
     # The cache saves time and no more, so that it is no news if an entry cannot be written or read.
     warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache entry", UserWarning)

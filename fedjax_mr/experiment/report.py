@@ -85,17 +85,17 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, done: int = 0, *, quiet: bool = False):
-        """Show the bar at ``done`` of ``total`` rounds; ``quiet`` shows none."""
+        """Show the bar at ``done`` of ``total`` rounds, unless ``quiet`` or where there is no standard error."""
         self._since = (done, 0.0)  # rounds and seconds that the pace does not count
         self._calls = 0
         self._bar = tqdm(
             total=total,
             initial=done,
-            disable=quiet,
+            disable=quiet or sys.stderr is None,
             file=sys.stderr,
             dynamic_ncols=True,
             smoothing=0,
-            mininterval=0.2 if sys.stderr.isatty() else 5.0,  # a log file needs fewer lines
+            mininterval=0.2 if sys.stderr is not None and sys.stderr.isatty() else 5.0,  # a log file needs fewer lines
             bar_format="round {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix}",
             postfix="compiling",
         )

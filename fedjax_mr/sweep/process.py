@@ -58,7 +58,8 @@ def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
                 break
             look()
         if code < 0 and not stopped:
-            print(f"fedjax-mr: {_killed(-code, out_of_memory)}", file=log)  # the process cannot say it any more
+            with contextlib.suppress(OSError):  # the process cannot say it any more; nor can a full disk take it
+                os.write(log.fileno(), f"fedjax-mr: {_killed(-code, out_of_memory)}\n".encode())
     if stopped:
         raise Interrupted("stopped; the same command goes on", 128 + stopped[0])
     return code if code >= 0 else ABORTED

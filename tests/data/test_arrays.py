@@ -119,6 +119,7 @@ def with_nan():
         ({"x": IMAGES.reshape(60, -1) / 1.0}, "little or nothing: give mean=x.mean(0) and std=x.std(0) + 1e-6"),
         ({"x": IMAGES / 16.0}, "divide them (x / 16), or give mean="),
         ({"x": IMAGES * -9.0}, "divide them (x / 2295), or give mean="),
+        ({"x": np.full(IMAGES.shape, 1e30)}, "divide them (x / 1e+30), or give mean=1e+30 and std="),  # and no warning
         ({"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); it must be one number, or one for each of 1 channels"),
         ({"std": 0.0}, "std is 0.0; it must be finite and not 0"),
         ({"mean": np.nan}, "mean is nan; it must be finite"),

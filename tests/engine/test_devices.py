@@ -1,4 +1,4 @@
-"""The compilation cache saves time and never stands in the way."""
+"""The compilation cache saves time and never stands in the way; CPU cores that cannot be used are told."""
 
 import warnings
 

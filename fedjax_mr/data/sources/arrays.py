@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedjax_mr import files
 from fedjax_mr.data import npz
 from fedjax_mr.data.federated import Dataset, first_position
 from fedjax_mr.errors import UserError
@@ -43,7 +44,7 @@ def load(path: Path | str) -> Dataset:
       UserError: the file is missing, empty, truncated, its arrays do not fit together, or it is of another kind: then
         the message says how to make an .npz file of it.
     """
-    path = Path(path).expanduser()
+    path = files.expanded(path)
     if path.suffix in _RECIPES:
         made = path.with_suffix(".npz")
         recipe = _RECIPES[path.suffix].format(file=path, made=made)
@@ -191,7 +192,8 @@ def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
         if x.size and not scaled and _root_mean_square(x) > LARGEST_FLOATS:
             low, high = float(x.min()), float(x.max())
             unit = 255 if 128 < high <= 255 else math.ceil(max(high, -low))
-            remedy = f"divide them (x / {unit}), or give mean={x.mean():.4g} and std={x.std():.4g}"
+            mean, std = x.mean(dtype=np.float64), x.std(dtype=np.float64)  # of squares that float32 cannot hold
+            remedy = f"divide them (x / {unit:.7g}), or give mean={mean:.4g} and std={std:.4g}"
             remedy = "give mean=x.mean(0) and std=x.std(0) + 1e-6" if x.ndim == 2 else remedy
             raise UserError(
                 f"{name} has floating-point values from {low:g} to {high:g}, taken as they are and far above 1, where "
