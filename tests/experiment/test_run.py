@@ -183,9 +183,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
     monkeypatch.setattr(Run, "_advance", interrupt)
     monkeypatch.setattr(plots, "curves", curves)
     monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
-    with pytest.raises(Interrupted, match=r"stopped after round 4 of 6, saved; .*--run_dir=a --resume") as stop:
-        with contextlib.suppress(Exception):  # a loop over seeds that outlives a failure stops, too
-            fmr.run(fmr.Config(**SMALL, run_dir="a"))
+    said = r"stopped after round 4 of 6, saved; .*--run_dir=a --resume"
+    with pytest.raises(Interrupted, match=said) as stop, contextlib.suppress(Exception):  # as a loop over seeds does
+        fmr.run(fmr.Config(**SMALL, run_dir="a"))
     assert stop.value.exit_code == 130
     name = "FedMR: digits, Dirichlet(0.5), logistic regression, seed 0"
     assert drawn == [("a/curves.png", {name: 2}, {name: "fedmr"})]  # of the evaluations so far
