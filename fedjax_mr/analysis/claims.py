@@ -278,12 +278,5 @@ def table(kept: Path) -> str:
     for claim, one, verdict in zip(CLAIMS, found, said, strict=True):
         runs = " and ".join(dict.fromkeys(f"`{chosen.folder}`" for chosen in (claim.better, claim.worse)))
         rows.append([claim.text, claim.source, claim.where, str(one), f"**{verdict}**", runs])
-    head = [
-        "claim",
-        "where it is made",
-        "setting",
-        f"points [{LEVEL:.0%} confidence], seeds in common",
-        "verdict",
-        "kept runs",
-    ]
+    head = ["claim", "where it is made", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict", "kept runs"]
     return tables.markdown([head, *rows])
