@@ -29,7 +29,7 @@ def test_every_network_has_a_name():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"alpha": 1.0}, "FedMR: digits, Dirichlet(1.0), CNN, seed 0"),  # as the flag and the tables have it
+        ({"alpha": 1.0}, "FedMR: digits, Dirichlet(1.0), CNN, seed 0"),  # as in tables
         ({}, "FedMR: digits, Dirichlet(0.5), CNN, seed 0"),
         ({"dataset": "cifar10", "model": "lenet5", "partition": "iid"}, "FedMR: CIFAR-10, IID, LeNet-5, seed 0"),
         ({"strategy": "fedavg", "server_optimizer": "adam"}, "FedAdam: digits, Dirichlet(0.5), CNN, seed 0"),

@@ -1,9 +1,9 @@
 """What papers claim of one method beside another, and how surely the kept runs say so.
 
 A claim compares two settings over the seeds that both have; seeds share division, start and cohorts, so their
-differences are paired. That one setting is better is tested by Student's paired t-test, two-sided; that two are as good
-as each other by two one-sided tests against a margin (TOST). The p-values of a table are corrected by Holm's method over
-its comparisons. One seed allows no test, so it has no verdict.
+differences are paired. That one setting is better is tested by Student's paired t-test, two-sided; that two are as
+good as each other by two one-sided tests against a margin (TOST). The p-values of a table are corrected by Holm's method
+over its comparisons. One seed allows no test, so it has no verdict.
 """
 
 import json
@@ -278,5 +278,6 @@ def table(kept: Path) -> str:
     for claim, one, verdict in zip(CLAIMS, found, said, strict=True):
         runs = " and ".join(dict.fromkeys(f"`{chosen.folder}`" for chosen in (claim.better, claim.worse)))
         rows.append([claim.text, claim.source, claim.where, str(one), f"**{verdict}**", runs])
-    head = ["claim", "where it is made", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict", "kept runs"]
+    points = f"points [{LEVEL:.0%} confidence], seeds in common"
+    head = ["claim", "where it is made", "setting", points, "verdict", "kept runs"]
     return tables.markdown([head, *rows])

@@ -2,9 +2,9 @@
 
 RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one curve, up to the
 last round that all of them have evaluated; n is the number of these seeds. As in the table, a seed that diverged is not
-part of the mean: a cross marks its last evaluation, and the legend counts it. With --best=lr, of each setting only the runs with the learning rate that
-has the best validation accuracy are drawn (see the command best). A method has the same colour and marker in all
-pictures; where all curves are of one method, colours tell its settings apart.
+part of the mean: a cross marks its last evaluation, and the legend counts it. With --best=lr, of each setting only the
+runs with the learning rate that has the best validation accuracy are drawn (see the command best). A method has the same
+colour and marker in all pictures; where all curves are of one method, colours tell its settings apart.
 """
 
 import argparse
@@ -26,6 +26,7 @@ LABELS = {
     "personal_accuracy": "clients' own test accuracy, mean",
     "validation_accuracy": "clients' validation accuracy, mean",
 }  # fmt: skip
+CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +162,7 @@ def _name(name: str, own: Sequence[_Curve]) -> str:
     fewest, most = min(each.seeds for each in own), max(each.seeds for each in own)
     counts = [f"n = {most}" if fewest == most else f"n = {fewest} to {most}"] if most else []
     if diverged := sum(each.diverged for each in own):
-        counts.append(f"× {diverged} diverged")  # the cross of the picture
+        counts.append(f"{CROSS} {diverged} diverged")
     return f"{name} ({'; '.join(counts)})"
 
 

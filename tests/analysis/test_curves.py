@@ -56,7 +56,7 @@ def test_a_seed_that_diverged_is_marked_and_is_not_part_of_the_mean(root, tmp_pa
         if run.config.strategy == "fedavg":
             (run.path / "diverged.txt").write_text("diverged\n")
     drawn = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
-    mr, avg = "FedMR (n = 1 to 2; × 1 diverged)", "FedAvg (× 2 diverged)"
+    mr, avg = f"FedMR (n = 1 to 2; {curves.CROSS} 1 diverged)", f"FedAvg ({curves.CROSS} 2 diverged)"
     assert drawn.panels["Dirichlet(0.1)"][mr] == ([5, 10, 15], pytest.approx([0.1, 0.2, 0.6]))
     assert drawn.panels["Dirichlet(0.1)"][avg][0] == [5, 10, 15]  # all seeds: what there is
     assert drawn.crosses["Dirichlet(0.1)"] == {mr: ([10], [0.2]), avg: ([15], [pytest.approx(0.7)])}
@@ -69,7 +69,9 @@ def test_a_seed_that_diverged_is_marked_and_is_not_part_of_the_mean(root, tmp_pa
     assert main(["curves", str(root), "--panels=alpha", f"--out={tmp_path}"]) == 0
     crosses = [line for line in seen[0].axes[0].get_lines() if line.get_marker() == "x"]
     assert sorted(map(tuple, (line.get_xydata().ravel() for line in crosses))) == [(10, 0.2), (15, pytest.approx(0.7))]
-    assert "FedMR (n = 1 to 2; × 2 diverged)" in [text.get_text() for text in seen[0].legends[0].get_texts()]
+    assert f"FedMR (n = 1 to 2; {curves.CROSS} 2 diverged)" in [
+        text.get_text() for text in seen[0].legends[0].get_texts()
+    ]
 
 
 def test_bands_end_at_what_an_accuracy_can_be(root, tmp_path, monkeypatch):
