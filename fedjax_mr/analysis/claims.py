@@ -2,8 +2,8 @@
 
 A claim compares two settings over the seeds that both have; seeds share division, start and cohorts, so their
 differences are paired. That one setting is better is tested by Student's paired t-test, two-sided; that two are as
-good as each other by two one-sided tests against a margin (TOST). The p-values of a table are corrected by Holm's method
-over its comparisons. One seed allows no test, so it has no verdict.
+good as each other by two one-sided tests against a margin (TOST). The p-values of a table are corrected by Holm's
+method over its comparisons. One seed allows no test, so it has no verdict.
 """
 
 import json
