@@ -140,6 +140,21 @@ def test_personal_results_have_no_empty_panel(tmp_path, figures):
     assert named(only_fine_tuned.axes[0].get_legend()) == ["as trained"]
 
 
+def test_what_is_drawn_of_a_division_does_not_grow_with_its_clients(tmp_path, figures):
+    counts = np.arange(20_000)[:, None] // 40 * np.ones((1, 3), int)  # [N, C]: 500 sizes
+    counts[7] = 100
+    for some in (counts[:20], counts[:1000], counts):
+        plots.partition(some, tmp_path / "a.png")
+    few, all_shown, many = ([figure.axes[0], figure.axes[1].images[0].get_array()] for figure in figures)
+    assert len(few[0].patches) == 20 and few[1].shape == (3, 20)
+    assert len(all_shown[0].patches) == 1 and all_shown[1].shape == (3, 1000)
+    mean, most = many[0].patches
+    assert many[1].shape == (3, 1000) and len(mean.get_data().values) == 1000
+    np.testing.assert_array_equal(many[1][0], [300 / 60, *(np.arange(1, 1000) // 2)])  # 20 clients in each column
+    assert mean.get_data().values[0] == 15 and most.get_data().values[0] == 300
+    assert mean.get_data().edges[-1] == 19_999.5
+
+
 def test_blocks_are_explained(tmp_path, figures):
     plots.strips({"round 1": [[(0, 0, False), (1, 3, True)]]}, tmp_path / "a.png", num_colours=2)
     shapes, owners = figures[0].legends

@@ -9,9 +9,14 @@ import numpy as np
 from fedjax_mr.plots.figure import WIDTH, column, name_axes, picture
 from fedjax_mr.plots.looks import COLOURS, STROKES, look, looks, number_of
 
+MOST_COLUMNS = 1000  # of the division's picture; where there are more clients, neighbours share a column
+
 
 def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: str = "training samples") -> None:
     """Draw the division of the samples: a heat map of clients x classes under the clients' sizes.
+
+    Of more than `MOST_COLUMNS` clients, neighbours share a column, which shows their mean and, in a paler colour
+    above, the size of the largest: the time to draw does not grow with N.
 
     Args:
       counts: [N, C] samples per client and class.
@@ -26,15 +31,28 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
     height = 2.4 + min(6.0, max(1.6, 0.24 * num_classes))
     with picture(path, (WIDTH, height)) as figure:
         sizes, table = figure.subplots(2, 1, sharex=True, height_ratios=(1.3, height - 2.4))
-        sizes.bar(range(num_clients), counts.sum(axis=1), width=0.85 if num_clients <= 200 else 1.0, color=COLOURS[0])
+        edges = np.linspace(0, num_clients, min(num_clients, MOST_COLUMNS) + 1).astype(int)
+        groups, members = edges[:-1], np.diff(edges)
+        of_clients = counts.sum(axis=1)
+        mean = np.add.reduceat(of_clients, groups) / members
+        if num_clients <= 200:
+            sizes.bar(range(num_clients), of_clients, width=0.85, color=COLOURS[0])
+        else:
+            sizes.stairs(mean, edges - 0.5, fill=True, color=COLOURS[0], label="mean")
+        if num_clients > MOST_COLUMNS:
+            most, words = np.maximum.reduceat(of_clients, groups), f"most of {members.max()} neighbouring clients"
+            sizes.stairs(most, edges - 0.5, baseline=mean, fill=True, color=COLOURS[4], alpha=0.5, label=words)
+            sizes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
         name_axes(sizes, y_label=noun.replace(" ", "\n"), title=title)
         sizes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))  # small shares stay visible beside large ones
-        smoothing = "nearest" if num_clients <= 1000 else "antialiased"
-        image = table.imshow(counts.T, aspect="auto", cmap="Blues", norm=norm, interpolation=smoothing)
+        shares = np.add.reduceat(counts, groups, axis=0) / members[:, None]  # [columns, C]
+        norm = PowerNorm(0.5, vmin=0, vmax=max(1, shares.max()))  # small shares stay visible beside large ones
+        extent = (-0.5, num_clients - 0.5, num_classes - 0.5, -0.5)
+        image = table.imshow(shares.T, aspect="auto", cmap="Blues", norm=norm, interpolation="nearest", extent=extent)
         table.set(xlabel="client", ylabel="class", xlim=(-0.5, num_clients - 0.5))
-        for axis, count, most in ((table.xaxis, num_clients, 40), (table.yaxis, num_classes, 20)):
-            axis.set_major_locator(MaxNLocator(min(count, most), integer=True, steps=(1, 2, 5, 10)))
+        ticks = 40 if num_clients <= 100 else 10  # longer numbers need more room
+        for axis, count, at_most in ((table.xaxis, num_clients, ticks), (table.yaxis, num_classes, 20)):
+            axis.set_major_locator(MaxNLocator(min(count, at_most), integer=True, steps=(1, 2, 5, 10)))
         if num_clients <= 200 and num_classes <= 100:  # lines between the cells
             table.set_xticks([client - 0.5 for client in range(1, num_clients)], minor=True)
             table.set_yticks([label - 0.5 for label in range(1, num_classes)], minor=True)
