@@ -10,7 +10,7 @@ from fedjax_mr import interrupts
 
 interrupts.begin()  # before the imports that take seconds
 
-from fedjax_mr import models, strategies, trees
+from fedjax_mr import models, platforms, strategies, trees
 from fedjax_mr.config import Config
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
@@ -25,6 +25,8 @@ from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms
+
+platforms.skip_absent_accelerators()
 
 __version__ = "0.2.0"
 

@@ -16,6 +16,7 @@ from fedjax_mr import files
 from fedjax_mr.errors import UserError
 
 CACHE_BYTES = 2 * 1024**3
+_cpu_devices = -1  # as set here from the cores, so that a later run may want more; -1 is JAX's own default
 MOST_CPU_DEVICES = 64  # unless there are as many cores; hundreds take minutes to start
 PATIENT = {  # seconds: uneven devices may wait long for each other
     "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
@@ -33,11 +34,11 @@ def usable_cores() -> int:
 def set_up_jax(*, devices: int | None, cohort_size: int, num_processes: int = 1) -> None:
     """Set up JAX before it starts: CPU cores as devices, room for their threads, the compilation cache.
 
-    What the user has set (in the environment or through ``jax.config``) is left alone, and so is everything once JAX
-    has started.
+    What the user has set (in the environment or through ``jax.config``) is left alone. Once JAX has started, its number
+    of CPU devices is fixed: a warning says how to get more if cores are idle.
 
     Args:
-      devices: the number of devices asked for, or None.
+      devices: the number of devices asked for, or None, which takes the cores that there are.
       cohort_size: K; more CPU devices than clients would idle.
       num_processes: how many processes share the devices, each with the same number of them.
     """
@@ -51,11 +52,30 @@ def set_up_jax(*, devices: int | None, cohort_size: int, num_processes: int = 1)
     _use_compilation_cache()
     if num_processes > 1:
         add_xla_flags(PATIENT)
+    _use_cores(count, requested=devices is not None)
+
+
+def _use_cores(count: int, *, requested: bool) -> None:
+    """Set the number of CPU devices, unless the user has; warn if JAX has started with fewer and cores will idle.
+
+    JAX can start anew (``jax.extend.backend.clear_backends``), but that would delete the user's arrays.
+    """
+    global _cpu_devices
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    chosen = forced or jax.config.values["jax_num_cpu_devices"] > 0
-    if not chosen:
-        with contextlib.suppress(RuntimeError):  # once JAX has started, take the devices that there are
-            jax.config.update("jax_num_cpu_devices", count)
+    if forced or jax.config.values["jax_num_cpu_devices"] not in (_cpu_devices, -1):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+        _cpu_devices = -1 if requested else count
+    except RuntimeError:  # JAX has started
+        found = jax.local_device_count()
+        if not requested and jax.default_backend() == "cpu" and found < count:
+            warnings.warn(
+                f"JAX had started with {found} CPU device{'s' if found > 1 else ''} before this run, which therefore "
+                f"uses {found} of {count} cores. To use them, start Python with JAX_NUM_CPU_DEVICES={usable_cores()} "
+                "in the environment, or restart it and train before anything else uses JAX",
+                stacklevel=4,  # at the user's call
+            )
 
 
 @contextlib.contextmanager

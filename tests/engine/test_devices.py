@@ -1,10 +1,17 @@
 """The compilation cache saves time and never stands in the way; CPU cores that cannot be used are told."""
 
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import jax
+import pytest
 
 from fedjax_mr.engine import devices
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_entries_cut_short_are_removed_and_unwritable_ones_are_no_news(tmp_path, monkeypatch):
@@ -24,3 +31,55 @@ def test_entries_cut_short_are_removed_and_unwritable_ones_are_no_news(tmp_path,
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+LATE = """
+import warnings, jax
+jax.numpy.zeros(3)
+from fedjax_mr.engine import devices
+devices.usable_cores = lambda: 8
+devices._use_compilation_cache = lambda: None
+
+def run(**options):
+    devices.set_up_jax(**options)
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for options in ({"devices": None, "cohort_size": 5}, {"devices": None, "cohort_size": 1}, {"devices": 5}):
+        run(**{"cohort_size": 5} | options)
+for warning in caught:
+    print(warning.message)
+"""
+
+
+@pytest.mark.parametrize(("chosen", "told"), [(None, 1), ("1", 0)])
+def test_a_program_that_started_jax_before_is_told_of_idle_cores(chosen, told):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment |= {} if chosen is None else {"JAX_NUM_CPU_DEVICES": chosen}
+    ended = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True, check=True)
+    assert len(ended.stdout.splitlines()) == told
+    if told:
+        assert "uses 1 of 5 cores" in ended.stdout and "JAX_NUM_CPU_DEVICES=8" in ended.stdout
+
+
+def test_a_later_run_may_still_have_more_devices(monkeypatch):
+    """As long as JAX has not started; the number that the first run took is not the user's choice."""
+    taken = {"jax_num_cpu_devices": -1}
+    monkeypatch.setattr(devices, "_cpu_devices", -1)
+    monkeypatch.setattr(devices.jax.config, "update", taken.__setitem__)
+    monkeypatch.setattr(type(devices.jax.config), "values", taken, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    for count, requested, expected in ((1, False, 1), (4, False, 4), (2, True, 2), (3, False, 2)):
+        devices._use_cores(count, requested=requested)
+        assert taken["jax_num_cpu_devices"] == expected
+
+
+def test_without_a_home_there_is_no_cache(monkeypatch):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    monkeypatch.setattr(devices.files, "cache_folder", lambda: None)
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        devices._use_compilation_cache()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
