@@ -15,6 +15,8 @@ storage   Limits of file size and small file systems (where this user may mount 
           ones; damaged files. Code 0, or code 2 and one line; when the fault is gone, the same bits as without it.
 files     Forged data sets, partitions and files of run folders; code 2 and one line, or 0 if it is none the worse.
 flags     Bad flags, made from the declarations of the settings; code 2, one line, and nothing left in the folder.
+processes Runs of two or three processes, of which one is killed, frozen or asked to stop; the others end in one line
+          (code 4, or 143), nothing is left at its port, and the resumed run has the bits of an undisturbed one.
 messages  Secure exchanges with one message spoiled: a SecureError at once, which changes nothing, or at the server.
 
 Runs are forks of this process, which has imported everything but not started JAX; pictures are not drawn.
@@ -38,14 +40,24 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401
 from chaos_inputs import files, flags
 from chaos_messages import messages
+from chaos_processes import processes
 from chaos_runs import Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
 
 from fedjax_mr import plots
 from fedjax_mr.engine.devices import add_xla_flags, usable_cores
 from fedjax_mr.strategies import STRATEGIES
 
-ROWS = {"kills": 100, "storage": 60, "files": 240, "flags": 2000, "messages": 2400}  # trials
-SHARES = {"kills": 0.52, "storage": 0.18, "files": 0.14, "flags": 0.14, "messages": 0.02}  # of the time, at most
+ROWS = {  # trials
+    "kills": 100,
+    "storage": 60,
+    "files": 240,
+    "flags": 2000,
+    "messages": 2400,
+    "processes": 12,
+}
+SHARES = {  # of the time, at most
+    "kills": 0.42, "storage": 0.18, "files": 0.14, "flags": 0.14, "messages": 0.02, "processes": 0.1,
+}  # fmt: skip
 
 
 class Trials(NamedTuple):
@@ -115,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
     rows = {
         "kills": Trials(kills, len(STRATEGIES)), "storage": Trials(storage, counts["storage"]),
         "files": Trials(files, counts["files"]), "flags": Trials(flags, counts["flags"]),
-        "messages": Trials(messages, counts["messages"]),
+        "messages": Trials(messages, counts["messages"]), "processes": Trials(processes, counts["processes"]),
     }  # fmt: skip
     failures = []
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:

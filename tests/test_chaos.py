@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FEW = ["--minutes=30", "--kills=2", "--storage=8", "--files=60", "--flags=300", "--messages=500"]
+FEW = ["--minutes=30", "--kills=2", "--storage=8", "--files=60", "--flags=300", "--messages=500", "--processes=2"]
 
 
 @pytest.mark.slow
 def test_nothing_breaks():
     ended = subprocess.run(
         [sys.executable, ROOT / "experiments" / "chaos.py", *FEW], env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=900,
+        capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     table = [line.split() for line in ended.stdout.splitlines() if line[0] != " "]
-    assert [line[0] for line in table] == ["row", "kills", "storage", "files", "flags", "messages"]
-    assert int(table[1][1]) == 2 and int(table[4][1]) == 300
+    assert [line[0] for line in table] == ["row", "kills", "storage", "files", "flags", "messages", "processes"]
+    assert int(table[1][1]) == 2 and int(table[4][1]) == 300 and int(table[6][1]) == 2

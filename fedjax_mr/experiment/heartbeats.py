@@ -3,7 +3,8 @@
 A transfer that breaks raises an error, which `processes` turns into one line. But a process that waits for another's
 text, or in a transfer that hangs, hears of nothing: in the end JAX's service, which has its own heartbeats, aborts it
 from C++ with pages of text and without the remedy. Here every process counts aloud, and ends itself, in one line, when
-another has stopped counting. JAX's own heartbeats are slower, for the case that all of Python stands still.
+another has stopped counting, or when the store of texts does not answer (the machine of process 0 is gone). JAX's own
+heartbeats are slower, for the case that all of Python stands still.
 """
 
 import atexit

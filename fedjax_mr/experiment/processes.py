@@ -287,18 +287,19 @@ def _met(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dict
         host, port = rendezvous.address_of(given)
     else:
         host = rendezvous.listening_address(host)
-    serve = until_joined.enter_context(coordination.prepared())
-    meeting(listen_at=(host, port))
+    address = f"[{host or '::'}]:{port}" if not host or ":" in host else f"{host}:{port}"
     try:
+        serve = until_joined.enter_context(coordination.prepared())
+        meeting(listen_at=(host, port))
         serve(
-            coordinator_bind_address=f"[{host or '::'}]:{port}" if ":" in (host or "::") else f"{host}:{port}",
+            coordinator_bind_address=address,
             num_processes=place.num_processes,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
-    except ChildProcessError as error:
+    except OSError as error:
         raise UserError(
-            f"cannot listen at port {port} of --coordinator any more ({error}): choose another one"
+            f"cannot start JAX's coordination service at {address} ({error}): choose another port for --coordinator"
         ) from None
     return options | {"coordinator_bind_address": coordination.UNUSED}
 

@@ -164,6 +164,17 @@ def test_bad_arguments(arguments, message):
         join_processes(**dict(zip(("coordinator", "num_processes", "process_id"), arguments, strict=True)))
 
 
+def test_without_the_service_it_is_one_line(monkeypatch):
+    def prepared():
+        raise ChildProcessError("the process of JAX's coordination service ended with code 1")
+
+    monkeypatch.setattr(distributed.coordination, "prepared", prepared)
+    monkeypatch.setattr(distributed, "_jax_has_started", lambda: False)
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    with pytest.raises(UserError, match=r"service at 127.0.0.1:9 \(the process .* code 1\): choose another port"):
+        join_processes(coordinator="127.0.0.1:9", num_processes=2, process_id=0)
+
+
 def test_alone():
     processes = join_processes(coordinator=None, num_processes=None, process_id=None)
     assert (processes.index, processes.count, processes.writes) == (0, 1, True)
