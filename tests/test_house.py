@@ -83,7 +83,7 @@ ONLY_IN = {
     "absl.flags": {"settings"},
     "pandas": {"analysis.frames"},
     "cryptography": {"deploy.check", "secure.envelopes", "secure.messages"},
-    "flwr": {"deploy.mail"},
+    "flwr": {"deploy.flower"},
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ class Facts:
         found = cls(**values)
         if found.dtype not in DTYPES or not all(type(each) is int for each in (*found.shape, found.num_classes)):
             raise ValueError(f"no samples are {found.dtype} of shape {found.shape}")
+        if type(found.name) is not str or type(found.vocabulary) is not int or found.num_classes < 1:
+            raise ValueError("name, vocabulary or num_classes")
+        numbers = (*found.mean, *found.std, found.low, found.high)
+        if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
+            raise ValueError("mean, std, low and high are finite numbers")
+        if not all(each > 0 for each in found.std) or found.low > found.high or min((*found.shape, 1)) < 1:
+            raise ValueError("std is above 0, low is not above high, and shapes are positive")
         return found
 
     @classmethod

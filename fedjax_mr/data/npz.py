@@ -50,14 +50,28 @@ def read(path: Path) -> dict[str, Any]:
 def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     """Return one array, whose header must fit the size of its entry."""
     with archive.open(entry) as member:
-        shape, dtype = _header(member)
-        start = member.tell()
+        return read_array(member, name=entry.filename, size=entry.file_size)
+
+
+def read_array(stream: IO[bytes], *, name: str, size: int) -> np.ndarray:
+    """Return the array of .npy data, whose header must fit their size: no memory is taken for more values.
+
+    Args:
+      stream: from the first byte to the last, seekable.
+      name: of the array, for errors.
+      size: bytes of the stream.
+
+    Raises:
+      ValueError: the header is damaged or of another size, or the array holds no plain numbers or texts.
+    """
+    shape, dtype = _header(stream)
+    start = stream.tell()
     if dtype.hasobject or dtype.names:
-        raise ValueError(f"{entry.filename} holds Python objects or records, no plain numbers or texts")
-    if start + math.prod(shape) * dtype.itemsize != entry.file_size:
-        raise ValueError(f"{entry.filename} says {dtype} of shape {shape}, but has {entry.file_size - start} bytes")
-    with archive.open(entry) as member:
-        return npy.read_array(member, allow_pickle=False)
+        raise ValueError(f"{name} holds Python objects or records, no plain numbers or texts")
+    if start + math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(f"{name} says {dtype} of shape {shape}, but has {size - start} bytes")
+    stream.seek(0)
+    return npy.read_array(stream, allow_pickle=False)
 
 
 def _header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:

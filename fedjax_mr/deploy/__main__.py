@@ -115,8 +115,11 @@ def _app(name: str, config: Config, setting: Setting, *, run_dir: Path, server_d
 def _commands(folder: Path, config: Config, *, server_data: Path, run_dir: Path) -> str:
     """Return Flower's commands for a trial on one machine."""
     name, data = _plain(folder.absolute().name), server_data.parent
+    code = (
+        f' import="{",".join(config.imports)}"' if config.imports else ""
+    )  # a client runs its operator's choice alone
     node = lambda client: (
-        f'client-id={client} data="{data}/client-{client}.npz" state="{folder.absolute()}/state-{client}"'
+        f'client-id={client} data="{data}/client-{client}.npz" state="{folder.absolute()}/state-{client}"{code}'
     )
     nodes = [
         f"{QUIET} flower-supernode --insecure --superlink 127.0.0.1:{PORT} --port {NODE_PORT + client} "

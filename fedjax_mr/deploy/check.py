@@ -2,7 +2,8 @@
 
 Run it on every machine, in the environment and with the settings with which Flower runs there. What is not told is not
 checked: ``--app`` is for all machines, ``--node-config`` and ``--superlink`` for those of clients, ``--certificate``,
-``--host`` and ``--port`` for the one with the SuperLink.
+``--host`` and ``--port`` for the one with the SuperLink. ``--private-key`` takes the key of a node or of a certificate.
+An app's code (``--import``) is not run unless ``--import`` or the node's settings name it here.
 """
 
 import argparse
@@ -20,10 +21,10 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedjax_mr import config as configuration
-from fedjax_mr.deploy.facts import common_versions, digest, disagreement
+from fedjax_mr.deploy.facts import common_versions, digest, disagreement, trusted_flags
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.envelopes import Identity, read_roster
 
@@ -55,11 +56,13 @@ def main(arguments: Sequence[str]) -> None:
     told = _parser().parse_args(arguments)
     findings = [*environment(os.environ), *versions(), *commands(), *running(processes())]
     if told.app:
-        findings += app(told.app)
+        findings += app(told.app, told.own_code or _settings(told.node_config or "").get("import", ""))
     if told.node_config is not None:
         findings += node(told.node_config)
     if told.certificate:
         findings += certificate(told.certificate, told.host, datetime.datetime.now(datetime.UTC))
+    for path in told.private_key:
+        findings += private_key(path, told.certificate)
     if told.port:
         findings += port(told.host, told.port)
     if told.superlink:
@@ -74,10 +77,16 @@ def main(arguments: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m fedjax_mr.deploy check", description=__doc__)
     parser.add_argument("--app", metavar="FOLDER", help="the folder that `deploy new` wrote, or a copy of it")
+    parser.add_argument(
+        "--import", dest="own_code", default="", metavar="FILE", help="the app's own code, which this machine trusts"
+    )
     parser.add_argument("--node-config", metavar="SETTINGS", help="as for flower-supernode")
     parser.add_argument("--superlink", metavar="HOST:PORT", help="where this machine's SuperNode finds the SuperLink")
     parser.add_argument("--root-certificates", metavar="FILE", help="with --superlink: the CA; without it no TLS")
     parser.add_argument("--certificate", metavar="FILE", help="the SuperLink's certificate")
+    parser.add_argument(
+        "--private-key", action="append", default=[], metavar="FILE", help="of a node or certificate; repeatable"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="the name by which SuperNodes call the SuperLink")
     parser.add_argument("--port", type=int, help="a port that is to be free here")
     return parser
@@ -144,11 +153,29 @@ def running(processes: Iterable[Process]) -> Iterator[Finding]:
             yield Finding(
                 f"{name} (process {pid}) talks without TLS", "start it with certificates in place of --insecure"
             )
+        if "--insecure" not in arguments:
+            yield from _without_login(name, pid, arguments)
+        for option in ("--ssl-keyfile", "--auth-supernode-private-key"):
+            yield from _readable(_told(arguments, option, ""))
         if variables is not None:
             for finding in environment(variables):
                 yield Finding(
                     f"{name} (process {pid}): {finding.mistake}", f"stop it; {finding.remedy}; start it again"
                 )
+
+
+def _without_login(name: str, pid: int, arguments: Sequence[str]) -> Iterator[Finding]:
+    """Find that a program of Flower that uses TLS does without the keys of nodes."""
+    if name == "flower-superlink" and "--enable-supernode-auth" not in arguments:
+        yield Finding(
+            f"the SuperLink (process {pid}) takes every node that reaches it",
+            "start it with --enable-supernode-auth, register the nodes' public keys, and make the app with --node_keys",
+        )
+    if name == "flower-supernode" and not _told(arguments, "--auth-supernode-private-key", ""):
+        yield Finding(
+            f"the SuperNode (process {pid}) has no key of its own, so another node can take its client's number",
+            "make a key (ssh-keygen -t ecdsa -b 384), and start it with --auth-supernode-private-key",
+        )
 
 
 def _told(arguments: Sequence[str], name: str, default: str) -> str:
@@ -162,7 +189,11 @@ def _told(arguments: Sequence[str], name: str, default: str) -> str:
 
 def _is_loopback(arguments: Sequence[str]) -> bool:
     host = _told(arguments, "--superlink", _told(arguments, "--host", "127.0.0.1")).rpartition(":")
-    return (host[0] or host[2]).strip("[]") in ("127.0.0.1", "localhost", "::1")
+    return _is_loopback_host(host[0] or host[2])
+
+
+def _is_loopback_host(host: str) -> bool:
+    return host.strip("[]") in ("127.0.0.1", "localhost", "::1")
 
 
 def processes() -> list[Process]:
@@ -183,9 +214,8 @@ def processes() -> list[Process]:
 
 def node(settings: str) -> Iterator[Finding]:
     """Find what is wrong with the settings of a SuperNode: its client's number and files."""
-    try:
-        told = dict(pair.split("=", 1) for pair in shlex.split(settings))
-    except ValueError:
+    told = _settings(settings)
+    if not told:
         yield Finding(f"--node-config={settings!r} is no list of NAME=VALUE", "separate them by spaces, quote texts")
         return
     if not told.get("client-id", "").isdecimal():
@@ -197,6 +227,7 @@ def node(settings: str) -> Iterator[Finding]:
         yield Finding(
             f"state={told.get('state', '')!r} is no folder to write in", "let state be a folder of this client"
         )
+    yield from _readable(told.get("state", ""))
     if "key" in told or "roster" in told:
         try:
             me, roster = Identity.read(told.get("key", "")), read_roster(told.get("roster", ""))
@@ -207,14 +238,66 @@ def node(settings: str) -> Iterator[Finding]:
             yield Finding(
                 "this client's keys are not those of its line in the roster", "get the operators' newest roster"
             )
-        if Path(told["key"]).stat().st_mode & 0o077:
-            yield Finding(f"others can read {told['key']}", f"chmod 600 {shlex.quote(told['key'])}, and make new keys")
+        yield from _readable(told["key"])
     if told.get("choices") == "simulated":
         yield Finding("the server can compute this client's choices (choices=simulated)", "leave choices out")
 
 
-def app(folder: str) -> Iterator[Finding]:
-    """Find that an app is damaged, or that this machine has other versions or reads its flags differently."""
+def _settings(text: str) -> dict[str, str]:
+    """Return the settings of a node by name; none if they are malformed."""
+    try:
+        return dict(pair.split("=", 1) for pair in shlex.split(text))
+    except ValueError:
+        return {}
+
+
+def _readable(path: str) -> Iterator[Finding]:
+    """Find that others can read what only its owner should; "" is nothing."""
+    with contextlib.suppress(OSError):  # of another user, or gone: not to be seen from here
+        if path and Path(path).stat().st_mode & 0o077:
+            kind, mode = ("look into", 700) if Path(path).is_dir() else ("read", 600)
+            yield Finding(f"others can {kind} {path}", f"chmod {mode} {shlex.quote(path)}")
+
+
+def private_key(path: str, of: str | None) -> Iterator[Finding]:
+    """Find that a private key is none, can be read by others, or is not the one of a certificate.
+
+    Args:
+      path: of the key, in PEM or OpenSSH's form.
+      of: the certificate; None: the key is a node's, which is one of P-384.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    try:
+        content = Path(path).read_bytes()
+        openssh = b"OPENSSH PRIVATE KEY" in content
+        read = serialization.load_ssh_private_key if openssh else serialization.load_pem_private_key
+        key: Any = read(content, None)
+        public = key.public_key().public_bytes(serialization.Encoding.DER, form)
+    except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
+        yield Finding(f"{path} is no private key without a password ({error})", "let --private-key be a key's file")
+        return
+    yield from _readable(path)
+    if of is None:
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != "secp384r1":
+            yield Finding(f"{path} is no key that a node can have", "ssh-keygen -t ecdsa -b 384")
+        return
+    with contextlib.suppress(OSError, ValueError):  # `certificate` says so
+        owner = x509.load_pem_x509_certificate(Path(of).read_bytes()).public_key()
+        if owner.public_bytes(serialization.Encoding.DER, form) != public:
+            yield Finding(f"{path} is not the key of {of}", "give the key with which the certificate was made")
+
+
+def app(folder: str, own_code: str = "") -> Iterator[Finding]:
+    """Find that an app is damaged, or that this machine has other versions or reads its flags differently.
+
+    Args:
+      folder: of the app.
+      own_code: files and modules of ``--import`` that may run here.
+    """
     path = Path(folder) / "pyproject.toml"
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]
@@ -223,7 +306,7 @@ def app(folder: str) -> Iterator[Finding]:
         yield Finding(f"{path} is no app of this package ({error})", "copy the folder that `deploy new` wrote")
         return
     try:
-        ours = {"settings": digest(configuration.parse(shlex.split(flags))), **common_versions()}
+        ours = {"settings": digest(configuration.parse(trusted_flags(flags, own_code))), **common_versions()}
     except UserError as error:
         yield Finding(f"the flags of {path} do not fit here: {error}", "install the server's version and files")
         return
@@ -292,6 +375,11 @@ def superlink(address: str, root_certificates: str | None) -> Iterator[Finding]:
                 context = ssl.create_default_context(cafile=root_certificates)
                 with context.wrap_socket(plain, server_hostname=host.strip("[]")):
                     pass
+            elif not _is_loopback_host(host):
+                yield Finding(
+                    f"what goes to {address} can be read and changed on its way",
+                    "use TLS: give --root-certificates with the CA, here and to the SuperNode",
+                )
             elif _speaks_tls(plain):
                 yield Finding(f"{address} wants TLS", "give --root-certificates with the CA, here and to the SuperNode")
     except ssl.SSLCertVerificationError as error:

@@ -2,11 +2,15 @@
 
 Flower starts a process for each message, so all that lasts is on the client's disk (keep.py). The same request has the
 same answer: a client's key comes with it, and its memory is that of the round that the request names.
+
+The server is not trusted with this client's disk: its flags name no file that is read here and no code that runs here.
+Files and code are those of the node's own settings.
 """
 
 import dataclasses
 import functools
-import shlex
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import config as configuration
-from fedjax_mr import trees
+from fedjax_mr import imports, trees
 from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
 from fedjax_mr.data.facts import Facts
@@ -33,6 +37,7 @@ from fedjax_mr.engine.round import dispatch
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
 from fedjax_mr.models import Model
+from fedjax_mr.settings import HIGHEST, LARGEST_INT32
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy
 
 
@@ -42,6 +47,7 @@ class Node(NamedTuple):
     client: int
     data: Path
     state: Path
+    imports: str = ""  # files and modules with the run's own methods or networks, with commas between them
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Node":
@@ -51,10 +57,13 @@ class Node(NamedTuple):
           UserError: something is missing or of another kind.
         """
         hint = 'flower-supernode --node-config \'client-id=3 data="mine.npz" state="FOLDER"\''
+        own_code = settings.get("import", "")
+        if type(own_code) is not str:
+            raise UserError('import in the node\'s configuration is a text: import="FILE.py"')
         for name, kind in (("client-id", int), ("data", str), ("state", str)):
             if type(settings.get(name)) is not kind:
                 raise UserError(f"the node's configuration has no {name} that is {_A[kind]}: {hint}")
-        return cls(settings["client-id"], Path(settings["data"]), Path(settings["state"]))
+        return cls(settings["client-id"], Path(settings["data"]), Path(settings["state"]), own_code)
 
 
 _A = {int: "a whole number", str: "a text"}
@@ -75,7 +84,7 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
     try:
         request, flags = Request.of(message.content), str(run_settings["flags"])
         set_up_jax(devices=1, cohort_size=1)
-        client = Client(node, request, flags)
+        client = Client(node, request, known.trusted_flags(flags, node.imports))
         answers: dict[str, Callable[[Message], Content]] = {
             "join": client.join, "begin": client.begin, "train": client.train, "evaluate": client.evaluate,
             relay.KIND: functools.partial(client.relay, settings=node_settings),
@@ -87,13 +96,21 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
     except UserError as error:
         named = str(error).startswith(f"client {node.client} ")
         raise UserError(str(error) if named else f"client {node.client}: {error}") from None
+    except (
+        Exception
+    ) as error:  # broad: whatever a message holds, the server gets one line, and this node's log the place
+        traceback.print_tb(error.__traceback__)
+        what = imports.blame(error) or f"{type(error).__name__}: {error}"
+        line = f"client {node.client} cannot answer the request to {message.kind}: {what}"
+        print(wire.one_line(line), file=sys.stderr)
+        raise UserError(wire.one_line(line)) from None
 
 
 class Client:
     """One client of one run, at work on one message."""
 
-    def __init__(self, node: Node, request: Request, flags: str) -> None:
-        """Read the client's samples.
+    def __init__(self, node: Node, request: Request, flags: tuple[str, ...]) -> None:
+        """Read the client's samples; ``flags`` are those of `facts.trusted_flags`.
 
         Raises:
           UserError: they are missing, damaged or of another kind; the configuration cannot be read.
@@ -129,8 +146,15 @@ class Client:
         Raises:
           UserError: they are malformed.
         """
-        for name in ("federation", "public"):
-            self.keep.write(name, message.content.get(name, {}))
+        facts = self.request.facts
+        federation = known.checked_federation(message.content.get("federation"), client=self.node.client)
+        own = (len(self.share.y), len(self.share.validation_y))
+        if (told := tuple(int(federation[name][self.node.client]) for name in ("sizes", "validation_sizes"))) != own:
+            raise UserError(
+                f"the server says that this client has {told[0]} + {told[1]} samples; it has {own[0]} + {own[1]}"
+            )
+        self.keep.write("federation", federation)
+        self.keep.write("public", known.checked_public(message.content.get("public"), facts))
         self._problem()
         return {"ready": {"client": self.node.client}}
 
@@ -175,7 +199,7 @@ class Client:
         part = wire.unpack(message.content.get("part", {}), built.part(problem), who="the server's part of the model",
                            finite=built.finite)  # fmt: skip
         memory = self._memory(built, problem, self._last(message)) if strategy.init_memory else None
-        epochs = _number(message, "epochs")
+        epochs = _number(message, "epochs", high=HIGHEST["epochs"])
         scores = built.test(problem, part, memory, self._data(problem), self._test(problem), self._key(message), epochs)
         return {"scores": wire.pack(jax.device_get(scores))}
 
@@ -237,9 +261,10 @@ class Client:
 _KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 
-def _number(message: Message, name: str, *, low: int = 0) -> int:
-    value = message.content.get("numbers", {}).get(name)
-    if type(value) is not int or value < low:
+def _number(message: Message, name: str, *, low: int = 0, high: int = LARGEST_INT32) -> int:
+    numbers = message.content.get("numbers")
+    value = numbers.get(name) if isinstance(numbers, Mapping) else None
+    if type(value) is not int or not low <= value <= high:
         raise UserError(f"a request of the server is malformed ({name})")
     return value
 
@@ -307,12 +332,12 @@ def _payload(strategy: Strategy, problem: Problem) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _config(flags: str) -> Config:
-    return complete(configuration.parse(shlex.split(flags)))
+def _config(flags: tuple[str, ...]) -> Config:
+    return complete(configuration.parse(flags))
 
 
 @functools.lru_cache(maxsize=8)
-def _model(flags: str, facts: Facts) -> Model:
+def _model(flags: tuple[str, ...], facts: Facts) -> Model:
     return known.network_of(_config(flags), facts)
 
 
@@ -323,7 +348,7 @@ def _share(path: Path, changed: int, facts: Facts) -> Share:
 
 @functools.lru_cache(maxsize=4)
 def _built(
-    flags: str,
+    flags: tuple[str, ...],
     facts: Facts,
     sizes: tuple[int, ...],
     validation_sizes: tuple[int, ...],

@@ -10,6 +10,7 @@ normalisation: as ``facts``, which `divide` writes from a data set for a trial, 
 import dataclasses
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from fedjax_mr.models import Model
 
 # In these settings, a run of another place may differ.
 _ABOUT_THE_PLACE = ("dataset", "import")
+MOST_SAMPLES = 2**24  # of one client; all clients fill their samples up to as many as the largest says it has
 _SAME_VERSIONS = ("fedjax_mr", "jax", "jaxlib", "flax", "optax")
 
 
@@ -182,8 +184,11 @@ class Request(NamedTuple):
         try:
             record = dict(content["run"])
             facts = Facts.parse(record["facts"])
-            return cls(str(record["name"]), facts, json.loads(record["agreement"]), bool(record["label_counts"]))
-        except (KeyError, TypeError, ValueError) as error:
+            agreed = files.parse_json(record["agreement"])
+            if not isinstance(agreed, dict) or not all(isinstance(each, str) for each in agreed.values()):
+                raise ValueError("agreement")
+            return cls(str(record["name"]), facts, agreed, bool(record["label_counts"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"a request of the server is malformed ({error})") from None
 
     def record(self) -> dict[str, Any]:
@@ -196,6 +201,51 @@ class Request(NamedTuple):
         }
 
 
+def checked_federation(record: Any, *, client: int) -> dict[str, np.ndarray]:
+    """Return the facts of a federation that `begin` tells a client.
+
+    Args:
+      record: what the server sent; nothing about it is trusted.
+      client: the client's own number.
+
+    Raises:
+      UserError: they are malformed.
+    """
+    names = ("sizes", "validation_sizes", "architectures")
+    kinds = {name: np.int32 for name in names} | {"memory_key": np.uint32}
+    if not isinstance(record, Mapping) or set(record) != set(kinds):
+        raise UserError("the server's facts of the federation are malformed: they are not of this version")
+    for name, dtype in kinds.items():
+        value = record[name]
+        if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != 1 or (value < 0).any():
+            raise UserError(f"the server's facts of the federation are malformed ({name})")
+    count = len(record["sizes"])
+    if len(record["memory_key"]) != 2 or any(len(record[name]) != count for name in names):
+        raise UserError("the server's facts of the federation are malformed: their lengths differ")
+    if client >= count:
+        raise UserError(f"the server's federation has {count} clients, and this one has the number {client}")
+    if max(int(record[name].max()) for name in names[:2]) > MOST_SAMPLES or not record["sizes"].all():
+        raise UserError(f"the server's federation has clients without samples, or with more than {MOST_SAMPLES:,}")
+    return dict(record)
+
+
+def checked_public(record: Any, facts: Facts) -> dict[str, np.ndarray]:
+    """Return the public set that `begin` tells a client, as `checked_federation`.
+
+    Raises:
+      UserError: it is malformed.
+    """
+    if not isinstance(record, Mapping) or not set(record) <= {"x", "y"} or ("y" in record and "x" not in record):
+        raise UserError("the server's public set is malformed")
+    if not all(isinstance(value, np.ndarray) for value in record.values()):
+        raise UserError("the server's public set is malformed: it holds something that is no array")
+    if "y" in record:
+        return dict(
+            zip("xy", _checked("the server's message", "public_", record["x"], record["y"], facts), strict=True)
+        )
+    return {"x": facts.samples(record["x"])} if "x" in record else {}
+
+
 class Member(NamedTuple):
     """What a client tells of itself at the roll call."""
 
@@ -204,6 +254,11 @@ class Member(NamedTuple):
     validation_size: int
     test_size: int
     label_counts: tuple[int, ...]  # [C]; empty unless the method needs it
+
+    @property
+    def samples(self) -> int:
+        """All samples of the client."""
+        return self.size + self.validation_size + self.test_size
 
     def record(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -229,13 +284,42 @@ class Member(NamedTuple):
         except (KeyError, TypeError, ValueError):
             raise UserError("its answer at the roll call is malformed") from None
         numbers = (client, *sizes, *counts)
-        if not all(type(each) is int and 0 <= each < 2**31 for each in numbers) or not sizes[0]:
+        if not all(type(each) is int and each >= 0 for each in numbers) or not sizes[0]:
             raise UserError("its answer at the roll call is malformed: sizes are whole numbers, of one sample at least")
+        if max(sizes) > MOST_SAMPLES:
+            raise UserError(f"it tells {max(sizes):,} samples, and a client has at most {MOST_SAMPLES:,}")
         if client >= num_clients:
             raise UserError(f"it has the client-id {client}, and clients are numbered 0 to {num_clients - 1}")
         if len(counts) != (num_classes if counted else 0) or (counted and sum(counts) != sizes[0]):
             raise UserError(f"client {client} tells {sizes[0]} samples and other label counts")
         return cls(client, sizes[0], sizes[1], sizes[2], counts)
+
+
+def trusted_flags(flags: str, own_code: str) -> tuple[str, ...]:
+    """Return the flags of a run as a client takes them: the code that they import is its operator's, not the server's.
+
+    Args:
+      flags: what the server says.
+      own_code: the files and modules of the node's settings.
+
+    Raises:
+      UserError: they cannot be read, or would read a file or run code of the server's choice.
+    """
+    try:
+        words = shlex.split(flags)
+    except ValueError as error:
+        raise UserError(f"the server's flags cannot be read ({error})") from None
+    kept = [word for word in words if not word.startswith("--import=")]
+    for word in kept:
+        if word.startswith("-") and word.lstrip("-").partition("=")[0] in ("flagfile", "import"):
+            raise UserError(f"the server's flags hold {word[:40]!r}, which no client follows")
+    theirs = [word.partition("=")[2] for word in words if word not in kept and word != "--import=none"]
+    if theirs and not own_code:
+        raise UserError(
+            f"this run needs {', '.join(theirs)}, and no code runs here but that of the node's own configuration: read "
+            'it, and add import="FILE.py"'
+        )
+    return (*(f"--import={each}" for each in imports.split([own_code])), *kept)
 
 
 def agreement(config: Config, model: Model) -> dict[str, str]:

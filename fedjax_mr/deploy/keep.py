@@ -2,10 +2,12 @@
 
 A round may be asked for twice: a reply was lost, or the server goes on from an older checkpoint. So the memory after a
 round is a file of that round, and a request says with which one it begins. The last two stay. Files appear whole or not
-at all, and one process at a time is at work in the folder.
+at all, and one process at a time is at work in the folder. A trained model tells of its samples: only the user who runs
+the client can read the folder (modes 0700 and 0600).
 """
 
 import fcntl
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,10 @@ class Keep:
           UserError: it cannot be written.
         """
         try:
-            files.make_folder(self.folder)
-            self._lock = open(self.folder / ".lock", "w")
+            for made in files.make_folder(self.folder):
+                made.chmod(0o700)
+            self.folder.chmod(0o700)  # also one of version 0.2.0, whose files others could read
+            self._lock = open(os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600), "w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:
             raise UserError(f"cannot write into {self.folder} ({error.strerror})") from None
@@ -60,6 +64,7 @@ class Keep:
         with files.whole(self.folder / f"{name}.npz") as path:
             arrays: dict[str, Any] = {key: np.asarray(value) for key, value in record.items()}
             np.savez(path, **arrays)
+            path.chmod(0o600)
 
     def read(self, name: str) -> dict[str, np.ndarray]:
         """Return the arrays under a name.

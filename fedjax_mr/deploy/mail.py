@@ -1,28 +1,27 @@
 """Messages between the server and the nodes of real clients: sent again after errors, until a deadline.
 
-The loop is `Post`; a `Carrier` is what it sends with: Flower's Grid, or `Fake`, which loses, doubles and spoils replies
-for tests. This file alone knows Flower (flwr 1.41): all else sees the records of wire.py.
+The loop is `Asking`, which `Post` starts; a `Carrier` is what it sends with: Flower's Grid, or `Fake`, which loses,
+doubles and spoils replies for tests (flower.py has the first).
 
 Flower's own loop asks every 3 s; this one every 0.3 s. A node's answer to a message that it got twice has to be the
 same: clients keep what they answered by round and attempt (keep.py).
+
+Replies are not trusted. A reply that is larger than its question allows is refused before it is read, and a reply that
+cannot be read, for whatever reason, is that one node's malformed answer (`Lost`).
 """
 
-import contextlib
 import dataclasses
-import logging
-import time
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from fedjax_mr.deploy.wire import Content, Record
+from fedjax_mr.deploy.wire import SMALL, Content, one_line
 from fedjax_mr.errors import UserError
 
 POLL_SECONDS = 0.3
 PAUSE_SECONDS = 2.0  # before a message is sent again after an error
-_ENVELOPE = "fedjax_mr"  # the record that names a message; in a reply also a refusal
+ENVELOPE = "fedjax_mr"  # the record that names a message; in a reply also a refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +63,17 @@ class Carrier(Protocol):
         """Send messages that are worth ``lasting`` seconds; return a distinct name for each, "" where it failed."""
         ...
 
-    def pull(self, names: Iterable[str]) -> Mapping[str, Content | Failure]:
-        """Return the replies to the named messages that have come and were not pulled before."""
+    def pull(self, names: Iterable[str], most: int) -> Mapping[str, Content | Failure | Lost]:
+        """Return the replies to the named messages that have come and were not pulled before.
+
+        Args:
+          names: of the messages.
+          most: bytes of one reply; a larger one is not read but `Lost`.
+        """
+        ...
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let go of replies to the named messages, which nobody waits for any more."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -102,221 +110,137 @@ class Post:
         """Return a time in seconds that never goes back."""
         return self._carrier.now()
 
-    def ask(self, messages: Sequence[Message], timeout: float) -> dict[int, Content | Lost]:
-        """Return the reply of every node asked, or why there is none after ``timeout`` seconds.
+    def ask(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> dict[int, Content | Lost]:
+        """Return the reply of every node asked, or why there is none after ``timeout`` seconds; see `Asking`."""
+        asking, answers = self.send(messages, timeout, most), {}
+        while True:
+            answers |= asking.look()
+            if not asking.nodes:
+                return answers
+            self._carrier.wait(POLL_SECONDS)
 
-        At most one message per node. A message whose node or client program failed is sent again; one that the client
-        refused (a `UserError` there), or where its program raised an error, is not. Nor is one whose node is gone if
-        a new node has come since: a SuperNode without a key of its own has another number when it comes back.
+    def send(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> "Asking":
+        """Ask some nodes without waiting for them; the arguments are those of `Asking`."""
+        return Asking(self._carrier, messages, timeout, most)
+
+
+class Asking:
+    """Messages on their way, each until its reply is here or its time is over.
+
+    A message whose node or client program failed is sent again; one that the client refused (a `UserError` there), or
+    where its program raised an error, is not. Nor is one whose node is gone if a new node has come since: a SuperNode
+    without a key of its own has another number when it comes back.
+    """
+
+    def __init__(self, carrier: Carrier, messages: Sequence[Message], timeout: float, most: int) -> None:
+        """Send nothing yet: `look` does.
+
+        Args:
+          carrier: moves the messages.
+          messages: at most one per node.
+          timeout: seconds after which a reply is late.
+          most: bytes of one reply.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
-        deadline, before = self._carrier.now() + timeout, set(self._carrier.nodes())
+        now = carrier.now()
+        self._carrier, self._timeout, self._most, self._deadline = carrier, timeout, most, now + timeout
+        self._before = set(carrier.nodes())
+        self._reasons: dict[int, str] = {}
+        self._due = {message.node: (now, message) for message in messages}  # to be sent from then on
+        self._sent: dict[str, Message] = {}
+        self._open = set(self._due)
+
+    @property
+    def nodes(self) -> set[int]:
+        """The nodes whose answers `look` has not returned yet."""
+        return set(self._open)
+
+    def look(self) -> dict[int, Content | Lost]:
+        """Send what is due, and return the answers that have come since the last look, by node."""
         answers: dict[int, Content | Lost] = {}
-        reasons: dict[int, str] = {}
-        due = {message.node: (self._carrier.now(), message) for message in messages}  # to be sent from then on
-        sent: dict[str, Message] = {}
-        while True:
-            now = self._carrier.now()
-            ready = [message for when, message in due.values() if when <= now]
-            for message, name in zip(ready, self._carrier.push(ready, max(deadline - now, 1.0)), strict=True):
-                del due[message.node]
-                if name:
-                    sent[name] = message
-                else:
-                    reasons[message.node] = "the message could not be sent"
-                    due[message.node] = (now + PAUSE_SECONDS, message)
-            for name, reply in self._carrier.pull(sent).items():
-                message = sent.pop(name)
-                if isinstance(reply, Failure):
-                    reasons[message.node] = reply.reason
-                    there = set(self._carrier.nodes())
-                    if message.node not in there and there - before:
-                        answers[message.node] = Lost(
-                            f"its node is gone ({reply.reason}), a new one has come", moved=True
-                        )
-                    elif reply.passing:
-                        due[message.node] = (self._carrier.now() + PAUSE_SECONDS, message)
-                    else:
-                        answers[message.node] = Lost(reply.reason)
-                else:
-                    answers[message.node] = _opened(reply, message)
-            if len(answers) == len(messages):
-                return answers
-            if self._carrier.now() >= deadline:
-                late = {message.node for message in messages} - answers.keys()
-                return answers | {
-                    node: Lost(f"no reply within {timeout:g} s" + (f" ({reasons[node]})" if node in reasons else ""))
-                    for node in late
-                }
-            self._carrier.wait(POLL_SECONDS)
+        self._send()
+        for name, reply in self._carrier.pull(list(self._sent), self._most).items():
+            message = self._sent.pop(name, None)
+            if message is None:  # not a reply to any of these messages
+                continue
+            found = self._failed(message, reply) if isinstance(reply, Failure) else _opened(reply, message)
+            if found is None:
+                self._due[message.node] = (self._carrier.now() + PAUSE_SECONDS, message)
+            else:
+                answers[message.node] = found
+        if self._carrier.now() >= self._deadline:
+            for node in self._open - answers.keys():
+                reason = f" ({self._reasons[node]})" if node in self._reasons else ""
+                answers[node] = Lost(f"no reply within {self._timeout:g} s{reason}")
+            self._carrier.forget(self._sent)
+        self._open -= answers.keys()
+        return answers
+
+    def _send(self) -> None:
+        now = self._carrier.now()
+        ready = [message for when, message in self._due.values() if when <= now]
+        names = self._carrier.push(ready, max(self._deadline - now, 1.0))
+        for message, name in zip(ready, names, strict=True):
+            del self._due[message.node]
+            if name:
+                self._sent[name] = message
+            else:
+                self._reasons[message.node] = "the message could not be sent"
+                self._due[message.node] = (now + PAUSE_SECONDS, message)
+
+    def _failed(self, message: Message, failure: Failure) -> Lost | None:
+        """Return what an error means for its message; None: send it again."""
+        reason = self._reasons[message.node] = one_line(failure.reason)
+        there = set(self._carrier.nodes())
+        if message.node not in there and there - self._before:
+            return Lost(f"its node is gone ({reason}), a new one has come", moved=True)
+        return None if failure.passing else Lost(reason)
 
 
 def reply(message: Message, answer: Callable[[Message], Content]) -> Content:
     """Return what a node sends back: the answer, or the line of the `UserError` that it raised, with its envelope."""
-    envelope = _envelope(message)
+    envelope = envelope_of(message)
     try:
-        return {**answer(message), _ENVELOPE: envelope}
+        return {**answer(message), ENVELOPE: envelope}
     except UserError as error:
-        return {_ENVELOPE: {**envelope, "refused": str(error)}}
+        return {ENVELOPE: {**envelope, "refused": one_line(str(error))}}
 
 
-def _envelope(message: Message) -> dict[str, str | int]:
+def envelope_of(message: Message) -> dict[str, str | int]:
+    """Return the record that names a message."""
     return {"kind": message.kind, "round": message.round, "attempt": message.attempt}
 
 
-def _opened(reply: Content, message: Message) -> Content | Lost:
-    envelope = dict(reply.get(_ENVELOPE, {}))
-    refused = envelope.pop("refused", None)
-    if envelope != _envelope(message):
-        return Lost("its reply is to another message")
-    if refused is not None:
-        return Lost(str(refused), refused=True)
-    return {name: record for name, record in reply.items() if name != _ENVELOPE}
-
-
-# --- Flower ----------------------------------------------------------------------------------------------------------
-
-
-def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]], Content]) -> Any:
-    """Return Flower's ClientApp that answers every message with ``answer(message, node_config, run_config)``.
-
-    Raises:
-      UserError: flwr is not installed.
-    """
-    flower = _flower()
-    app = flower.ClientApp()
-
-    @app.query()
-    def answer_one(received: Any, context: Any) -> Any:
-        message = _received(received)
-        content = reply(message, lambda message: answer(message, context.node_config, context.run_config))
-        return flower.Message(_records(content), reply_to=received)
-
-    return app
-
-
-def server_app(serve: Callable[[Post, Mapping[str, Any]], None]) -> Any:
-    """Return Flower's ServerApp that runs ``serve(post, run_config)``; a `UserError` there is one line of its log.
-
-    Raises:
-      UserError: flwr is not installed.
-    """
-    app = _flower().ServerApp()
-
-    @app.main()
-    def main(grid: Any, context: Any) -> None:
-        logging.getLogger("flwr").addFilter(_without_traceback)
-        serve(FlowerPost(grid), context.run_config)
-
-    return app
-
-
-def FlowerPost(grid: Any) -> Post:  # noqa: N802 - reads as the kind of post that it makes
-    """Return the post that goes through Flower's Grid."""
-    return Post(_Flower(grid))
-
-
-class _Flower:
-    """Flower's Grid as a carrier."""
-
-    def __init__(self, grid: Any) -> None:
-        self._grid = grid
-        self._module = _flower()
-
-    def nodes(self) -> dict[int, str]:
-        lines = {node.node_id: bytes(node.public_key).decode().splitlines() for node in self._grid.get_nodes()}
-        return {node: "".join(each[1:-1]) for node, each in lines.items()}  # of PEM
-
-    def push(self, messages: Sequence[Message], lasting: float) -> list[str]:
-        made = [
-            self._module.Message(
-                _records({**message.content, _ENVELOPE: _envelope(message)}),
-                message.node,
-                "query",
-                ttl=lasting + 60,  # so that a reply at the last moment is not refused for its age
-                group_id=str(message.round),
-            )
-            for message in messages
-        ]
-        return [name or "" for name in self._grid.push_messages(made)] if made else []
-
-    def pull(self, names: Iterable[str]) -> dict[str, Content | Failure]:
-        wanted = list(names)
-        pulled = self._grid.pull_messages(wanted) if wanted else []
-        return {message.metadata.reply_to_message_id: self._reply(message) for message in pulled}
-
-    def wait(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def _reply(self, message: Any) -> Content | Failure:
-        if message.has_error():
-            codes = self._module.ErrorCode
-            names = {code: name for name, code in vars(codes).items() if isinstance(code, int)}
-            lasting = {codes.LOAD_CLIENT_APP_EXCEPTION, codes.CLIENT_APP_RAISED_EXCEPTION, codes.INVALID_FAB}
-            name = names.get(message.error.code, str(message.error.code)).lower().replace("_", " ")
-            last = (str(message.error.reason or "").strip().splitlines() or [""])[-1]
-            return Failure(f"{name}{': ' if last else ''}{last}", passing=message.error.code not in lasting)
-        return _content(message.content)
-
-
-def _received(message: Any) -> Message:
-    content = _content(message.content)
-    envelope = content.pop(_ENVELOPE, {})
+def _opened(reply: Content | Lost, message: Message) -> Content | Lost:
+    """Return the records of a reply; `Lost` if it is a refusal or malformed."""
+    if isinstance(reply, Lost):
+        return reply
     try:
-        kind, round, attempt = (envelope[name] for name in ("kind", "round", "attempt"))
-    except KeyError:
-        raise UserError("a message that is none of this package's") from None
-    return Message(str(kind), message.metadata.dst_node_id, int(round), int(attempt), content)
+        envelope = dict(reply.get(ENVELOPE, {}))
+        refused = envelope.pop("refused", None)
+        if set(envelope) != {"kind", "round", "attempt"} or envelope != envelope_of(message):
+            return Lost("its reply is to another message", refused=True)
+        if refused is not None:
+            return Lost(one_line(str(refused)), refused=True)
+        return {name: record for name, record in reply.items() if name != ENVELOPE}
+    except Exception as error:  # broad, as in `malformed`
+        return malformed(error)
 
 
-def _records(content: Content) -> Any:
-    flower, records = _flower(), {}
-    for name, record in content.items():
-        if record and all(isinstance(value, np.ndarray) for value in record.values()):
-            records[name] = flower.ArrayRecord({each: flower.Array(value) for each, value in record.items()})
-        else:
-            records[name] = flower.ConfigRecord(dict(record))
-    return flower.RecordDict(records)
+def malformed(error: Exception) -> Lost:
+    """Return the loss of a node whose reply could not be read.
+
+    Its callers catch every exception. A client chooses all bytes of its reply, and the parsers of NumPy, JSON, zip and
+    Flower raise many kinds, among them MemoryError; none may end the server, whose other clients did nothing wrong.
+    """
+    what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return Lost(one_line(f"its reply cannot be read ({what})"), refused=True)
 
 
-def _content(records: Any) -> dict[str, Record]:
-    """Return the records of a message; one that cannot be read is left out, and so missed by who needs it."""
-    arrays, content = _flower().ArrayRecord, {}
-    for name, record in records.items():
-        with contextlib.suppress(ValueError, TypeError, EOFError):
-            content[name] = (
-                {each: value.numpy() for each, value in record.items()} if isinstance(record, arrays) else dict(record)
-            )
-    return content
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    if record.exc_info and isinstance(error := record.exc_info[1], UserError):
-        record.msg, record.args, record.exc_info = str(error), (), None
-    return True
-
-
-def _flower() -> Any:
-    """Return the names of flwr that are used here; only real clients need it."""
-    try:
-        import flwr.app  # pyright: ignore[reportMissingImports]
-        import flwr.clientapp  # pyright: ignore[reportMissingImports]
-        import flwr.common.constant  # pyright: ignore[reportMissingImports]
-        import flwr.serverapp  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise UserError(
-            "real clients need flwr 1.41: pip install -c constraints-deploy.txt 'fedjax_mr[deploy]'"
-        ) from None
-    return types.SimpleNamespace(
-        **{name: getattr(flwr.app, name) for name in ("Array", "ArrayRecord", "ConfigRecord", "Message", "RecordDict")},
-        ClientApp=flwr.clientapp.ClientApp,
-        ServerApp=flwr.serverapp.ServerApp,
-        ErrorCode=flwr.common.constant.ErrorCode,
-    )
+def too_large(most: int) -> UserError:
+    """Return the error of a reply that has more bytes than its question allows."""
+    return UserError(f"it is larger than the {most:,} bytes that such a reply may have")
 
 
 # --- For tests -------------------------------------------------------------------------------------------------------
@@ -374,14 +298,28 @@ class _Fake:
             self._replies[names[-1]] = fault(answer) if callable(fault) else answer
         return names
 
-    def pull(self, names: Iterable[str]) -> dict[str, Content | Failure]:
-        return {name: self._replies.pop(name) for name in list(names) if name in self._replies}
+    def pull(self, names: Iterable[str], most: int) -> dict[str, Content | Failure | Lost]:
+        found: dict[str, Content | Failure | Lost] = {
+            name: self._replies.pop(name) for name in list(names) if name in self._replies
+        }
+        large = [name for name, reply in found.items() if not isinstance(reply, Failure | Lost) and _size(reply) > most]
+        return found | {name: malformed(too_large(most)) for name in large}
+
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._replies.pop(name, None)
 
     def wait(self, seconds: float) -> None:
         self._time += seconds
 
     def now(self) -> float:
         return self._time
+
+
+def _size(content: Any) -> int:
+    """Return the bytes of all arrays of a reply, which may be anything."""
+    records = [each for each in content.values() if isinstance(each, Mapping)] if isinstance(content, Mapping) else []
+    return sum(value.nbytes for record in records for value in record.values() if isinstance(value, np.ndarray))
 
 
 def _copied(content: Content) -> Content:

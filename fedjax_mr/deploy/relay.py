@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
+from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.mail import Lost, Message, Post
 from fedjax_mr.deploy.wire import Content, Record
 from fedjax_mr.errors import UserError
@@ -103,11 +104,13 @@ def recombine(
         },
         "choices": {"key": np.asarray(jax.random.key_data(key))},
     }
+    bundle = jax.ShapeDtypeStruct((_bundle_length(announcement),), np.uint8)
+    most = wire.room([bundle] * len(clients) + [np.uint8(0)] * len(layers))  # a reply has bundles, or one of each layer
     boxes: dict[int, dict[str, np.ndarray]] = {client: {} for client in clients}  # what is to be carried to whom
     for step in range(2 * repetitions + 1):
         same = {**(beside or {}), "relay": {"run": run, "step": step}, **opening}
         asked = [Message(KIND, nodes[client], round, attempt, {**same, "bundles": boxes[client]}) for client in clients]
-        found = post.ask(asked, timeout)
+        found = post.ask(asked, timeout, most)
         answers: dict[int, Content] = {}
         lost: dict[int, Lost] = {}
         for client in clients:
@@ -126,8 +129,8 @@ def recombine(
         for client, reply in answers.items():
             try:
                 server.receive(_upload(client, reply, round))
-            except SecureError as error:
-                wrong[client] = Lost(str(error), refused=True)
+            except Exception as error:  # broad: a client chooses what it uploads, and must not end the server with it
+                wrong[client] = Lost(wire.one_line(str(error)), refused=True)
         if wrong:
             raise Broken(wrong)
         try:
@@ -144,14 +147,18 @@ def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) 
     Raises:
       Broken: somebody sent not exactly one bundle of the right length to each other client.
     """
-    length, clients = envelopes.OVERHEAD + _bundle_bytes(announcement), tuple(answers)
+    length, clients = _bundle_length(announcement), tuple(answers)
     wrong = {}
     for client, answer in answers.items():
         bundles = answer.get("bundles", {})
         expected = {str(other) for other in clients if other != client}
-        if set(bundles) != expected or any(
-            not isinstance(each, np.ndarray) or (each.dtype, each.shape) != (np.uint8, (length,))
-            for each in bundles.values()
+        if (
+            not isinstance(bundles, Mapping)
+            or set(bundles) != expected
+            or any(
+                not isinstance(each, np.ndarray) or (each.dtype, each.shape) != (np.uint8, (length,))
+                for each in bundles.values()
+            )
         ):
             wrong[client] = Lost("it sent not one bundle of the agreed length to each other client", refused=True)
     if wrong:
@@ -169,7 +176,9 @@ def _upload(client: int, reply: Content, round: int) -> Upload:
       SecureError: it is no record of bytes.
     """
     sealed = reply.get("upload", {})
-    if not all(isinstance(each, np.ndarray) and each.dtype == np.uint8 for each in sealed.values()):
+    if not isinstance(sealed, Mapping) or not all(
+        isinstance(each, np.ndarray) and each.dtype == np.uint8 for each in sealed.values()
+    ):
         raise MalformedMessage(f"client {client} uploaded something that is no bytes")
     return Upload(round, client, tuple(SealedLayer(round, name, each.tobytes()) for name, each in sealed.items()))
 
@@ -343,6 +352,11 @@ def _bundle_bytes(announcement: messages.Announcement) -> int:
     return 4 + sum(4 + size + OVERHEAD for _, size in announcement.sizes)
 
 
+def _bundle_length(announcement: messages.Announcement) -> int:
+    """Return the bytes of such a bundle in its envelope."""
+    return envelopes.OVERHEAD + _bundle_bytes(announcement)
+
+
 def _as_array(content: bytes) -> np.ndarray:
     return np.frombuffer(content, np.uint8)
 
@@ -409,6 +423,7 @@ def _write(path: Path, stored: _Stored) -> None:
     arrays |= {f"reply{place}": each for place, each in enumerate(record.values())}
     with whole(path) as temporary:
         np.savez(temporary, allow_pickle=False, **arrays)
+        temporary.chmod(0o600)
 
 
 def _read(path: Path) -> _Stored | None:

@@ -16,13 +16,14 @@ from typing import Any
 from fedjax_mr import files
 from fedjax_mr.deploy import mail, relay
 from fedjax_mr.deploy.facts import Member, Request
-from fedjax_mr.deploy.mail import Message, Post
-from fedjax_mr.deploy.wire import Content
+from fedjax_mr.deploy.mail import Asking, Lost, Message, Post
+from fedjax_mr.deploy.wire import SMALL, Content, one_line
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import REAL_CLIENTS
+from fedjax_mr.settings import LARGEST_INT32
 
-SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_BEFORE_JOINING_AGAIN = 30.0
+SECONDS_BETWEEN_LOOKS = mail.POLL_SECONDS
+FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds before a node that did not join is asked again, doubled every time
 MOST_FALSE_REPLIES = 3  # of one client in one round, before the run ends for it
 
 
@@ -75,7 +76,12 @@ class Roll:
         self._nodes: dict[int, int] = {}  # of each client
         self._begin: Content | None = None
         self._begun: set[tuple[int, int]] = set()  # clients and nodes that know the federation
-        self._not_before: dict[int, float] = {}  # when a node that did not join is asked again
+        self._open: list[tuple[Asking, Callable[[int, Content | Lost], None]]] = []  # and what follows from an answer
+        self._late: set[int] = set()  # clients whose node did not answer in time; another node may be theirs now
+        self._claims: set[int] = set()  # nodes that say to be a client whose former node is being asked
+        self._pauses: dict[
+            int, tuple[float, float]
+        ] = {}  # of nodes that did not join: when to ask again, and the pause
         self._told: set[str] = set()  # lines that were printed
 
     # --- who is there
@@ -101,7 +107,7 @@ class Roll:
           UserError: some did not come in ``patience`` seconds.
         """
         started = told = self._post.now()
-        while missing := sorted(set(clients) - self._ready()):
+        while missing := sorted(set(clients) - self._ready(clients)):
             now = self._post.now()
             if patience is not None and now - started > patience:
                 raise UserError(
@@ -113,72 +119,138 @@ class Roll:
                 self._say(f"still waiting for client {', '.join(map(str, missing))}", again=True)
             self._post.wait(SECONDS_BETWEEN_LOOKS)
 
-    def _ready(self) -> set[int]:
-        """Return the clients that are connected and know what they need; nodes that are new are asked and told."""
-        connected = self._post.nodes()
-        now, entered = self._post.now(), set(self._nodes.values())
-        new = [node for node in connected if node not in entered and self._not_before.get(node, now) <= now]
-        messages = [Message("join", node, 0, 0, {"run": self._record}) for node in new]
-        for node, reply in self._post.ask(messages, self.terms.at_the_roll_call).items() if messages else ():
-            try:
-                if isinstance(reply, mail.Lost):
-                    raise UserError(reply.reason)
-                self._enter(node, reply)
-            except UserError as error:
-                self._say(f"node {node} does not join: {error}")
-                self._not_before[node] = self._post.now() + SECONDS_BEFORE_JOINING_AGAIN
-        there = {client for client, node in self._nodes.items() if node in connected}
-        if self._begin is None:
-            return there
-        messages = [
-            self._message("begin", client, 0, 0, self._begin)
-            for client in sorted(there)
-            if (client, self._nodes[client]) not in self._begun
-        ]
-        replies = self._post.ask(messages, self.terms.at_the_roll_call) if messages else {}
-        for client in there:
-            match replies.get(self._nodes[client]):
-                case mail.Lost(reason=reason):
-                    self._say(f"client {client} does not begin: {reason}")
-                case None:
-                    pass
-                case _:
-                    self._begun.add((client, self._nodes[client]))
-        return {client for client in there if (client, self._nodes[client]) in self._begun}
+    def _ready_soon(self, clients: Collection[int]) -> set[int]:
+        """Return those of some clients that are connected and know what they need, after a wait for new nodes.
 
-    def _enter(self, node: int, reply: Content) -> None:
-        """Enter a node's client into the roll.
+        A node that failed to join before is not waited for, or a silent one would delay every round.
+        """
+        while set(clients) - (ready := self._ready(clients)):
+            if not any(asking.nodes - self._pauses.keys() for asking, _ in self._open):
+                break
+            self._post.wait(SECONDS_BETWEEN_LOOKS)
+        return ready & set(clients)
+
+    def _ready(self, clients: Collection[int]) -> set[int]:
+        """Return all clients that are connected and know what they need.
+
+        While one of the given clients is not among them, or was late, nodes that are new are asked who they are and
+        clients that are new are told what they need. Nobody is waited for here.
+        """
+        self._look()
+        if set(clients) - self._prepared() or self._late.intersection(clients):
+            connected = set(self._post.nodes())
+            self._ask_nodes("join", connected - set(self._nodes.values()), self._joined, {})
+            self._look()
+            if self._begin is not None:
+                new = {self._nodes[each] for each in clients if each in self._nodes} & connected
+                begun = {node for _, node in self._begun}
+                self._ask_nodes("begin", new - begun, self._has_begun, self._begin)
+            self._look()
+        return self._prepared()
+
+    def _prepared(self) -> set[int]:
+        connected = set(self._post.nodes())
+        there = {client for client, node in self._nodes.items() if node in connected}
+        return there if self._begin is None else {each for each in there if (each, self._nodes[each]) in self._begun}
+
+    def _look(self) -> None:
+        """Take note of the answers that have come."""
+        for asking, then in list(self._open):
+            for node, reply in asking.look().items():
+                then(node, reply)
+        self._open = [(asking, then) for asking, then in self._open if asking.nodes]
+
+    def _ask_nodes(
+        self, kind: str, nodes: Collection[int], then: Callable[[int, Content | Lost], None], content: Content
+    ) -> None:
+        """Ask nodes, except those that have not answered yet or failed a short while ago."""
+        now, busy = self._post.now(), self._claims.union(*(asking.nodes for asking, _ in self._open))
+        due = [node for node in sorted(set(nodes) - busy) if self._pauses.get(node, (now, 0.0))[0] <= now]
+        messages = [Message(kind, node, 0, 0, {"run": self._record, **content}) for node in due]
+        if messages:
+            self._open.append((self._post.send(messages, self.terms.at_the_roll_call), then))
+
+    def _joined(self, node: int, reply: Content | Lost) -> None:
+        """Enter a node's client into the roll, or say why not."""
+        try:
+            if isinstance(reply, Lost):
+                raise UserError(reply.reason)
+            member, owner = self._member(node, reply)
+        except UserError as error:
+            self._pause(node, f"node {node} does not join: {one_line(str(error))}")
+            return
+        other = self._nodes.get(member.client)
+        if other is None or other not in self._post.nodes():
+            self._enter(node, member, owner)
+            return
+
+        def challenged(_: int, reply: Content | Lost) -> None:
+            self._claims.discard(node)
+            if isinstance(reply, Lost):
+                self._enter(node, member, owner)
+            else:
+                claim = f"client {member.client} is already there, by node {other}: each needs a client-id of its own"
+                self._pause(node, f"node {node} does not join: {claim}")
+
+        self._claims.add(node)
+        message = Message("join", other, 0, 1, {"run": self._record})
+        self._open.append((self._post.send([message], self.terms.at_the_roll_call), challenged))
+
+    def _has_begun(self, node: int, reply: Content | Lost) -> None:
+        for client in [client for client, its in self._nodes.items() if its == node]:
+            if isinstance(reply, Lost):
+                self._pause(node, f"client {client} does not begin: {reply.reason}")
+            else:
+                self._pauses.pop(node, None)
+                self._begun.add((client, node))
+
+    def _pause(self, node: int, line: str) -> None:
+        """Say what is wrong with a node, and leave it alone for a while that doubles every time."""
+        self._say(line)
+        pause = min(2 * self._pauses.get(node, (0.0, FIRST_PAUSE / 2))[1], LONGEST_PAUSE)
+        self._pauses[node] = (self._post.now() + pause, pause)
+
+    def _member(self, node: int, reply: Content) -> tuple[Member, str]:
+        """Return what a node's client tells of itself, and the key that its node has.
 
         Raises:
           UserError: its answer is malformed, or it is not the client that it says.
         """
-        member = Member.of(
-            reply,
-            num_clients=self._num_clients,
-            num_classes=self.request.facts.num_classes,
-            counted=self.request.label_counts,
-        )
+        try:
+            member = Member.of(
+                reply,
+                num_clients=self._num_clients,
+                num_classes=self.request.facts.num_classes,
+                counted=self.request.label_counts,
+            )
+        except UserError:
+            raise
+        except Exception as error:  # broad, as in `_read`
+            raise _malformed(error) from None
         client, owner = member.client, self._post.owner(node) if self.terms.node_keys else ""
         if self._owners.get(client, owner) != owner:
             raise UserError(f"client {client} has had another node key in this run")
         if self.members.get(client, member) != member:
             raise UserError(f"client {client} tells other numbers of samples than before in this run")
-        other = self._nodes.get(client)
-        if other is not None and other != node and self._answers(other):
-            raise UserError(f"client {client} is already there, by node {other}: each needs a client-id of its own")
-        self.members[client], self._owners[client], self._nodes[client] = member, owner, node
+        others = [each.samples for each in self.members.values() if each.client != client]
+        if sum(others) + member.samples > LARGEST_INT32:
+            raise UserError(f"client {client} tells {member.samples:,} samples, and all together have at most 2^31 - 1")
+        return member, owner
 
-    def _answers(self, node: int) -> bool:
-        """Return whether a node that was entered before is still at work."""
-        if node not in self._post.nodes():
-            return False
-        message = Message("join", node, 0, 1, {"run": self._record})
-        return not isinstance(self._post.ask([message], self.terms.at_the_roll_call)[node], mail.Lost)
+    def _enter(self, node: int, member: Member, owner: str) -> None:
+        client = member.client
+        self._pauses.pop(node, None)
+        self.members[client], self._owners[client], self._nodes[client] = member, owner, node
 
     # --- asking
 
     def ask(
-        self, kind: str, round: int, contents: Mapping[int, Content], read: Callable[[int, Content], Any]
+        self,
+        kind: str,
+        round: int,
+        contents: Mapping[int, Content],
+        read: Callable[[int, Content], Any],
+        most: int = SMALL,
     ) -> dict[int, Any]:
         """Return what some clients answer, by their numbers; without those that are lost, which only some terms allow.
 
@@ -186,7 +258,8 @@ class Roll:
           kind: of the message.
           round: of the run.
           contents: what each client is asked.
-          read: (client, reply) -> what it means, checked; a `UserError` counts as a loss.
+          read: (client, reply) -> what it means, checked; an error counts as a loss.
+          most: bytes of one reply.
 
         Raises:
           UserError: a client is lost and the terms say to stop; or it answers falsely again and again.
@@ -196,19 +269,22 @@ class Roll:
         attempt = 0
         while True:
             wanted = [client for client in contents if client not in answers]
-            ready = self._ready()
+            ready = self._ready_soon(wanted)
             asked = [client for client in wanted if client in ready]
             messages = [self._message(kind, client, round, attempt, contents[client]) for client in asked]
-            replies = self._post.ask(messages, self.terms.reply_timeout) if messages else {}
-            moved = {node for node, reply in replies.items() if isinstance(reply, mail.Lost) and reply.moved}
+            replies = self._post.ask(messages, self.terms.reply_timeout, most) if messages else {}
+            moved = {node for node, reply in replies.items() if isinstance(reply, Lost) and reply.moved}
             lost = {client: "its node is not connected" for client in wanted if client not in asked}
             for client, message in zip(asked, messages, strict=True):
                 reply = replies[message.node]
                 if message.node in moved:
                     continue
+                self._late.discard(client)
                 try:
-                    if isinstance(reply, mail.Lost):
-                        if reply.refused:
+                    if isinstance(reply, Lost):
+                        if not reply.refused:
+                            self._late.add(client)
+                        else:
                             false[client] += 1
                             self._begun.discard((client, message.node))  # its disk may have lost what it needs
                         raise UserError(reply.reason)
@@ -229,18 +305,24 @@ class Roll:
                 return answers
             for client in lost:
                 if false[client] >= MOST_FALSE_REPLIES:
+                    remedy = "--lost=untrained goes on without it"
+                    if self.terms.lost == "untrained":
+                        remedy = "no other client of the round answers, so the round has nothing to go on with"
                     raise UserError(
                         f"round {round + 1}: client {client} answers falsely {false[client]} times ({lost[client]}); "
-                        "--lost=untrained goes on without it"
+                        f"{remedy}"
                     )
             self._gather(sorted(lost), None)
 
     def _read(self, client: int, reply: Content, read: Callable[[int, Content], Any], false: dict[int, int]) -> Any:
         try:
             return read(client, reply)
-        except UserError:
+        except UserError as error:
             false[client] += 1
-            raise
+            raise UserError(one_line(str(error))) from None
+        except Exception as error:  # broad: a client chooses what it answers, and must not end the server with it
+            false[client] += 1
+            raise _malformed(error) from None
 
     def together(self, round: int, clients: Sequence[int], once: Callable[[Post, Mapping[int, int], int], Any]) -> Any:
         """Return what comes of something that needs all clients of a round, tried until all of them stay to its end.
@@ -303,6 +385,10 @@ class Roll:
                 self.members[member.client], self._owners[member.client] = member, owner
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({error})") from None
+
+
+def _malformed(error: Exception) -> UserError:
+    return UserError(one_line(f"its answer is malformed ({type(error).__name__}: {error})"))
 
 
 def name_of_run(folder: Path) -> str | None:

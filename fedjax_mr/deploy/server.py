@@ -54,7 +54,7 @@ from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_c
 from fedjax_mr.experiment.folder import RunFolder, run_state
 from fedjax_mr.experiment.run import Interrupted, Run
 from fedjax_mr.models import Model
-from fedjax_mr.settings import field, values_of
+from fedjax_mr.settings import LARGEST_INT32, field, values_of
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.base import Exchange
 
@@ -291,7 +291,7 @@ class MailRounds(Rounds):
         for occurrence in range(int(rows.occurrence.max()) + 1):  # a client has one message at a time
             asked = {int(rows.client_id[row]): row for row in np.flatnonzero(rows.occurrence == occurrence)}
             contents = {client: self._order(round, rows, row) for client, row in asked.items()}
-            for client, answer in self.roll.ask("train", round, contents, self._read).items():
+            for client, answer in self.roll.ask("train", round, contents, self._read, wire.room(self._answer)).items():
                 trained[asked[client]] = answer
         lost = np.array([each is None for each in trained])
         for row in np.flatnonzero(lost):
@@ -345,6 +345,11 @@ class MailRounds(Rounds):
             upload = {name: each for name, each in upload.items() if name != "model"}
         metrics = wire.unpack(reply.get("metrics", {}), metrics, who="its report", finite=False)
         diverged = int(metrics.bad_step) >= 0
+        most = LARGEST_INT32 // self.given.problem.cohort_size  # the round's sum has 32 bits
+        if not 0 <= int(metrics.images) <= most or not 0 <= int(metrics.steps) <= most:
+            raise UserError(f"its report tells of {int(metrics.images)} samples and {int(metrics.steps)} steps")
+        if self._finite and not diverged and not np.isfinite(metrics.loss):
+            raise UserError("its report has a loss that is not finite, and no step where it became so")
         if diverged and self._finite and self.roll.terms.lost == "untrained":
             raise UserError(f"its loss or weights are not finite since its local step {int(metrics.bad_step)}")
         finite = self._finite and not diverged  # a client that says that it diverged ends the run, as in a simulation
@@ -442,7 +447,18 @@ class MailTests:
                 "key": {"key": np.asarray(key)},
                 "numbers": {"last": -1 if last is None else int(last[client]), "epochs": epochs},
             }
-        read = lambda client, reply: wire.unpack(reply.get("scores", {}), like, who="its test", finite=False)
+        networks = len(problem.model.networks)
+
+        def read(client: int, reply: Content) -> Any:
+            scores = wire.unpack(reply.get("scores", {}), like, who="its test", finite=False)
+            member = rounds.roll.members[client]
+            for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
+                if not 0 <= score.correct <= score.count <= size:
+                    raise UserError(f"its test tells {score.correct:g} of {score.count:g} samples, and it has {size}")
+            if not 0 <= scores["architecture"] < networks:
+                raise UserError(f"its test is of a network {scores['architecture']}, and there are {networks}")
+            return scores
+
         answers = rounds.roll.ask("evaluate", round, contents, read)
         absent = jax.tree.map(lambda leaf: np.zeros((), leaf.dtype), like)  # no samples tested: not a number
         rows = [answers.get(client, absent) for client in range(problem.num_clients)]

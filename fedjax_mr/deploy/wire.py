@@ -4,6 +4,7 @@ A `Record` is either arrays by name or plain values by name, and a `Content` is 
 so a message can hold false numbers but no code.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ import numpy as np
 
 from fedjax_mr.errors import UserError
 
+SMALL = 2**20  # bytes that a message may have beside its large arrays
+_ARRAY = 2**13  # bytes that an array may add beside its numbers: names, headers, hashes
+LONGEST_LINE = 200  # characters
 Record = Mapping[str, Any]  # of arrays alone, or of plain values: int, float, str, bytes, bool and lists of these
 Content = Mapping[str, Record]
 
@@ -50,6 +54,22 @@ def unpack(record: Any, like: Any, *, who: str, finite: bool = True) -> Any:
         if finite and found.dtype.kind == "f" and not np.isfinite(found).all():
             raise UserError(f"{who}: {name!r} has numbers that are not finite")
     return jax.tree.unflatten(jax.tree.structure(like), [record[name] for name in wanted])
+
+
+def room(like: Any) -> int:
+    """Return the bytes that a message with a tree may have.
+
+    Args:
+      like: a tree of arrays, or of their shapes and dtypes.
+    """
+    leaves = jax.tree.leaves(like)
+    return SMALL + sum(_ARRAY + math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def one_line(text: str) -> str:
+    """Return a text of the other side as one printable line of at most 200 characters, for a terminal or a log."""
+    printable = "".join(each if each.isprintable() else "?" for each in " ".join(text[: 10 * LONGEST_LINE].split()))
+    return printable if len(printable) <= LONGEST_LINE else printable[: LONGEST_LINE - 3] + "..."
 
 
 def _named(tree: Any) -> dict[str, Any]:

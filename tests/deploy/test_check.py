@@ -19,8 +19,15 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.secure.envelopes import Identity
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-LINK = ("python", "/env/bin/flower-superlink", "--host=127.0.0.1", "--disable-runtime-dependency-installation")
-NODE = ("/env/bin/flower-supernode", "--superlink", "fed.example.org:443", "--root-certificates", "ca.crt")
+AUTHENTICATED = "--enable-supernode-auth"
+LINK = (
+    *("python", "/env/bin/flower-superlink", "--host=127.0.0.1", "--disable-runtime-dependency-installation"),
+    AUTHENTICATED,
+)
+NODE = (
+    *("/env/bin/flower-supernode", "--superlink", "fed.example.org:443", "--root-certificates", "ca.crt"),
+    *("--auth-supernode-private-key", "node"),
+)
 
 
 def mistakes(findings):
@@ -72,12 +79,14 @@ def test_commands_of_another_environment(monkeypatch, tmp_path):
     [
         (LINK, QUIET, []),
         (NODE, None, []),
-        (LINK[:3], QUIET, ["installs packages from the internet for every run"]),
+        ((*LINK[:3], AUTHENTICATED), QUIET, ["installs packages from the internet for every run"]),
         ((*NODE, "--allow-runtime-dependency-installation"), QUIET, ["installs packages that an app names"]),
-        ((*LINK[:2], "--host=0.0.0.0", LINK[3]), QUIET, ["everybody who reaches the SuperLink"]),
+        ((*LINK[:2], "--host=0.0.0.0", *LINK[3:]), QUIET, ["everybody who reaches the SuperLink"]),
         ((*LINK[:2], "--host", "10.0.0.1", LINK[3], "--insecure"), QUIET, ["everybody who", "talks without TLS"]),
         ((*LINK, "--insecure"), QUIET, []),  # on the loopback address nobody listens
         ((*NODE[:3], "--insecure"), QUIET, ["flower-supernode (process 7) talks without TLS"]),
+        (LINK[:4], QUIET, ["takes every node that reaches it"]),
+        (NODE[:5], QUIET, ["has no key of its own"]),
         (NODE, {}, ["telemetry", "updates"]),
     ],
 )
@@ -124,6 +133,19 @@ def test_private_keys_that_others_can_read(folder):
     assert "others can read" in line
 
 
+def test_a_state_folder_that_others_can_look_into(folder):
+    (folder / "state").mkdir(mode=0o755)
+    (folder / "state").chmod(0o755)
+    (finding,) = check.node(GOOD.format(folder))
+    assert finding.mistake == f"others can look into {folder}/state" and finding.remedy == f"chmod 700 {folder}/state"
+
+
+def test_keys_of_running_programs_that_others_can_read(tmp_path):
+    (tmp_path / "node").touch(mode=0o644)
+    (line,) = mistakes(check.running([Process(7, (*NODE[:6], str(tmp_path / "node")), QUIET)]))
+    assert line == f"others can read {tmp_path}/node"
+
+
 @pytest.fixture
 def made(tmp_path):
     """What `deploy new` writes."""
@@ -148,6 +170,17 @@ def test_an_app_and_this_machine(made, change, found):
     (made / "pyproject.toml").write_text(text.replace(*change))
     lines = mistakes(check.app(str(made)))
     assert lines == [] if found is None else found in lines[0]
+
+
+def test_an_apps_code_runs_only_if_this_machine_names_it(made, tmp_path):
+    code = tmp_path / "server_choice.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path = made / "pyproject.toml"
+    path.write_text(path.read_text().replace("--import=none", f"--import={code}"))
+    for told, found in (("--import=", "this run needs"), ("--flagfile=/etc/passwd ", "which no client follows")):
+        path.write_text(path.read_text().replace('flags = "', f'flags = "{told if "flag" in told else ""}'))
+        (line,) = mistakes(check.app(str(made)))
+        assert found in line and not (tmp_path / "ran").exists()
 
 
 def test_no_app(tmp_path):
@@ -188,6 +221,24 @@ def test_no_certificate(certified):
         "is no certificate"
         in mistakes(check.certificate(str(certified / "server.key"), "a", datetime.datetime.now()))[0]
     )
+
+
+def test_a_private_key(certified, tmp_path):
+    key, node = certified / "server.key", tmp_path / "node"
+    key.chmod(0o600)
+    assert list(check.private_key(str(key), str(certified / "server.crt"))) == []
+    assert "is not the key of" in mistakes(check.private_key(str(key), str(certified / "ca.crt")))[0]
+    assert "is no private key" in mistakes(check.private_key(str(certified / "ca.crt"), None))[0]
+    curves = {"ed25519": "is no key that a node can have", "ecdsa": ""}
+    for kind, found in curves.items():
+        node.unlink(missing_ok=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", kind, *(["-b", "384"] * (kind == "ecdsa")), "-N", "", "-f", node], check=True
+        )
+        lines = mistakes(check.private_key(str(node), None))
+        assert lines == [] if not found else found in lines[0]
+    node.chmod(0o640)
+    assert mistakes(check.private_key(str(node), None)) == [f"others can read {node}"]
 
 
 def test_a_port_that_is_taken():
@@ -232,7 +283,7 @@ def test_a_superlink_with_tls(certified, server):
     assert "does not pass" in line
 
 
-def test_a_superlink_out_of_reach(certified):
+def test_a_superlink_out_of_reach(certified, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
 
@@ -245,6 +296,10 @@ def test_a_superlink_out_of_reach(certified):
         (line,) = mistakes(check.superlink(f"127.0.0.1:{number}", str(certified / "ca.crt")))
         thread.join()
         assert "does not speak TLS" in line
+    monkeypatch.setattr(check, "_is_loopback_host", lambda host: False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        (line,) = mistakes(check.superlink(f"127.0.0.1:{listening.getsockname()[1]}", None))
+        assert "can be read and changed on its way" in line
     assert "nothing answers" in mistakes(check.superlink(f"127.0.0.1:{number}", None))[0]
     for address in ("127.0.0.1", "https://fed.example.org"):
         assert "is no HOST:PORT" in mistakes(check.superlink(address, None))[0]

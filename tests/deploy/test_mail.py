@@ -2,11 +2,14 @@
 
 import importlib.util
 import logging
+import struct
+import time
+import types
 
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import mail
+from fedjax_mr.deploy import flower, mail
 from fedjax_mr.errors import UserError
 
 
@@ -64,7 +67,7 @@ def test_what_goes_wrong_with_one_node_leaves_the_other_alone(fault, lost, times
     nodes, found = ask(faults=fault)
     assert nodes[7].times == times and nodes[9].times == 1 and found[9]["arrays"]["x"][0] == 9
     if lost:
-        assert lost in found[7].reason and not found[7].refused
+        assert lost in found[7].reason and found[7].refused == ("another message" in lost)
     else:
         assert found[7]["arrays"]["x"][0] == 7
 
@@ -100,14 +103,14 @@ def test_a_users_mistake_is_one_line_of_the_log():
         raise UserError("no client 3")
     except UserError as error:
         record = logging.LogRecord("flwr", 40, "", 0, "%s raised", ("ServerApp",), (UserError, error, None))
-    assert mail._without_traceback(record) and record.getMessage() == "no client 3" and not record.exc_info
+    assert flower._without_traceback(record) and record.getMessage() == "no client 3" and not record.exc_info
 
 
 def test_without_flwr_the_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "flwr.app", None)
     monkeypatch.setitem(__import__("sys").modules, "flwr", None)
     with pytest.raises(UserError, match=r"pip install -c constraints-deploy.txt 'fedjax_mr\[deploy\]'"):
-        mail.client_app(lambda message, node, run: {})
+        flower.client_app(lambda message, node, run: {})
 
 
 # flwr 1.41 imports typer 0.20, which uses a name that click 8.5 deprecates (2026-11).
@@ -125,33 +128,197 @@ def test_flowers_records_hold_what_was_put_in():
         "none": np.zeros((0, 4), np.float32),
     }
     content = {"a": arrays, "b": {"one": 1, "two": "zwei", "three": b"\x00", "four": [0.5], "five": True}, "c": {}}
-    back = mail._content(mail._records(content))
+    back = flower._content(flower._records(content))
     assert back["b"] == content["b"] and back["c"] == {} and set(back["a"]) == set(arrays)
     for name, array in arrays.items():
         assert back["a"][name].dtype == array.dtype and back["a"][name].shape == array.shape
         np.testing.assert_array_equal(back["a"][name], array)
 
 
+def npy(shape, descr="'<f4'", data=b""):
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
+FORGED = {
+    "huge": (npy(f"({10**14},)"), "but has 0 bytes"),
+    "overflow": (npy(f"({10**30},)"), "but has 0 bytes"),
+    "tokens": (npy("(1,"), "a damaged header"),
+    "index": (npy("(1,)", "[()]"), "a damaged header"),
+    "zip": (b"PK\x03\x04" + bytes(60), "is damaged"),
+    "none": (b"", "is damaged"),
+    "objects": (npy("(1,)", "'|O'", bytes(8)), "Python objects"),
+    "text": (npy("(1,)", "'<U2'", bytes(8)), "no numbers"),
+    "negative": (npy("(-1, -4)", "'<f4'", bytes(16)), ""),
+    "whole": (npy("(4,)", "'<f4'", bytes(16)), None),
+}
+
+
 @needs_flower
-def test_a_malformed_array_is_left_out():
-    flower = mail._flower()
-    records = mail._records({"good": {"x": np.zeros(1)}, "bad": {"x": np.zeros(1)}})
-    records["bad"]["x"].__dict__["data"] = b"no array"
-    assert isinstance(records["bad"], flower.ArrayRecord) and set(mail._content(records)) == {"good"}
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_array_is_a_malformed_answer_of_its_client(name, grid):
+    """No memory is taken for what a header says, and the server gets the other clients' answers."""
+    data, line = FORGED[name]
+    grid.spoil[7] = lambda records: records["arrays"]["x"].__dict__.update(data=data)
+    found = grid.ask()
+    assert found[9]["arrays"]["x"][0] == 9
+    if line is None:
+        assert found[7]["arrays"]["x"].shape == (4,)
+    else:
+        assert found[7].refused and "its reply cannot be read (" in found[7].reason and line in found[7].reason
+
+
+class Grid:
+    """Flower's Grid with a SuperLink that answers by itself: node 7 and 9 add their number to what they get."""
+
+    def __init__(self, names):
+        self.flower, self.node, self.run = names, names.node, types.SimpleNamespace(run_id=1)
+        self.spoil, self.pulled, self.hidden, self.objects, self.replies = {}, 0, set(), {}, []
+        self._runtime_client = self
+        self._client = types.SimpleNamespace(event_hooks={"response": []})
+
+    def ask(self, most=2**20, timeout=3.0):
+        content = {"arrays": {"x": np.zeros(2, np.float32)}}
+        return flower.FlowerPost(self).ask(
+            [mail.Message("train", node, 3, 0, content) for node in (7, 9)], timeout, most
+        )
+
+    def get_nodes(self):
+        key = b"-----BEGIN\nkey\n-----END"
+        return [types.SimpleNamespace(node_id=node, public_key=key) for node in (7, 9)]
+
+    def push_messages(self, messages):
+        for message in messages:
+            node = message.metadata.dst_node_id
+            records = flower._records(mail.reply(flower._received(message), Node(node)))
+            self.spoil.get(node, lambda records: None)(records)
+            message.metadata.__dict__["_message_id"] = f"asked {node}"
+            reply = self.flower.Message(records, reply_to=message)
+            objects = {name: each.deflate() for name, each in self.flower.get_all_nested_objects(reply).items()}
+            self.objects |= objects
+            tree = self.flower.get_object_tree(reply)
+            about = types.SimpleNamespace(message_id=tree.object_id, reply_to_message_id=f"asked {node}")
+            self.replies.append((types.SimpleNamespace(metadata=about), tree))
+        return [f"asked {message.metadata.dst_node_id}" for message in messages]
+
+    def PullMessages(self, request):
+        replies, self.replies = self.replies, []
+        stray = types.SimpleNamespace(metadata=types.SimpleNamespace(message_id="?", reply_to_message_id=""))
+        messages, trees = zip(*replies, (stray, None), strict=True)
+        return types.SimpleNamespace(messages_list=messages, message_object_trees=trees)
+
+    def PullObject(self, request):
+        content = self.objects[request.object_id]
+        for hook in self._client.event_hooks["response"]:
+            hook(types.SimpleNamespace(headers={"content-length": str(len(content))}))
+        self.pulled += len(content)
+        there = request.object_id not in self.hidden
+        return types.SimpleNamespace(object_found=True, object_available=there, object_content=content)
+
+    def ConfirmMessageReceived(self, request):
+        pass
+
+
+@pytest.fixture
+def grid(monkeypatch):
+    names = flower._flower()
+    identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
+    for name in ("_run_id", "_node_id", "_task_id"):  # of the process that a node would start
+        monkeypatch.setattr(identity, name, 1)
+    inflatable = importlib.import_module("flwr.supercore.inflatable.inflatable_object")
+    names.get_all_nested_objects, names.get_object_tree = (
+        inflatable.get_all_nested_objects,
+        inflatable.get_object_tree,
+    )
+    names.node = importlib.import_module("flwr.proto.node_pb2").Node(node_id=1)
+    monkeypatch.setattr(mail, "POLL_SECONDS", 0.05)
+    return Grid(names)
+
+
+@needs_flower
+def test_an_upload_is_refused_by_its_announced_size_before_it_is_read(grid):
+    large = np.random.default_rng(0).integers(0, 2**32, 30 * 2**18, np.uint32)  # 30 MB
+    for most, read in ((2**20, 2**16), (8 * 2**20, 8 * 2**20)):
+        grid.pulled = 0
+        grid.spoil[7] = lambda records: records["arrays"].update(x=grid.flower.Array(large))
+        found = grid.ask(most)
+        assert found[7].refused and f"larger than the {most:,} bytes" in found[7].reason
+        assert found[9]["arrays"]["x"][0] == 9 and grid.pulled < read
+
+
+@needs_flower
+def test_a_chunk_that_is_named_a_million_times_takes_no_memory(grid):
+    def repeat(records):
+        array = records["arrays"]["x"]
+        array.__dict__["_chunks"] = array.slice_array() * 10**5
+
+    grid.spoil[7] = repeat
+    found = grid.ask()
+    assert found[7].refused and "larger than" in found[7].reason and found[9]["arrays"]["x"][0] == 9
+
+
+@needs_flower
+def test_a_reply_that_stops_in_the_middle_holds_nobody_up(grid):
+    def hide(records):
+        grid.hidden.add(records["arrays"]["x"].slice_array()[0][0])
+
+    grid.spoil[7] = hide
+    post = flower.FlowerPost(grid)
+    content = {"arrays": {"x": np.zeros(2, np.float32)}}
+    asking = post.send([mail.Message("train", node, 3, 0, content) for node in (7, 9)], 0.5)
+    assert set(asking.look()) == {9} and asking.nodes == {7}
+    time.sleep(0.6)
+    assert "no reply within 0.5 s" in asking.look()[7].reason and not post._carrier._coming
+
+
+@needs_flower
+def test_many_records_or_names_are_no_reply(grid):
+    grid.spoil[7] = lambda records: [records.update({f"more{each}": records["facts"]}) for each in range(30)]
+    grid.spoil[9] = lambda records: [records["arrays"].update({f"x{n}": records["arrays"]["x"]}) for n in range(10**4)]
+    found = grid.ask()
+    assert "it has 33 records" in found[7].reason and "larger than" in found[9].reason
+
+
+def test_whatever_a_reply_is_the_other_clients_answers_come():
+    for odd in (
+        None,
+        5,
+        {"fedjax_mr": 3},
+        {"fedjax_mr": {"kind": np.zeros(3), "round": 3, "attempt": 0}},
+        {"fedjax_mr": {"kind": "train", "round": 3, "attempt": 0, "refused": {}}, 3: 4},
+    ):
+        _, found = ask(faults=lambda message, before, odd=odd: (lambda content: odd) if message.node == 7 else None)
+        assert found[7].refused and found[9]["arrays"]["x"][0] == 9
+
+
+def test_a_reply_larger_than_allowed_is_refused():
+    large = lambda content: {**content, "more": {"x": np.zeros(2**18, np.float32)}}
+    _, found = ask(faults=lambda message, before: large if message.node == 7 else None)
+    assert found[7].refused and "larger than the 1,048,576 bytes" in found[7].reason and found[9]
+
+
+def test_a_clients_words_are_one_printable_line():
+    def refuse(message):
+        raise UserError("\x1b[2Jno data\nfedjax-mr: round 9: accuracy 1.0\u202e" + "x" * 10**6)
+
+    post = mail.FakePost({7: refuse})
+    reason = post.ask([mail.Message("train", 7, 3, 0, {})], 1.0)[7].reason
+    assert reason.startswith("?[2Jno data fedjax-mr: round 9: accuracy 1.0?xxx") and len(reason) == 200
+    assert reason.isprintable()
 
 
 @needs_flower
 def test_a_client_app_answers_and_refuses(monkeypatch):
-    flower = mail._flower()
+    names = flower._flower()
     identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
     for name in ("_run_id", "_node_id", "_task_id"):  # of the process that a node would start
         monkeypatch.setattr(identity, name, 1)
-    app = mail.client_app(lambda message, node, run: Node(node["client-id"])(message))
+    app = flower.client_app(lambda message, node, run: Node(node["client-id"])(message))
     context = type("Context", (), {"node_config": {"client-id": 4}, "run_config": {}})()
     for kind, expected in (("train", "arrays"), ("refuse", "fedjax_mr")):
         envelope = {"kind": kind, "round": 1, "attempt": 0}
-        records = mail._records({"arrays": {"x": np.zeros(2)}, "fedjax_mr": envelope})
-        asked = flower.Message(records, 5, "query")
-        answer = mail._content(app(asked, context).content)
+        records = flower._records({"arrays": {"x": np.zeros(2)}, "fedjax_mr": envelope})
+        asked = names.Message(records, 5, "query")
+        answer = flower._content(app(asked, context).content)
         assert expected in answer
     assert answer["fedjax_mr"] == {**envelope, "refused": "client 4 has no data"}

@@ -149,7 +149,7 @@ import time
 import jax
 import numpy as np
 from fedjax_mr import models
-from fedjax_mr.deploy import mail, wire
+from fedjax_mr.deploy import flower, mail, wire
 
 def serve(post, run):
     while len(post.nodes()) < 2:
@@ -169,8 +169,8 @@ def serve(post, run):
 def answer(message, node, run):
     return {"model": {name: leaf + np.float32(message.round) for name, leaf in message.content["model"].items()}}
 
-server = mail.server_app(serve)
-client = mail.client_app(answer)
+server = flower.server_app(serve)
+client = flower.client_app(answer)
 """
 
 

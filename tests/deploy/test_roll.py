@@ -1,5 +1,9 @@
 """The roll call and lost clients, with nodes that are plain functions: who joins, what is said, what follows."""
 
+import itertools
+import re
+
+import numpy as np
 import pytest
 
 from fedjax_mr.data.facts import Facts
@@ -64,19 +68,122 @@ def test_everybody_joins_and_answers():
     assert asked(roll) == {0: 0, 2: 20}
 
 
+@pytest.mark.parametrize("lost", ["wait", "untrained"])
+def test_a_silent_stranger_delays_no_round(lost):
+    """All clients are there, so nobody asks a node that never answers; one of version 0.2.0 cost 100 s a round."""
+    nodes = {100 + client: node(client) for client in range(3)} | {200: node(9)}
+    asked_of = []
+
+    def silent(message, before):
+        asked_of.append(message.node)
+        return "lose" if message.node == 200 else None
+
+    post = mail.FakePost(nodes, silent)
+    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(lost, reply_timeout=600.0, join_timeout=300.0))
+    roll.everybody()
+    roll.begin({})
+    for round in range(8):
+        before = post.now()
+        assert roll.ask("train", round, {0: {}, 2: {}}, read) == {0: 0, 2: 20}
+        assert post.now() - before < 1
+        post.wait(31)
+    assert asked_of.count(200) == 1
+
+
+def test_while_a_client_is_missing_a_stranger_is_asked_with_growing_pauses(capsys):
+    nodes = {100: node(0), 101: node(1), 200: node(9)}
+    times = []
+
+    def silent(message, before):
+        if message.node == 200:
+            times.append(post.now())
+        return "lose" if message.node == 200 else None
+
+    post = mail.FakePost(nodes, silent)
+    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(reply_timeout=20.0, join_timeout=1000.0))
+    with pytest.raises(UserError, match="missing: 2"):
+        roll.everybody()
+    pauses = [round(later - earlier) for earlier, later in itertools.pairwise(times)]
+    assert pauses == [50, 80, 140, 260]  # 20 s without an answer, and 30, 60, 120, 240 s
+    assert capsys.readouterr().err.count("node 200 does not join: no reply within 20 s") == 1
+
+
+def test_a_client_that_begins_late_is_waited_for_once(capsys):
+    """A client that no longer answers is lost without a new delay in every round."""
+    nodes = {100 + client: node(client) for client in range(3)}
+    deaf = []
+    post = mail.FakePost(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    roll = Roll(post, REQUEST, num_clients=3, terms=Terms("untrained", reply_timeout=50.0, join_timeout=300.0))
+    asked(roll)
+    nodes[300] = nodes.pop(102)  # comes back with another number, and never answers
+    deaf.append(300)
+    spent = []
+    for round in range(3):
+        before = post.now()
+        assert roll.ask("train", round, {0: {}, 2: {}}, read) == {0: 0}
+        spent.append(post.now() - before)
+    assert 50 <= spent[0] < 52 and spent[1:] == [0, 0]
+
+
+def test_a_second_node_takes_a_clients_number_if_the_first_is_silent():
+    nodes = {100 + client: node(client) for client in range(3)}
+    deaf = []
+    post = mail.FakePost(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(reply_timeout=5.0, join_timeout=60.0))
+    asked(roll)
+    nodes[105] = node(2)
+    deaf.append(102)
+    assert roll.ask("train", 5, {0: {}, 2: {}}, read) == {0: 0, 2: 20} and post.now() < 20
+    assert roll._nodes[2] == 105
+
+
+def test_a_second_node_does_not_take_the_number_of_a_client_that_answers(capsys):
+    nodes = {100 + client: node(client) for client in range(3)}
+    post = mail.FakePost(nodes)
+    roll = Roll(post, REQUEST, num_clients=3, terms=Terms("untrained", reply_timeout=5.0, join_timeout=60.0))
+    asked(roll)
+    nodes[105] = node(2)
+    del nodes[101]
+    assert roll.ask("train", 5, {0: {}, 1: {}, 2: {}}, read) == {0: 0, 2: 20}
+    assert roll._nodes[2] == 102 and "client 2 is already there, by node 102" in capsys.readouterr().err
+
+
+class Greedy:
+    """Something in a reply that takes all memory when it is looked at."""
+
+    def __lt__(self, other):
+        raise MemoryError
+
+
 def once(fault):
     """Return faults that meet client 2, at the node 102, once."""
     left = [fault]
     return lambda message, before: left.pop() if message.kind == "train" and message.node == 102 and left else None
 
 
-spoil = lambda content: {**content, "said": {"number": -1}}
-AT_FAULT = [("lose", "no reply within 5 s"), (spoil, "its upload is malformed")]
+def said(record):
+    return lambda content: {**content, "said": record}
 
 
-@pytest.mark.parametrize(
-    "fault", [*AT_FAULT, ("double", ""), ("crash", "")], ids=["late", "malformed", "double", "crash"]
-)
+AT_FAULT = [
+    ("lose", "no reply within 5 s"),
+    (said({"number": -1}), "its upload is malformed"),
+    (said(5), "its answer is malformed (TypeError"),
+    (said({"number": np.zeros(2)}), "its answer is malformed (ValueError"),
+    (
+        lambda content: {**content, "fedjax_mr": {"kind": np.zeros(3), "round": 4, "attempt": 0}},
+        "its reply cannot be read (ValueError",
+    ),
+    (
+        lambda content: {**content, "more": {"x": np.zeros(2**19, np.float32)}},
+        "its reply cannot be read (it is larger than",
+    ),
+    (said({"number": Greedy()}), "its answer is malformed (MemoryError"),
+]
+FAULTS = ["late", "malformed", "no record", "array", "envelope", "large", "memory"]
+
+
+@pytest.mark.parametrize("fault", [*AT_FAULT, ("double", ""), ("crash", "")], ids=[*FAULTS, "double", "crash"])
 def test_a_single_fault_changes_no_answer_where_one_waits(fault, capsys):
     assert asked(roll_of(map(node, range(3)), faults=once(fault[0]))) == {0: 0, 2: 20}
     said = capsys.readouterr().err
@@ -97,11 +204,11 @@ def test_a_node_that_comes_back_with_another_number_is_no_lost_client(lost, caps
     assert asked(roll) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fault", AT_FAULT, ids=["late", "malformed"])
+@pytest.mark.parametrize("fault", AT_FAULT, ids=FAULTS)
 def test_without_waiting_a_lost_client_is_named_and_left_out(fault, capsys):
     assert asked(roll_of(map(node, range(3)), faults=once(fault[0]), lost="untrained")) == {0: 0}
     assert f"round 5: lost client 2: {fault[1]}" in capsys.readouterr().err
-    with pytest.raises(UserError, match=f"round 5: client 2 is lost .*{fault[1]}"):
+    with pytest.raises(UserError, match=f"round 5: client 2 is lost .*{re.escape(fault[1])}"):
         asked(roll_of(map(node, range(3)), faults=once(fault[0]), lost="stop"))
 
 
@@ -137,6 +244,12 @@ def test_a_client_that_answers_falsely_again_and_again_ends_the_run(answer, caps
         ([node(0), node(1), node(1)], "client 1 is already there, by node 101: each needs a client-id of its own"),
         ([node(0), node(1), node(2, size=0)], "sizes are whole numbers, of one sample at least"),
         ([node(0), node(1), lambda message: {"member": {"client": "2"}}], "its answer at the roll call is malformed"),
+        (
+            [node(0), node(1), node(2, size=2**31)],
+            "it tells 2,147,483,648 samples, and a client has at most 16,777,216",
+        ),
+        ([node(0), node(1), node(2, size=10**5000)], "its answer is malformed"),
+        ([node(0), node(1), lambda message: {"member": {"client": [1]}}], "malformed"),
         ([node(0), node(1), refuse], "node 102 does not join: client 2: no memory"),
     ],
 )
@@ -155,6 +268,26 @@ def test_a_client_of_other_sizes_or_another_node_is_not_the_one_of_the_run(tmp_p
     with pytest.raises(UserError, match="missing: 2"):
         later.everybody()
     assert "client 2 tells other numbers of samples than before" in capsys.readouterr().err
+
+
+def test_all_clients_together_have_at_most_as_many_samples_as_32_bits_count(capsys):
+    clients = [node(client, size=2**24) for client in range(129)]
+    roll = Roll(mail.FakePost(dict(enumerate(clients))), REQUEST, num_clients=129, terms=Terms(join_timeout=9.0))
+    with pytest.raises(UserError, match=r"127 of 129 clients are there"):
+        roll.everybody()
+    assert "client 127 tells 16,777,216 samples, and all together have at most 2^31 - 1" in capsys.readouterr().err
+
+
+def test_a_clients_words_cannot_forge_the_servers_lines(capsys):
+    def forge(message):
+        if message.kind in ("join", "begin"):
+            return node(2)(message) if message.kind == "join" else {}
+        raise UserError("\x1b[2J\nfedjax-mr: round 9: accuracy 1.0" + 1000 * "x")
+
+    roll = roll_of([node(0), node(1), forge], lost="untrained")
+    assert asked(roll) == {0: 0}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable() and line.startswith("fedjax-mr: round 5: lost client 2: ?[2J") and len(line) < 250
 
 
 def test_different_versions_are_named():

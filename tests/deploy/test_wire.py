@@ -43,3 +43,12 @@ def test_numbers_that_are_not_finite_can_be_let_through():
     assert np.isnan(wire.unpack({"tree": np.asarray(np.nan, np.float32)}, jnp.float32(0), who="mine", finite=False))
     with pytest.raises(UserError, match="mine is no record"):
         wire.unpack(None, TREE, who="mine")
+
+
+def test_text_of_the_other_side_becomes_one_printable_line():
+    assert wire.one_line("a\x1b[31m\nb\tc\u202e\ud800 ") == "a?[31m b c??"
+    assert len(wire.one_line("x" * 10**7)) == 200
+
+
+def test_the_room_for_a_message():
+    assert wire.room(TREE) == 2**20 + 3 * 2**13 + 4 * (6 + 3 + 1)

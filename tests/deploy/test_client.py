@@ -1,0 +1,195 @@
+"""A client and a server that is hostile or broken: one clear line, no file of the client's read, no code run."""
+
+import json
+import os
+import shlex
+import stat
+
+import numpy as np
+import pytest
+
+from fedjax_mr import config as configuration
+from fedjax_mr import data, imports
+from fedjax_mr.checks import complete
+from fedjax_mr.deploy import client, facts, mail
+from fedjax_mr.deploy.keep import Keep
+from fedjax_mr.errors import UserError
+
+FLAGS = (
+    "--dataset=digits --model=mlp --strategy=scaffold --clients=4 --cohort=3 --rounds=2 --local_epochs=1 "
+    "--batch_size=64 --validation_share=0.1 --public_share=0.1 --public_max=20 --devices=1 --lanes=1 --import=none"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a folder with everybody's samples, what a request says of its run, and what `begin` tells."""
+    folder = tmp_path_factory.mktemp("client")
+    config = complete(configuration.parse(shlex.split(FLAGS)))
+    federated = data.federated_data(config)
+    facts.divide(federated, folder)
+    samples = facts.ServerSamples.read(folder / "server.npz")
+    agreement = facts.agreement(config, facts.network_of(config, samples.facts))
+    federation = {
+        "sizes": federated.sizes.astype(np.int32),
+        "validation_sizes": federated.validation.sizes.astype(np.int32),
+        "architectures": np.zeros(4, np.int32),
+        "memory_key": np.zeros(2, np.uint32),
+    }
+    public = {"x": samples.public.x, "y": samples.public.y}
+    run = facts.Request("ab" * 8, samples.facts, agreement, label_counts=False).record()
+    return folder, run, federation, public
+
+
+def ask(place, kind, content, *, flags=FLAGS, **settings):
+    folder = place[0]
+    node = {"client-id": 0, "data": str(folder / "client-0.npz"), "state": str(folder / "state")} | settings
+    return client.answer(mail.Message(kind, 100, 0, 0, content), node, {"flags": flags})
+
+
+def test_an_honest_server_is_answered(place):
+    _, run, federation, public = place
+    assert ask(place, "join", {"run": run})["member"]["size"] == federation["sizes"][0]
+    told = {"run": run, "federation": federation, "public": public}
+    assert ask(place, "begin", told) == {"ready": {"client": 0}}
+    for path in (place[0] / "state").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def with_facts(run, **changed):
+    return {"run": run | {"facts": json.dumps(json.loads(run["facts"]) | changed)}}
+
+
+REQUESTS = {
+    "nothing": lambda run: {},
+    "no record": lambda run: {"run": 5},
+    "list": lambda run: {"run": run | {"facts": "[]"}},
+    "name": lambda run: with_facts(run, name=[1]),
+    "shape": lambda run: with_facts(run, shape="ab"),
+    "negative": lambda run: with_facts(run, shape=[-1]),
+    "mean": lambda run: with_facts(run, mean=["x"]),
+    "std": lambda run: with_facts(run, std=[0.0]),
+    "no classes": lambda run: with_facts(run, num_classes=0),
+    "low": lambda run: with_facts(run, low="x"),
+    "vocabulary": lambda run: with_facts(run, vocabulary="x"),
+    "agreement": lambda run: {"run": run | {"agreement": "[1]"}},
+    "deep": lambda run: {"run": run | {"agreement": "[" * 100_000}},
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_malformed_request_is_one_line(place, name):
+    with pytest.raises(UserError, match="client 0: a request of the server is malformed"):
+        ask(place, "join", REQUESTS[name](place[1]))
+
+
+FEDERATIONS = [
+    ("sizes", None, "not of this version"),
+    ("file", np.zeros(1), "not of this version"),
+    ("sizes", "x", r"malformed \(sizes"),
+    ("sizes", np.zeros((2, 2), np.int32), r"malformed \(sizes"),
+    ("sizes", np.full(4, np.nan), r"malformed \(sizes"),
+    ("sizes", -np.ones(4, np.int32), r"malformed \(sizes"),
+    ("sizes", np.zeros(0, np.int32), "their lengths differ"),
+    ("architectures", np.zeros(9, np.int32), "their lengths differ"),
+    ("memory_key", np.zeros(3, np.uint32), "their lengths differ"),
+    ("memory_key", -np.ones(2, np.int64), r"malformed \(memory_key"),
+    ("sizes", np.full(4, 5, np.int32), r"this client has 5 \+ .* samples; it has"),
+    ("sizes", np.full(4, 2**31 - 1, np.int32), "or with more than 16,777,216"),
+    ("architectures", np.full(4, 7, np.int32), "--architectures lists 4 networks up to number 7"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "line"), FEDERATIONS)
+def test_malformed_facts_of_the_federation_are_one_line(place, name, value, line):
+    _, run, federation, public = place
+    federation = {each: kept for each, kept in (federation | {name: value}).items() if kept is not None}
+    with pytest.raises(UserError, match=line):
+        ask(place, "begin", {"run": run, "federation": federation, "public": public})
+
+
+@pytest.mark.parametrize(
+    "public", [3, {"x": np.zeros(3)}, {"x": np.array(["a"])}, {"x": [1]}, {"y": np.zeros(3, np.int32)}, {"z": 1}]
+)
+def test_a_malformed_public_set_is_one_line(place, public):
+    _, run, federation, _ = place
+    with pytest.raises(UserError, match=r"client 0: (the server's public set is malformed|samples of digits are)"):
+        ask(place, "begin", {"run": run, "federation": federation, "public": public})
+
+
+@pytest.mark.parametrize("numbers", [3, {}, {"last": 2**40}, {"last": -2}, {"last": True}, {"last": np.zeros(2)}])
+def test_a_malformed_order_is_one_line(place, numbers):
+    _, run, federation, public = place
+    ask(place, "begin", {"run": run, "federation": federation, "public": public})
+    with pytest.raises(UserError, match="client 0: "):
+        ask(place, "train", {"run": run, "payload": {}, "key": {}, "numbers": numbers})
+
+
+def test_what_nobody_thought_of_is_one_line_too(place, monkeypatch, capsys):
+    """The server gets one line; the place is in the node's own log, without the words of the server."""
+
+    def fail(self, message):
+        raise IndexError("\x1b[2J\n" + "x" * 10**6)
+
+    monkeypatch.setattr(client.Client, "join", fail)
+    with pytest.raises(UserError) as error:
+        ask(place, "join", {"run": place[1]})
+    assert str(error.value).startswith("client 0 cannot answer the request to join: IndexError: ?[2J xxx")
+    assert len(str(error.value)) == 200
+    said = capsys.readouterr().err
+    assert "in fail" in said and "\x1b" not in said and len(said) < 2000
+
+
+@pytest.mark.parametrize("flag", ["--flagfile={}", "-flagfile={}", "--flagfile {}", "--lr 0.1 ---flagfile={}"])
+def test_no_flag_file_of_a_client_is_read(place, flag, tmp_path):
+    (tmp_path / "secret").write_text("a line of a secret\n")
+    with pytest.raises(UserError, match="which no client follows") as error:
+        ask(place, "join", {"run": place[1]}, flags=f"{FLAGS} {flag.format(tmp_path / 'secret')}")
+    assert "line of a secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--import={}", "-import={}", "--import {}", "--lr=0.1 --import={}#0123456789ab"])
+def test_no_code_of_the_servers_choice_runs(place, flag, tmp_path):
+    code, ran = tmp_path / "code.py", tmp_path / "ran"
+    code.write_text(f"open({str(ran)!r}, 'w')\n")
+    with pytest.raises(UserError, match=r"no code runs here but that of the node's own|which no client follows"):
+        ask(place, "join", {"run": place[1]}, flags=f"{FLAGS} {flag.format(code)}")
+    assert not ran.exists()
+
+
+@pytest.fixture
+def registries():
+    """Forget afterwards what a test has registered."""
+    before = {registry.kind: dict(registry) for registry in imports.REGISTRIES}
+    yield
+    for registry in imports.REGISTRIES:
+        registry.clear()
+        dict.update(registry, before[registry.kind])
+
+
+def test_the_code_of_the_nodes_own_settings_runs(place, tmp_path, registries):
+    """With other code than the server's, the client does not join; with the same, it does."""
+    code = tmp_path / "own_network.py"
+    code.write_text("import fedjax_mr as fmr\nfmr.MODELS['mlp_of_deploy'] = fmr.MODELS['mlp']\n")
+    folder, run, _, _ = place
+    flags = FLAGS.replace("--model=mlp", "--model=mlp_of_deploy").replace("--import=none", f"--import={code}")
+    config = complete(configuration.parse(shlex.split(flags)))
+    flags = flags.replace(str(code), config.imports[0].replace(str(tmp_path), "/of/the/server"))
+    samples = facts.ServerSamples.read(folder / "server.npz")
+    agreed = facts.agreement(config, facts.network_of(config, samples.facts))
+    own = run | {"agreement": json.dumps(agreed)}
+    assert "member" in ask(place, "join", {"run": own}, flags=flags, **{"import": str(code)})
+    other = run | {"agreement": json.dumps(agreed | {"settings": "0" * 16})}
+    with pytest.raises(UserError, match="it does not run what the server runs: settings"):
+        ask(place, "join", {"run": other}, flags=flags, **{"import": str(code)})
+    with pytest.raises(UserError, match="import in the node's configuration is a text"):
+        ask(place, "join", {"run": own}, flags=flags, **{"import": 3})
+
+
+def test_a_state_folder_of_before_is_closed_to_others(tmp_path):
+    (tmp_path / "state" / "ab").mkdir(parents=True)
+    os.chmod(tmp_path / "state" / "ab", 0o755)
+    with Keep(tmp_path / "state", "ab") as keep:
+        keep.write("memory-1", {"x": np.zeros(1)})
+    assert stat.S_IMODE((tmp_path / "state" / "ab").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "state" / "ab" / "memory-1.npz").stat().st_mode) == 0o600
