@@ -195,6 +195,22 @@ def test_the_exported_folder_predicts_by_itself(trained):
     assert {path.name for path in folder.iterdir()} == {"variables", "network.json", "example.py", "README.md"}
 
 
+class Handing(nn.Module):
+    """Hands any keywords on to `Net`, which knows one."""
+
+    @nn.compact
+    def __call__(self, x, **options):
+        return Net([6])(x, **options)
+
+
+@pytest.mark.slow
+def test_a_network_with_any_keywords_is_exported_in_evaluation_mode():
+    fmr.run(fmr.Config(**SMALL | dict(rounds=2), run_dir="a"), dataset=MINE, model=Handing())
+    saved = fmr.load("a", model=Handing())
+    np.save("some.npy", X[:5])
+    np.testing.assert_allclose(run_example(saved.export("out"), "some.npy"), saved.predict(X[:5]), rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_the_command_exports_networks_of_ours(capsys):
     fmr.run(fmr.Config(**SMALL | dict(strategy="local", model="mlp,logistic"), run_dir="a"))
