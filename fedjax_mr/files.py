@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from fedjax_mr.errors import UserError
 
 # Windows opens no folders, and some network file systems cannot sync one; there nothing more can be done for its names.
 _NO_SYNC_OF_FOLDERS = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
+
+
+CHECKSUM = "checksum"  # the last entry of a JSON table that has one
 
 
 @contextlib.contextmanager
@@ -153,3 +157,37 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON table with a checksum of its other entries; `unsealed` compares it."""
+    return values | {CHECKSUM: _checksum_of(values)}
+
+
+def unsealed(values: Any) -> dict[str, Any]:
+    """Return a JSON table without its checksum; tables of version 0.2 and before have none.
+
+    Raises:
+      ValueError: it is no table, or its entries are not those that were written.
+    """
+    if not isinstance(values, dict):
+        raise ValueError("it is no table of values")
+    content = {name: value for name, value in values.items() if name != CHECKSUM}
+    if CHECKSUM in values and values[CHECKSUM] != _checksum_of(content):
+        raise ValueError(
+            f'its values do not fit its checksum: put back the file as it was, or remove the line "{CHECKSUM}" if the '
+            "change was intended"
+        )
+    return content
+
+
+def _checksum_of(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def checksum(path: Path | str) -> str | None:
+    """Return the SHA-256 of an ordinary file, or None if there is none."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -255,7 +255,15 @@ def test_settings_left_out_are_the_defaults():
 def test_a_run_of_a_version_without_some_settings_has_their_defaults(tmp_path):
     configuration.save(Config(rounds=7), tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
-    for name in ("server_optimizer", "server_lr", "server_momentum", "server_beta2", "server_tau", "fedmr_unit"):
+    for name in (
+        "server_optimizer",
+        "server_lr",
+        "server_momentum",
+        "server_beta2",
+        "server_tau",
+        "fedmr_unit",
+        "checksum",
+    ):
         del values[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
     loaded = configuration.load(tmp_path)

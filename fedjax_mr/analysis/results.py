@@ -22,6 +22,7 @@ from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import run_state, runs_by_settings
 from fedjax_mr.experiment.kept import folder_name, portable
+from fedjax_mr.experiment.rows import checksums, write_summary
 
 TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -57,20 +58,19 @@ def keep(run: Run, folder: Path) -> Path:
     state = run_state(run.path)
     if state not in ("finished", "diverged"):
         raise UserError(f"{run.path} has not ended ({state}): finish it, or leave it out")
+    summary = run.summary() if state == "finished" else {}  # before kept ones are replaced, as it may be damaged
     config = portable(run.config)
     digest = configuration.digest(config)
     kept = folder / folder_name(config)
     for before in (kept, *runs_by_settings(folder).get(digest, [])):  # kept under the name of an earlier version, too
         shutil.rmtree(before, ignore_errors=True)
     kept.mkdir(parents=True)
-    settings = json.dumps(configuration.to_json(config), indent=2)
+    settings = json.dumps(files.sealed(configuration.to_json(config)), indent=2)
     (kept / "config.json").write_text(settings + "\n", encoding="utf-8")
     if (run.path / "metrics.jsonl").exists():
         shutil.copyfile(run.path / "metrics.jsonl", kept / "metrics.jsonl")
-    if (run.path / "summary.json").exists():
-        summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
-        summary["dataset"] = config.dataset
-        (kept / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if state == "finished":
+        write_summary(kept, summary | {"dataset": config.dataset}, checksums(run.rows())[-1])
     if state == "diverged":  # its message names folders of this machine
         (kept / "diverged.txt").write_text("diverged\n", encoding="utf-8")
     return kept

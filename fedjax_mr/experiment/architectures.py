@@ -24,11 +24,13 @@ def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarra
       num_clients: N; None: as many as the first folder has.
 
     Raises:
-      UserError: a folder holds no such file, or one of other clients.
+      UserError: a folder holds no such file, or a damaged one, or one of other clients.
     """
     columns = []
     for folder in folders:
         path = Path(folder) / "clients.csv"
+        if run_state(folder) == "finished":
+            read_summary(folder)  # which has the file's checksum
         try:
             with path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file))

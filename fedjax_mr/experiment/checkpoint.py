@@ -62,6 +62,13 @@ class Checkpoints:
         """Return the newest round that has a checkpoint, or None."""
         return max(self.rounds(), default=None)
 
+    def meta(self, round: int) -> dict[str, Any]:
+        """Return the dictionary that was saved with a checkpoint, whose arrays are not read; {} if it is damaged."""
+        try:
+            return _manifest(self.folder / str(round))["meta"]
+        except _DamageError:
+            return {}
+
     def save(self, round: int, tree: Any, meta: dict[str, Any]) -> None:
         """Write a checkpoint; when this returns it is on the disk, and the oldest ones beyond ``keep`` are gone.
 
@@ -372,8 +379,8 @@ def _seal(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _verified(folder: Path) -> dict[str, Any]:
-    """Return the content of the manifest after checking it and every file that it names."""
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Return the content of the manifest after checking it."""
     try:
         manifest = files.parse_json(files.read_text(folder / MANIFEST))
         content = manifest["content"]
@@ -381,11 +388,24 @@ def _verified(folder: Path) -> dict[str, Any]:
             raise _DamageError(f"{MANIFEST} was changed")
         if missing := [name for name in ("meta", "leaves", "files") if not isinstance(content.get(name), dict)]:
             raise _DamageError(f"{MANIFEST} has no {' and no '.join(missing)}")
+        if str(content.get("round")) != folder.name:
+            raise _DamageError(f"it is the checkpoint of round {content.get('round')}")
+        return content
+    except FileNotFoundError:
+        raise _DamageError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _DamageError(f"{MANIFEST} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """Return the content of the manifest after checking it and every file that it names."""
+    content = _manifest(folder)
+    try:
         for name, checksum in content["files"].items():
             if _checksum(folder / name) != checksum:
                 raise _DamageError(f"{name} was changed")
-        return content
     except FileNotFoundError as error:
         raise _DamageError(f"{os.path.relpath(error.filename, folder)} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _DamageError(f"{MANIFEST} cannot be read: {' '.join(str(error).split())}") from None
+    except (OSError, ValueError) as error:
+        raise _DamageError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
+    return content

@@ -26,7 +26,7 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.folder import MetricsRow, RunFolder, read_rows
+from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
@@ -135,8 +135,9 @@ class Experiment:
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
         due = functools.partial(self._due, every=self.config.eval_every)
-        self.processes.together(lambda: self.folder.cut(done, meta.get("rows"), due=due))
+        self.processes.together(lambda: self.folder.cut(done, meta, due=due))
         self.processes.together(lambda: self.folder.extend(self.config.rounds))
+        self.processes.on_first(lambda: self._mend(meta))
         self.processes.on_first(self._open_logs)
         return self.rounds.place(progress), done
 
@@ -146,17 +147,32 @@ class Experiment:
     def _begin(self) -> None:
         """Write what is known before the first round into the run folder: configuration and partition."""
         self.folder.begin(self.config)
-        if self.federated.plan is not None:
-            plan.save(self.federated.plan, self.folder.path / "partition.npz")
-        Facts.of(self.federated.dataset).save(self.folder.path)
+        self._describe_data()
         name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
         title = f"{name}, {division}, {self.federated.num_clients} clients"
         plots.partition(self.federated.label_counts(), self._picture("partition"), title=title)
 
+    def _describe_data(self) -> None:
+        """Write the division of the data and the kind of the samples."""
+        if self.federated.plan is not None:
+            plan.save(self.federated.plan, self.folder.path / "partition.npz")
+        Facts.of(self.federated.dataset).save(self.folder.path)
+
+    def _mend(self, meta: dict[str, Any]) -> None:
+        """Write these files anew if they are not those of the checkpoint; the data are the same."""
+        if damaged := damaged_files(self.folder.path, meta):
+            self._describe_data()
+            print(
+                f"fedjax-mr: written anew in {self.folder.path}, because damaged or missing: {', '.join(damaged)}",
+                file=sys.stderr,
+            )
+
     def _save(self, progress: Progress, done: int) -> None:
         self.processes.on_first(self.folder.sync)  # a checkpoint is never newer than its metrics
+        regular = lambda round: round % self.config.eval_every == 0
         meta = {
             "rows": len(self.folder.rows()),
+            "checksums": self.folder.checksums(due=regular) if self.processes.writes else {},
             "data": self.federated.hash(),
             "images": self.images,
             "traffic": self.traffic,

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
-import json
+import functools
 import os
 import re
 import shutil
@@ -19,11 +17,27 @@ from fedjax_mr import config as configuration
 from fedjax_mr import files, given, imports
 from fedjax_mr.config import Config
 from fedjax_mr.data import npz
-from fedjax_mr.errors import TakenError, UserError
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.rows import COLUMNS, MetricsRow, csv_writer, line_of, plain_numbers, read_rows
+from fedjax_mr.experiment.locks import lock
+from fedjax_mr.experiment.rows import (
+    COLUMNS,
+    EVALUATIONS,
+    REMEDY,
+    MetricsRow,
+    checksums,
+    csv_writer,
+    line_of,
+    next_checksum,
+    plain_numbers,
+    read_rows,
+    read_summary,  # noqa: F401 (for those who read run folders)
+    require_counted,
+    write_summary,
+)
 
 RUNS = "runs"  # where runs without --run_dir are kept
+FIXED = ("samples.json", "partition.npz")  # files that are written before the first round and never change
 STATES = ("new", "started", "diverged", "finished")  # of a run folder, the furthest last; new has no checkpoint yet
 PICTURES = ("png", "pdf", "svg")  # --picture_format
 REAL_CLIENTS = "clients.json"  # in the folder of a run of real clients: who they were
@@ -68,12 +82,12 @@ class RunFolder:
         self._made = made
         self._begun = False
         self._locked_before = (path / ".lock").exists()
-        self._rows: list[MetricsRow] = []
+        self._keep([])
         self._columns: list[str] | None = None  # of the csv file, once this process has written it
         if writes:
             weakref.finalize(self, os.close, lock(path))
         if resumed and (path / "metrics.jsonl").exists():
-            self._rows = read_rows(path)
+            self._keep(read_rows(path))
 
     @classmethod
     def open(cls, config: Config) -> "RunFolder":
@@ -138,7 +152,10 @@ class RunFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        self._rows = []
+        self._keep([])
+
+    def _keep(self, rows: list[MetricsRow]) -> None:
+        self._rows, self._checksums = rows, checksums(rows)
 
     def rows(self) -> list[MetricsRow]:
         """Return the evaluations so far; numbers that are not finite are None."""
@@ -155,6 +172,7 @@ class RunFolder:
           UserError: the files cannot be written.
         """
         numbers: MetricsRow = plain_numbers(row)
+        self._checksums.append(next_checksum(self._checksums[-1], numbers))
         self._rows.append(numbers)
         if not self.writes:
             return
@@ -181,31 +199,53 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
 
-    def cut(self, round: int, count: int | None = None, *, due: Callable[[int], bool] = lambda round: True) -> None:
+    def checksums(self, *, due: Callable[[int], bool]) -> dict[str, Any]:
+        """Return what a checkpoint says of the files that belong to it: checksums by name.
+
+        Args:
+          due: whether a round is evaluated although it is not the last one. An evaluation that is not due is forgotten
+            if the run is extended; therefore the checksum without it is there, too.
+        """
+        last = self.last_row()
+        evaluations = self._checksums[-1:] if last is None or due(last["round"]) else self._checksums[:-3:-1]
+        return {EVALUATIONS: evaluations} | self._fixed
+
+    @functools.cached_property
+    def _fixed(self) -> dict[str, str]:
+        found = {name: files.checksum(self.path / name) for name in FIXED}
+        return {name: checksum for name, checksum in found.items() if checksum is not None}
+
+    def cut(self, round: int, meta: Mapping[str, Any], *, due: Callable[[int], bool] = lambda round: True) -> None:
         """Forget the evaluations after a round: those that are newer than the checkpoint to go on from.
 
         Args:
           round: the round of the checkpoint.
-          count: how many evaluations there were then; None if the checkpoint does not say.
+          meta: what was saved with it; of some versions it says how many evaluations there were.
           due: whether a round is evaluated; the last one of a run that is now extended would not have been.
 
         Raises:
-          UserError: evaluations, or parts of them, are missing; nothing was changed.
+          UserError: evaluations, or parts of them, are missing or not those of the checkpoint; nothing was changed.
         """
         before = [row for row in self._rows if row["round"] <= round]
         rows = [row for row in before if due(row["round"])]
         extended = not due(round) and len(rows) == sum(map(due, range(1, round + 1)))  # perhaps cut before
-        path, remedy = self.path / "metrics.jsonl", "put back the whole file, or start anew with --overwrite"
+        path, count = self.path / "metrics.jsonl", meta.get("rows")
         if count is not None and len(before) != count and not (extended and len(rows) == count - 1):
             raise UserError(
-                f"{path} has {len(before)} evaluations up to round {round} and its checkpoint counts {count}: {remedy}"
+                f"{path} has {len(before)} evaluations up to round {round} and its checkpoint counts {count}: {REMEDY}"
             )
+        require_counted(self._rows, round, meta, path)
         for row in rows:
             if missing := [name for name in COLUMNS if name not in row]:
-                raise UserError(f"{path} is damaged (round {row['round']} has no {', '.join(missing)}): {remedy}")
-        self._rows = rows
+                raise UserError(f"{path} is damaged (round {row['round']} has no {', '.join(missing)}): {REMEDY}")
+        if wrong := [row["round"] for row in before if row["round"] != round and not due(row["round"])]:
+            raise UserError(f"{path} is damaged (it has an evaluation of round {wrong[0]}, which has none): {REMEDY}")
         if self.writes:
             (self.path / "diverged.txt").unlink(missing_ok=True)
+            if rows != self._rows:  # first what was made from them
+                (self.path / "summary.json").unlink(missing_ok=True)
+        self._keep(rows)
+        if self.writes:
             self._rewrite()
 
     def extend(self, rounds: int) -> None:
@@ -251,8 +291,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""
-        with files.whole(self.path / "summary.json") as path:
-            path.write_text(json.dumps(plain_numbers(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_summary(self.path, summary, self._checksums[-1])
 
     def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Write ``clients.csv``, one row per client; numbers that are not finite are left out."""
@@ -285,22 +324,16 @@ def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
         raise UserError(f"{path} is damaged ({error})") from None
 
 
-def read_summary(folder: Path | str) -> dict[str, Any]:
-    """Return the summary of a finished run.
+def damaged_files(folder: Path, meta: Mapping[str, Any]) -> list[str]:
+    """Return the names of files that are not those that a checkpoint was saved with, or are missing.
 
-    Raises:
-      UserError: the folder holds no readable ``summary.json``.
+    Args:
+      folder: the run folder.
+      meta: what was saved with the checkpoint.
     """
-    path = Path(folder) / "summary.json"
-    try:
-        summary = files.parse_json(files.read_text(path))
-        if not isinstance(summary, dict):
-            raise ValueError("it is no table of values")
-        return summary
-    except OSError as error:
-        raise UserError(f"{folder} is no finished run ({path.name}: {error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error})") from None
+    known = meta.get("checksums")
+    known = known if isinstance(known, dict) else {}
+    return [name for name in FIXED if name in known and files.checksum(folder / name) != known[name]]
 
 
 def run_state(folder: Path | str) -> str:
@@ -315,21 +348,6 @@ def run_state(folder: Path | str) -> str:
 def saved_round(folder: Path | str) -> int | None:
     """Return the round of a run folder's newest checkpoint, or None."""
     return max(Checkpoints(Path(folder) / "checkpoints").rounds(), default=None)
-
-
-def is_taken(folder: Path | str) -> bool:
-    """Return whether another process is at work in a folder.
-
-    Raises:
-      UserError: the folder cannot be written.
-    """
-    if not Path(folder).is_dir():
-        return False
-    try:
-        os.close(lock(Path(folder)))
-    except TakenError:
-        return True
-    return False
 
 
 # --- Which folder ----------------------------------------------------------------------------------------------------
@@ -447,38 +465,3 @@ def _to_resume(config: Config) -> Path:
 
 def _has_checkpoint(path: Path) -> bool:
     return bool(Checkpoints(path / "checkpoints").rounds())
-
-
-def lock(path: Path) -> int:
-    """Keep other processes out of a run folder while the returned file descriptor is open.
-
-    Raises:
-      UserError: the folder cannot be written.
-      TakenError: another process is at work in it.
-    """
-    descriptor = lock_file(path / ".lock")
-    if not (path / ".lock").exists():  # a run that was refused has just withdrawn, and its lock with it
-        os.close(descriptor)
-        raise TakenError(f"another process was at work in {path}: try again")
-    return descriptor
-
-
-def lock_file(path: Path) -> int:
-    """Keep other processes from locking a file, made if need be, while the returned file descriptor is open.
-
-    Raises:
-      UserError: the file cannot be written.
-      TakenError: another process has locked it.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise UserError(f"cannot write into {path.parent} ({error.strerror})") from None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            os.close(descriptor)
-            raise TakenError(f"another process is at work in {path.parent}") from None
-        # Some network file systems have no locks; the run is worth more than the lock.
-    return descriptor

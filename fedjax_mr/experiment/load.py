@@ -25,7 +25,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Result
-from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, read_rows, read_summary
+from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, damaged_files, read_rows, read_summary
 from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trained import TrainedNetwork
@@ -98,6 +98,7 @@ class SavedRun:
     @functools.cached_property
     def samples(self) -> Facts:
         """The kind of the samples and their normalisation."""
+        self._require_whole("samples.json")
         found = Facts.read(self.folder)  # runs of earlier versions kept none: then the data set is needed after all
         return found or Facts.of(data.federated_data(self.config, dataset=self.own.dataset).dataset)
 
@@ -189,8 +190,19 @@ class SavedRun:
         """Whether real clients trained, whose memories are on their own disks."""
         return (self.folder / REAL_CLIENTS).exists()
 
+    def _require_whole(self, name: str) -> None:
+        """Check that a file is the one that the checkpoint was saved with."""
+        round = self._checkpoints.latest() if self.wanted is None else self.wanted
+        if name in damaged_files(self.folder, self._checkpoints.meta(round or 0)):
+            raise UserError(f"{self.folder / name} is damaged or missing: resuming the run (--resume) writes it anew")
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder / "checkpoints")
+
     @functools.cached_property
     def _plan(self) -> Plan:
+        self._require_whole("partition.npz")
         return plan.read(self.folder / "partition.npz")
 
     @functools.cached_property
@@ -226,11 +238,10 @@ class SavedRun:
 
     @functools.cached_property
     def _progress(self) -> Progress:
-        checkpoints = Checkpoints(self.folder / "checkpoints")
         shapes = self._rounds.shapes()
         if shapes.memory is not None and self._of_real_clients:  # here are the rounds after which these count
             shapes = shapes._replace(memory=jax.ShapeDtypeStruct((self._template.num_clients,), np.int32))
-        return checkpoints.restore(shapes, self.wanted)[0]
+        return self._checkpoints.restore(shapes, self.wanted)[0]
 
     def _personal(self, rounds: Rounds, progress: Progress, client: int, *, samples: Any = None) -> Variables:
         """Return a client's own model in the form that all networks share.

@@ -1,10 +1,12 @@
 """The progress of a sweep."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import read_rows, run_state
 from fedjax_mr.sweep.plan import Run
 
@@ -34,7 +36,9 @@ class Bar:
         for run in runs:
             self._move(run, run.done())
         first = runs[0].folder
-        row = read_rows(first)[-1:] if (first / "metrics.jsonl").exists() else []
+        row = []
+        with contextlib.suppress(UserError):  # not there yet, or damaged: its own process says that
+            row = read_rows(first)[-1:]
         accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
         others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
         self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())

@@ -11,8 +11,8 @@ from fedjax_mr import config as configuration
 from fedjax_mr.checks import complete
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.folder import STATES, read_rows, run_state, runs_by_settings
-from fedjax_mr.experiment.kept import Kept
+from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_state, runs_by_settings
+from fedjax_mr.experiment.kept import Kept, portable
 from fedjax_mr.settings import field, settings_of, values_of
 from fedjax_mr.sweep import grids
 
@@ -80,7 +80,10 @@ class Run:
         """Return the rounds up to the last evaluation."""
         if not (self.folder / "metrics.jsonl").exists():
             return 0
-        rows = read_rows(self.folder)
+        try:
+            rows = read_rows(self.folder)
+        except UserError:
+            return 0  # the run's own process says what is wrong
         return rows[-1]["round"] if rows else 0
 
 
@@ -118,4 +121,20 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         folders = [*kept.of(run.config), *begun.get(digest, [])]
         folders.sort(key=lambda folder: STATES.index(run_state(folder)))
         runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
+        _require_whole(runs[digest])
     return sweep, list(runs.values())
+
+
+def _require_whole(run: Run) -> None:
+    """Check that a run that is not trained again, because its folder says that it has ended, is what it should be.
+
+    Raises:
+      UserError: its files are damaged, or of another run.
+    """
+    state = run_state(run.folder)
+    if state in ("finished", "diverged"):
+        saved = configuration.load(run.folder)
+        if different := configuration.differences(portable(run.config), portable(saved)):
+            raise UserError(f"{run.folder} holds a run with other settings: {'; '.join(different)}; move it elsewhere")
+    if state == "finished":
+        read_summary(run.folder)

@@ -11,7 +11,8 @@ from typing import Any
 
 from fedjax_mr import config as configuration
 from fedjax_mr.errors import TakenError, UserError
-from fedjax_mr.experiment.folder import is_taken, lock_file, run_state
+from fedjax_mr.experiment.folder import run_state
+from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.plan import Run
 

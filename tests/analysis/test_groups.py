@@ -20,7 +20,7 @@ def test_a_run_that_was_made_twice_is_one_seed(keep):
     keep(dataclasses.replace(config, alpha=0.1), [0.2], end=None)  # alpha means nothing to iid; not finished
     values = json.loads((first / "config.json").read_text())
     again = first.rename("runs/fedmr-of-an-earlier-version")
-    del values["fedmr_unit"], values["public_max"]
+    del values["fedmr_unit"], values["public_max"], values["checksum"]
     (again / "config.json").write_text(json.dumps(values))
     keep(config, [0.5, 0.5])
     (only,) = tables.accuracy_lines(groups.find(["runs"]))

@@ -17,9 +17,9 @@ from fedjax_mr import files, load
 from fedjax_mr.analysis import runs
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import folder as folder_module
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, runs_by_settings
+from fedjax_mr.experiment.locks import lock
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def test_a_lock_or_a_temporary_file_that_is_a_link_leads_nowhere():
     path = a_run(Config(run_dir="a"))
     (path / ".lock").unlink()
     (path / ".lock").symlink_to(Path("made").absolute())
-    assert "cannot write into a" in error_of(folder_module.lock, path)
+    assert "cannot write into a" in error_of(lock, path)
     Path("kept").write_text("mine")
     Path(f".summary.{os.getpid()}.json").symlink_to("kept")
     with files.whole("summary.json") as temporary:
@@ -238,7 +238,7 @@ def test_a_run_of_a_version_with_fewer_options_is_known_by_its_settings():
     """As the run folder was named before an option with a default was added; the folder's name does not matter."""
     path = a_run(Config())
     values = json.loads((path / "config.json").read_text())
-    del values["fedmr_unit"], values["public_max"]
+    del values["fedmr_unit"], values["public_max"], values["checksum"]
     old = path.rename("runs/fedmr-digits-cnn_digits-01234567-3")
     (old / "config.json").write_text(json.dumps(values))
     Path("runs/fedmr-digits-cnn_digits-89abcdef-1").mkdir()
@@ -346,18 +346,18 @@ def test_numbers_that_are_not_finite_stay_valid_json():
     assert folder.last_row()["accuracy"] is None and read_rows("a") == folder.rows()
     assert csv_rows("a")[0]["loss"] == ""
     folder.write_summary({"loss_last": float("nan"), "versions": {"x": np.float32(1)}, "list": (np.inf, 2)})
-    summary = json.loads(Path("a/summary.json").read_text(), parse_constant=pytest.fail)
-    assert summary == {"loss_last": None, "versions": {"x": 1.0}, "list": [None, 2]}
+    json.loads(Path("a/summary.json").read_text(), parse_constant=pytest.fail)
+    assert read_summary("a") == {"loss_last": None, "versions": {"x": 1.0}, "list": [None, 2]}
 
 
 def test_rows_newer_than_the_checkpoint_are_cut():
     a_run(Config(run_dir="a"), rounds=(5, 10, 15, 20), checkpoint=10)
     folder = RunFolder.open(Config(run_dir="a", resume=True))
-    folder.cut(10)
+    folder.cut(10, {})
     folder.append(row(15, accuracy=0.77))
     assert [each["round"] for each in read_rows("a")] == [5, 10, 15]
     assert [each["accuracy"] for each in csv_rows("a")] == ["0.05", "0.1", "0.77"]
-    folder.cut(0)
+    folder.cut(0, {})
     assert read_rows("a") == csv_rows("a") == []
 
 
@@ -371,7 +371,7 @@ def test_a_half_written_last_line_is_left_out(cut_first):
         folder = RunFolder.open(Config(run_dir="a", resume=True))
         assert [each["round"] for each in folder.rows()] == [5, 10]
         if cut_first:
-            folder.cut(10)
+            folder.cut(10, {})
         folder.append(row(15))
         assert (path / "metrics.jsonl").read_text() == text
         assert [each["round"] for each in csv_rows("a")] == ["5", "10", "15"]
@@ -383,12 +383,18 @@ WRONG_METRICS = {  # of a run whose checkpoint counts 2 of its 3 rows -> what is
     "deleted": (Path.unlink, "has 0 evaluations up to round 10 and its checkpoint counts 2"),
     "shortened": (lambda path: path.write_text(LINE), "has 1 evaluations up to round 10"),
     "a row in the middle": (lambda path: path.write_text(LINE + json.dumps(row(15)) + "\n"), "has 1 evaluations"),
-    "one row twice": (lambda path: path.write_text(LINE + path.read_text()), "has 3 evaluations up to round 10"),
+    "one row twice": (
+        lambda path: path.write_text(LINE + path.read_text()),
+        "line 2 is of round 5, but has to be of one after 5",
+    ),
     "rows without anything": (lambda path: path.write_text("{}\n{}\n"), "line 1 is no evaluation"),
     "lists": (lambda path: path.write_text(LINE + "[1,2]\n"), "line 2 is no evaluation"),
     "a round that is no number": (lambda path: path.write_text('{"round": "5"}\n'), "line 1 is no evaluation"),
     "texts": (lambda path: path.write_text(LINE.replace("0.05", '"much"')), "line 1 is no evaluation"),
-    "columns": (lambda path: path.write_text('{"round": 5, "loss": 1}\n' * 2), "round 5 has no accuracy, train_loss"),
+    "columns": (
+        lambda path: path.write_text('{"round": 5}\n{"round": 10}\n'),
+        "round 5 has no accuracy, loss, train_loss",
+    ),
     "nested": (lambda path: path.write_text("[" * 200_000 + "\n"), "nested too deeply"),
     "not text": (lambda path: path.write_bytes(b"\xff\n"), "is damaged"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is not a file"),
@@ -408,19 +414,125 @@ def test_metrics_that_are_not_those_of_the_checkpoint_are_refused(case):
     (folder.path / "checkpoints" / "10" / "manifest.json").touch()
     wrong(Path("a/metrics.jsonl"))
     before = sorted(Path("a").iterdir())
-    assert message in error_of(lambda: RunFolder.open(Config(run_dir="a", resume=True)).cut(10, 2))
+    assert message in error_of(lambda: RunFolder.open(Config(run_dir="a", resume=True)).cut(10, {"rows": 2}))
     assert sorted(Path("a").iterdir()) == before
     del folder
     begun(Config(run_dir="a", overwrite=True))  # the remedy that is offered
     assert not Path("a/metrics.jsonl").exists()
 
 
+def counted(path, rounds, checkpoint, *, every=5):
+    """Make a run folder whose checkpoint holds checksums."""
+    folder = begun(Config(run_dir=path))
+    for round in rounds:
+        if round > checkpoint:
+            break
+        folder.append(row(round))
+    meta = {"rows": len(folder.rows()), "checksums": folder.checksums(due=lambda round: round % every == 0)}
+    Checkpoints(folder.path / "checkpoints").save(checkpoint, {"w": np.ones(2)}, meta)
+    for round in rounds[len(folder.rows()) :]:
+        folder.append(row(round))
+    return folder, meta
+
+
+def test_every_digit_of_the_evaluations_counts():
+    folder, meta = counted("a", (5, 10, 15), 10)
+    path = folder.path / "metrics.jsonl"
+    text = path.read_text()
+    newer = text.index('{"round": 15')  # than the checkpoint
+    assert [each["round"] for each in read_rows("a")] == [5, 10, 15]
+    del folder
+    for place in (place for place, sign in enumerate(text[:newer]) if sign.isdigit()):
+        path.write_text(text[:place] + ("7" if text[place] != "7" else "3") + text[place + 1 :])
+        message = error_of(read_rows, "a")
+        assert message.startswith("a/metrics.jsonl is damaged (")
+        assert message == error_of(RunFolder.open, Config(run_dir="a", resume=True))
+    path.write_text(text.replace("0.15", "0.16"))
+    RunFolder.open(Config(run_dir="a", resume=True)).cut(10, meta)  # forgotten when the run goes on
+    assert path.read_text() == text[:newer]
+
+
+def test_an_extended_run_has_forgotten_the_evaluation_of_its_end():
+    folder, meta = counted("a", (5, 10, 12), 12)
+    due = lambda round: round % 5 == 0
+    folder.cut(12, meta, due=due)
+    folder.append(row(15))
+    assert [each["round"] for each in read_rows("a")] == [5, 10, 15]
+    folder.cut(12, meta, due=due)  # killed, and going on again
+    assert [each["round"] for each in read_rows("a")] == [5, 10]
+    text = (folder.path / "metrics.jsonl").read_text()
+    (folder.path / "metrics.jsonl").write_text(text.replace("0.1", "0.2"))
+    assert "not the 3 evaluations that checkpoint 12 counts" in error_of(read_rows, "a")
+
+
+def test_an_evaluation_of_a_round_without_one_is_refused_without_checksums_too():
+    path = a_run(Config(run_dir="a"), rounds=(5, 10, 15), checkpoint=15)
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(text.replace('"round": 10', '"round": 11'))
+    folder = RunFolder.open(Config(run_dir="a", resume=True))
+    message = error_of(lambda: folder.cut(15, {"rows": 3}, due=lambda round: round % 5 == 0))
+    assert "it has an evaluation of round 11, which has none" in message and len(read_rows("a")) == 3
+
+
+@pytest.mark.parametrize("change", [("0.1,", "1.1,"), ("0.1,", "-0.1,"), ('"round": 10', '"round": 5')])
+def test_impossible_evaluations_are_refused_without_checksums_too(change):
+    path = a_run(Config(run_dir="a"))
+    (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text().replace(*change))
+    assert "a/metrics.jsonl is damaged (line 2 " in error_of(read_rows, "a")
+
+
+def test_every_digit_of_the_summary_counts_and_so_does_what_it_is_made_from():
+    folder = begun(Config(run_dir="a"))
+    folder.append(row(5))
+    folder.write_clients({"client": [0, 1], "accuracy": [0.5, 0.25]})
+    folder.write_summary({"accuracy_best": 0.05, "rounds": 5, "list": [1.5, None]})
+    assert read_summary("a") == {"accuracy_best": 0.05, "rounds": 5, "list": [1.5, None]}
+    for name in ("summary.json", "metrics.jsonl", "clients.csv"):
+        path = folder.path / name
+        text = path.read_text()
+        for place, sign in enumerate(text):
+            if sign.isdigit():
+                path.write_text(text[:place] + ("7" if sign != "7" else "3") + text[place + 1 :])
+                message = error_of(read_summary, "a")
+                assert message.startswith(f"a/{name} is damaged (") or '"checksum": "' in text[:place]
+        path.write_text(text)
+    read_summary("a")
+    (folder.path / "summary.json").write_text('{"rounds": 5}')  # of an earlier version
+    assert read_summary("a") == {"rounds": 5}
+
+
+def test_a_summary_goes_before_the_evaluations_that_it_was_made_from(monkeypatch):
+    folder, meta = counted("a", (5, 10, 12), 12)
+    folder.write_summary({"rounds": 12})
+    folder.cut(12, meta)
+    assert read_summary("a") == {"rounds": 12}  # nothing has changed
+    monkeypatch.setattr(RunFolder, "_rewrite", lambda self: 1 / 0)  # killed there
+    with pytest.raises(ZeroDivisionError):
+        folder.cut(12, meta, due=lambda round: round % 5 == 0)
+    assert len(read_rows("a")) == 3 and not (folder.path / "summary.json").exists()
+
+
+def test_every_digit_of_the_configuration_counts_unless_the_change_is_intended():
+    path = begun(Config(run_dir="a", seed=3)).path / "config.json"
+    text = path.read_text()
+    for place, sign in enumerate(text):
+        if sign.isdigit() and '"checksum": "' not in text[:place]:
+            path.write_text(text[:place] + ("7" if sign != "7" else "5") + text[place + 1 :])
+            assert "a/config.json cannot be read (its values do not fit its checksum" in error_of(
+                configuration.load, "a"
+            )
+    values = json.loads(text) | {"seed": 4}
+    del values["checksum"]
+    path.write_text(json.dumps(values))
+    assert configuration.load("a").seed == 4
+
+
 def test_surplus_rows_are_cut_and_versions_that_did_not_count_resume():
     a_run(Config(run_dir="a"), rounds=(5, 10, 15), checkpoint=10)
     folder = RunFolder.open(Config(run_dir="a", resume=True))
-    folder.cut(10, 2)
+    folder.cut(10, {"rows": 2})
     assert [each["round"] for each in read_rows("a")] == [5, 10]
-    folder.cut(5, None)
+    folder.cut(5, {})
     assert [each["round"] for each in read_rows("a")] == [5]
 
 
@@ -492,12 +604,14 @@ def test_a_damaged_file_is_named():
 
 def test_files_are_replaced_whole(monkeypatch):
     folder = begun(Config(run_dir="a"))
+    folder.append(row(1))
     folder.write_summary({"rounds": 1})
-    monkeypatch.setattr(json, "dumps", lambda *arguments, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    before = sorted(Path("a").iterdir())
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Path, "write_text", lambda *arguments, **options: 1 / 0)
         folder.write_summary({"rounds": 2})
-    assert json.loads(Path("a/summary.json").read_text()) == {"rounds": 1}
-    assert sorted(each.name for each in Path("a").iterdir()) == [".lock", "config.json", "run.flags", "summary.json"]
+    assert read_summary("a") == {"rounds": 1}
+    assert sorted(Path("a").iterdir()) == before
 
 
 def test_every_field_that_names_a_folder_is_left_out_of_the_digest():

@@ -17,7 +17,8 @@ from fedjax_mr import sweep
 from fedjax_mr.analysis import results, runs
 from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.folder import COLUMNS, is_taken, read_rows, run_state, saved_round
+from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_round
+from fedjax_mr.experiment.locks import is_taken
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep import process as process_of_a_run
 from fedjax_mr.sweep import runs as runs_of_a_sweep
@@ -48,7 +49,7 @@ def test_runs_of_another_grid_or_of_a_version_with_fewer_options_are_finished(tr
     assert len(asked) == 2
     for number, run in enumerate(asked):
         values = json.loads((run.folder / "config.json").read_text())
-        del values["fedmr_unit"], values["public_max"]
+        del values["fedmr_unit"], values["public_max"], values["checksum"]
         (run.folder / "config.json").write_text(json.dumps(values))
         run.folder.rename(f"runs/fedmr-of-an-earlier-version-{number}")
     asked.clear()
@@ -105,7 +106,7 @@ def test_a_run_of_another_process_is_left_to_it(hold, place, trained, capsys):
     _, (run,) = sweep.plan(TINY)
     run.folder.mkdir(parents=True)
     hold = (
-        f"import pathlib, sys; from fedjax_mr.experiment.folder import {hold}\n"
+        f"import pathlib, sys; from fedjax_mr.experiment.locks import {hold}\n"
         f"{hold}(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     )
     with subprocess.Popen(

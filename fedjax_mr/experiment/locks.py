@@ -1,0 +1,58 @@
+"""Locks that keep two processes from working in one folder."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from fedjax_mr.errors import TakenError, UserError
+
+
+def is_taken(folder: Path | str) -> bool:
+    """Return whether another process is at work in a folder.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    if not Path(folder).is_dir():
+        return False
+    try:
+        os.close(lock(Path(folder)))
+    except TakenError:
+        return True
+    return False
+
+
+def lock(path: Path) -> int:
+    """Keep other processes out of a run folder while the returned file descriptor is open.
+
+    Raises:
+      UserError: the folder cannot be written.
+      TakenError: another process is at work in it.
+    """
+    descriptor = lock_file(path / ".lock")
+    if not (path / ".lock").exists():  # a run that was refused has just withdrawn, and its lock with it
+        os.close(descriptor)
+        raise TakenError(f"another process was at work in {path}: try again")
+    return descriptor
+
+
+def lock_file(path: Path) -> int:
+    """Keep other processes from locking a file, made if need be, while the returned file descriptor is open.
+
+    Raises:
+      UserError: the file cannot be written.
+      TakenError: another process has locked it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UserError(f"cannot write into {path.parent} ({error.strerror})") from None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(descriptor)
+            raise TakenError(f"another process is at work in {path.parent}") from None
+        # Some network file systems have no locks; the run is worth more than the lock.
+    return descriptor
