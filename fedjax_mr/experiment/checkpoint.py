@@ -32,6 +32,7 @@ from fedjax_mr.experiment.processes import ALONE, Processes
 MANIFEST = "manifest.json"
 _PARTIAL, _DISCARDED, _DAMAGED = ".partial-", ".discarded-", "damaged-"
 _ROUND = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
+_OURS = re.compile(rf"({re.escape(_PARTIAL)}|{re.escape(_DISCARDED)}|{_DAMAGED})?\d+(-\d+)?", re.ASCII)
 _LEFTOVER = re.compile(rf"({re.escape(_PARTIAL)}|{re.escape(_DISCARDED)})\d+", re.ASCII)
 
 
@@ -57,6 +58,10 @@ class Checkpoints:
         """Return the numbers that are names of folders, ascending."""
         names = (path.name for path in self.folder.glob("*/"))
         return sorted(int(name) for name in names if _ROUND.fullmatch(name))
+
+    def alone(self) -> bool:
+        """Return whether the folder holds checkpoints and, to go by the names, nothing else."""
+        return bool(self.rounds()) and all(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
 
     def latest(self) -> int | None:
         """Return the newest round that has a checkpoint, or None."""
@@ -89,7 +94,9 @@ class Checkpoints:
         filled = {name: self._saveable(leaf) for name, leaf in leaves.items() if leaf.size}  # orbax refuses empty ones
 
         def prepare() -> None:
-            files.make_folder(self.folder)
+            if not self.folder.is_dir():
+                self.folder.mkdir()  # not those above it: a run folder that was removed is not made again
+                files.sync(self.folder.parent)
             self._sweep()
             # Asked before orbax is: in its threads a full disk ends in many pages of tracebacks.
             needed, free = sum(leaf.nbytes for leaf in filled.values()), shutil.disk_usage(self.folder).free

@@ -267,7 +267,7 @@ class RunFolder:
         if not (self.writes and arrays):
             return
         try:
-            files.make_folder(self.path / "info")
+            (self.path / "info").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write into {self.path} ({error.strerror})") from None
         with files.whole(self.path / "info" / f"{round}.npz") as path:
@@ -342,7 +342,13 @@ def run_state(folder: Path | str) -> str:
     for word, name in (("finished", "summary.json"), ("diverged", "diverged.txt")):
         if (folder / name).exists():
             return word
-    return "started" if _has_checkpoint(folder) else "new"
+    return "started" if _has_checkpoint(folder) and not is_remains(folder) else "new"
+
+
+def is_remains(folder: Path | str) -> bool:
+    """Return whether a folder holds only checkpoints: its run was at work on one while the run folder was removed."""
+    folder = Path(folder)
+    return folder.is_dir() and _visible_names(folder) == ["checkpoints"] and Checkpoints(folder / "checkpoints").alone()
 
 
 def saved_round(folder: Path | str) -> int | None:
@@ -417,7 +423,7 @@ def _given(config: Config, made: list[Path]) -> Path:
         return path
     if not config.overwrite:
         raise UserError(f"{path} is not empty: --resume goes on with the run in it, --overwrite replaces it")
-    if "run.flags" not in found:
+    if "run.flags" not in found and not is_remains(path):
         raise UserError(f"{path} does not look like a run folder (no run.flags), so it is not overwritten")
     return path
 

@@ -101,8 +101,10 @@ def require_counted(rows: list[MetricsRow], round: int, meta: Mapping[str, Any],
     Raises:
       UserError: they do not.
     """
+    if "rows" not in meta or "checksums" not in meta:  # of an earlier version
+        return
     try:
-        known, count = list(meta.get("checksums", {}).get(EVALUATIONS, [])), meta.get("rows", 0)
+        known, count = list(meta["checksums"].get(EVALUATIONS, [])), meta["rows"]
         sums = checksums(rows)
         fits = not known or sums[count:][:1] == known[:1]
         extended = sums[count - 1 :][:1] == known[1:] != [] and all(row["round"] > round for row in rows[count - 1 :])

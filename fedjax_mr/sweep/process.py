@@ -11,7 +11,7 @@ from typing import Any
 
 from fedjax_mr import config as configuration
 from fedjax_mr.errors import TakenError, UserError
-from fedjax_mr.experiment.folder import run_state
+from fedjax_mr.experiment.folder import is_remains, run_state
 from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.plan import Run
@@ -43,7 +43,7 @@ def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
         command += [f"--together={run.folder}" for run in runs]
     if run_state(first.folder) != "new":
         command.append("--resume")
-    elif any((run.folder / "config.json").exists() for run in runs):
+    elif any((run.folder / "config.json").exists() or is_remains(run.folder) for run in runs):
         command.append("--overwrite")
     first.folder.parent.mkdir(parents=True, exist_ok=True)
     out_of_memory = _kills_for_memory()

@@ -60,9 +60,9 @@ def test_bits_dtypes_and_structure_come_back(tmp_path):
         "key": jax.random.key(5),
     }
     meta = {"round": 3, "seconds": 0.1, "name": "é", "list": [1, None, True]}
-    checkpoints = Checkpoints(tmp_path / "deep" / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(3, tree, meta)
-    restored, restored_meta = Checkpoints(tmp_path / "deep" / "checkpoints").restore(tree)
+    restored, restored_meta = Checkpoints(tmp_path / "checkpoints").restore(tree)
     assert restored_meta == meta
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
     key, original_key = restored.pop("key"), tree.pop("key")

@@ -18,7 +18,7 @@ from fedjax_mr.analysis import runs
 from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, runs_by_settings
+from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, run_state, runs_by_settings
 from fedjax_mr.experiment.locks import lock
 
 
@@ -167,6 +167,31 @@ def test_overwrite_needs_a_run_folder():
     assert RunFolder.open(Config(run_dir="new", overwrite=True)).path == Path("new")
 
 
+def test_the_remains_of_a_removed_folder_can_be_overwritten():
+    path = a_run(Config(run_dir="a"))
+    for each in path.iterdir():
+        if each.name not in (".lock", "checkpoints"):
+            each.unlink()
+    assert run_state("a") == "new"
+    assert "--overwrite replaces it" in error_of(RunFolder.open, Config(run_dir="a"))
+    (path / "checkpoints" / "best.ckpt").touch()  # of another program, perhaps
+    assert run_state("a") == "started"
+    assert "does not look like a run folder" in error_of(RunFolder.open, Config(run_dir="a", overwrite=True))
+    (path / "checkpoints" / "best.ckpt").unlink()
+    begun(Config(run_dir="a", overwrite=True))
+    assert not (path / "checkpoints").exists() and (path / "config.json").exists()
+
+
+def test_a_run_folder_that_is_removed_is_not_made_again():
+    folder = begun(Config(run_dir="a"))
+    checkpoints = Checkpoints("a/checkpoints")
+    checkpoints.save(0, {"w": np.ones(2)}, {})
+    folder.path.rename("elsewhere")
+    assert "No such file or directory" in error_of(checkpoints.save, 5, {"w": np.ones(2)}, {})
+    assert "No such file or directory" in error_of(folder.write_info, 5, {"x": np.ones(1)})
+    assert not Path("a").exists()
+
+
 def test_overwrite_follows_no_link_out_of_the_folder():
     path = a_run(Config(run_dir="a"))
     Path("kept").mkdir()
@@ -275,6 +300,7 @@ def test_resume_without_a_checkpoint_is_refused():
 
 
 def test_resume_of_something_else_is_refused():
+    Path("other").mkdir()
     Checkpoints("other/checkpoints").save(0, {"w": np.ones(1)}, {})
     assert "no config.json" in error_of(RunFolder.open, Config(run_dir="other", resume=True))
     message = error_of(RunFolder.open, Config(run_dir="other", resume=True, overwrite=True))

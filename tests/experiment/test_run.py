@@ -467,7 +467,7 @@ def test_bad_resumes_are_one_line(straight, capsys):
     capsys.readouterr()
     assert command.main([*config, "--resume"]) == 2
     line = capsys.readouterr().err
-    assert "metrics.jsonl has 2 evaluations up to round 6 and its checkpoint counts 3: put back the whole file" in line
+    assert "metrics.jsonl is damaged (not the 3 evaluations that checkpoint 6 counts): put back the whole file" in line
     assert line.count("\n") == 1
     Path("a/metrics.jsonl").write_text(rows)
     forget_the_count(Path("a/checkpoints/6/manifest.json"))  # as older versions wrote it

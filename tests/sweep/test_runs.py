@@ -98,6 +98,16 @@ def test_a_diverged_run_is_not_tried_again(trained, capsys):
     assert "remove its folder to try again" in capsys.readouterr().err
 
 
+def test_the_remains_of_a_removed_folder_do_not_block_a_sweep():
+    """In the real process: checkpoints alone were taken for a run to go on with, in vain and for ever."""
+    _, (run,) = sweep.plan(TINY)
+    run.folder.mkdir(parents=True)
+    Checkpoints(run.folder / "checkpoints").save(2, {"w": np.ones(2)}, {})
+    assert run_state(run.folder) == "new"
+    assert main(TINY) == 0
+    assert run_state(run.folder) == "finished"
+
+
 @pytest.mark.parametrize(
     ("hold", "place"), [("lock", "{}"), ("lock_file", "{}.log")], ids=["training", "about to start it"]
 )
