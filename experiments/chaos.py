@@ -3,6 +3,7 @@
     python experiments/chaos.py                       # about ten minutes on two cores
     python experiments/chaos.py --only=kills,storage --minutes=30 --kills=400 --seed=7
     python experiments/chaos.py --only=flags --trial=1234
+    python experiments/chaos.py --tries=4000          # all rows together, however long it takes
 
 One line of the table per row: how many trials, how many failed. Then every failure with what was tried, the last lines
 that were printed, and the command that tries it again. Code 1 if one failed. A trial depends on the seed, the row and
@@ -17,6 +18,11 @@ files     Forged data sets, partitions and files of run folders; code 2 and one 
 flags     Bad flags, made from the declarations of the settings; code 2, one line, and nothing left in the folder.
 processes Runs of two or three processes, of which one is killed, frozen or asked to stop; the others end in one line
           (code 4, or 143), nothing is left at its port, and the resumed run has the bits of an undisturbed one.
+sweeps    Sweeps of two runs, of which the sweep or the run is killed or stopped, or that are started twice, or lose a
+          folder; a signal is named, and the same command again finishes all with the same bits.
+surroundings
+          Commands whose streams are closed or full, whose folder is deleted, whose user or environment is odd. Runs
+          have the same bits. Nothing ends with a traceback, and a refusal ends with a line of ours.
 messages  Secure exchanges with one message spoiled: a SecureError at once, which changes nothing, or at the server.
 
 Runs are forks of this process, which has imported everything but not started JAX; pictures are not drawn.
@@ -25,6 +31,7 @@ Runs are forks of this process, which has imported everything but not started JA
 import argparse
 import collections
 import json
+import math
 import os
 import shutil
 import sys
@@ -42,37 +49,45 @@ from chaos_inputs import files, flags
 from chaos_messages import messages
 from chaos_processes import processes
 from chaos_runs import Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
+from chaos_surroundings import surroundings, sweeps
 
 from fedjax_mr import plots
 from fedjax_mr.engine.devices import add_xla_flags, usable_cores
 from fedjax_mr.strategies import STRATEGIES
 
-ROWS = {  # trials
-    "kills": 100,
-    "storage": 60,
-    "files": 240,
-    "flags": 2000,
-    "messages": 2400,
-    "processes": 12,
-}
-SHARES = {  # of the time, at most
-    "kills": 0.42, "storage": 0.18, "files": 0.14, "flags": 0.14, "messages": 0.02, "processes": 0.1,
-}  # fmt: skip
 
+class Row(NamedTuple):
+    """A row of the table.
 
-class Trials(NamedTuple):
-    """A row: its function, world x number x empty folder -> (how often it tried, what), and how many trials it has."""
+    Attributes:
+      function: makes a trial: world x number x empty folder -> (how often it tried, what).
+      count: of tries; the row ``kills`` has several in each trial.
+      weight: of the time that the row may take, relative to the other rows.
+    """
 
     function: Callable[[World, int, Path], tuple[int, str]]
     count: int
+    weight: float
 
 
-def attempt(world: World, trials: Trials, number: int, place: Path) -> dict:
+ROWS = {
+    "kills": Row(kills, 100, 52),
+    "storage": Row(storage, 60, 18),
+    "files": Row(files, 240, 14),
+    "flags": Row(flags, 2000, 14),
+    "sweeps": Row(sweeps, 12, 20),
+    "surroundings": Row(surroundings, 60, 20),
+    "processes": Row(processes, 12, 10),
+    "messages": Row(messages, 2400, 2),
+}
+
+
+def attempt(world: World, row: Row, number: int, place: Path) -> dict:
     """Make one trial in an empty folder; return what is told of it."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     try:
-        tried, what = trials.function(world, number, place)
+        tried, what = row.function(world, number, place)
         return {"number": number, "tried": tried, "what": what, "wrong": None}
     except Exception as error:
         wrong = str(error) if isinstance(error, Wrong) else traceback.format_exc()
@@ -81,7 +96,7 @@ def attempt(world: World, trials: Trials, number: int, place: Path) -> dict:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def work(world: World, row: str, trials: Trials, numbers: Sequence[int], cores: int, seconds: float) -> list[dict]:
+def work(world: World, row: str, numbers: Sequence[int], cores: int, seconds: float) -> list[dict]:
     """Make the trials of a row on all cores, beginning none after some seconds; return what is told of each."""
     until, children = time.monotonic() + seconds, []
     for core in range(cores):
@@ -92,7 +107,7 @@ def work(world: World, row: str, trials: Trials, numbers: Sequence[int], cores: 
                 for number in numbers[core::cores]:
                     if time.monotonic() > until:
                         break
-                    told_of = attempt(world, trials, number, world.folder / f"{row}-{core}")
+                    told_of = attempt(world, ROWS[row], number, world.folder / f"{row}-{core}")
                     file.write(json.dumps(told_of) + "\n")
                     file.flush()
             return 0
@@ -124,24 +139,22 @@ def prepare(world: World) -> World:
 def run(options: argparse.Namespace) -> int:
     """Make all trials, print the table and the failures, and return the exit code."""
     counts = {row: getattr(options, row) for row in ROWS}
-    rows = {
-        "kills": Trials(kills, len(STRATEGIES)), "storage": Trials(storage, counts["storage"]),
-        "files": Trials(files, counts["files"]), "flags": Trials(flags, counts["flags"]),
-        "messages": Trials(messages, counts["messages"]), "processes": Trials(processes, counts["processes"]),
-    }  # fmt: skip
+    minutes = options.minutes or (10 if options.tries is None else math.inf)
+    per_weight = 60 * minutes / sum(ROWS[row].weight for row in options.only)
     failures = []
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         world = prepare(World(Path(folder), options.seed, counts))
-        print(f"{'row':10}{'tried':>8}{'failed':>8}{'left out':>10}{'seconds':>9}", flush=True)
+        print(f"{'row':14}{'tried':>8}{'failed':>8}{'left out':>10}{'seconds':>9}", flush=True)
         for row in options.only:
-            numbers = list(range(rows[row].count)) if options.trial is None else [options.trial]
-            began, seconds = time.monotonic(), 60 * options.minutes * SHARES[row]
+            trials = len(STRATEGIES) if row == "kills" else counts[row]
+            numbers = list(range(trials)) if options.trial is None else [options.trial]
+            began, seconds = time.monotonic(), per_weight * ROWS[row].weight
             world = world._replace(each=seconds * options.cores / max(1, len(numbers)))
-            told = work(world, row, rows[row], numbers, options.cores, seconds)
+            told = work(world, row, numbers, options.cores, seconds)
             wrong = [each for each in told if each["wrong"]]
             tried, left = sum(each["tried"] for each in told), len(numbers) - len(told)
             spent = time.monotonic() - began
-            print(f"{row:10}{tried:8,}{len(wrong):8,}{left:10,}{spent:9.0f}", flush=True)
+            print(f"{row:14}{tried:8,}{len(wrong):8,}{left:10,}{spent:9.0f}", flush=True)
             for what, count in collections.Counter(each["what"] for each in told if not each["tried"]).items():
                 print(f"    {count} not tried: {what}", flush=True)
             failures += [(row, each) for each in wrong]
@@ -160,11 +173,16 @@ def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(ROWS), help="rows, with commas")
     parser.add_argument("--trial", type=int, help="only the trial of this number")
-    parser.add_argument("--minutes", type=float, default=10, help="after which no trial begins; a row has its share")
+    parser.add_argument("--minutes", type=float, help="after which no trial begins; a row has its share (default 10)")
+    parser.add_argument("--tries", type=int, help="of all rows together; then --minutes is unlimited if left out")
     parser.add_argument("--cores", type=int, default=min(2, usable_cores()), help="processes that make trials")
-    for row, count in ROWS.items():
-        parser.add_argument(f"--{row}", type=int, default=count, help=f"trials (default {count:,})")
+    for name, row in ROWS.items():
+        parser.add_argument(f"--{name}", type=int, help=f"tries (default {row.count:,})")
     options = parser.parse_args(arguments)
+    share = 1 if options.tries is None else options.tries / sum(row.count for row in ROWS.values())
+    for name, row in ROWS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, max(1, round(row.count * share)))
     if unknown := [row for row in options.only if row not in ROWS]:
         parser.error(f"unknown row {unknown[0]}: one of {', '.join(ROWS)}")
     return options

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FEW = ["--minutes=30", "--kills=2", "--storage=8", "--files=60", "--flags=300", "--messages=500", "--processes=2"]
+FEW = ["--minutes=30", "--kills=2", "--storage=8", "--files=60", "--flags=300", "--messages=500"]
+FEW += ["--processes=2", "--sweeps=2", "--surroundings=6"]
 
 
 @pytest.mark.slow
@@ -19,5 +20,7 @@ def test_nothing_breaks():
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     table = [line.split() for line in ended.stdout.splitlines() if line[0] != " "]
-    assert [line[0] for line in table] == ["row", "kills", "storage", "files", "flags", "messages", "processes"]
-    assert int(table[1][1]) == 2 and int(table[4][1]) == 300 and int(table[6][1]) == 2
+    tried = {line[0]: line[1] for line in table}
+    rows = ["kills", "storage", "files", "flags", "sweeps", "surroundings", "processes", "messages"]
+    assert list(tried) == ["row", *rows]
+    assert [tried[row] for row in ("kills", "flags", "sweeps", "processes")] == ["2", "300", "2", "2"]
