@@ -14,7 +14,8 @@ from typing import Any
 
 from chaos_runs import PATIENCE, ROUNDS, Ended, World, Wrong, require_bits, settings
 
-from fedjax_mr.experiment.folder import is_taken, run_state, saved_round
+from fedjax_mr.experiment.folder import run_state, saved_round
+from fedjax_mr.experiment.locks import is_taken
 
 STRANGER = 54321  # a user without an entry in the user database
 SETPRIV = shutil.which("setpriv")
