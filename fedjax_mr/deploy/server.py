@@ -420,6 +420,8 @@ class MailTests:
             raise UserError("no client has test samples of its own (test_x and test_y in its file)")
         self.programs = Programs()
         self._rounds = rounds
+        score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))
+        self._like = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
 
     def test(self, progress: Progress) -> Clients:
         """Test every client's own model; that of all where the method has a single one."""
@@ -429,11 +431,24 @@ class MailTests:
         """Test copies that every client has first trained on its training samples for some more epochs."""
         return self._run(progress, epochs)
 
+    def read(self, client: int, reply: Content) -> Any:
+        """Return the scores that a client tells.
+
+        Raises:
+          UserError: they are malformed, or of more samples than it has.
+        """
+        member, networks = self._rounds.roll.members[client], len(self._rounds.given.problem.model.networks)
+        scores = wire.unpack(reply.get("scores", {}), self._like, who="its test", finite=False)
+        for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
+            if not 0 <= score.correct <= score.count <= size:
+                raise UserError(f"its test tells {score.correct:g} of {score.count:g} samples, and it has {size}")
+        if not 0 <= scores["architecture"] < networks:
+            raise UserError(f"its test is of a network {scores['architecture']}, and there are {networks}")
+        return scores
+
     def _run(self, progress: Progress, epochs: int) -> Clients:
         rounds, round = self._rounds, int(progress.round)
         problem, last = rounds.given.problem, progress.memory
-        score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))
-        like = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
 
         def program(given: Given, server: Any, client: jax.Array) -> Any:
             return part_of(rounds.at_clients(given.problem), server, client)
@@ -447,20 +462,8 @@ class MailTests:
                 "key": {"key": np.asarray(key)},
                 "numbers": {"last": -1 if last is None else int(last[client]), "epochs": epochs},
             }
-        networks = len(problem.model.networks)
-
-        def read(client: int, reply: Content) -> Any:
-            scores = wire.unpack(reply.get("scores", {}), like, who="its test", finite=False)
-            member = rounds.roll.members[client]
-            for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
-                if not 0 <= score.correct <= score.count <= size:
-                    raise UserError(f"its test tells {score.correct:g} of {score.count:g} samples, and it has {size}")
-            if not 0 <= scores["architecture"] < networks:
-                raise UserError(f"its test is of a network {scores['architecture']}, and there are {networks}")
-            return scores
-
-        answers = rounds.roll.ask("evaluate", round, contents, read)
-        absent = jax.tree.map(lambda leaf: np.zeros((), leaf.dtype), like)  # no samples tested: not a number
+        answers = rounds.roll.ask("evaluate", round, contents, self.read)
+        absent = jax.tree.map(lambda leaf: np.zeros((), leaf.dtype), self._like)  # no samples tested: not a number
         rows = [answers.get(client, absent) for client in range(problem.num_clients)]
         found = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         return clients_of(found["test"], found["validation"], found["architecture"])

@@ -149,6 +149,7 @@ FORGED = {
     "none": (b"", "is damaged"),
     "objects": (npy("(1,)", "'|O'", bytes(8)), "Python objects"),
     "text": (npy("(1,)", "'<U2'", bytes(8)), "no numbers"),
+    "endless and empty": (npy(f"({10**30}, 0)"), "is damaged"),
     "negative": (npy("(-1, -4)", "'<f4'", bytes(16)), ""),
     "whole": (npy("(4,)", "'<f4'", bytes(16)), None),
 }

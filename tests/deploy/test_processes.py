@@ -160,7 +160,7 @@ def serve(post, run):
     for round in range(2):
         began = time.monotonic()
         asked = [mail.Message("train", node, round, 0, {"model": wire.pack(model)}) for node in post.nodes()]
-        for node, reply in post.ask(asked, 600).items():
+        for node, reply in post.ask(asked, 600, wire.room(model)).items():
             back = wire.unpack(reply["model"], model, who=f"node {node}")
             jax.tree.map(np.testing.assert_array_equal, back, jax.tree.map(lambda leaf: leaf + round, model))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
@@ -176,12 +176,7 @@ client = flower.client_app(answer)
 
 def test_states_of_vgg16_pass(tmp_path):
     """134 MB to two nodes and 134 MB of each back, twice."""
-    (tmp_path / "echo" / "echo_app").mkdir(parents=True)
-    (tmp_path / "echo" / "echo_app" / "__init__.py").write_text(ECHO)
-    (tmp_path / "echo" / "pyproject.toml").write_text(
-        '[project]\nname = "echo"\nversion = "1.0.0"\nlicense = "Apache-2.0"\ndependencies = []\n[tool.flwr.app]\n'
-        'publisher = "us"\n[tool.flwr.app.components]\nserverapp = "echo_app:server"\nclientapp = "echo_app:client"\n'
-    )
+    app_of(tmp_path / "echo", ECHO)
     with deployment.federation(tmp_path) as one:
         one.superlink()
         for client in range(2):
@@ -190,6 +185,72 @@ def test_states_of_vgg16_pass(tmp_path):
         found = re.findall(r"(\d+) bytes in ([\d.]+) s", one.log("run"))
         assert [int(size) for size, _ in found] == [134_620_456] * 2
         print(found)
+
+
+HOSTILE = """\
+import numpy as np
+from fedjax_mr.deploy import flower, mail
+
+KINDS = ("header", "large", "chunks", "records", "honest")
+
+def serve(post, run):
+    while len(post.nodes()) < 2:
+        post.wait(0.3)
+    for round, kind in enumerate(KINDS):
+        asked = [mail.Message(kind, node, round, 0, {"x": {"x": np.zeros(2, np.float32)}}) for node in post.nodes()]
+        for reply in post.ask(asked, 120).values():
+            print(kind, "->", reply.reason if isinstance(reply, mail.Lost) else reply["x"]["x"], flush=True)
+
+made = flower._records
+
+def answer(message, node, run):
+    def forged(content):
+        records = made(content)
+        array = records["x"]["x"]
+        if message.kind == "header":
+            array.data = array.data.replace(b"(2,)", b"(99999999999999,)")[: len(array.data)]
+        elif message.kind == "large":
+            records["x"]["x"] = type(array)(np.random.default_rng(0).integers(0, 9, 30 * 2**17))
+        elif message.kind == "chunks":
+            array.data = array.data * 10**4
+            array.__dict__["_chunks"] = array.slice_array() * 10**5
+        elif message.kind == "records":
+            for number in range(50):
+                records[f"more{number}"] = records["x"]
+        return records
+
+    flower._records = forged if node["client-id"] else made
+    return message.content
+
+server = flower.server_app(serve)
+client = flower.client_app(answer)
+"""
+
+
+def app_of(folder: Path, code: str) -> None:
+    """Write an app of Flower that holds code of its own."""
+    (folder / f"{folder.name}_app").mkdir(parents=True)
+    (folder / f"{folder.name}_app" / "__init__.py").write_text(code)
+    (folder / "pyproject.toml").write_text(
+        f'[project]\nname = "{folder.name}"\nversion = "1.0.0"\nlicense = "Apache-2.0"\ndependencies = []\n'
+        f'[tool.flwr.app]\npublisher = "us"\n[tool.flwr.app.components]\nserverapp = "{folder.name}_app:server"\n'
+        f'clientapp = "{folder.name}_app:client"\n'
+    )
+
+
+def test_forged_replies_of_a_real_node(tmp_path):
+    """Every forged reply is a malformed answer of its node alone; the other node's answers come."""
+    app_of(tmp_path / "hostile", HOSTILE)
+    with deployment.federation(tmp_path) as one:
+        one.superlink()
+        for client in range(2):
+            one.supernode(client, {"client-id": client})
+        assert one.finish(one.run("hostile"), 1000) == "finished:completed", one.log("run")
+        said = re.findall(r"(\w+) -> (.*)", one.log("run"))
+    for kind, words in {"header": "damaged", "large": "larger", "chunks": "larger", "records": "it has 52 rec"}.items():
+        answers = sorted(line for each, line in said if each == kind)
+        assert len(answers) == 2 and answers[0] == "[0. 0.]" and words in answers[1], said
+    assert [line for each, line in said if each == "honest"] == ["[0. 0.]"] * 2
 
 
 PROXY = """\
