@@ -24,6 +24,7 @@ class Registry(dict[str, Row], Generic[Row]):
     ) -> None:
         """Take our own rows as they are."""
         super().__init__(rows or {})
+        self._ours = dict(self)
         self.kind = kind
         self.place = place
         self.check = check
@@ -35,6 +36,10 @@ class Registry(dict[str, Row], Generic[Row]):
                 raise UserError(f"the {self.kind} {name!r} is there already: choose another name")
             self.refuse_unless_row(name, row)
         super().__setitem__(name, row)
+
+    def is_ours(self, name: str) -> bool:
+        """Return whether a row is this package's own, and not one that somebody has added or put in its place."""
+        return name in self and self[name] is self._ours.get(name)
 
     def refuse_unless_row(self, name: Any, row: Any) -> None:
         """Check a new entry.

@@ -13,6 +13,7 @@ import jax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from fedjax_mr.engine import program
 from fedjax_mr.engine.devices import PATIENT, add_xla_flags, set_up_jax
 from fedjax_mr.testing.federations import (
     QUICK_TO_COMPILE,
@@ -31,6 +32,7 @@ set_up_jax(devices=2, cohort_size=2)
 os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+program.MOST_KEPT = 40  # more tests than usual run the same settings
 
 
 class BySharedPrograms(LoadScopeScheduling):

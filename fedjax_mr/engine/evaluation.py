@@ -28,8 +28,15 @@ class Evaluation:
     Each device tests its share and returns its counts, which the host adds: no program sums across devices.
     """
 
-    def __init__(self, model: Model, samples: Samples, axis: ClientAxis) -> None:
-        """Place the test samples [M, ...] on the devices, a share on each."""
+    def __init__(self, model: Model, samples: Samples, axis: ClientAxis, *, shared: bool = False) -> None:
+        """Place the test samples [M, ...] on the devices, a share on each.
+
+        Args:
+          model: the network.
+          samples: of the test set.
+          axis: the layout.
+          shared: whether equal networks share their programs: right for those of this package alone.
+        """
         self.axis = axis
         count = len(samples.y)
         with platforms.tracing_for(axis.platform):
@@ -53,7 +60,8 @@ class Evaluation:
             return jax.lax.map(lambda variables: score(variables, samples, mask), models)
 
         self._functions = {"test": self._on_devices(score), "test_all": self._on_devices(score_all)}
-        self.programs = Programs(platform=axis.platform, only_compiled=axis.described)
+        key = (model, axis, batch) if shared else None
+        self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=key)
 
     def one(self, variables: Variables) -> Tested:
         """Test one model."""

@@ -127,6 +127,7 @@ class LocalSetting:
         return self.epochs * ((size + self.batch_size - 1) // self.batch_size)
 
 
+@functools.lru_cache(maxsize=64, typed=True)  # equal settings, the same functions: so programs know each other again
 def make_optimizer(
     name: str, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip_norm: float | None = None
 ) -> optax.GradientTransformation:

@@ -105,7 +105,7 @@ class PersonalEvaluation:
             raise UserError("tests of each client's own model need the samples on the device: --data_placement=device")
         self.rounds = rounds
         self.axis = rounds.axis
-        self.programs = Programs(platform=rounds.axis.platform)
+        self.programs = Programs(platform=rounds.axis.platform, key=rounds.key)
         self._split = split
         samples = rounds.given.federation.samples if federated.own_test else test
         self._test, self._test_index = place((samples, split.index), rounds.axis.replicated)

@@ -1,14 +1,16 @@
-"""Compiled functions, each traced exactly once, and the time that they take."""
+"""Compiled functions, each traced exactly once, those kept for later runs of this process, and the time they take."""
 
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 
 from fedjax_mr import platforms
+
+MOST_KEPT = 8  # sets of programs: those of some three runs
 
 
 class Program:
@@ -26,7 +28,7 @@ class Program:
 
     def __init__(
         self,
-        function: Callable,
+        function: Callable[..., Any],
         *,
         donate: tuple[int, ...] = (),
         out: Any = None,
@@ -46,7 +48,7 @@ class Program:
         self.trace_seconds = 0.0
         self.compile_seconds = 0.0
         self.compiled: Any = None
-        self._function = function
+        self._function: Callable[..., Any] | None = function
         self._donate = donate
         self._out = out
         self._platform = platform
@@ -69,6 +71,7 @@ class Program:
             self.trace_seconds = time.perf_counter() - started
             compiled = lowered.compile()
         self.compile_seconds = time.perf_counter() - started
+        self._function = None  # with it go the data and the network that it knew
         if self._only_compiled:
             described = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             self._results = jax.tree.map(described, lowered.out_info, compiled.output_shardings)
@@ -76,6 +79,7 @@ class Program:
 
     def _traced(self, *args: Any) -> Any:
         self.traces += 1
+        assert self._function is not None
         return self._function(*args)
 
 
@@ -86,24 +90,75 @@ def memory_needed(program: Program) -> int:
     return both + memory.temp_size_in_bytes
 
 
-class Programs(dict[str, Program]):
-    """Programs by name, each made at its first call."""
+_kept: dict[Hashable, dict[Hashable, Program]] = {}  # the set that was asked for last comes last
 
-    def __init__(self, *, platform: str | None = None, only_compiled: bool = False, **programs: Program) -> None:
-        """Begin with some programs; the other arguments are those of every `Program` made later."""
+
+def _kept_under(key: Hashable) -> dict[Hashable, Program]:
+    """Return the set of programs of a key, and forget those that nobody has asked for the longest."""
+    programs = _kept.pop(key, {})
+    _kept[key] = programs
+    while len(_kept) > MOST_KEPT:
+        del _kept[next(iter(_kept))]
+    return programs
+
+
+def forget() -> None:
+    """Let go of all programs that are kept for later runs."""
+    _kept.clear()
+
+
+def _kind_of(arguments: Any) -> Hashable:
+    """Return the structure of a tree of arrays, static parts included, shapes and dtypes: what a trace sees of it."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+class Programs(dict[str, Program]):
+    """Programs by name, each made at its first call, or taken from those that this process keeps.
+
+    Attributes:
+      compile_seconds: the time that calls have spent here in tracing and compiling.
+    """
+
+    def __init__(
+        self,
+        *,
+        platform: str | None = None,
+        only_compiled: bool = False,
+        key: Hashable = None,
+        **programs: Program,
+    ) -> None:
+        """Begin with some programs.
+
+        Args:
+          platform: of every `Program` made later.
+          only_compiled: likewise.
+          key: everything that the programs close over, by value: sets of equal keys share the programs of arguments
+            of the same kind. The last `MOST_KEPT` keys stay. None shares nothing.
+          programs: by name.
+        """
         super().__init__(programs)
+        self.compile_seconds = 0.0
         self._options: dict[str, Any] = {"platform": platform, "only_compiled": only_compiled}
+        settings = tuple((name, repr(value)) for name, value in jax.config.values.items())  # precision and the like
+        self._kept = {} if key is None else _kept_under((key, platform, only_compiled, settings))
 
     def call(self, name: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
         """Run the program of a name; ``function``, ``donate`` and ``out`` matter at its first call (see `Program`)."""
-        if name not in self:
-            self[name] = Program(function, donate=donate, out=out, **self._options)
-        return self[name](*args)
+        if name in self:
+            return self._counted(self[name], args)
+        kind = name, _kind_of(args)
+        self[name] = self._kept.get(kind) or Program(function, donate=donate, out=out, **self._options)
+        result = self._counted(self[name], args)
+        self._kept[kind] = self[name]  # not before: what could not be compiled is nothing to keep
+        return result
 
-    @property
-    def compile_seconds(self) -> float:
-        """The time spent in tracing and compiling."""
-        return sum(program.compile_seconds for program in self.values())
+    def _counted(self, program: Program, args: tuple) -> Any:
+        before = program.compile_seconds
+        try:
+            return program(*args)
+        finally:
+            self.compile_seconds += program.compile_seconds - before
 
 
 class Clock:

@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,7 @@ class Rounds:
       axis: the layout of the clients.
       strategy: the strategy, built once for its facts (which members it has).
       programs: the compiled programs by name; each is traced once, whatever the clients' sizes.
+      key: all that the programs close over, by value; None if they are this object's own.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Rounds:
         stop_at_divergence: bool = True,
         memory_on_host: bool = False,
         data_on_host: bool = False,
+        key: Hashable = None,
     ) -> None:
         """Place the data; each program is compiled at its first use.
 
@@ -103,9 +105,12 @@ class Rounds:
           stop_at_divergence: end a call after the first round with a loss or weight that is not finite.
           memory_on_host: keep what the clients remember in the host's memory; only the cohort's rows travel.
           data_on_host: keep the clients' samples there; the cohort's are sent while the round before is trained.
+          key: all that decides about ``build``, by value: rounds of equal ones share their compiled programs. None:
+            they share none, because ``build`` may read what no key can name.
         """
         self.axis = axis
-        self.programs = Programs(platform=axis.platform, only_compiled=axis.described)
+        self.key = None if key is None else (key, axis, stop_at_divergence, memory_on_host, data_on_host)
+        self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=self.key)
         self.build = build
         self.strategy = build(given.problem)
         self._place = shapes_at if axis.described else place

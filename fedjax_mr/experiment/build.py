@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ from fedjax_mr.engine.round import Build, Federation, Given, begin, finish, star
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.architectures import architectures
-from fedjax_mr.models import BlockNet, Model, Zoo
+from fedjax_mr.models import MODELS, BlockNet, Model, Zoo
+from fedjax_mr.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.transforms import keeps_several, make_server_optimizer, server_optimizer
 
@@ -135,7 +137,26 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
         stop_at_divergence=not config.allow_nonfinite,
         memory_on_host=memory_on_host(config, build(problem), axis),
         data_on_host=data_on_host(config, federated, axis),
+        key=program_key(config),
     )
+
+
+# What the programs of a run never see, or see as an argument.
+_NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy"}
+
+
+def program_key(config: Config) -> str | None:
+    """Return all settings that decide about the programs of a run, beside what they see of their arguments.
+
+    None if some of the code is not this package's: a notebook's functions may read what no key can name, such as a
+    number in another cell, and are traced anew in every run.
+    """
+    names = config.model.split(",")
+    if not (STRATEGIES.is_ours(config.strategy) and all(map(MODELS.is_ours, names))):
+        return None
+    data = {each.flag for each in settings_of(Config) if each.info.group in ("Data", "Partition")}
+    settings = configuration.decisive(config)
+    return json.dumps({flag: value for flag, value in settings.items() if flag not in data | _NOT_COMPILED})
 
 
 def layout(config: Config, federated: FederatedData, model: Model) -> ClientAxis:
@@ -252,7 +273,12 @@ def augmentation(config: Config, dataset: Dataset) -> Callable[[jax.Array, jax.A
         return None
     if dataset.x.ndim != 4:
         raise UserError(f"--augment={config.augment} is for images, and {dataset.name} has none; leave it out")
-    return functools.partial(crop_flip, pad=config.augment_pad)
+    return _crop_flip(config.augment_pad)
+
+
+@functools.cache  # the same function in every run, as `local.make_optimizer`
+def _crop_flip(pad: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return functools.partial(crop_flip, pad=pad)
 
 
 def samples(federated: FederatedData, x: np.ndarray, y: np.ndarray) -> local.Samples:

@@ -73,6 +73,7 @@ class Experiment:
         *,
         on_row: OnRow | None = None,
         personal: TestsOfClients | None = None,
+        record: bool = True,
     ) -> None:
         """Gather the parts; nothing is computed yet.
 
@@ -85,6 +86,7 @@ class Experiment:
           processes: that share the run.
           on_row: see `run.run`.
           personal: the tests of the clients' own models; None: those that the configuration asks for, here.
+          record: see `run.run`.
         """
         self.config = config
         self.federated = federated
@@ -93,7 +95,8 @@ class Experiment:
         self.folder = folder
         self.processes = processes
         dataset = federated.dataset
-        self.evaluation = Evaluation(model, samples(federated, dataset.test_x, dataset.test_y), rounds.axis)
+        test = samples(federated, dataset.test_x, dataset.test_y)
+        self.evaluation = Evaluation(model, test, rounds.axis, shared=rounds.key is not None)
         self.personal = personal
         if personal is None and needs_tests_of_clients(config, rounds):
             own = federated.client_test
@@ -106,6 +109,7 @@ class Experiment:
         self.compile_seconds_before = 0.0  # of the processes that were interrupted, and of shared programs
         self.logs = Logs()
         self.on_row = on_row
+        self.pictures = record and folder.writes
 
     def start(self) -> tuple[Progress, int]:
         """Return the progress to go on from, at round 0 or at the last whole checkpoint, and the rounds done."""
@@ -148,9 +152,6 @@ class Experiment:
         """Write what is known before the first round into the run folder: configuration and partition."""
         self.folder.begin(self.config)
         self._describe_data()
-        name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
-        title = f"{name}, {division}, {self.federated.num_clients} clients"
-        plots.partition(self.federated.label_counts(), self._picture("partition"), title=title)
 
     def _describe_data(self) -> None:
         """Write the division of the data and the kind of the samples."""
@@ -310,13 +311,13 @@ class Experiment:
         variables = self.rounds.deployed(progress)
         if variables is not None and (holdout := self.federated.holdout) is not None:
             own = samples(holdout, holdout.dataset.x, holdout.dataset.y)
-            result = Evaluation(self.model, own, self.rounds.axis).one(variables)
+            result = Evaluation(self.model, own, self.rounds.axis, shared=self.rounds.key is not None).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
         if self.personal is not None:
             summary |= self._test_clients(self.personal, progress)
         if self.folder.writes:
             self.folder.write_summary(summary)
-        self.draw_curves()
+        self.draw()
         return Result(
             summary, rows, self.folder.path, self.model, variables, progress.server, writes=self.folder.writes
         )
@@ -324,11 +325,17 @@ class Experiment:
     def _picture(self, name: str) -> Path:
         return self.folder.path / f"{name}.{self.config.picture_format}"
 
-    def draw_curves(self) -> None:
-        """Draw the evaluations so far, and those of the runs to compare with."""
-        rows = self.folder.rows()
-        if not (rows and self.folder.writes):
+    def draw(self) -> None:
+        """Draw the partition, the evaluations so far, and those of the runs to compare with."""
+        if not self.pictures:
             return
+        name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
+        title = f"{name}, {division}, {self.federated.num_clients} clients"
+        plots.partition(self.federated.label_counts(), self._picture("partition"), title=title)
+        if rows := self.folder.rows():
+            self._draw_curves(rows)
+
+    def _draw_curves(self, rows: list[MetricsRow]) -> None:
         configs, unknown = [self.config], {}
         histories = [rows]
         for folder in self.config.compare_to:
@@ -349,9 +356,9 @@ class Experiment:
         if config.finetune_epochs:
             results["finetuned"] = personal.finetuned(progress, config.finetune_epochs)
             summary |= results["finetuned"].columns("finetuned")
+        networks = [network.name for network in self.model.networks]
         if self.folder.writes:
             names = self.federated.names or [str(client) for client in range(self.federated.num_clients)]
-            networks = [network.name for network in self.model.networks]
             table = {
                 "client": list(range(self.federated.num_clients)),
                 "name": list(names),
@@ -365,6 +372,7 @@ class Experiment:
             if config.finetune_epochs:
                 table["finetuned_accuracy"] = results["finetuned"].accuracy.tolist()
             self.folder.write_clients(table)
+        if self.pictures:
             words = {"personal": "as trained", "finetuned": "fine-tuned"}
             several = enumerate(networks if len(networks) > 1 else ())
             plots.personal(
@@ -378,9 +386,8 @@ class Experiment:
 
     def compile_seconds(self) -> float:
         """Return the seconds that the run has spent in tracing and compiling."""
-        personal = self.personal.programs.values() if self.personal else ()
-        programs = (*self.rounds.programs.values(), *self.evaluation.programs.values(), *personal)
-        return self.compile_seconds_before + sum(program.compile_seconds for program in programs)
+        parts = (self.rounds, self.evaluation, *((self.personal,) if self.personal else ()))
+        return self.compile_seconds_before + sum(part.programs.compile_seconds for part in parts)
 
 
 def needs_tests_of_clients(config: Config, rounds: Rounds) -> bool:

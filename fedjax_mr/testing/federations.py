@@ -11,7 +11,7 @@ import optax
 
 from fedjax_mr import models
 from fedjax_mr.data import Split
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local, program, rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.models import layers
 from fedjax_mr.strategies import STRATEGIES, Problem
@@ -175,6 +175,7 @@ def drop_programs() -> None:
     """Forget the programs of the tests before if they take too many memory maps."""
     if memory_maps() > MOST_MAPS:
         shared_engine.cache_clear()
+        program.forget()
         jax.clear_caches()
         gc.collect()
 

@@ -25,7 +25,6 @@ from fedjax_mr import main as command
 from fedjax_mr.data.federated import Request
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import experiment as experiments
 from fedjax_mr.experiment import logs
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
@@ -55,32 +54,6 @@ SUMMARY = [
     "seed",
 ]
 COLUMNS = ["round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shared_programs():
-    """Runs of the same settings share what is compiled; that a new process compiles the same, the killed run shows."""
-    kept = {}
-
-    def shared(build, key, *arguments):
-        if key not in kept:
-            kept[key] = build(*arguments)
-        return kept[key]
-
-    def rounds(config, federated, *rest, build=running.build_rounds):
-        not_compiled = dict(
-            rounds=1, run_dir="", resume=False, overwrite=False, target_accuracy=None, stop_at_accuracy=None
-        )
-        settings = dataclasses.replace(config, **not_compiled)
-        return shared(build, (repr(settings), federated.hash()), config, federated, *rest)
-
-    def evaluation(model, samples, axis, *, build=experiments.Evaluation):
-        return shared(build, (repr(model), samples.x.tobytes(), axis), model, samples, axis)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "build_rounds", rounds)
-        patch.setattr(experiments, "Evaluation", evaluation)
-        yield
 
 
 @pytest.fixture(autouse=True)

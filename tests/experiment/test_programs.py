@@ -1,0 +1,162 @@
+"""Runs of one process share compiled programs where all that a program closes over is the same, and only there."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr import plots
+from fedjax_mr.engine import local, program
+from fedjax_mr.experiment import run as running
+
+TINY = dict(
+    model="logistic", strategy="fedavg", clients=4, cohort=2, local_epochs=1, rounds=2, eval_every=2, devices=1,
+    progress=False,
+)  # fmt: skip
+LOWERED = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: LOWERED.append(event) if "jaxpr_to_mlir" in event else None
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """Go into an empty folder, and leave aside what other tests have compiled."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "_kept", {})
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Collect the rounds of every run."""
+    found, ordinary = [], running.build_rounds
+
+    def build_rounds(*arguments):
+        found.append(ordinary(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(running, "build_rounds", build_rounds)
+    return found
+
+
+def run(**changes):
+    given = {name: changes.pop(name) for name in ("dataset", "model_object") if name in changes}
+    model = given.pop("model_object", None)
+    return fmr.run(fmr.Config(**TINY | changes), record=False, **given, **({"model": model} if model else {}))
+
+
+def test_a_run_like_one_before_compiles_nothing_and_has_the_same_bits(made, equal):
+    first = run(eval_clients=True)
+    del LOWERED[:]
+    second = run(eval_clients=True)
+    assert not LOWERED
+    assert made[1].programs["rounds"] is made[0].programs["rounds"] and made[1].programs["rounds"].traces == 1
+    equal(second.variables, first.variables)
+    without_time = lambda result: [row | {"seconds": 0} for row in result.rows]
+    assert without_time(second) == without_time(first)
+    assert first.summary["compile_seconds"] > 0 == second.summary["compile_seconds"]  # its own, not the first one's
+
+
+@pytest.mark.parametrize("shared", [dict(seed=1, partition_seed=0), dict(dataset="changed")])
+def test_what_programs_take_as_arguments_is_never_baked_in(made, equal, shared):
+    """Another seed, or changed samples in equal shapes: the same programs, and the results of a run alone."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(200, 6)).astype(np.float32), rng.integers(0, 3, 200).astype(np.int32)
+    data = lambda x: fmr.from_arrays(x, y)
+    base = dict(partition="iid", partition_seed=0, dataset=data(x), seed=0)
+    changed = base | shared | ({"dataset": data(x + 1)} if "dataset" in shared else {})
+    run(**base)
+    second = run(**changed)
+    assert made[1].programs["rounds"] is made[0].programs["rounds"]
+    program.forget()
+    alone = run(**changed)
+    assert made[2].programs["rounds"] is not made[0].programs["rounds"]
+    equal(second.variables, alone.variables)
+    assert second.rows[-1]["accuracy"] == alone.rows[-1]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [dict(lr=0.07), dict(clients=5), dict(seed=1), dict(lanes=2)],
+    ids=str,
+)
+def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, equal, other):
+    """A seed divides the samples anew, so that the largest client has another number of them."""
+    run()
+    second = run(**other)
+    assert made[1].programs["rounds"] is not made[0].programs["rounds"]
+    program.forget()
+    equal(second.variables, run(**other).variables)
+
+
+def test_settings_of_jax_belong_to_the_key(made):
+    run()
+    with jax.default_matmul_precision("highest"):
+        run()
+    assert made[1].programs["rounds"] is not made[0].programs["rounds"]
+
+
+STEP = 1.0
+
+
+def test_code_of_ones_own_is_traced_anew(made, monkeypatch):
+    """A strategy redefined under its name, one that reads a number from elsewhere, one's own network."""
+
+    def build(hyper, problem):
+        plain = fmr.strategies.fedavg.build(fmr.strategies.fedavg.Hyper(), problem)
+
+        def server_update(state, uploads, cohort, round, key):
+            new, info = plain.server_update(state, uploads, cohort, round, key)
+            return jax.tree.map(lambda leaf: leaf * STEP, new), info
+
+        return plain._replace(server_update=server_update)
+
+    norm = lambda result: float(optax.tree.norm(result.variables["params"]))
+    monkeypatch.setitem(fmr.STRATEGIES, "mine", fmr.Row(build, None, "a notebook"))
+    first = norm(run(strategy="mine"))
+    monkeypatch.setitem(globals(), "STEP", 0.0)  # another cell of the notebook
+    assert norm(run(strategy="mine")) == 0.0 < first
+    monkeypatch.setitem(fmr.STRATEGIES, "mine", fmr.Row(fmr.strategies.indep.build, None, "the next try"))
+    assert norm(run(strategy="mine")) > 0
+    monkeypatch.setitem(fmr.STRATEGIES, "fedavg", fmr.Row(build, fmr.strategies.fedavg.Hyper, "in the place of ours"))
+    assert norm(run()) == 0.0
+    assert len({id(rounds.programs["rounds"]) for rounds in made}) == 4
+
+
+def test_networks_of_ones_own_are_traced_anew(made):
+    class Mine(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(10)(x.reshape(x.shape[0], -1)) * STEP
+
+    for _ in range(2):
+        run(model_object=Mine())
+    assert made[1].programs["rounds"] is not made[0].programs["rounds"]
+
+
+def test_few_programs_are_kept(made, monkeypatch):
+    """The oldest sets go, and with them what they hold."""
+    monkeypatch.setattr(program, "MOST_KEPT", 2)
+    for lr in (0.01, 0.02, 0.03, 0.02, 0.01):
+        run(lr=lr)
+    assert len(program._kept) == 2
+    same = lambda a, b: made[a].programs["rounds"] is made[b].programs["rounds"]
+    assert not same(0, 4) and made[0].programs["rounds"].compiled is not None
+
+
+def test_pictures_come_at_the_end_or_not_at_all(monkeypatch):
+    drawn = []
+    for name in ("partition", "curves", "personal"):
+        monkeypatch.setattr(plots, name, lambda *_, name=name, **__: drawn.append(name))
+    fmr.run(fmr.Config(**TINY), on_row=lambda row: drawn.append(row["round"]))
+    assert drawn == [2, "partition", "curves"]
+    del drawn[:]
+    run(eval_clients=True)
+    assert drawn == []
+
+
+def test_equal_optimizers_are_one_object_whatever_the_type_of_a_number():
+    one = lambda lr: local.make_optimizer("sgd", lr=lr)
+    assert one(0.5) is one(0.5) and one(1) is not one(1.0)
