@@ -188,6 +188,13 @@ class Config:
         None, "report the first round that reaches this test accuracy; does not stop", unit="fraction", low=0, high=1)
     stop_at_accuracy: float | None = _evaluation(
         None, "stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
+    patience: int | None = _evaluation(
+        None, "stop after so many evaluations in a row without a lower loss on the clients' validation samples (without "
+        "--validation_share on the test samples); none: never. --local_patience stops single clients of Local-only",
+        unit="evaluations", low=1)
+    keep_best: bool = _records(
+        False, "keep the checkpoint of the evaluation with the best validation accuracy (without --validation_share "
+        "test accuracy), beside the newest ones")
     run_dir: str | None = _records(
         None, "folder of the run; none: one in runs/ that is named from the configuration, with a counter", path=True)
     resume: bool = _records(

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("folder", metavar="FOLDER", help="the new folder")
     parser.add_argument("--round", type=int, help="of which checkpoint (default: the newest)")
+    parser.add_argument("--best", action="store_true", help="of the best evaluation (of a run with --keep_best)")
     parser.add_argument("--client", type=int, help="a client's own model (default: the deployed one)")
     parser.add_argument("--data_dir", metavar="DIR", help="where the data sets are now (default: as in the run)")
     parser.add_argument(
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = parser.parse_args(arguments)
         imports.load(chosen.imports)
-        saved = load(chosen.run, round=chosen.round, data_dir=chosen.data_dir, trust=chosen.trust)
+        saved = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
         print(f"exported into {saved.export(chosen.folder, client=chosen.client)}: try python example.py there")
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)

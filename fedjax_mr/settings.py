@@ -27,6 +27,8 @@ LARGEST_FLOAT32 = 3.4e38  # of all other numbers: a larger one is infinite on a 
 LARGEST_BATCH = 65_536  # samples in one step
 HIGHEST = {"epochs": 10_000, "steps": 100_000}  # of a round, by unit: their product is counted in 32 bits
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with room for the files in a folder
+OTHER_NAMES = {name: ("patience",) for name in ("early_stop", "early_stopping", "early_stopping_patience")}
+"""What flags are called elsewhere, in no way like here."""
 DEEPEST_FLAG_FILES = 16  # of flag files that include each other
 PACKAGE = Path(__file__).parent  # with exp/: a link to experiments/, in an installed package a copy of its flag files
 Owner = typing.TypeVar("Owner")
@@ -414,6 +416,7 @@ def _define(values: flags.FlagValues, setting: Setting) -> None:
 
 def _unknown_flag(name: str, known: Collection[str]) -> UserError:
     found = str(unknown_name("flag", name, known)).partition("did you mean '")[2].partition("'")[0]
+    found = next((flag for flag in OTHER_NAMES.get(name, ()) if flag in known), found)
     hint = f"; did you mean --{found}?" if found else ""
     return UserError(f"unknown flag --{name}{hint} (--help=all lists all flags)")
 

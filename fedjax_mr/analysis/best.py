@@ -1,9 +1,10 @@
 """The value of a flag, such as the learning rate, that is best on the clients' validation samples, for each setting.
 
 RUN may also be a folder of run folders, at any depth. Compared are the last validation accuracies (mean over the
-clients, and over the seeds that all values have); a value that diverged with any seed is out. Shown are means over the
-seeds, the test accuracy of the clients' own or the deployed model on each client's test samples, every client counting
-the same. A value at an end of those tried is marked: a wider grid may have a better one.
+clients, and over the seeds that all values have); a value that diverged with any seed is out, and so are runs of earlier
+versions without a validation accuracy. Shown are means over the seeds, the test accuracy of the clients' own or the
+deployed model on each client's test samples, every client counting the same; where these were not tested, the deployed
+model's on the test set. A value at an end of those tried is marked: a wider grid may have a better one.
 """
 
 import argparse
@@ -21,12 +22,17 @@ def cells(choices: Sequence[Choice], *, over: Sequence[str]) -> list[list[str]]:
     names, rows = groups.short_names([choice.setting for choice in choices]), []
     for name, (_, tried, best) in zip(names, choices, strict=True):
         values = [_value(flag, tried, best) for flag in over]
-        results = [tables.percent(best.mean(column)) if best else "" for column in heads.values()]
+        results = [tables.percent(_result(best, column)) if best else "" for column in heads.values()]
         trials = str(best.count("finished")) if best else ""
         rows.append([name, *values, *results, trials, _count(tried)])
     rows = [["setting", *over, *heads, "seeds", "tried"], *rows]
     shown = [position for position, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
     return [[row[position] for position in shown] for row in rows]
+
+
+def _result(best: Tried, column: str) -> groups.Statistic:
+    known = best.mean(column)
+    return best.mean("accuracy") if column == TEST and known.mean is None else known
 
 
 def _value(flag: str, tried: Sequence[Tried], best: Tried | None) -> str:
@@ -45,7 +51,8 @@ def _value(flag: str, tried: Sequence[Tried], best: Tried | None) -> str:
 def _count(tried: Sequence[Tried]) -> str:
     diverged = sum(each.count("diverged") > 0 for each in tried)
     unfinished = sum(not each.count("diverged") and not each.finished() for each in tried)
-    others = {"diverged": diverged, "unfinished": unfinished}
+    lacking = sum(not each.count("diverged") and each.finished() != {} and each.lacks_validation() for each in tried)
+    others = {"diverged": diverged, "unfinished": unfinished, "without validation accuracy": lacking}
     return ", ".join([str(len(tried)), *(f"{count} {word}" for word, count in others.items() if count)])
 
 

@@ -188,6 +188,10 @@ class Tried(NamedTuple):
         """Return the finished runs by their seeds."""
         return {str(seeds(run.config)): run for run in self.runs if run_state(run.path) == "finished"}
 
+    def lacks_validation(self) -> bool:
+        """Return whether a finished run has no validation accuracy."""
+        return not all(map(_validated, self.finished().values()))
+
     def mean(self, column: str, seeds: Sequence[str] | None = None) -> Statistic:
         """Return the statistic of a last result, over some seeds (None: all that are finished)."""
         finished = self.finished()
@@ -211,7 +215,7 @@ def choose(chosen: Sequence[Run], *, over: Sequence[str]) -> list[Choice]:
       over: the flags whose values are compared.
 
     Raises:
-      UserError: no run knows a flag, or a run has no validation accuracy.
+      UserError: no run knows a flag, or no run that has finished has a validation accuracy.
     """
     flags = {flag for run in chosen for flag in configuration.decisive(run.config)}
     for flag in over:
@@ -223,11 +227,20 @@ def choose(chosen: Sequence[Run], *, over: Sequence[str]) -> list[Choice]:
         values = {flag: known[flag] for flag in over if flag in known}
         rest = {flag: value for flag, value in setting.items() if flag not in over}
         grids.setdefault(json.dumps(rest), (rest, []))[1].append(Tried(values, members))
+    finished = [run for run in chosen if run_state(run.path) == "finished"]
+    if finished and not any(_validated(run) for run in finished):
+        raise UserError(f"{finished[0].path} has no {VALIDATION}: train with --validation_share")
     return [Choice(setting, tried, _best(tried)) for setting, tried in grids.values()]
+
+
+def _validated(run: Run) -> bool:
+    """Return whether a finished run has a last validation accuracy; those of earlier versions may have none."""
+    return (run.summary() | run.rows()[-1]).get(VALIDATION) is not None
 
 
 def _best(tried: Sequence[Tried]) -> Tried | None:
     candidates = [each for each in tried if each.finished() and not each.count("diverged")]
+    candidates = [each for each in candidates if not each.lacks_validation()]
     if not candidates:
         return None
     common = sorted(set.intersection(*(set(each.finished()) for each in candidates)))
@@ -235,13 +248,4 @@ def _best(tried: Sequence[Tried]) -> Tried | None:
         names = ", ".join(map(str, candidates[0].values))
         raise UserError(f"no seed has all values of {names} (see {candidates[0].runs[0].path}): run the same seeds")
 
-    def validation(each: Tried) -> float:
-        mean = each.mean(VALIDATION, common).mean
-        if mean is None:
-            raise UserError(
-                f"{each.runs[0].path} has no {VALIDATION}: train with --validation_share and, where clients have no "
-                "models of their own, --eval_clients"
-            )
-        return mean
-
-    return max(candidates, key=validation)
+    return max(candidates, key=lambda each: each.mean(VALIDATION, common).mean or 0.0)

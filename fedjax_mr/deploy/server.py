@@ -50,7 +50,7 @@ from fedjax_mr.engine.round import (
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
-from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
+from fedjax_mr.experiment.experiment import Experiment, Result, needs_clients, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
 from fedjax_mr.experiment.run import Interrupted, Run
 from fedjax_mr.models import Model
@@ -180,8 +180,10 @@ class MailExperiment(Experiment):
     ) -> None:
         """Gather the parts; the clients test their own models."""
         tests = None
-        if needs_tests_of_clients(config, rounds):
-            tests = MailTests(rounds, 0 if federated.test is None else len(federated.test.index))
+        if needs_clients(config, federated, rounds):
+            tests = MailTests(rounds)
+        if needs_tests_of_clients(config, rounds) and not (federated.test and len(federated.test.index)):
+            raise UserError("no client has test samples of its own (test_x and test_y in its file)")
         super().__init__(config, federated, model, rounds, folder, personal=tests, on_row=_say)
         self._roll = roll
 
@@ -406,18 +408,12 @@ class MailTests:
       programs: the server's part.
     """
 
-    def __init__(self, rounds: MailRounds, tested: int) -> None:
+    def __init__(self, rounds: MailRounds) -> None:
         """Ask nobody yet.
 
         Args:
           rounds: whose clients are tested.
-          tested: how many test samples they have together.
-
-        Raises:
-          UserError: none at all.
         """
-        if not tested:
-            raise UserError("no client has test samples of its own (test_x and test_y in its file)")
         self.programs = Programs()
         self._rounds = rounds
         score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr.data.federated import FederatedData
+from fedjax_mr.data.federated import FederatedData, Split
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import map_clients
 from fedjax_mr.engine.local import Array, ClientData, Samples, Score
 from fedjax_mr.engine.placement import place
 from fedjax_mr.engine.program import Programs
-from fedjax_mr.engine.round import PERSONAL, Given, Progress, round_key
+from fedjax_mr.engine.round import PERSONAL, Federation, Given, Progress, round_key
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
@@ -30,22 +30,25 @@ class Clients(NamedTuple):
     loss: np.ndarray  # mean cross-entropy on them in nats
     count: np.ndarray  # its test samples
     validation: np.ndarray  # fraction of the samples that it keeps for validation
+    validation_loss: np.ndarray  # mean cross-entropy on them in nats
     architecture: np.ndarray  # the number of its network; 0 where all have the same
 
     def columns(self, prefix: str = "personal") -> dict[str, float]:
-        """Return the numbers of a row of metrics; clients without test samples do not count."""
-        tested = self.count > 0
-        accuracy, shares = self.accuracy[tested], self.count[tested] / self.count.sum()
-        columns = {
-            f"{prefix}_accuracy": accuracy.mean(),  # every client counts the same (the papers')
-            f"{prefix}_loss": self.loss[tested].mean(),
-            f"{prefix}_weighted": float(accuracy @ shares),  # every sample counts the same
-            f"{prefix}_std": accuracy.std(),
-            f"{prefix}_worst10": worst_tenth(accuracy),
-        }
-        if not np.all(np.isnan(self.validation)):
+        """Return the numbers of a row of metrics; clients without such samples do not count."""
+        columns, tested = {}, self.count > 0
+        if tested.any():
+            accuracy, shares = self.accuracy[tested], self.count[tested] / self.count.sum()
+            columns = {
+                f"{prefix}_accuracy": accuracy.mean(),  # every client counts the same (the papers')
+                f"{prefix}_loss": self.loss[tested].mean(),
+                f"{prefix}_weighted": float(accuracy @ shares),  # every sample counts the same
+                f"{prefix}_std": accuracy.std(),
+                f"{prefix}_worst10": worst_tenth(accuracy),
+            }
+        if (kept := ~np.isnan(self.validation)).any():
             before = "" if prefix == "personal" else f"{prefix}_"
-            columns[f"{before}validation_accuracy"] = np.nanmean(self.validation)
+            columns[f"{before}validation_accuracy"] = self.validation[kept].mean()
+            columns[f"{before}validation_loss"] = self.validation_loss[kept].mean()
         return {name: float(value) for name, value in columns.items()}
 
 
@@ -87,28 +90,46 @@ class TestsOfClients(Protocol):
 class PersonalEvaluation:
     """The compiled test of all N clients, over the client axis."""
 
-    def __init__(self, rounds: Rounds, federated: FederatedData, test: Samples) -> None:
+    def __init__(self, rounds: Rounds, federated: FederatedData, test: Samples | None) -> None:
         """Place the clients' test samples on the devices.
 
         Args:
           rounds: the rounds whose clients are tested.
           federated: who owns which test samples.
-          test: the samples that ``federated.client_test`` divides.
+          test: the samples that ``federated.client_test`` divides; None: only validation samples are scored.
 
         Raises:
           UserError: no client has test samples, or the clients' samples are kept on the host.
         """
-        split = federated.client_test.split
-        if not len(split.index):
-            raise UserError(f"the clients of {federated.dataset.name} have no test samples: give --client_test_share")
-        if rounds.data_on_host:
-            raise UserError("tests of each client's own model need the samples on the device: --data_placement=device")
         self.rounds = rounds
         self.axis = rounds.axis
         self.programs = Programs(platform=rounds.axis.platform, key=rounds.key)
-        self._split = split
-        samples = rounds.given.federation.samples if federated.own_test else test
-        self._test, self._test_index = place((samples, split.index), rounds.axis.replicated)
+        self._given, self._sizes = rounds.given, np.asarray(rounds.given.problem.sizes)
+        if rounds.data_on_host:
+            if test is not None or rounds.strategy.personal_model is not None:
+                raise UserError(
+                    "tests of each client's own model need the samples on the device: --data_placement=device"
+                )
+            self._given, self._sizes = self._with_validation(federated), np.zeros_like(self._sizes)
+        if test is None:
+            self._split = Split(np.zeros(1, np.int32), np.zeros(federated.num_clients + 1, np.int32))
+        else:
+            self._split = federated.client_test.split
+            if not len(self._split.index):
+                name = federated.dataset.name
+                raise UserError(f"the clients of {name} have no test samples: give --client_test_share")
+        known = self._given.federation.samples if test is None or federated.own_test else test
+        self._test, self._test_index = place((known, self._split.index), rounds.axis.replicated)
+
+    def _with_validation(self, federated: FederatedData) -> Given:
+        """Return what the rounds are given with the validation samples in the place of all, which are on the host."""
+        assert federated.validation is not None
+        index, offsets = federated.validation
+        known = self.rounds.given.federation.samples
+        x, y = federated.dataset.x[index], np.asarray(federated.dataset.y[index], np.int32)
+        samples = Samples(x, y, known.scale, known.shift).in_rows()
+        federation = Federation(samples, np.arange(len(index), dtype=np.int32), offsets)
+        return self.rounds.given._replace(federation=place(federation, self.axis.replicated))
 
     def test(self, progress: Progress) -> Clients:
         """Test every client's own model; that of all where the method has a single one."""
@@ -119,23 +140,22 @@ class PersonalEvaluation:
         return self._run(progress, epochs)
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
-        axis, problem = self.axis, self.rounds.given.problem
+        axis, problem = self.axis, self._given.problem
         count = problem.num_clients
         order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client fills up
-        offsets = np.asarray(self.rounds.given.federation.offsets)
-        sizes, test_offsets = np.asarray(problem.sizes), self._split.offsets
+        offsets, test_offsets = np.asarray(self._given.federation.offsets), self._split.offsets
         row = _ClientToTest(
             progress.memory,
             np.arange(count, dtype=np.int32),
             offsets[:-1],
-            sizes,
+            self._sizes,
             np.asarray(kept_for_validation(problem)),
             test_offsets[:-1],
             np.diff(test_offsets),
         )
         rows = place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
         server, round = place((progress.server, progress.round), axis.replicated)
-        shared = _Shared(self.rounds.given, server, self._test, self._test_index, round)
+        shared = _Shared(self._given, server, self._test, self._test_index, round)
         program = map_clients(axis, lambda shared, row: self._one(shared, row, epochs))
         out = self.programs.call(f"personal_{epochs}", program, shared, rows)
         if not out[2].is_fully_addressable:
@@ -161,8 +181,8 @@ def clients_of(test: Score, validation: Score, architecture: np.ndarray) -> Clie
     """Return the results of all clients from their scores [N]."""
     correct, loss, count = map(np.asarray, test)
     with np.errstate(invalid="ignore"):
-        kept = np.asarray(validation.correct) / np.asarray(validation.count)
-        return Clients(correct / count, loss / count, count, kept, architecture)
+        kept, kept_loss = (np.asarray(each) / np.asarray(validation.count) for each in validation[:2])
+        return Clients(correct / count, loss / count, count, kept, kept_loss, architecture)
 
 
 def personal_key(key: jax.Array, round: jax.Array | int, client_id: jax.Array | int) -> jax.Array:

@@ -142,7 +142,7 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
 
 
 # What the programs of a run never see, or see as an argument.
-_NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy"}
+_NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience"}
 
 
 def program_key(config: Config) -> str | None:

@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Checkpoints:
         except _DamageError:
             return {}
 
-    def save(self, round: int, tree: Any, meta: dict[str, Any]) -> None:
+    def save(self, round: int, tree: Any, meta: dict[str, Any], *, also: Collection[int] = ()) -> None:
         """Write a checkpoint; when this returns it is on the disk, and the oldest ones beyond ``keep`` are gone.
 
         A checkpoint of the same round is replaced; those of later rounds belong to a history that was given up, and
@@ -84,6 +84,7 @@ class Checkpoints:
           round: the number of rounds trained.
           tree: a pytree of arrays (dicts, NamedTuples, tuples, None).
           meta: a small dictionary that JSON can hold.
+          also: earlier rounds whose checkpoints stay, if they are there, whatever their age.
 
         Raises:
           UserError: the disk is full, the folder cannot be written, or what was written cannot be read; older
@@ -125,8 +126,9 @@ class Checkpoints:
             self._set_aside(round)
             partial.rename(self.folder / str(round))
             files.sync(self.folder)
-            kept = [each for each in self.rounds() if each <= round][-self.keep :]
-            for each in set(self.rounds()) - set(kept):
+            known = [each for each in self.rounds() if each <= round]
+            kept = {*known[-self.keep :], *(each for each in known if each in also)}
+            for each in set(self.rounds()) - kept:
                 self._set_aside(each)
             self._sweep()
 

@@ -27,6 +27,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
+from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
@@ -98,9 +99,9 @@ class Experiment:
         test = samples(federated, dataset.test_x, dataset.test_y)
         self.evaluation = Evaluation(model, test, rounds.axis, shared=rounds.key is not None)
         self.personal = personal
-        if personal is None and needs_tests_of_clients(config, rounds):
-            own = federated.client_test
-            self.personal = PersonalEvaluation(rounds, federated, samples(federated, own.x, own.y))
+        if personal is None and needs_clients(config, federated, rounds):
+            own = federated.client_test if needs_tests_of_clients(config, rounds) else None
+            self.personal = PersonalEvaluation(rounds, federated, own and samples(federated, own.x, own.y))
         self.checkpoints = Checkpoints(folder.path / "checkpoints", keep=config.keep_checkpoints, processes=processes)
         self.images = 0
         self.traffic = (0, 0, 0)  # bytes down, up and from client to client
@@ -181,7 +182,8 @@ class Experiment:
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds(),
         }
-        self.checkpoints.save(done, progress, meta)
+        best = best_row(self.folder.rows()) if self.config.keep_best else None
+        self.checkpoints.save(done, progress, meta, also=() if best is None else (best["round"],))
         self.folder.keep_info(self.checkpoints.rounds())
 
     def _due(self, done: int, every: int) -> bool:
@@ -193,9 +195,19 @@ class Experiment:
         return min(self.config.rounds, *((done // every + 1) * every for every in periods))
 
     def has_ended(self, done: int) -> bool:
-        """Return whether all rounds are done, or the accuracy to stop at is reached."""
-        goal, row = self.config.stop_at_accuracy, self.folder.last_row()
-        return done == self.config.rounds or (goal is not None and row is not None and (row["accuracy"] or 0.0) >= goal)
+        """Return whether the run is over."""
+        return self.ended_by(done) is not None
+
+    def ended_by(self, done: int) -> str | None:
+        """Return the flag that ends the run after ``done`` rounds: rounds, stop_at_accuracy or patience; else None."""
+        config, rows = self.config, self.folder.rows()
+        if done == config.rounds:
+            return "rounds"
+        if rows and config.stop_at_accuracy is not None and (rows[-1]["accuracy"] or 0.0) >= config.stop_at_accuracy:
+            return "stop_at_accuracy"
+        if config.patience is not None and without_better_loss(rows) >= config.patience:
+            return "patience"
+        return None
 
     def account(self, done: int, report: Report, seconds: float) -> None:
         """Add up the work and the seconds of a call that ended after ``done`` rounds.
@@ -226,7 +238,8 @@ class Experiment:
             if tested:
                 self._hand_out(self.folder.rows()[-1])
         finally:  # an error of the callback, such as the wish to stop, loses no rounds
-            if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop:
+            best = tested and self.config.keep_best and best_row(self.folder.rows()) is self.folder.last_row()
+            if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop or best:
                 self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
                 self._save(progress, done)
 
@@ -240,7 +253,7 @@ class Experiment:
     def _evaluate(self, progress: Progress, report: Report, done: int) -> dict[str, Any]:
         compiled, started = self.compile_seconds(), time.perf_counter()
         extra: dict[str, Any] = {name: float(value) for name, value in report.info.items() if np.ndim(value) == 0}
-        if self.tests_clients:
+        if self.asks_clients:
             assert self.personal is not None
             clients = self.personal.test(progress)
             extra |= clients.columns() | self._architecture_counts(clients)
@@ -270,9 +283,10 @@ class Experiment:
         } | {name: float(value) for name, value in extra.items()}
 
     @property
-    def tests_clients(self) -> bool:
-        """Whether every evaluation tests each client's own model."""
-        return self.rounds.strategy.personal_model is not None or self.config.eval_clients
+    def asks_clients(self) -> bool:
+        """Whether every evaluation tests each client's own model, on test or validation samples."""
+        own = self.rounds.strategy.personal_model is not None or self.config.eval_clients
+        return own or keeps_validation(self.federated)
 
     def _architecture_counts(self, clients: Clients) -> dict[str, int]:
         """Return how many clients have each network of a zoo."""
@@ -291,7 +305,10 @@ class Experiment:
         config, rows = self.config, self.folder.rows()
         if self.checkpoints.latest() != done:
             self._save(progress, done)
+        best = best_row(rows) if config.keep_best else None
         summary = summarise(rows, config.target_accuracy) | {
+            "ended_by": self.ended_by(done),
+            **({} if best is None else {"best_checkpoint": best["round"]}),
             "compile_seconds": self.compile_seconds(),
             "seconds_per_round": self.train_seconds / done,
             **self.rounds.seconds_per_round(),
@@ -357,6 +374,8 @@ class Experiment:
             results["finetuned"] = personal.finetuned(progress, config.finetune_epochs)
             summary |= results["finetuned"].columns("finetuned")
         networks = [network.name for network in self.model.networks]
+        if not last.count.any():  # nothing but validation samples
+            return summary
         if self.folder.writes:
             names = self.federated.names or [str(client) for client in range(self.federated.num_clients)]
             table = {
@@ -388,6 +407,16 @@ class Experiment:
         """Return the seconds that the run has spent in tracing and compiling."""
         parts = (self.rounds, self.evaluation, *((self.personal,) if self.personal else ()))
         return self.compile_seconds_before + sum(part.programs.compile_seconds for part in parts)
+
+
+def keeps_validation(federated: FederatedData) -> bool:
+    """Return whether clients keep samples for validation."""
+    return federated.validation is not None and len(federated.validation.index) > 0
+
+
+def needs_clients(config: Config, federated: FederatedData, rounds: Rounds) -> bool:
+    """Return whether a run asks each client for scores, on test or validation samples."""
+    return needs_tests_of_clients(config, rounds) or keeps_validation(federated)
 
 
 def needs_tests_of_clients(config: Config, rounds: Rounds) -> bool:

@@ -27,6 +27,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, damaged_files, read_rows, read_summary
 from fedjax_mr.experiment.own import Own
+from fedjax_mr.experiment.rows import best_row
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.models import Model, Variables
@@ -40,6 +41,7 @@ def load(
     dataset: Dataset | None = None,
     data_dir: str | None = None,
     round: int | None = None,
+    best: bool = False,
     trust: bool = False,
 ) -> "SavedRun":
     """Return the run that a folder holds; its networks are read when they are asked for.
@@ -51,6 +53,8 @@ def load(
         of some strategies need them.
       data_dir: where the data set is now, likewise; None: where it was.
       round: of which checkpoint; None: the newest.
+      best: of the evaluation with the best validation accuracy (without validation samples: test accuracy), which a
+        run with ``keep_best`` keeps.
       trust: run the Python files that the run was made with (its ``--import``, or the copies in the folder). Loading
         then runs their code, so use it only for folders from people you trust. Not needed for code that this process
         has imported already.
@@ -66,7 +70,28 @@ def load(
             raise UserError(f"{folder} was made with --{flag}={name}: leave out {flag}=")
     if data_dir is not None:
         config = dataclasses.replace(config, data_dir=data_dir)
+    if best:
+        round = _best_round(Path(folder), round)
     return SavedRun(Path(folder), own.named(config), own, round)
+
+
+def _best_round(folder: Path, round: int | None) -> int:
+    """Return the round of the best evaluation.
+
+    Raises:
+      UserError: a round was given, too, there is no evaluation, or its checkpoint was not kept.
+    """
+    if round is not None:
+        raise UserError(f"the round {round} and the best one are both asked for: leave one of them out")
+    row, kept = best_row(read_rows(folder)), Checkpoints(folder / "checkpoints").rounds()
+    if row is None:
+        raise UserError(f"{folder} has no evaluation with an accuracy")
+    if row["round"] not in kept:
+        raise UserError(
+            f"{folder} did not keep the checkpoint of its best evaluation, that of round {row['round']} (rounds there: "
+            f"{', '.join(map(str, kept)) or 'none'}): train with --keep_best"
+        )
+    return row["round"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -158,6 +158,31 @@ def _made_from(folder: Path) -> dict[str, str]:
         return files.unsealed(files.parse_json(files.read_text(folder / "summary.json"))).get(MADE_FROM) or {}
     except (OSError, ValueError):
         return {}
+
+
+def best_row(rows: Sequence[MetricsRow]) -> MetricsRow | None:
+    """Return the first evaluation with the best validation accuracy, or test accuracy if no row has one; None if none.
+
+    Accuracies that are missing or not finite do not count.
+    """
+    name = _held_out("accuracy", rows)
+    known = [row for row in rows if row.get(name) is not None]
+    return max(known, key=lambda row: row[name], default=None)
+
+
+def without_better_loss(rows: Sequence[MetricsRow]) -> int:
+    """Return how many evaluations have come since the one with the lowest validation loss (or test loss, if none).
+
+    A loss that is missing or not finite is not lower.
+    """
+    name = _held_out("loss", rows)
+    known = [(row[name], number) for number, row in enumerate(rows) if row.get(name) is not None]
+    return len(rows) - 1 - min(known, default=(0.0, -1))[1]
+
+
+def _held_out(name: str, rows: Sequence[MetricsRow]) -> str:
+    """Return the column that judges a model without training samples: validation if there is any, else test."""
+    return f"validation_{name}" if any(f"validation_{name}" in row for row in rows) else name
 
 
 def plain_numbers(value: Any) -> Any:

@@ -78,12 +78,16 @@ def test_the_columns_count_clients_or_samples():
         loss=np.array([1.0, 2.0, nan, 3.0]),
         count=np.array([8.0, 1, 0, 1]),
         validation=np.array([nan, 0.5, 1.0, nan]),
+        validation_loss=np.array([nan, 3.0, 1.0, nan]),
         architecture=np.zeros(4, int),
     )
     columns = clients.columns()
     assert columns["personal_accuracy"] == 0.5 and columns["personal_loss"] == 2.0
     assert columns["personal_weighted"] == pytest.approx(0.85) and columns["personal_worst10"] == 0.0
     assert columns["personal_std"] == pytest.approx(np.std([1, 0.5, 0])) and columns["validation_accuracy"] == 0.75
+    assert columns["validation_loss"] == 2.0
+    untested = clients._replace(count=np.zeros(4), accuracy=np.full(4, nan), loss=np.full(4, nan)).columns()
+    assert untested == {"validation_accuracy": 0.75, "validation_loss": 2.0}
 
 
 def test_validation_rows_follow_the_training_rows(federation):
