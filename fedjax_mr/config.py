@@ -189,8 +189,8 @@ class Config:
     stop_at_accuracy: float | None = _evaluation(
         None, "stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
     patience: int | None = _evaluation(
-        None, "stop after so many evaluations in a row without a lower loss on the clients' validation samples (without "
-        "--validation_share on the test samples); none: never. --local_patience stops single clients of Local-only",
+        None, "stop after so many evaluations in a row without a lower loss on the clients' validation samples "
+        "(without --validation_share on the test samples); none: never. --local_patience stops clients of Local-only",
         unit="evaluations", low=1)
     keep_best: bool = _records(
         False, "keep the checkpoint of the evaluation with the best validation accuracy (without --validation_share "

@@ -10,7 +10,9 @@ import jax
 
 from fedjax_mr import platforms
 
-MOST_KEPT = 8  # sets of programs: those of some three runs
+MOST_KEPT = (
+    4  # sets of programs, some 40 MB each for a small network: two methods in turn, and the test of their network
+)
 
 
 class Program:

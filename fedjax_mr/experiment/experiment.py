@@ -27,10 +27,10 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
-from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
+from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.models import Model
 
 # What every version has written into its checkpoints; `traffic` and `rows` came later.

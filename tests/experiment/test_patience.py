@@ -14,10 +14,9 @@ from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.sweep.__main__ import main as sweep
 
-# Each client's samples are few and its steps long, so that the validation loss rises again.
 SMALL = dict(
-    model="logistic", strategy="fedavg", clients=6, cohort=3, local_epochs=1, rounds=12, eval_every=1, lr=0.05, devices=1,
-    progress=False, validation_share=0.2,
+    model="logistic", strategy="fedavg", clients=6, cohort=3, local_epochs=1, rounds=12, eval_every=1, devices=1,
+    lr=0.05, progress=False, validation_share=0.2,
 )  # fmt: skip
 
 
