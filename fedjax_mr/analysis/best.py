@@ -1,10 +1,10 @@
 """The value of a flag, such as the learning rate, that is best on the clients' validation samples, for each setting.
 
 RUN may also be a folder of run folders, at any depth. Compared are the last validation accuracies (mean over the
-clients, and over the seeds that all values have); a value that diverged with any seed is out, and so is one with runs of
-earlier versions, which have no validation accuracy. Shown are means over the seeds, the test accuracy of the clients' own or the
-deployed model on each client's test samples, every client counting the same; where these were not tested, the deployed
-model's on the test set. A value at an end of those tried is marked: a wider grid may have a better one.
+clients, and over the seeds that all values have); a value that diverged with any seed is out, and so is one with runs
+of earlier versions that have no validation accuracy. Shown are means over the seeds, the test accuracy of the clients'
+own or the deployed model on each client's test samples, every client counting the same; where these were not tested,
+the deployed model's on the test set. A value at an end of those tried is marked: a wider grid may have a better one.
 """
 
 import argparse

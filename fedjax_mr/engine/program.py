@@ -10,9 +10,7 @@ import jax
 
 from fedjax_mr import platforms
 
-MOST_KEPT = (
-    4  # sets of programs, some 40 MB each for a small network: two methods in turn, and the test of their network
-)
+MOST_KEPT = 4  # sets of programs, some 40 MB each for a small network
 
 
 class Program:
