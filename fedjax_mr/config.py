@@ -41,11 +41,9 @@ class Config:
     # fmt: off
     dataset: str = _data("digits", "data set by name, or the path of one's own .npz file", names=SOURCES, path=True)
     data_dir: str | None = _data(
-        None, "folder that holds the data sets; none: each source's usual place", path=True,
-        affects_results=False)
+        None, "folder that holds the data sets; none: each source's usual place", path=True, affects_results=False)
     label_mode: str = _data(
-        "fine", "which labels of CIFAR-100: 100 classes (fine) or 20 (coarse)",
-        choices=("fine", "coarse"),
+        "fine", "which labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"),
         source="the data set's own labels; the FedMR authors' code trains on the coarse ones")
     offline: bool = _data(False, "never use the network, not even to look for data", affects_results=False)
     min_samples_per_client: int = _data(
@@ -59,8 +57,7 @@ class Config:
         low=0, open_low=True, source="KDD'24, the middle of its three settings")
     clients: int = _partition(
         20, "N, how many clients train; 0: every natural client, or all of --partition_file, where this is the default "
-        "of the flag",
-        unit="clients", low=0, source="our choice")
+        "of the flag", unit="clients", low=0, source="our choice")
     partition_seed: int | None = _partition(
         None, "seed of the partition alone; none: the same as --seed", low=0, high=LARGEST_INT32)
     alpha_size: float = _partition(
@@ -84,8 +81,7 @@ class Config:
         low=0, high=0.9, source="FedMR; FedMe: 0.2 (CIFAR-10), 0.3 (FEMNIST, Shakespeare)")
     client_test_share: float = _partition(
         0.0, "fraction of its samples that becomes a client's own test set; 0: its natural test samples, or a part of "
-        "the test set with the client's label proportions",
-        low=0, high=0.9, source="our choice; pFedHR: 0.2")
+        "the test set with the client's label proportions", low=0, high=0.9, source="our choice; pFedHR: 0.2")
     public_share: float = _partition(
         0.0, "fraction of the training samples that becomes the server's public set, before the partition",
         low=0, high=0.9, source="FedMR needs none; FedMe and pFedHR: 0.1")
@@ -94,8 +90,7 @@ class Config:
     public_labels: bool = _partition(True, "the public set keeps its labels", source="FedMe: off")
     public_from: str | None = _partition(
         None, "another data set, by name or .npz, whose training samples are public in place of as many of this "
-        "one's, which no client then has",
-        path=True, source="pFedHR's poster has such a comparison")
+        "one's, which no client then has", path=True, source="pFedHR's poster has such a comparison")
 
     model: str = _model(
         "cnn_digits", "network by name; several, with commas between them, for clients of different ones", names=MODELS)
@@ -110,8 +105,7 @@ class Config:
         path=True, source="FedMe")
     init: str = _model(
         "torch", "initialisation of the network: PyTorch's defaults or what its source sets (torch), or Flax's "
-        "defaults",
-        choices=("torch", "flax"), source="the FedMR authors' code")
+        "defaults", choices=("torch", "flax"), source="the FedMR authors' code")
     norm: str = _model(
         "batch", "normalisation layers of networks that have some",
         choices=("batch", "group"), source="the FedMR authors' code")
@@ -160,8 +154,7 @@ class Config:
                "Algorithm 2")
     server_lr: float | None = _federation(
         None, "learning rate of --server_optimizer; none: 1 (momentum; 1 - --server_momentum for methods that keep "
-        "several models), 0.1 (adam, adagrad) or 0.01 (yogi)",
-        low=0, open_low=True,
+        "several models), 0.1 (adam, adagrad) or 0.01 (yogi)", low=0, open_low=True,
         source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours")
     server_momentum: float = _federation(
         0.9, "momentum's beta, and beta_1 of adam, yogi and adagrad",
@@ -178,8 +171,7 @@ class Config:
         False, "also test on each client's own test samples; methods with personal models always do")
     finetune_epochs: int = _evaluation(
         0, "after the last round, epochs in which each client trains a copy of its personal or the deployed model; "
-        "both are then tested on its own test samples",
-        unit="epochs", low=0, source="FedMe: 2")
+        "both are then tested on its own test samples", unit="epochs", low=0, source="FedMe: 2")
     checkpoint_every: int | None = _records(
         None, "rounds between two checkpoints; none: at every evaluation", unit="rounds", low=1)
     keep_checkpoints: int = _records(
@@ -189,12 +181,10 @@ class Config:
     stop_at_accuracy: float | None = _evaluation(
         None, "stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
     patience: int | None = _evaluation(
-        None, "stop after so many evaluations in a row without a lower loss on the clients' validation samples "
-        "(without --validation_share on the test samples); none: never. --local_patience stops clients of Local-only",
-        unit="evaluations", low=1)
+        None, "stop after so many evaluations in a row without a lower validation loss (without --validation_share "
+        "test loss); none: never. --local_patience stops clients of Local-only", unit="evaluations", low=1)
     keep_best: bool = _records(
-        False, "keep the checkpoint of the evaluation with the best validation accuracy (without --validation_share "
-        "test accuracy), beside the newest ones")
+        False, "also keep the checkpoint of the best validation (without --validation_share test) accuracy")
     run_dir: str | None = _records(
         None, "folder of the run; none: one in runs/ that is named from the configuration, with a counter", path=True)
     resume: bool = _records(
@@ -223,8 +213,7 @@ class Config:
         choices=("auto", "device", "host"))
     devices: int | None = _engine(
         None, "devices that share the clients, of all processes together; none: the smaller of cores and --cohort on "
-        "a CPU, all accelerators",
-        unit="devices", low=1, high=65_536)
+        "a CPU, all accelerators", unit="devices", low=1, high=65_536)
     coordinator: str | None = _engine(
         None, "host:port of process 0 when several processes share a run; none: as SLURM, Open MPI, Kubernetes or "
         "Cloud TPU say, otherwise one process")
