@@ -4,7 +4,8 @@ A page's blocks run in order, in one empty folder.
 
 ``<!-- needs: pandas, datasets -->`` under a heading names what the blocks up to the next heading import that is not
 among this package's dependencies: without it they are skipped. Under the title of a page it is for all of its blocks.
-Lines of a console after ``$`` are commands; a block without any is all commands.
+Lines of a console after ``$`` are commands; a block without any is all commands. A block with ``title="NAME"`` is a
+file of that name and is not run.
 """
 
 import importlib.util
@@ -19,7 +20,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
-PARTS = re.compile(r"^(#+) .*?$|^<!-- needs: (.*?) -->$|^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PARTS = re.compile(
+    r"^(#+) .*?$|^<!-- needs: (.*?) -->$|^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 class Block(NamedTuple):
@@ -29,25 +32,28 @@ class Block(NamedTuple):
     language: str
     code: str
     needs: tuple[str, ...]
+    file: str | None = None
 
 
 def blocks(text):
     """Return the blocks of a page."""
     found, page, section, depth = [], (), (), 0
     for part in PARTS.finditer(text):
-        heading, needs, language, code = part.groups()
+        heading, needs, language, file, code = part.groups()
         if heading:
             section, depth = (), len(heading)
         elif needs:
             names = tuple(name.strip() for name in needs.split(","))
             page, section = (names, ()) if depth <= 1 else (page, names)
         elif language in ("python", "console"):
-            found.append(Block(text[: part.start(4)].count("\n"), language, code, page + section))
+            found.append(Block(text[: part.start(5)].count("\n"), language, code, page + section, file))
     return found
 
 
 def runnable(block):
     """Return the block as Python, in as many lines or fewer."""
+    if block.file:
+        return f"import pathlib; pathlib.Path({block.file!r}).write_text({block.code!r})"
     if block.language == "python":
         return block.code
     lines = block.code.replace("\\\n", " ").splitlines()
@@ -73,6 +79,8 @@ def test_blocks():
     found = blocks(text)
     assert [(block.line, block.needs) for block in found] == [(3, ("a",)), (8, ("a", "b", "c")), (17, ("a",))]
     assert "'-c', 'python  -V']" in runnable(found[1])
+    (file,) = blocks('```python title="a.py"\nx = 1\n```\n')
+    assert runnable(file) == "import pathlib; pathlib.Path('a.py').write_text('x = 1\\n')"
     for page in PAGES:  # what is printed is Python
         compile(script(page, set())[0], page.name, "exec")
 

@@ -80,6 +80,41 @@ def test_sections_of_documents_keep_their_links_and_change_their_level():
         documents.section("BUILD.md", "Nothing")
 
 
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
+CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def anchors(path):
+    """Return the places of a page that a link can name, as GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", LINK.sub("", heading).lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(path):
+    """Return the relative links of a page that lead to no file, or no heading, of a clone."""
+    found = []
+    for target in LINK.findall(CODE.sub("", path.read_text(encoding="utf-8"))):
+        name, _, place = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        leads_to = path.parent / name if name else path
+        if not leads_to.exists() or (place and place not in anchors(leads_to)):
+            found.append(f"{path.relative_to(ROOT)}: {target}")
+    return found
+
+
+def test_links_in_the_sources_lead_to_what_a_clone_has():
+    pages = [
+        ROOT / "README.md",
+        ROOT / "BUILD.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "experiments").glob("*.md"),
+    ]
+    pages += (ROOT / "experiments" / "notebook").glob("*.md")
+    assert len(pages) > 70
+    assert [link for page in sorted(pages) for link in dead_links(page)] == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install 'fedjax_mr[docs]'")
 def test_the_site_builds_without_a_broken_link(tmp_path):

@@ -15,6 +15,7 @@ PAGES = {
         for path in sorted((ROOT / "experiments" / "notebook").glob("*.md"))
     },
 }
+CODE = {"fedjax_mr/strategies/base.py": "api/strategies.md"}  # pages of the site that are made from code
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 
@@ -32,10 +33,16 @@ def pages() -> dict[str, str]:
 
 @functools.cache
 def relinked(document: str, page: str) -> str:
-    """Return a document with its links as they are in the site: to pages, to pictures, or to nothing.
+    """Return a document with its links as they are in the site; see `linked`."""
+    return linked((ROOT / document).read_text(encoding="utf-8"), document, page)
+
+
+def linked(text: str, document: str, page: str) -> str:
+    """Return a text of the repository with its links as they are in the site: to pages, to pictures, or to nothing.
 
     Args:
-      document: its path in the repository.
+      text: in Markdown.
+      document: the path in the repository of the file that holds it.
       page: the path in the site of the page that shows it.
     """
     depth = "../" * page.count("/")
@@ -46,15 +53,15 @@ def relinked(document: str, page: str) -> str:
         if re.match(r"\w+:", target) or not path:
             return found[0]
         inside = (ROOT / document).parent.joinpath(path).resolve().relative_to(ROOT).as_posix()
-        if picture:
+        if picture and not inside.startswith("docs/"):
             return f"![{text}]({depth}pictures/{Path(path).name})"
         if inside.startswith("docs/"):
-            return f"[{text}]({depth}{inside.removeprefix('docs/')}{'#' * bool(place)}{place})"
-        if inside in PAGES:
-            return f"[{text}]({depth}{PAGES[inside]}{'#' * bool(place)}{place})"
+            return f"{picture}[{text}]({depth}{inside.removeprefix('docs/')}{'#' * bool(place)}{place})"
+        if shown := PAGES.get(inside) or CODE.get(inside):
+            return f"[{text}]({depth}{shown}{'#' * bool(place)}{place})"
         return f"`{inside}`" if text.strip("`") in (inside, Path(inside).name) else f"{text} (`{inside}`)"
 
-    return _outside_code(LINK, link, (ROOT / document).read_text(encoding="utf-8"))
+    return _outside_code(LINK, link, text)
 
 
 def _outside_code(pattern: re.Pattern, replace: object, text: str) -> str:

@@ -20,6 +20,8 @@ from fedjax_mr.strategies import STRATEGIES, by_group
 
 ROOT = Path(__file__).parents[2]
 PROSE = ROOT / "docs" / "methods"
+# A page in a clone can be read as it is; the site replaces its title and its last section, and reads the facts.
+FORM = re.compile(r"# (?P<title>[^\n]*)\n(?P<text>.*)\n## The rest\n.*\n<!-- facts\n(?P<facts>.*)\n-->\n", re.DOTALL)
 KEYS = {"work", "traffic", "tests", "command"}
 
 
@@ -51,10 +53,12 @@ def prose(name: str) -> Prose:
     path = PROSE / f"{name}.md"
     if not path.exists():
         raise PluginError(f"the strategy {name} has no prose: write docs/methods/{name}.md")
-    parts = path.read_text(encoding="utf-8").split("---\n", 2)
-    if len(parts) != 3 or parts[0]:
-        raise PluginError(f"{path} begins with no facts between two lines ---")
-    facts: dict[str, Any] = yaml.safe_load(parts[1])
+    parts = FORM.fullmatch(path.read_text(encoding="utf-8"))
+    if parts is None or parts["title"] != STRATEGIES[name].title:
+        raise PluginError(
+            f"{path}: the form is '# TITLE', the prose, '## The rest' and a comment with facts at the end"
+        )
+    facts: dict[str, Any] = yaml.safe_load(parts["facts"])
     if not set(facts) <= KEYS or not facts.get("work"):
         raise PluginError(f"{path}: the facts are {', '.join(sorted(KEYS))}, and there must be work")
     for test in facts.get("tests") or {}:
@@ -62,7 +66,7 @@ def prose(name: str) -> Prose:
         source = ROOT / "tests" / "strategies" / file
         if not source.exists() or not re.search(rf"^def {function}\(", source.read_text(encoding="utf-8"), re.M):
             raise PluginError(f"{path}: there is no test {test} in tests/strategies")
-    text = parts[2].strip()
+    text = parts["text"].strip()
     if "## The algorithm" not in text or "$" not in text:
         raise PluginError(f"{path} has no section 'The algorithm' with an equation")
     beside, tests, command = facts.get("traffic", ""), facts.get("tests") or {}, facts.get("command", "")

@@ -1,7 +1,8 @@
 """The site's hooks: pages made from the registry, the kept results and the repository's own documents; equations.
 
-A line ``<!-- site: NAME ARGUMENTS -->`` in a page stands for what `PARTS` makes of it. Equations between dollar signs
-become MathML, which browsers draw themselves, with a font that the site brings: no script, no other host.
+A line that ends with ``<!-- site: NAME ARGUMENTS -->`` stands for what `PARTS` makes of it; what is before it on the
+line is for readers of a clone. Links to the repository's documents become links to their pages. Equations between
+dollar signs become MathML, which browsers draw themselves, with a font that the site brings: no script, no other host.
 """
 
 import re
@@ -31,7 +32,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "methods": methods.table,
     "section": documents.section,
 }
-PART = re.compile(r"^[ ]*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
+PART = re.compile(r"^.*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
 # The converter writes what belongs under "min" or "arg max" beside it, and knows no \\arg.
 OPTIMUM = re.compile(r"(\\arg)?\\(min|max)_(?:\{(.*?)\}|(\w))")
 BAR = re.compile(r"<mo>(&#x02016;|&#x0007C;|\|)</mo>")  # of norms: as high as letters
@@ -76,6 +77,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = page.file.src_uri
     if path.startswith("methods/") and path != "methods/index.md":
         markdown = methods.page(path.removeprefix("methods/").removesuffix(".md"))
+    elif page.file.abs_src_path == str(documents.ROOT / "docs" / path):  # written in the repository, not generated
+        markdown = documents.linked(markdown, f"docs/{path}", path)
 
     def part(found: re.Match) -> str:
         name, arguments = found.groups()
