@@ -15,6 +15,8 @@ kills     Runs of every registered strategy, killed (SIGKILL) at random moments,
 storage   Limits of file size and small file systems (where this user may mount some), for new runs and for resumed
           ones; damaged files. Code 0, or code 2 and one line; when the fault is gone, the same bits as without it.
 files     Forged data sets, partitions and files of run folders; code 2 and one line, or 0 if it is none the worse.
+folders   Links and damage in the files of a run folder, read to resume, to make a table, to export. A link is refused,
+          and what it leads to stays; a changed digit or a swap is refused in one line, or has no effect.
 flags     Bad flags, made from the declarations of the settings; code 2, one line, and nothing left in the folder.
 processes Runs of two or three processes, of which one is killed, frozen or asked to stop; the others end in one line
           (code 4, or 143), nothing is left at its port, and the resumed run has the bits of an undisturbed one.
@@ -48,6 +50,7 @@ from typing import NamedTuple
 import matplotlib.pyplot  # noqa: F401 (imported once, before the forks)
 import numpy as np
 import orbax.checkpoint  # noqa: F401
+from chaos_folders import folders
 from chaos_inputs import files, flags
 from chaos_mail import clients, servers
 from chaos_messages import messages
@@ -78,6 +81,7 @@ ROWS = {
     "kills": Row(kills, 100, 52),
     "storage": Row(storage, 60, 18),
     "files": Row(files, 240, 14),
+    "folders": Row(folders, 240, 10),
     "flags": Row(flags, 2000, 14),
     "sweeps": Row(sweeps, 12, 20),
     "surroundings": Row(surroundings, 60, 20),

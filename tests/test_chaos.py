@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FEW = ["--minutes=30", "--kills=2", "--storage=8", "--files=60", "--flags=300", "--messages=500"]
-FEW += ["--processes=2", "--sweeps=2", "--surroundings=6"]
+FEW += ["--processes=2", "--sweeps=2", "--surroundings=6", "--folders=40", "--clients=40", "--servers=40"]
 
 
 @pytest.mark.slow
@@ -21,6 +21,6 @@ def test_nothing_breaks():
     assert ended.returncode == 0, ended.stdout + ended.stderr
     table = [line.split() for line in ended.stdout.splitlines() if line[0] != " "]
     tried = {line[0]: line[1] for line in table}
-    rows = ["kills", "storage", "files", "flags", "sweeps", "surroundings", "processes", "messages"]
-    assert list(tried) == ["row", *rows]
+    rows = ["kills", "storage", "files", "folders", "flags", "sweeps", "surroundings", "processes", "messages"]
+    assert list(tried) == ["row", *rows, "clients", "servers"]
     assert [tried[row] for row in ("kills", "flags", "sweeps", "processes")] == ["2", "300", "2", "2"]
