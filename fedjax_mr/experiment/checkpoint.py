@@ -60,8 +60,8 @@ class Checkpoints:
         return sorted(int(name) for name in names if _ROUND.fullmatch(name))
 
     def alone(self) -> bool:
-        """Return whether the folder holds checkpoints and, to go by the names, nothing else."""
-        return bool(self.rounds()) and all(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
+        """Return whether the folder holds, to go by the names, nothing but checkpoints: perhaps only half of one."""
+        return self.folder.is_dir() and all(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
 
     def latest(self) -> int | None:
         """Return the newest round that has a checkpoint, or None."""

@@ -182,6 +182,13 @@ def test_the_remains_of_a_removed_folder_can_be_overwritten():
     assert not (path / "checkpoints").exists() and (path / "config.json").exists()
 
 
+def test_half_a_checkpoint_is_also_what_remains_of_a_removed_folder():
+    Path("a/checkpoints/.partial-5/arrays").mkdir(parents=True)
+    assert run_state("a") == "new"
+    begun(Config(run_dir="a", overwrite=True))
+    assert not Path("a/checkpoints").exists() and Path("a/config.json").exists()
+
+
 def test_a_run_folder_that_is_removed_is_not_made_again():
     folder = begun(Config(run_dir="a"))
     checkpoints = Checkpoints("a/checkpoints")
