@@ -71,7 +71,8 @@ def in_mode(call: Callable, module: nn.Module, method: str, *, train: bool) -> A
     """Return what ``call(module, **switches)`` returns for a module in training or evaluation mode.
 
     A method with ``**kwargs`` and no switch of its own is offered every name in `SWITCHES`. It may read one of them, or
-    pass all to a module inside that knows one: Python's TypeError names an unknown one, and the call is repeated without.
+    pass all to a module inside that knows one: Python's TypeError names an unknown one, and the call is repeated
+    without it.
     """
     switched_module, switches = switched(module, method, train=train)
     may_withdraw = switched_module is module and not switches and is_open(type(module), method)
