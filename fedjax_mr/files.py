@@ -15,7 +15,7 @@ from fedjax_mr.errors import UserError
 _NO_SYNC_OF_FOLDERS = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
 
 
-CHECKSUM = "checksum"  # the last entry of a JSON table that has one
+CHECKSUM = "checksum"  # the first entry of a JSON table that has one, so that its line can be removed
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def parse_json(text: str) -> Any:
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON table with a checksum of its other entries; `unsealed` compares it."""
-    return values | {CHECKSUM: _checksum_of(values)}
+    return {CHECKSUM: _checksum_of(values), **values}
 
 
 def unsealed(values: Any) -> dict[str, Any]:

@@ -527,7 +527,7 @@ def test_every_digit_of_the_summary_counts_and_so_does_what_it_is_made_from():
             if sign.isdigit():
                 path.write_text(text[:place] + ("7" if sign != "7" else "3") + text[place + 1 :])
                 message = error_of(read_summary, "a")
-                assert message.startswith(f"a/{name} is damaged (") or '"checksum": "' in text[:place]
+                assert message.startswith(f"a/{name} is damaged (")
         path.write_text(text)
     read_summary("a")
     (folder.path / "summary.json").write_text('{"rounds": 5}')  # of an earlier version
@@ -549,14 +549,14 @@ def test_every_digit_of_the_configuration_counts_unless_the_change_is_intended()
     path = begun(Config(run_dir="a", seed=3)).path / "config.json"
     text = path.read_text()
     for place, sign in enumerate(text):
-        if sign.isdigit() and '"checksum": "' not in text[:place]:
+        if sign.isdigit():
             path.write_text(text[:place] + ("7" if sign != "7" else "5") + text[place + 1 :])
             assert "a/config.json cannot be read (its values do not fit its checksum" in error_of(
                 configuration.load, "a"
             )
-    values = json.loads(text) | {"seed": 4}
-    del values["checksum"]
-    path.write_text(json.dumps(values))
+    path.write_text(
+        "".join(line for line in text.replace('"seed": 3', '"seed": 4').splitlines() if "checksum" not in line)
+    )
     assert configuration.load("a").seed == 4
 
 
