@@ -60,7 +60,7 @@ class Place:
         roll = self.roll(self.honest, "stop")
         self.rounds = server.MailRounds(config, facts.told_data(roll.everybody(), samples), model, roll)
         progress, _ = self.rounds.run(self.rounds.init(), 1)
-        self.tests = server.MailTests(self.rounds, 1)
+        self.tests = server.MailTests(self.rounds)
         self.expected = self.tests.test(progress)
         self.hostile = next(number for kind, number in self.replies if kind == "train")
 

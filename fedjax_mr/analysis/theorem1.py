@@ -328,9 +328,8 @@ def _compare(arguments: argparse.Namespace, path: Path) -> None:
             "FedMR, the models one by one": (steps, histories["fedmr"].models_gap),
             "bound of Theorem 1": (steps, known.bound(steps)),
         }
-    labels = {"x_label": "local steps T", "y_label": "f - f*"}
     methods = {"FedMR, mean of the models": "fedmr", "FedAvg": "fedavg", "FedMR, the models one by one": "fedmr"}
-    plots.lines(panels, path, **labels, methods=methods, logarithmic=True)
+    plots.lines(panels, path, x_label="local steps T", y_label="f - f*", methods=methods, logarithmic=True)
     print(f"drawn in {path}")
 
 

@@ -94,7 +94,7 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
     if mailed.strategy.personal_model is not None:
         own = one.federated.client_test
         tests = PersonalEvaluation(simulated, one.federated, build.samples(one.federated, own.x, own.y))
-        tree_equal(server.MailTests(mailed, len(own.y)).test(ours), tests.test(theirs))
+        tree_equal(server.MailTests(mailed).test(ours), tests.test(theirs))
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in STRATEGIES.items() if row.only_simulated))
