@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_version_is_the_same_everywhere():
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert cited and newest and fmr.__version__ == cited[1] == newest[1]
 
 

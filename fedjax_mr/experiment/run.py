@@ -20,6 +20,7 @@ from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_by_name, set_up_jax
+from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.build import build_rounds, layout
@@ -97,6 +98,7 @@ def run(
     processes.agree({"data": federated.hash()} | versions() | shared(config))
     interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
+        at_the_end.callback(give_back_memory)
         experiment = set_up(
             config, federated, network, processes, at_the_end, notes=added(asked, config), on_row=on_row, record=record
         )

@@ -402,7 +402,7 @@ def forget_the_count(manifest):
 
 
 def test_a_run_whose_first_checkpoint_fails_leaves_nothing(monkeypatch):
-    def full(self, round, tree, meta):
+    def full(self, round, tree, meta, *, also=()):
         raise UserError("the disk is full")
 
     monkeypatch.setattr(Checkpoints, "save", full)
