@@ -22,6 +22,7 @@ from fedjax_mr.analysis import groups, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.own import Own
+from fedjax_mr.experiment.rows import read_summary
 from fedjax_mr.experiment.run import Interrupted, Run, interrupted
 
 SMALL: dict[str, Any] = dict(
@@ -136,8 +137,8 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_it_is_recorded_and_loaded_without_its_samples(trained):
-    summary = json.loads((trained.folder / "summary.json").read_text())
-    del summary["checksum"]
+    summary = read_summary(trained.folder)
+    assert summary == trained.summary
     assert (summary["dataset"], summary["model"].split(":")[:2]) == (MINE.full_name(), ["given", "Net"])
     saved = fmr.load(trained.folder, model=Net([6, 5]))
     assert (saved.summary, saved.rows, saved.round) == (summary, trained.rows, 6)
