@@ -87,7 +87,7 @@ class Module:
                     yield instruction.bodies[0]
 
     def local_step(self) -> str:
-        """Return the body of the loop over a client's batches (``local.minimise`` in ``map_clients``).
+        """Return the body of the loop over a client's batches (``local.run`` in ``map_clients``).
 
         Raises:
           ValueError: there is none; JAX's compilation cache may also return a program with the names of an older one.

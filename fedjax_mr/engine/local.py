@@ -1,4 +1,4 @@
-"""One client's training: epochs of mini-batch SGD over the client's rows, and the evaluation of a model."""
+"""One client's training: local steps on the batches of its epochs, and the evaluation of a model."""
 
 import dataclasses
 import functools
@@ -94,7 +94,27 @@ class Loss(Protocol):
     ``state`` holds the collections that are not trained (BatchNorm statistics).
     """
 
-    def __call__(self, params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple[jax.Array, Variables]: ...
+    def __call__(self, params: Any, state: Any, batch: Batch, key: jax.Array, /) -> tuple[jax.Array, Any]: ...
+
+
+class Gradient(Protocol):
+    """How a step takes the gradient of a loss: loss -> ((params, state, batch, key) -> ((loss, state), gradient)).
+
+    ``jax.value_and_grad(loss, has_aux=True)`` is of this form.
+    """
+
+    def __call__(self, loss: Loss, /) -> Callable[..., tuple[tuple[jax.Array, Variables], Any]]: ...
+
+
+class LocalStep(NamedTuple):
+    """What a client does with one batch, and what it carries from step to step; `sgd` is the usual one."""
+
+    init: Callable[[Any], Any]
+    """start -> carry, a tree of arrays whose shapes and types the steps keep"""
+    step: Callable[[Any, Batch, jax.Array], tuple[Any, jax.Array]]
+    """(carry, batch, key) -> (carry, mean loss of the batch in nats)"""
+    result: Callable[[Any], Any]
+    """carry -> what the client has trained"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +129,8 @@ class LocalSetting:
       augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation; None: nothing.
       lr: the learning rate of plain or momentum SGD, for methods that reason about its steps; None: another optimiser.
       momentum: of SGD.
-      value_and_grad: how a step takes the gradient of its loss, in place of ``jax.value_and_grad(loss, has_aux=True)``;
-        None: that. Any method whose clients train by `train` becomes a sharpness-aware one by it.
+      gradient: how `sgd` takes the gradient of its loss; defaults to `jax.value_and_grad`. Replace it to turn any
+        method that trains with `train` into a sharpness-aware one.
     """
 
     optimizer: optax.GradientTransformation
@@ -120,7 +140,7 @@ class LocalSetting:
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     lr: float | None = None
     momentum: float = 0.0
-    value_and_grad: Callable[[Loss], Callable] | None = None
+    gradient: Gradient | None = None
 
     def num_steps(self, size: jax.Array) -> jax.Array:
         """Return T = E ceil(size / B), the steps of a client with ``size`` samples, int32."""
@@ -196,6 +216,46 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
+def sgd(
+    loss: Loss,
+    setting: LocalSetting,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    gradient: Gradient | None = None,
+) -> LocalStep:
+    """Mini-batch SGD: a step of an optimiser along the gradient of a loss, from variables to variables.
+
+    Args:
+      loss: the loss of one batch.
+      setting: its optimiser and gradient are the defaults of the other two.
+      optimizer: starts anew in every round (SCAFFOLD puts its correction of the gradient in front of the setting's).
+      gradient: how the gradient is taken (sharpness-aware methods).
+    """
+    optimizer, gradient = optimizer or setting.optimizer, gradient or setting.gradient
+    value_and_grad = gradient(loss) if gradient else jax.value_and_grad(loss, has_aux=True)
+
+    def init(variables: Variables) -> tuple:
+        params, state = trained_and_state(variables)
+        return params, state, optimizer.init(params)
+
+    def step(carry: tuple, batch: Batch, key: jax.Array) -> tuple[tuple, jax.Array]:
+        params, state, optimizer_state = carry
+        (value, state), gradients = value_and_grad(params, state, batch, key)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
+        return (optax.apply_updates(params, updates), state, optimizer_state), value
+
+    def result(carry: tuple) -> Variables:
+        params, state, _ = carry
+        return {"params": params, **state}
+
+    return LocalStep(init, step, result)
+
+
+def trained_and_state(variables: Variables) -> tuple[Any, Variables]:
+    """Split variables into ``params``, which are trained, and the other collections, the state of a loss."""
+    return variables["params"], {name: value for name, value in variables.items() if name != "params"}
+
+
 def train(
     model: Model,
     setting: LocalSetting,
@@ -205,22 +265,19 @@ def train(
     *,
     loss: Loss | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    value_and_grad: Callable[[Loss], Callable] | None = None,
+    gradient: Gradient | None = None,
 ) -> tuple[Variables, Metrics]:
-    """Train one client: E epochs over its shuffled rows, the optimiser started anew; consumes ``key``.
-
-    The number of steps is a traced bound, E * ceil(size / B): one program serves clients of all sizes, and a client
-    of size 0 does no step.
+    """Train one client by `sgd`: E epochs over its shuffled rows, the optimiser started anew; consumes ``key``.
 
     Args:
-      model: the network.
+      model: the network; with a `Zoo` the client's own one trains.
       setting: epochs, batch size, optimiser.
       variables: where training starts.
       data: the client's data.
       key: the client's key of this round.
       loss: the loss of one batch (default: `cross_entropy`).
-      optimizer: in place of the setting's (SCAFFOLD corrects the gradient by a transformation in front).
-      value_and_grad: in place of the setting's (sharpness-aware methods).
+      optimizer: in place of the setting's.
+      gradient: in place of the setting's.
 
     Returns:
       The trained variables and the metrics.
@@ -229,38 +286,30 @@ def train(
 
     def training(architecture: int, variables: Variables) -> tuple[Variables, Metrics]:
         own_loss = model.with_architecture(loss, architecture)
-        return minimise(own_loss, setting, variables, data, key, optimizer=optimizer, value_and_grad=value_and_grad)
+        return run(sgd(own_loss, setting, optimizer=optimizer, gradient=gradient), setting, variables, data, key)
 
     return model.compact(variables, training)
 
 
-def minimise(
-    loss: Loss,
-    setting: LocalSetting,
-    variables: Variables,
-    data: ClientData,
-    key: jax.Array,
-    *,
-    optimizer: optax.GradientTransformation | None = None,
-    value_and_grad: Callable[[Loss], Callable] | None = None,
-) -> tuple[Variables, Metrics]:
-    """Minimise a loss over one client's samples, whatever its parameters are; the arguments are those of `train`.
+def run(
+    local_step: LocalStep, setting: LocalSetting, start: Any, data: ClientData, key: jax.Array
+) -> tuple[Any, Metrics]:
+    """Take a local step on every batch of a client's E epochs, whatever it trains; consumes ``key``.
+
+    The number of steps is a traced bound, T = E ceil(size / B): one program serves clients of all sizes, and a client
+    of size 0 does no step.
 
     Args:
-      loss: the loss of one batch.
-      setting: epochs, batch size, optimiser.
-      variables: ``params``, which are trained, and everything else that the loss takes and returns as its state. A
-        method carries numbers of its own through the steps as one more entry, which its ``value_and_grad`` takes out
-        of the state before the loss sees it and puts back changed (FedSMOO).
+      local_step: what happens in a step.
+      setting: epochs and batch size.
+      start: where the steps start.
       data: the client's data.
-      key: consumed.
-      optimizer: in place of the setting's.
-      value_and_grad: in place of the setting's.
+      key: the client's key of this round.
+
+    Returns:
+      What the steps have trained, and the metrics.
     """
-    optimizer, value_and_grad = optimizer or setting.optimizer, value_and_grad or setting.value_and_grad
-    gradient = value_and_grad(loss) if value_and_grad else jax.value_and_grad(loss, has_aux=True)
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
-    params, state = variables["params"], {name: value for name, value in variables.items() if name != "params"}
 
     def epoch(number: jax.Array, carry: tuple) -> tuple:
         order = _in_order(setting, data, jax.random.fold_in(key, 2 * number))
@@ -268,21 +317,19 @@ def minimise(
 
         @jax.named_scope("local_step")  # by which a reader of the compiled program finds it
         def step(number_in_epoch: jax.Array, carry: tuple) -> tuple:
-            params, state, optimizer_state, metrics = carry
+            inner, metrics = carry
             key = jax.random.fold_in(step_key, number_in_epoch)
             batch = _batch(setting, data, order, number_in_epoch, key)
-            (value, state), gradients = gradient(params, state, batch, key)
-            updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
-            return optax.apply_updates(params, updates), state, optimizer_state, _count(metrics, value, batch.mask)
+            inner, value = local_step.step(inner, batch, key)
+            return inner, _count(metrics, value, batch.mask)
 
         return jax.lax.fori_loop(0, steps_per_epoch, step, carry)
 
     zero = jnp.zeros((), jnp.int32)
     metrics = Metrics(jnp.zeros(()), zero, zero, zero - 1)
-    carry = (params, state, optimizer.init(params), metrics)
-    params, state, _, metrics = jax.lax.fori_loop(0, setting.epochs, epoch, carry)
+    carry, metrics = jax.lax.fori_loop(0, setting.epochs, epoch, (local_step.init(start), metrics))
 
-    trained = {"params": params, **state}
+    trained = local_step.result(carry)
     broken = (metrics.bad_step < 0) & ~trees.all_finite(trained)
     return trained, metrics._replace(bad_step=jnp.where(broken, metrics.steps, metrics.bad_step))
 

@@ -13,8 +13,7 @@ import jax
 import optax
 
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Batch, ClientData, LocalSetting, Loss, Metrics
-from fedjax_mr.models import Variables
+from fedjax_mr.engine.local import Batch, ClientData, LocalSetting, LocalStep, Loss, Metrics
 
 
 class Weights(NamedTuple):
@@ -41,22 +40,20 @@ def divergence(logits: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def mutual_loss(models: Pair, weights: Pair, *, difference: Difference = divergence) -> Loss:
-    """Return the sum of both networks' losses; ``params`` and ``state`` hold ``first`` and ``second``."""
+    """The sum of both networks' losses; its ``params`` and ``state`` are pairs."""
 
-    def loss(params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple[jax.Array, Variables]:
-        found, states = {}, {}
-        for name, model, own_key in zip(Pair._fields, models, jax.random.split(key), strict=True):
-            found[name], states[name] = model.train_apply(
-                params[name], state[name], batch.x, mask=batch.mask, key=own_key
-            )
+    def loss(params: Pair, state: Pair, batch: Batch, key: jax.Array) -> tuple[jax.Array, Pair]:
+        (first, first_state), (second, second_state) = (
+            model.train_apply(*own, batch.x, mask=batch.mask, key=own_key)
+            for model, *own, own_key in zip(models, params, state, jax.random.split(key), strict=True)
+        )
 
         def one(own: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
             supervised = optax.softmax_cross_entropy_with_integer_labels(own, batch.y)
             return weights.supervised * supervised + weights.mutual * difference(own, jax.lax.stop_gradient(other))
 
-        first, second = found["first"], found["second"]
         losses = one(first, second, weights.first) + one(second, first, weights.second)
-        return local.masked_mean(losses, batch.mask), states
+        return local.masked_mean(losses, batch.mask), Pair(first_state, second_state)
 
     return loss
 
@@ -85,11 +82,26 @@ def train_pair(
     Returns:
       The trained pair, and the metrics; their loss is the sum of both networks'.
     """
-    variables: Variables = {"params": {name: each["params"] for name, each in pair._asdict().items()}}
-    for name, each in pair._asdict().items():
-        variables[name] = {collection: tree for collection, tree in each.items() if collection != "params"}
-    labels = {name: name for name in Pair._fields}
-    optimizer = optax.partition(dict.fromkeys(Pair._fields, setting.optimizer), labels)
     loss = mutual_loss(models, weights, difference=difference)
-    trained, metrics = local.minimise(loss, setting, variables, data, key, optimizer=optimizer)
-    return Pair(*({"params": trained["params"][name], **trained[name]} for name in Pair._fields)), metrics
+    return local.run(in_step(loss, setting.optimizer), setting, pair, data, key)
+
+
+def in_step(loss: Loss, optimizer: optax.GradientTransformation) -> LocalStep:
+    """Two networks that move at once, each by an optimiser of its own, from a pair of variables to a pair."""
+
+    def init(pair: Pair) -> tuple:
+        params, state = zip(*map(local.trained_and_state, pair), strict=True)
+        return Pair(*params), Pair(*state), Pair(*map(optimizer.init, params))
+
+    def step(carry: tuple, batch: Batch, key: jax.Array) -> tuple[tuple, jax.Array]:
+        params, state, optimizer_states = carry
+        (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params, state, batch, key)
+        moved = [optimizer.update(*each) for each in zip(gradients, optimizer_states, params, strict=True)]
+        updates, optimizer_states = zip(*moved, strict=True)
+        return (optax.apply_updates(params, Pair(*updates)), state, Pair(*optimizer_states)), value
+
+    def result(carry: tuple) -> Pair:
+        params, state, _ = carry
+        return Pair(*({"params": own, **others} for own, others in zip(params, state, strict=True)))
+
+    return LocalStep(init, step, result)

@@ -144,7 +144,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             data,
             key,
             optimizer=optimizer,
-            value_and_grad=lambda loss: sharpness_aware(loss, rho=hyper.rho, eta=hyper.eta),
+            gradient=lambda loss: sharpness_aware(loss, rho=hyper.rho, eta=hyper.eta),
         )
         return {"model": model}, memory, metrics
 

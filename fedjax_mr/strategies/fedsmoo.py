@@ -14,8 +14,7 @@ statistics are those of the first of the two passes, averaged by the server.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +22,13 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Batch, Loss
+from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy
 from fedjax_mr.strategies.feddyn import pull, step_of_server
 
 SMALLEST_NORM = 1e-7  # the released code's: nothing scaled to a length stays nothing
-DUAL = "dual"  # the entry of a client's state that holds u_i while it trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +61,31 @@ def of_length(direction: trees.Params, length: float) -> trees.Params:
     return trees.scale(direction, length / (jnp.sqrt(trees.squared_norm(direction)) + SMALLEST_NORM))
 
 
-def common_ascents(loss: Loss, *, rho: float, ascent: trees.Params) -> Callable:
-    """Return (params, state, batch, key) -> ((loss, state), gradient after the ascent); the state holds the dual."""
+def with_common_ascent(
+    loss: Loss, optimizer: optax.GradientTransformation, *, rho: float, ascent: trees.Params
+) -> LocalStep:
+    """A step along the gradient after the ascent e, from (variables, u_i) to (variables, u_i)."""
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
-    def after_the_ascent(params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple:
-        dual, others = state[DUAL], {name: value for name, value in state.items() if name != DUAL}
-        (value, new), gradient = value_and_grad(params, others, batch, key)
-        own = of_length(trees.subtract(trees.subtract(gradient, dual), ascent), rho)
-        _, gradient = value_and_grad(trees.add(params, own), others, batch, key)
-        return (value, new | {DUAL: trees.add(dual, trees.subtract(own, ascent))}), gradient
+    def init(start: tuple[Variables, trees.Params]) -> tuple:
+        variables, dual = start
+        params, state = local.trained_and_state(variables)
+        return params, state, dual, optimizer.init(params)
 
-    return after_the_ascent
+    def step(carry: tuple, batch: Batch, key: jax.Array) -> tuple[tuple, jax.Array]:
+        params, state, dual, optimizer_state = carry
+        (value, new_state), gradient = value_and_grad(params, state, batch, key)
+        own = of_length(trees.subtract(trees.subtract(gradient, dual), ascent), rho)  # e
+        _, gradient = value_and_grad(trees.add(params, own), state, batch, key)
+        dual = trees.add(dual, trees.subtract(own, ascent))
+        updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+        return (optax.apply_updates(params, updates), new_state, dual, optimizer_state), value
+
+    def result(carry: tuple) -> tuple[Variables, trees.Params]:
+        params, state, dual, _ = carry
+        return {"params": params, **state}, dual
+
+    return LocalStep(init, step, result)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
@@ -95,16 +106,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def client_update(payload, memory, data, round, key):
         received, ascent = payload["model"], payload["ascent"]
         dynamic = pull(trees.subtract(received["params"], memory.drift), hyper.strength)
-        trained, metrics = local.minimise(
-            local.cross_entropy(problem.model),
-            problem.local,
-            received | {DUAL: memory.dual},
-            data,
-            key,
-            optimizer=optax.chain(dynamic, problem.local.optimizer),
-            value_and_grad=lambda loss: common_ascents(loss, rho=hyper.rho, ascent=ascent),
-        )
-        dual, model = trained[DUAL], {name: trained[name] for name in received}
+        optimizer = optax.chain(dynamic, problem.local.optimizer)
+        loss = local.cross_entropy(problem.model)
+        local_step = with_common_ascent(loss, optimizer, rho=hyper.rho, ascent=ascent)
+        (model, dual), metrics = local.run(local_step, problem.local, (received, memory.dual), data, key)
         change = trees.subtract(model["params"], received["params"])
         return {"model": model, "dual": dual}, Memory(trees.add(memory.drift, change), dual), metrics
 

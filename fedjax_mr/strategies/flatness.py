@@ -84,7 +84,7 @@ class FedSpeed:
 def sharp(problem: Problem, rho: float) -> Problem:
     """Return the problem with clients that descend by the gradient at the worst point of a ball."""
     take = lambda loss: sharpness_aware(loss, rho=rho, eta=None)
-    return dataclasses.replace(problem, local=dataclasses.replace(problem.local, value_and_grad=take))
+    return dataclasses.replace(problem, local=dataclasses.replace(problem.local, gradient=take))
 
 
 def fedsam(hyper: FedSAM, problem: Problem) -> Strategy:

@@ -92,7 +92,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def client_update(payload, memory, data, round, key):
         gradient = through_the_step(data)
-        model, metrics = local.train(problem.model, setting, payload["model"], data, key, value_and_grad=gradient)
+        model, metrics = local.train(problem.model, setting, payload["model"], data, key, gradient=gradient)
         return {"model": model}, memory, metrics
 
     def personal_model(state, memory, data, key):

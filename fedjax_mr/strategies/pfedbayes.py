@@ -21,7 +21,6 @@ client's q begins as the first p that it receives. Clients are weighted by their
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +29,10 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Loss
+from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy
-
-OPTIMIZERS = "optimizers"  # the entry of a client's state that holds those of q and p while it trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +107,8 @@ def divergence(q: Gaussian, p: Gaussian) -> jax.Array:
     return jax.tree.reduce(jnp.add, jax.tree.map(of_leaf, *q, *p))
 
 
-def local_round(loss: Loss, optimizer: optax.GradientTransformation, *, strength: jax.Array, steps: int) -> Callable:
-    """Return the displacement of q and p on a mini-batch, in the place of a gradient.
+def local_round(loss: Loss, optimizer: optax.GradientTransformation, *, strength: jax.Array, steps: int) -> LocalStep:
+    """Steps of q, then one of p, on a mini-batch, from (q, p, state) to (q, p, state).
 
     Args:
       loss: of drawn weights.
@@ -120,33 +117,35 @@ def local_round(loss: Loss, optimizer: optax.GradientTransformation, *, strength
       steps: of q.
     """
 
-    def objective(q: Gaussian, p: Gaussian, state: Variables, batch: Any, key: jax.Array) -> tuple:
+    def objective(q: Gaussian, p: Gaussian, state: Variables, batch: Batch, key: jax.Array) -> tuple:
         noise_key, key = jax.random.split(key)
         value, state = loss(drawn(q, noise_key), state, batch, key)
         return value + strength * divergence(q, p), state
 
-    def moved(gradient: Gaussian, optimizer_state: Any, params: Any) -> tuple[Any, Any]:
+    def moved(gradient: Any, optimizer_state: Any, distribution: Any) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
-            updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
-        return optax.apply_updates(params, updates), optimizer_state
+            updates, optimizer_state = optimizer.update(gradient, optimizer_state, distribution)
+        return optax.apply_updates(distribution, updates), optimizer_state
 
-    def displacement(params: Any, state: Variables, batch: Any, key: jax.Array) -> tuple:
-        (of_q, of_p), p = state[OPTIMIZERS], params["p"]
+    def init(start: tuple[Gaussian, Gaussian, Variables]) -> tuple:
+        q, p, state = start
+        return q, p, state, optimizer.init(q), optimizer.init(p)
 
-        def step(number: jax.Array, carry: tuple) -> tuple:
+    def step(carry: tuple, batch: Batch, key: jax.Array) -> tuple[tuple, jax.Array]:
+        q, p, state, of_q, of_p = carry
+
+        def step_of_q(number: jax.Array, carry: tuple) -> tuple:
             q, state, of_q, _ = carry
             descend = jax.value_and_grad(objective, has_aux=True)
             (value, state), gradient = descend(q, p, state, batch, jax.random.fold_in(key, number))
             q, of_q = moved(gradient, of_q, q)
             return q, state, of_q, value
 
-        others = {name: value for name, value in state.items() if name != OPTIMIZERS}
-        q, others, of_q, value = jax.lax.fori_loop(0, steps, step, (params["q"], others, of_q, jnp.zeros(())))
-        new_p, of_p = moved(jax.grad(lambda p: strength * divergence(q, p))(p), of_p, p)
-        moves = {"q": trees.subtract(q, params["q"]), "p": trees.subtract(new_p, p)}
-        return (value, others | {OPTIMIZERS: (of_q, of_p)}), moves
+        q, state, of_q, value = jax.lax.fori_loop(0, steps, step_of_q, (q, state, of_q, jnp.zeros(())))
+        p, of_p = moved(jax.grad(lambda p: strength * divergence(q, p))(p), of_p, p)
+        return (q, p, state, of_q, of_p), value
 
-    return displacement
+    return LocalStep(init, step, lambda carry: carry[:3])
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
@@ -169,17 +168,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model = trees.where(memory.trained, memory.model, payload["model"])
         q = Gaussian(model["params"], trees.where(memory.trained, memory.rho, payload["rho"]))
         strength = hyper.zeta / jnp.maximum(data.size, 1).astype(jnp.float32)
-        trained, metrics = local.minimise(
-            local.cross_entropy(problem.model),
-            problem.local,
-            model | {"params": {"q": q, "p": p}, OPTIMIZERS: (optimizer.init(q), optimizer.init(p))},
-            data,
-            key,
-            optimizer=optax.identity(),
-            value_and_grad=lambda loss: local_round(loss, optimizer, strength=strength, steps=hyper.inner_steps),
-        )
-        q, p = trained["params"]["q"], trained["params"]["p"]
-        of_means = lambda means: {name: trained[name] for name in model} | {"params": means}
+        loss = local.cross_entropy(problem.model)
+        both = local_round(loss, optimizer, strength=strength, steps=hyper.inner_steps)
+        start = (q, p, local.trained_and_state(model)[1])
+        (q, p, state), metrics = local.run(both, problem.local, start, data, key)
+        of_means = lambda means: {"params": means, **state}
         upload = {"model": of_means(p.mean), "rho": p.rho}
         return upload, Memory(of_means(q.mean), q.rho, jnp.ones((), bool)), metrics
 

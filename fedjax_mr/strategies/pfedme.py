@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from absl import logging
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
@@ -99,6 +99,42 @@ def unstable(strength: float, *, eta: float, personal_lr: float) -> str:
     return " and ".join(faults)
 
 
+def local_round(loss: Loss, *, strength: float, steps: int, eta: float, personal_lr: float) -> LocalStep:
+    """A local round on a mini-batch, from the received variables to the variables of theta and of w.
+
+    Args:
+      loss: f.
+      strength: lambda.
+      steps: K, of theta.
+      eta: the learning rate of w.
+      personal_lr: the learning rate of theta.
+    """
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+    def init(variables: Variables) -> tuple:
+        params, state = local.trained_and_state(variables)
+        return params, params, state
+
+    def step(carry: tuple, batch: Batch, key: jax.Array) -> tuple[tuple, jax.Array]:
+        theta, w, state = carry
+
+        def towards_least(number: jax.Array, carry: tuple) -> tuple:
+            theta, state, _ = carry
+            (value, state), gradient = value_and_grad(theta, state, batch, jax.random.fold_in(key, number))
+            pull = trees.scale(trees.subtract(theta, w), strength)
+            return trees.subtract(theta, trees.scale(trees.add(gradient, pull), personal_lr)), state, value
+
+        theta, state, value = jax.lax.fori_loop(0, steps, towards_least, (theta, state, jnp.zeros(())))
+        w = trees.subtract(w, trees.scale(trees.subtract(w, theta), eta * strength))
+        return (theta, w, state), value
+
+    def result(carry: tuple) -> tuple[Variables, Variables]:
+        theta, w, state = carry
+        return {"params": theta, **state}, {"params": w, **state}
+
+    return LocalStep(init, step, result)
+
+
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return pFedMe.
 
@@ -121,42 +157,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def dispatch(state, cohort, key):
         return {"model": trees.broadcast(state.model, problem.cohort_size)}
 
-    def local_round(loss):
-        """Return the displacement of both models on a mini-batch, in the place of a gradient."""
-        value_and_grad = jax.value_and_grad(loss, has_aux=True)
-
-        def displacement(params, state, batch, key):
-            w = params["w"]
-
-            def step(number, carry):
-                theta, state, _ = carry
-                (value, state), gradient = value_and_grad(theta, state, batch, jax.random.fold_in(key, number))
-                pull = trees.scale(trees.subtract(theta, w), hyper.strength)
-                return trees.subtract(theta, trees.scale(trees.add(gradient, pull), personal_lr)), state, value
-
-            start = (params["theta"], state, jnp.zeros(()))
-            theta, state, value = jax.lax.fori_loop(0, hyper.inner_steps, step, start)
-            moves = {
-                "theta": trees.subtract(theta, params["theta"]),
-                "w": trees.scale(trees.subtract(w, theta), -eta * hyper.strength),
-            }
-            return (value, state), moves
-
-        return displacement
-
     def client_update(payload, memory, data, round, key):
-        received = payload["model"]
-        both = received | {"params": {"theta": received["params"], "w": received["params"]}}
-        trained, metrics = local.minimise(
-            local.cross_entropy(problem.model),
-            problem.local,
-            both,
-            data,
-            key,
-            optimizer=optax.identity(),
-            value_and_grad=local_round,
-        )
-        theta, w = (trained | {"params": trained["params"][name]} for name in ("theta", "w"))
+        loss = local.cross_entropy(problem.model)
+        both = local_round(loss, strength=hyper.strength, steps=hyper.inner_steps, eta=eta, personal_lr=personal_lr)
+        (theta, w), metrics = local.run(both, problem.local, payload["model"], data, key)
         kept = Memory(w if hyper.evaluate == "w_local" else theta, jnp.ones((), bool))
         return {"model": w}, memory if hyper.evaluate == "global" else kept, metrics
 

@@ -189,26 +189,30 @@ def test_optimizers_are_pytorchs(settings):
 
 
 def test_a_rate_falls_within_a_clients_own_round_and_a_step_may_carry_numbers_of_its_own(federation):
-    """A client of 5 samples has 2 epochs of 2 steps; the gradient counts its steps in an entry of the state."""
+    """A client of 5 samples has 2 epochs of 2 steps; the step counts them beside what SGD carries."""
     problem = federation("linear").problem
     setting = dataclasses.replace(problem.local, optimizer=optax.sgd(1.0))
     data = one_client(federation("linear"), 3)._replace(size=np.int32(5))
     steps = setting.num_steps(data.size)
     assert (int(steps), int(setting.num_steps(np.int32(0)))) == (4, 0)
 
-    def counting(loss):
-        def value_and_grad(params, state, batch, key):
-            value, others = loss(params, {name: each for name, each in state.items() if name != "count"}, batch, key)
-            return (value, others | {"count": state["count"] + 1}), jax.tree.map(jnp.ones_like, params)
+    def ones(loss):
+        return lambda params, *rest: (loss(params, *rest), jax.tree.map(jnp.ones_like, params))
 
-        return value_and_grad
+    def counted(step):
+        def counting(carry, batch, key):
+            inner, loss = step.step(carry[0], batch, key)
+            return (inner, carry[1] + 1), loss
+
+        init = lambda start: (step.init(start), jnp.zeros((), jnp.int32))
+        return local.LocalStep(init, counting, lambda carry: step.result(carry[0]) | {"count": carry[1]})
 
     def trained(data):
         optimizer = local.with_schedule(setting.optimizer, lambda over: 1 - over, steps=jnp.int32(steps))
-        start = {"params": {"w": jnp.zeros(2)}, "count": jnp.zeros((), jnp.int32)}
         loss = lambda params, state, batch, key: (jnp.sum(params["w"]), state)
-        by_setting = dataclasses.replace(setting, value_and_grad=counting)
-        return local.minimise(loss, by_setting, start, data, jax.random.key(0), optimizer=optimizer)
+        by_setting = dataclasses.replace(setting, gradient=ones)
+        step = counted(local.sgd(loss, by_setting, optimizer=optimizer))
+        return local.run(step, setting, {"params": {"w": jnp.zeros(2)}}, data, jax.random.key(0))
 
     variables, metrics = jax.jit(trained)(data)
     assert (int(variables["count"]), int(metrics.steps)) == (4, 4)

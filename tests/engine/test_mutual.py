@@ -49,22 +49,19 @@ def test_the_gradient_of_each_logit_is_p_minus_onehot_plus_p_minus_q(given):
         double = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
         pair = Pair(*(double(start_of(model, i)) for i, model in enumerate(models)))
         batch = local.Batch(batch_x, labels, np.ones(6))
-        params = {name: each["params"] for name, each in pair._asdict().items()}
+        params = Pair(*(each["params"] for each in pair))
         loss = mutual.mutual_loss(models, Pair(Weights(), Weights()))
-        state = {"first": {}, "second": {}}
-        found = jax.jit(jax.grad(lambda params: loss(params, state, batch, jax.random.key(0))[0]))(params)
+        found = jax.jit(jax.grad(lambda params: loss(params, Pair({}, {}), batch, jax.random.key(0))[0]))(params)
 
         @jax.jit
         def by_hand(params):
-            wanted, logits, backward = {}, {}, {}
-            for name, model in zip(params, models, strict=True):
-                logits[name], backward[name] = jax.vjp(
-                    lambda own, model=model: model.apply({"params": own}, batch.x), params[name]
-                )
-            p = jax.tree.map(jax.nn.softmax, logits)
-            for name, other in (("first", "second"), ("second", "first")):
-                (wanted[name],) = backward[name]((2 * p[name] - jax.nn.one_hot(labels, 3) - p[other]) / 6)
-            return wanted
+            forward = [
+                jax.vjp(lambda own, model=model: model.apply({"params": own}, batch.x), own)
+                for model, own in zip(models, params, strict=True)
+            ]
+            (p, back_p), (q, back_q) = ((jax.nn.softmax(logits), back) for logits, back in forward)
+            wanted = lambda own, other: (2 * own - jax.nn.one_hot(labels, 3) - other) / 6
+            return Pair(*back_p(wanted(p, q)), *back_q(wanted(q, p)))
 
         wanted = by_hand(params)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9), found, wanted)
