@@ -43,7 +43,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, floor, slices
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic
+from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, averaging
 from fedjax_mr.strategies.heterofl import covered_mean, slices_sent, work
 
 CLASS = np.array([0, 0, 0, 1, 1, 1, 2])  # of each slice: small, medium, large
@@ -191,13 +191,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def individual_models(state):
         return jax.vmap(parts.cut, in_axes=(None, 0))(state.model, jnp.asarray(LARGEST))
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
-        individual_models=individual_models,
+    return averaging(problem)._replace(
+        init=init,
         select=select,
+        dispatch=dispatch,
+        client_update=client_update,
+        server_update=server_update,
+        individual_models=individual_models,
         traffic=traffic,
     )

@@ -138,6 +138,20 @@ class PersonalModel(Protocol):
     def __call__(self, part: Any, /, memory: Memory, data: ClientData, key: jax.Array) -> Variables: ...
 
 
+class View(NamedTuple):
+    """Where a server's state holds its model, or several stacked ones."""
+
+    get: Callable[[State], Variables]
+    set: Callable[[State, Variables], State]
+    stacked: bool = False
+    """Whether there are several, leaves [K, ...]."""
+
+
+def view(name: str, *, stacked: bool = False) -> View:
+    """The view of a field of the state."""
+    return View(lambda state: getattr(state, name), lambda state, models: state._replace(**{name: models}), stacked)
+
+
 class Exchange(NamedTuple):
     """An exchange of layers among the K clients of a round, in which the server has no part.
 
@@ -189,6 +203,8 @@ class Strategy(NamedTuple):
     """What `personal_model` gets from the server; default: the whole state, right where this is the model of all."""
     exchange: Exchange | None = None
     """Layers that the clients exchange among themselves; default: none."""
+    models: View | None = None
+    """The server's model or models, which an optimizer on the server may move; default: none."""
 
 
 @jax.tree_util.register_dataclass
@@ -243,14 +259,66 @@ def usual_traffic(payloads: Payload, uploads: Payload) -> Traffic:
     return Traffic(rows(payloads), rows(uploads))
 
 
-def plain_training(problem: Problem) -> ClientUpdate:
-    """Return the client update of FedAvg: train the received model and send it back; nothing is kept."""
+class GlobalModel(NamedTuple):
+    """The state of a server that keeps the global model alone."""
+
+    model: Variables
+
+
+Train = Callable[[Variables, ClientData, jax.Array], tuple[Variables, Metrics]]
+"""(received variables, data, key) -> (trained variables, metrics), of ONE client."""
+
+
+def averaging(problem: Problem, *, train: Train | None = None, weights: str = "samples") -> Strategy:
+    """FedAvg: the clients train the global model, and the server takes the mean of theirs.
+
+    McMahan et al., AISTATS 2017, Algorithm 1. Other methods replace members of it by ``_replace``. All but ``init``
+    also do for a state with a field ``model`` and others beside it.
+
+    Args:
+      problem: the federation.
+      train: how a client trains; defaults to `local.train`.
+      weights: of the clients in the mean, their numbers of samples (``samples``) or all equal (``uniform``).
+    """
+
+    def init(key):
+        return GlobalModel(problem.model.init(key))
+
+    def server_update(state, uploads, cohort, round, key):
+        mean = trees.mean(uploads["model"], weights=cohort.sizes if weights == "samples" else None)
+        return state._replace(model=mean), {}
+
+    return Strategy(
+        init,
+        to_all(problem, "model"),
+        plain_training(problem, train=train),
+        server_update,
+        global_model=lambda state: state.model,
+        models=view("model"),
+    )
+
+
+def to_all(problem: Problem, *names: str) -> Dispatch:
+    """A dispatch that sends these fields of the state to every client of the round."""
+    return lambda state, cohort, key: trees.broadcast(
+        {name: getattr(state, name) for name in names}, problem.cohort_size
+    )
+
+
+def plain_training(problem: Problem, *, train: Train | None = None) -> ClientUpdate:
+    """The client update of FedAvg: train the received model and send it back; nothing is kept."""
+    train = train or (lambda received, data, key: local.train(problem.model, problem.local, received, data, key))
 
     def client_update(payload, memory, data, round, key):
-        model, metrics = local.train(problem.model, problem.local, payload["model"], data, key)
+        model, metrics = train(payload["model"], data, key)
         return {"model": model}, memory, metrics
 
     return client_update
+
+
+def nothing(state: State, client_id: jax.Array) -> tuple:
+    """The personal part where a client's own model needs nothing from the server."""
+    return ()
 
 
 def kept_for_validation(problem: Problem) -> jax.Array:

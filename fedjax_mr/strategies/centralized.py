@@ -9,7 +9,6 @@ are counted: the samples would be sent once, and no model ever.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
-from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, kept_for_validation
-
-
-class State(NamedTuple):
-    """The only model."""
-
-    model: Variables
+from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, averaging, kept_for_validation
 
 
 def pool(data: ClientData, sizes: jax.Array, validation_sizes: jax.Array) -> ClientData:
@@ -57,12 +49,9 @@ def build(hyper: None, problem: Problem) -> Strategy:
         model, metrics = local.train(problem.model, setting, payload["model"], everything, key)
         return {"trained": model}, memory, metrics
 
-    return Strategy(
-        init=lambda key: State(problem.model.init(key)),
+    return averaging(problem)._replace(
         select=lambda state, key: Cohort(row, jnp.where(row == 0, jnp.sum(sizes), 0)),
-        dispatch=lambda state, cohort, key: {"model": trees.broadcast(state.model, problem.cohort_size)},
         client_update=client_update,
-        server_update=lambda state, uploads, cohort, round, key: (State(trees.take(uploads["trained"], row[0])), {}),
-        global_model=lambda state: state.model,
-        traffic=lambda usual, state, uploads, cohort, round: Traffic(),
+        server_update=lambda state, uploads, *_: (state._replace(model=trees.take(uploads["trained"], row[0])), {}),
+        traffic=lambda *_: Traffic(),
     )

@@ -29,7 +29,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy, plain_training
+from fedjax_mr.strategies.base import Cohort, Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +148,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         ids = jax.random.categorical(key, jnp.log(state.distributions)).astype(jnp.int32)
         return Cohort(ids, problem.sizes[ids])
 
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
     def server_update(state, uploads, cohort, round, key):
         ids, models = cohort.ids, uploads["model"]
         change = lambda params: trees.subtract(params, state.model["params"])
@@ -173,12 +170,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         found = groups(np.asarray(state.distances, np.float64), sizes, count)
         return state._replace(distributions=jnp.asarray(pour(found, sizes, count, rng), jnp.float32)), {}
 
-    return Strategy(
-        init,
-        dispatch,
-        plain_training(problem),
-        server_update,
-        global_model=lambda state: state.model,
-        select=select,
-        between_rounds=between_rounds,
+    return averaging(problem)._replace(
+        init=init, select=select, server_update=server_update, between_rounds=between_rounds
     )

@@ -20,8 +20,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies import fedavg
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.feddyn import pull
 
 
@@ -46,7 +45,7 @@ class Memory(NamedTuple):
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return Ditto."""
-    average = fedavg.build(fedavg.Hyper(), problem)
+    average = averaging(problem)
 
     def init_memory(key):
         unused = Memory(trees.zeros_like(problem.model.init(key)), jnp.zeros((), bool))

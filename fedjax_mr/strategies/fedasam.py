@@ -29,7 +29,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Batch, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +128,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model = problem.model.init(key)
         return State(model, model, jnp.zeros((), jnp.int32)) if averages else State(model, None, None)
 
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
     def client_update(payload, memory, data, round, key):
         optimizer = problem.local.optimizer
         if averages:
@@ -161,4 +158,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def global_model(state):
         return state.mean if averages else state.model
 
-    return Strategy(init, dispatch, client_update, server_update, global_model=global_model)
+    return averaging(problem)._replace(
+        init=init, client_update=client_update, server_update=server_update, global_model=global_model
+    )

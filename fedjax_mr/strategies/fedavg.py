@@ -6,13 +6,9 @@ run it.
 """
 
 import dataclasses
-from typing import NamedTuple
 
-from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,27 +23,6 @@ class Hyper:
     )
 
 
-class State(NamedTuple):
-    """The global model."""
-
-    model: Variables
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedAvg."""
-
-    def init(key):
-        return State(problem.model.init(key))
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
-    def client_update(payload, memory, data, round, key):
-        model, metrics = local.train(problem.model, problem.local, payload["model"], data, key)
-        return {"model": model}, memory, metrics
-
-    def server_update(state, uploads, cohort, round, key):
-        weights = cohort.sizes if hyper.weights == "samples" else None
-        return State(trees.mean(uploads["model"], weights=weights)), {}
-
-    return Strategy(init, dispatch, client_update, server_update, global_model=lambda state: state.model)
+    return averaging(problem, weights=hyper.weights)

@@ -25,7 +25,7 @@ from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, copies_of_one, plain_training
+from fedjax_mr.strategies.base import Problem, Strategy, copies_of_one, plain_training, view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,4 +215,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def global_model(state):
         return state.deployed if deploys_uploaded else trees.mean(state.models)
 
-    return Strategy(init, dispatch, plain_training(problem), server_update, global_model=global_model)
+    return Strategy(
+        init,
+        dispatch,
+        plain_training(problem),
+        server_update,
+        global_model=global_model,
+        models=view("models", stacked=True),
+    )

@@ -26,7 +26,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.feddyn import pull, step_of_server
 from fedjax_mr.strategies.scaffold import correct, steady_step
 
@@ -75,9 +75,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         zeros = trees.zeros_like(problem.model.init(key)["params"])
         return trees.broadcast(Memory(zeros, zeros), problem.num_clients)
 
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"model": state.model, "control": state.control}, problem.cohort_size)
-
     def client_update(payload, memory, data, round, key):
         received, control = payload["model"], payload["control"]
         optimizer = optax.chain(
@@ -99,11 +96,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         control = trees.add(state.control, trees.scale(trees.mean(uploads["control"]), share))
         return State(model, drift, control), {}
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
+    return averaging(problem)._replace(
+        init=init,
+        dispatch=to_all(problem, "model", "control"),
+        client_update=client_update,
+        server_update=server_update,
         init_memory=init_memory,
     )

@@ -24,7 +24,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +74,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         params = problem.model.init(key)["params"]
         return trees.broadcast(trees.zeros_like(params), problem.num_clients)
 
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
     def client_update(payload, memory, data, round, key):
         received, drift = payload["model"], memory
         dynamic = pull(trees.subtract(received["params"], drift), hyper.alpha)
@@ -88,11 +85,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def server_update(state, uploads, cohort, round, key):
         return State(*step_of_server(problem, state.model, state.drift, uploads["model"])), {}
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
-        init_memory=init_memory,
+    return averaging(problem)._replace(
+        init=init, client_update=client_update, server_update=server_update, init_memory=init_memory
     )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, plain_training
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +60,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model = problem.model.init(key)
         return State(model, model)
 
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
     def server_update(state, uploads, cohort, round, key):
         weights = cohort.sizes if hyper.weights == "samples" else None
         old, mean = state.model, trees.mean(uploads["model"], weights=weights)
@@ -80,4 +77,4 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def global_model(state):
         return trees.interpolate(state.model, state.previous, 0.5)
 
-    return Strategy(init, dispatch, plain_training(problem), server_update, global_model=global_model)
+    return averaging(problem)._replace(init=init, server_update=server_update, global_model=global_model)

@@ -32,7 +32,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.models import layers
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Parcels, Problem, Strategy
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, averaging, to_all
 
 SMALLEST_GAMMA = 1e-4  # a gamma that decays stops here (FedGen's code)
 
@@ -179,9 +179,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         start = dict(generator.init(jax.random.fold_in(key, 1), noise, labels))
         return State(network.init(key), start, adam.init(start["params"]) if original else None)
 
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"model": state.model, "generator": state.generator}, problem.cohort_size)
-
     def client_update(payload, memory, data, round, key):
         received = payload["generator"]
         teacher, latent = gamma(hyper.gamma_teacher, round), gamma(hyper.gamma_latent, round)
@@ -243,11 +240,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         counts = Parcels.of(round == 0, trees.num_bytes(problem.label_counts))
         return usual._replace(up=(*usual.up, counts))
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
+    return averaging(problem)._replace(
+        init=init,
+        dispatch=to_all(problem, "model", "generator"),
+        client_update=client_update,
+        server_update=server_update,
         traffic=traffic,
     )

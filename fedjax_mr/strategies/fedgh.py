@@ -30,7 +30,7 @@ from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_starts
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, nothing, own_starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +171,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_update,
         init_memory=init_memory,
         traffic=traffic,
-        personal_part=lambda state, client_id: (),
+        personal_part=nothing,
         personal_model=lambda part, memory, data, key: memory.model,
     )

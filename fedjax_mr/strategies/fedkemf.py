@@ -26,7 +26,7 @@ from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.settings import LARGEST_BATCH, field
-from fedjax_mr.strategies.base import Problem, Strategy, own_starts
+from fedjax_mr.strategies.base import Problem, Strategy, nothing, own_starts
 
 AUTHORS_TEMPERATURE = 20.0
 
@@ -146,6 +146,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         client_update,
         server_update,
         init_memory=init_memory,
-        personal_part=lambda state, client_id: (),
+        personal_part=nothing,
         personal_model=lambda part, memory, data, key: memory.model,
     )

@@ -10,17 +10,14 @@ infinity for absent classes gets 0 x infinity at tau = 0; here they leave the so
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 OF_ABSENT_CLASSES = 1e30  # the margin of a class that leaves the softmax
 
@@ -37,12 +34,6 @@ class Hyper:
     )
 
 
-class State(NamedTuple):
-    """The global model."""
-
-    model: Variables
-
-
 def margins(counts: jax.Array, tau: float) -> jax.Array:
     """Return by how much the logits [C] of a client with ``counts`` [C] samples per class are lowered."""
     of_present = tau * jnp.maximum(counts, 1).astype(jnp.float32) ** -0.25
@@ -53,13 +44,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedLC."""
     network = problem.model
 
-    def init(key):
-        return State(network.init(key))
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
-    def client_update(payload, memory, data, round, key):
+    def train(received, data, key):
         lowered = margins(problem.label_counts[data.client_id], hyper.tau)
 
         def loss(params, state, batch, key):
@@ -67,10 +52,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits - lowered[None, :], batch.y)
             return local.masked_mean(losses, batch.mask), state
 
-        model, metrics = local.train(network, problem.local, payload["model"], data, key, loss=loss)
-        return {"model": model}, memory, metrics
+        return local.train(network, problem.local, received, data, key, loss=loss)
 
-    def server_update(state, uploads, cohort, round, key):
-        return State(trees.mean(uploads["model"], weights=cohort.sizes)), {}
-
-    return Strategy(init, dispatch, client_update, server_update, global_model=lambda state: state.model)
+    return averaging(problem, train=train)

@@ -32,6 +32,7 @@ from fedjax_mr.strategies.base import (
     independent_starts,
     plain_training,
     unit_permutations,
+    view,
 )
 from fedjax_mr.strategies.transforms import secure_exchange
 
@@ -169,6 +170,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         plain_training(problem),
         server_update,
         global_model=lambda state: trees.mean(state.models),
+        models=view("models", stacked=True),
     )
     if not hyper.secure:
         return strategy

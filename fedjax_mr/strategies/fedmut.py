@@ -22,7 +22,7 @@ from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, plain_training, unit_permutations
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, unit_permutations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,4 +114,4 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         change = {name: trees.subtract(new, state.model[name]) for name, new in mutable(model).items()}
         return State(model, change, hyper.beta * share_left), {}
 
-    return Strategy(init, dispatch, plain_training(problem), server_update, global_model=lambda state: state.model)
+    return averaging(problem)._replace(init=init, dispatch=dispatch, server_update=server_update)

@@ -8,17 +8,14 @@ Deviation: the received network is in evaluation mode (BatchNorm, dropout).
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 EXCLUDED = -1e30  # a logit that takes no part in a softmax
 
@@ -37,12 +34,6 @@ class Hyper:
         open_low=True,
         source="the FedNTD authors' configuration (their class defaults to 3)",
     )
-
-
-class State(NamedTuple):
-    """The global model."""
-
-    model: Variables
 
 
 def not_true_divergence(teacher: jax.Array, logits: jax.Array, labels: jax.Array, temperature: float) -> jax.Array:
@@ -64,15 +55,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedNTD."""
     network, weight = problem.model, hyper.beta * hyper.temperature**2
 
-    def init(key):
-        return State(network.init(key))
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
-    def client_update(payload, memory, data, round, key):
-        received = payload["model"]
-
+    def train(received, data, key):
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
             supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
@@ -80,10 +63,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             distilled = not_true_divergence(teacher, logits, batch.y, hyper.temperature)
             return local.masked_mean(supervised + weight * distilled, batch.mask), state
 
-        model, metrics = local.train(network, problem.local, received, data, key, loss=loss)
-        return {"model": model}, memory, metrics
+        return local.train(network, problem.local, received, data, key, loss=loss)
 
-    def server_update(state, uploads, cohort, round, key):
-        return State(trees.mean(uploads["model"], weights=cohort.sizes)), {}
-
-    return Strategy(init, dispatch, client_update, server_update, global_model=lambda state: state.model)
+    return averaging(problem, train=train)

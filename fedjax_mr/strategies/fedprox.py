@@ -8,13 +8,11 @@ samples (the paper draws them in proportion to these and averages plainly), and 
 """
 
 import dataclasses
-from typing import NamedTuple
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,23 +27,10 @@ class Hyper:
     )
 
 
-class State(NamedTuple):
-    """The global model."""
-
-    model: Variables
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FedProx."""
 
-    def init(key):
-        return State(problem.model.init(key))
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
-    def client_update(payload, memory, data, round, key):
-        received = payload["model"]
+    def train(received, data, key):
         cross_entropy = local.cross_entropy(problem.model)
 
         def loss(params, state, batch, key):
@@ -53,10 +38,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             distance = trees.squared_norm(trees.subtract(params, received["params"]))
             return value + hyper.mu / 2 * distance, state
 
-        model, metrics = local.train(problem.model, problem.local, received, data, key, loss=loss)
-        return {"model": model}, memory, metrics
+        return local.train(problem.model, problem.local, received, data, key, loss=loss)
 
-    def server_update(state, uploads, cohort, round, key):
-        return State(trees.mean(uploads["model"], weights=cohort.sizes)), {}
-
-    return Strategy(init, dispatch, client_update, server_update, global_model=lambda state: state.model)
+    return averaging(problem, train=train)

@@ -25,7 +25,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.feddyn import pull, step_of_server
 
 SMALLEST_NORM = 1e-7  # the released code's: nothing scaled to a length stays nothing
@@ -100,9 +100,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         zeros = trees.zeros_like(problem.model.init(key)["params"])
         return trees.broadcast(Memory(zeros, zeros), problem.num_clients)
 
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"model": state.model, "ascent": state.ascent}, problem.cohort_size)
-
     def client_update(payload, memory, data, round, key):
         received, ascent = payload["model"], payload["ascent"]
         dynamic = pull(trees.subtract(received["params"], memory.drift), hyper.strength)
@@ -118,11 +115,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model, drift = step_of_server(problem, state.model, state.drift, uploads["model"])
         return State(model, drift, ascent), {}
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
+    return averaging(problem)._replace(
+        init=init,
+        dispatch=to_all(problem, "model", "ascent"),
+        client_update=client_update,
+        server_update=server_update,
         init_memory=init_memory,
     )

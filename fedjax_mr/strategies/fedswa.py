@@ -24,7 +24,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.scaffold import correct, steady_step
 
 PAPER = "Liu et al. 2025"
@@ -89,9 +89,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def init(key):
         return State(problem.model.init(key), None)
 
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
-
     def client_update(payload, memory, data, round, key):
         optimizer = local.with_schedule(setting.optimizer, falling(hyper.rho), steps=setting.num_steps(data.size))
         model, metrics = local.train(problem.model, setting, payload["model"], data, key, optimizer=optimizer)
@@ -100,7 +97,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def server_update(state, uploads, cohort, round, key):
         return state._replace(model=server_model(hyper, state.model, uploads["model"], cohort.sizes)), {}
 
-    return Strategy(init, dispatch, client_update, server_update, global_model=lambda state: state.model)
+    return averaging(problem)._replace(init=init, client_update=client_update, server_update=server_update)
 
 
 def build_momentum(hyper: MomentumHyper, problem: Problem) -> Strategy:
@@ -119,9 +116,6 @@ def build_momentum(hyper: MomentumHyper, problem: Problem) -> Strategy:
         params = problem.model.init(key)["params"]
         return trees.broadcast(trees.zeros_like(params), problem.num_clients)
 
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"model": state.model, "momentum": state.momentum}, problem.cohort_size)
-
     def client_update(payload, memory, data, round, key):
         received, steps = payload["model"], setting.num_steps(data.size)
         correction = trees.subtract(payload["momentum"], memory)
@@ -138,11 +132,10 @@ def build_momentum(hyper: MomentumHyper, problem: Problem) -> Strategy:
         difference = trees.subtract(trees.mean(uploads["control"]), state.momentum)
         return State(model, trees.add(state.momentum, trees.scale(difference, hyper.gamma))), {}
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
+    return averaging(problem)._replace(
+        init=init,
+        dispatch=to_all(problem, "model", "momentum"),
+        client_update=client_update,
+        server_update=server_update,
         init_memory=init_memory,
     )

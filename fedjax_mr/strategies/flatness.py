@@ -31,8 +31,8 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies import fedavg, feddyn, scaffold
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies import feddyn, scaffold
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.fedasam import sharpness_aware
 
 SIMULATOR = "the simulator of FedSpeed's authors"
@@ -89,7 +89,7 @@ def sharp(problem: Problem, rho: float) -> Problem:
 
 def fedsam(hyper: FedSAM, problem: Problem) -> Strategy:
     """Return FedSAM."""
-    return fedavg.build(fedavg.Hyper(), sharp(problem, hyper.rho))
+    return averaging(sharp(problem, hyper.rho))
 
 
 def mofedsam(hyper: MoFedSAM, problem: Problem) -> Strategy:
@@ -134,9 +134,6 @@ def fedcm(beta: float, problem: Problem) -> Strategy:
         model = problem.model.init(key)
         return State(model, trees.zeros_like(model["params"]))
 
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"model": state.model, "gradient": state.gradient}, problem.cohort_size)
-
     def client_update(payload, memory, data, round, key):
         last = trees.scale(payload["gradient"], 1 - beta)
         mixed = optax.stateless(lambda gradient, _: trees.add(trees.scale(gradient, beta), last))
@@ -150,4 +147,9 @@ def fedcm(beta: float, problem: Problem) -> Strategy:
         gradients = jax.vmap(trees.scale)(descents, 1 / (steps * step_size))
         return State(*(trees.mean(each, weights=cohort.sizes) for each in (uploads["model"], gradients))), {}
 
-    return Strategy(init, dispatch, client_update, server_update, global_model=lambda state: state.model)
+    return averaging(problem)._replace(
+        init=init,
+        dispatch=to_all(problem, "model", "gradient"),
+        client_update=client_update,
+        server_update=server_update,
+    )

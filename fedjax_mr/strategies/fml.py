@@ -10,14 +10,11 @@ The released code of FML decays its learning rate every 10 rounds; here it stays
 """
 
 import dataclasses
-from typing import NamedTuple
 
-from fedjax_mr import trees
 from fedjax_mr.engine import mutual
 from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, own_starts
+from fedjax_mr.strategies.base import GlobalModel, Problem, Strategy, averaging, nothing, own_starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +43,6 @@ class Hyper:
     )
 
 
-class State(NamedTuple):
-    """The global meme."""
-
-    model: Variables
-
-
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return FML."""
     network, authors = problem.model, hyper.variant == "authors"
@@ -61,26 +52,18 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         weights = Pair(Weights(), Weights())
 
     def init(key):
-        return State(meme_network.init(key))
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
+        return GlobalModel(meme_network.init(key))
 
     def client_update(payload, memory, data, round, key):
         networks, both = Pair(network, meme_network), Pair(memory, payload["model"])
         (personal, meme), metrics = mutual.train_pair(networks, problem.local, both, data, key, weights=weights)
         return {"model": meme}, personal, metrics
 
-    def server_update(state, uploads, cohort, round, key):
-        return State(trees.mean(uploads["model"], weights=cohort.sizes if authors else None)), {}
-
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
+    return averaging(problem, weights="samples" if authors else "uniform")._replace(
+        init=init,
+        client_update=client_update,
         global_model=lambda state: network.pack(state.model, 0),
         init_memory=lambda key: own_starts(problem, key),
-        personal_part=lambda state, client_id: (),
+        personal_part=nothing,
         personal_model=lambda part, memory, data, key: memory,
     )

@@ -24,7 +24,7 @@ gradients at norm 1 (--clip_norm). The released code keeps the best round by tes
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -38,7 +38,7 @@ from fedjax_mr.models import Layer, Model
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, Slices, slices
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Strategy, Traffic
+from fedjax_mr.strategies.base import Cohort, GlobalModel, Parcels, Problem, Strategy, Traffic, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,6 @@ class Hyper:
         choices=("clients", "public"),
         source="our choice, as no server sees the clients' samples",
     )
-
-
-class State(NamedTuple):
-    """The global model."""
-
-    model: Variables
 
 
 def needs_public(hyper: Hyper) -> bool:
@@ -207,9 +201,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     normalised = any("mean" in layer.names for layer in problem.layers)
     divides = hyper.scaler == "layers" or (hyper.scaler == "norms" and normalised)
 
-    def init(key):
-        return State(network.init(key))
-
     def dispatch(state, cohort, key):
         if hyper.dynamic:
             levels = jax.random.randint(key, cohort.ids.shape, 0, count)
@@ -241,9 +232,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         levels = uploads["level"]
         held = jax.vmap(lambda level, classes: parts.masks(level, classes=classes))(levels, owned(cohort.ids))
         model = covered_mean(state.model, uploads["model"], held)
-        return State(model), {"slice_multiply_adds": work(parts, levels, whole=count)}
+        return state._replace(model=model), {"slice_multiply_adds": work(parts, levels, whole=count)}
 
-    def traffic(usual: Traffic, state: State, uploads: Any, cohort: Cohort, round: jax.Array) -> Traffic:
+    def traffic(usual: Traffic, state: GlobalModel, uploads: Any, cohort: Cohort, round: jax.Array) -> Traffic:
         sent = slices_sent(sizes, uploads["level"])
         return Traffic(sent, sent)
 
@@ -252,4 +243,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             return state.model
         return static_statistics(network, state.model, problem.public, batch_size=problem.local.batch_size)
 
-    return Strategy(init, dispatch, client_update, server_update, global_model=global_model, traffic=traffic)
+    return averaging(problem)._replace(
+        dispatch=dispatch,
+        client_update=client_update,
+        server_update=server_update,
+        global_model=global_model,
+        traffic=traffic,
+    )

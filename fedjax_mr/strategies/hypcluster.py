@@ -20,7 +20,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,4 +93,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def personal_model(state, memory, data, key):
         return trees.take(state.models, jnp.argmin(losses(state.models, data)))
 
-    return Strategy(init, dispatch, client_update, server_update, personal_model=personal_model)
+    return Strategy(
+        init,
+        dispatch,
+        client_update,
+        server_update,
+        personal_model=personal_model,
+        models=view("models", stacked=True),
+    )

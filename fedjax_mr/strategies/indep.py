@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, copies_of_one, plain_training
+from fedjax_mr.strategies.base import Problem, Strategy, copies_of_one, plain_training, view
 
 
 class State(NamedTuple):
@@ -37,4 +37,5 @@ def build(hyper: None, problem: Problem) -> Strategy:
         server_update,
         global_model=lambda state: trees.mean(state.models),
         individual_models=lambda state: state.models,
+        models=view("models", stacked=True),
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy, own_starts
+from fedjax_mr.strategies.base import Problem, Strategy, nothing, own_starts
 
 HIGHEST = jnp.finfo(jnp.float32).max  # where the lowest loss starts
 
@@ -69,6 +69,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         dispatch=lambda state, cohort, key: {},
         client_update=client_update,
         server_update=lambda state, uploads, cohort, round, key: (state, {}),
-        personal_part=lambda state, client_id: (),
+        personal_part=nothing,
         personal_model=lambda part, memory, data, key: memory.model,
     )

@@ -31,7 +31,7 @@ from fedjax_mr.engine.local import ClientData, Metrics
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 SPLIT = 0  # the seed of the three parts
 
@@ -53,12 +53,6 @@ class Hyper:
         high=1,
         source="the FedMe authors' code",
     )
-
-
-class State(NamedTuple):
-    """The global model g."""
-
-    model: Variables
 
 
 class Memory(NamedTuple):
@@ -109,6 +103,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """
     if not hyper.grid:
         raise UserError("mapper needs at least one value of lambda: --mapper_grid=0.5, and so on")
+    average = averaging(problem)
     network, setting, through = problem.model, problem.local, hyper.mode == "paper"
 
     def train(variables, data, key, *, other, share):
@@ -149,15 +144,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def started(memory, shared):
         return trees.where(memory.trained, memory.own, shared)
 
-    def init(key):
-        return State(network.init(key))
-
     def init_memory(key):
         unused = Memory(trees.zeros_like(network.init(key)), jnp.zeros(()), jnp.zeros((), bool))
         return trees.broadcast(unused, problem.num_clients)
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
 
     def client_update(payload, memory, data, round, key):
         shared, parts = payload["model"], divide(data, setting.max_size)
@@ -179,7 +168,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return upload, Memory(best.own, best.share, jnp.ones((), bool)), total
 
     def server_update(state, uploads, cohort, round, key):
-        return State(trees.mean(uploads["model"], weights=cohort.sizes)), {"mean_lambda": jnp.mean(uploads["share"])}
+        state, _ = average.server_update(state, uploads, cohort, round, key)
+        return state, {"mean_lambda": jnp.mean(uploads["share"])}
 
     def personal_model(state, memory, data, key):
         own = started(memory, state.model)
@@ -187,12 +177,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             return trees.interpolate(own, state.model, memory.share)
         return search(own, state.model, divide(data, setting.max_size), key)[0].model
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
+    return average._replace(
+        client_update=client_update,
+        server_update=server_update,
         init_memory=init_memory,
         personal_model=personal_model,
     )

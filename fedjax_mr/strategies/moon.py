@@ -18,7 +18,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 SMALLEST_NORM = 1e-8  # a representation of zeros has cosine 0 with all others (PyTorch's constant)
 
@@ -38,12 +38,6 @@ class Hyper:
     )
 
 
-class State(NamedTuple):
-    """The global model."""
-
-    model: Variables
-
-
 class Memory(NamedTuple):
     """A client's memory."""
 
@@ -61,15 +55,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Return MOON."""
     network = problem.model
 
-    def init(key):
-        return State(network.init(key))
-
     def init_memory(key):
         unused = Memory(trees.zeros_like(network.init(key)), jnp.zeros((), bool))
         return trees.broadcast(unused, problem.num_clients)
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
 
     def client_update(payload, memory, data, round, key):
         received = payload["model"]
@@ -88,14 +76,4 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model, metrics = local.train(network, problem.local, received, data, key, loss=loss)
         return {"model": model}, Memory(model, jnp.ones((), bool)), metrics
 
-    def server_update(state, uploads, cohort, round, key):
-        return State(trees.mean(uploads["model"], weights=cohort.sizes)), {}
-
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
-        init_memory=init_memory,
-    )
+    return averaging(problem)._replace(client_update=client_update, init_memory=init_memory)

@@ -38,7 +38,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, to_all, view
 
 Path = tuple[str, ...]
 """Where a tensor is in a network's variables: its collection, then the names of modules, then its own."""
@@ -145,9 +145,6 @@ def build(stays: Callable[[Path], bool], problem: Problem, *, shared_epochs: int
     def init_memory(key):
         return trees.broadcast(part(problem.model.init(key), own=True), problem.num_clients)
 
-    def dispatch(state, cohort, key):
-        return {"part": trees.broadcast(state.part, problem.cohort_size)}
-
     def client_update(payload, memory, data, round, key):
         start, optimizer = join(payload["part"], memory), setting.optimizer
         if shared_epochs is not None:
@@ -165,5 +162,11 @@ def build(stays: Callable[[Path], bool], problem: Problem, *, shared_epochs: int
         return join(state.part, memory)
 
     return Strategy(
-        init, dispatch, client_update, server_update, init_memory=init_memory, personal_model=personal_model
+        init,
+        to_all(problem, "part"),
+        client_update,
+        server_update,
+        init_memory=init_memory,
+        personal_model=personal_model,
+        models=view("part"),
     )

@@ -27,8 +27,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData, Loss
 from fedjax_mr.errors import UserError
 from fedjax_mr.settings import field
-from fedjax_mr.strategies import fedavg
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +89,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         return of
 
-    def client_update(payload, memory, data, round, key):
+    def train(received, data, key):
         gradient = through_the_step(data)
-        model, metrics = local.train(problem.model, setting, payload["model"], data, key, gradient=gradient)
-        return {"model": model}, memory, metrics
+        return local.train(problem.model, setting, received, data, key, gradient=gradient)
 
     def personal_model(state, memory, data, key):
         params, others = state.model["params"], {name: leaf for name, leaf in state.model.items() if name != "params"}
@@ -101,5 +99,4 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         gradient, others = gradient(params, others, local.draw(setting, data, key), key)
         return {"params": step_to_own(params, gradient), **others}
 
-    average = fedavg.build(fedavg.Hyper(), problem)
-    return average._replace(client_update=client_update, personal_model=personal_model)
+    return averaging(problem, train=train)._replace(personal_model=personal_model)

@@ -32,7 +32,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, to_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +160,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         unused = Memory(*init(key), trained=jnp.zeros((), bool))
         return trees.broadcast(unused, problem.num_clients)
 
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"model": state.model, "rho": state.rho}, problem.cohort_size)
-
     def client_update(payload, memory, data, round, key):
         p = Gaussian(payload["model"]["params"], payload["rho"])
         model = trees.where(memory.trained, memory.model, payload["model"])
@@ -182,7 +179,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     return Strategy(
         init,
-        dispatch,
+        to_all(problem, "model", "rho"),
         client_update,
         server_update,
         global_model=lambda state: state.model,

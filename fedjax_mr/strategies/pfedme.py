@@ -25,7 +25,7 @@ from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,6 @@ class Hyper:
         choices=("theta", "w_local", "global"),
         source="Dinh et al. 2020; their code: w_local",
     )
-
-
-class State(NamedTuple):
-    """The global model w."""
-
-    model: Variables
 
 
 class Memory(NamedTuple):
@@ -147,15 +141,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     if fault := unstable(hyper.strength, eta=eta, personal_lr=personal_lr):
         logging.log_first_n(logging.WARNING, "pfedme may oscillate: %s; make --lr or lambda smaller", 1, fault)
 
-    def init(key):
-        return State(problem.model.init(key))
-
     def init_memory(key):
         unused = Memory(trees.zeros_like(problem.model.init(key)), jnp.zeros((), bool))
         return trees.broadcast(unused, problem.num_clients)
-
-    def dispatch(state, cohort, key):
-        return {"model": trees.broadcast(state.model, problem.cohort_size)}
 
     def client_update(payload, memory, data, round, key):
         loss = local.cross_entropy(problem.model)
@@ -167,19 +155,16 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def server_update(state, uploads, cohort, round, key):
         mean, old = trees.mean(uploads["model"], weights=cohort.sizes), state.model["params"]
         step = trees.scale(trees.subtract(mean["params"], old), hyper.beta)
-        return State(mean | {"params": trees.add(old, step)}), {}
+        return state._replace(model=mean | {"params": trees.add(old, step)}), {}
 
     def personal_model(state, memory, data, key):
         if hyper.evaluate == "global":
             return state.model
         return trees.where(memory.trained, memory.model, state.model)
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
+    return averaging(problem)._replace(
+        client_update=client_update,
+        server_update=server_update,
         init_memory=None if hyper.evaluate == "global" else init_memory,
         personal_model=personal_model,
     )

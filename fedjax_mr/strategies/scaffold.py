@@ -22,7 +22,7 @@ from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 
 AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code
 
@@ -100,9 +100,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         params = problem.model.init(key)["params"]
         return trees.broadcast(trees.zeros_like(params), problem.num_clients)
 
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"model": state.model, "control": state.control}, problem.cohort_size)
-
     def client_update(payload, memory, data, round, key):
         received, control, own = payload["model"], payload["control"], memory
         optimizer = optax.chain(correct(trees.subtract(control, own)), setting.optimizer)
@@ -130,11 +127,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         control = trees.add(state.control, trees.scale(trees.mean(changes), share))
         return State(model, control), {}
 
-    return Strategy(
-        init,
-        dispatch,
-        client_update,
-        server_update,
-        global_model=lambda state: state.model,
+    return averaging(problem)._replace(
+        init=init,
+        dispatch=to_all(problem, "model", "control"),
+        client_update=client_update,
+        server_update=server_update,
         init_memory=init_memory,
     )

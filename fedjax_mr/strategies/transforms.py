@@ -34,7 +34,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.secure.exchange import exchange
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Exchange, Info, Parcels, Payload, Problem, Strategy
+from fedjax_mr.strategies.base import Exchange, Info, Parcels, Payload, Problem, Strategy, View
 
 # --- An optimizer on the server --------------------------------------------------------------------------------------
 
@@ -57,30 +57,35 @@ class Moments(NamedTuple):
 
 
 def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -> Strategy:
-    """Return a strategy whose server takes the inner server's change of the parameters as a negative gradient.
+    """A strategy whose server takes the inner server's change of its models as a negative gradient.
 
     With the parameters x before a round and y after the inner server's update, the new ones are x + u, where u is the
     update that ``optimizer`` makes of the gradient x - y; plain SGD of rate 1 gives y again. The other collections
-    (BatchNorm statistics) are those of the inner server: they are never extrapolated.
+    (BatchNorm statistics) are those of the inner server: they are never extrapolated. So is everything else that the
+    inner server keeps (control variates).
 
     Each of K models has its own optimizer, by ``vmap``, so that a norm is that of one model. In FedMR the change of
     model j includes that its layers came from other models. A model that the inner server leaves as it is (a cluster
     of HypCluster without clients) has the gradient zero, but may go on by momentum.
 
     Args:
-      inner: a strategy whose server keeps one model or K stacked models: a NamedTuple with a field ``model`` or
-        ``models``, every other field None.
+      inner: a strategy that names its server's models (`Strategy.models`).
       optimizer: from `make_server_optimizer` or any other of optax.
 
     Raises:
-      UserError: the server of the inner strategy keeps something else; raised by ``init``.
+      UserError: the inner strategy names none.
     """
+    models = inner.models
+    if models is None:
+        raise UserError(
+            "a server optimizer needs a server that moves a model, or K models; this strategy names none "
+            "(Strategy.models): use --server_optimizer=none"
+        )
+    batched = jax.vmap if models.stacked else lambda function: function
 
     def init(key):
         state = inner.init(key)
-        name = _name_of_models(state)
-        start = jax.vmap(optimizer.init) if name == "models" else optimizer.init
-        return State(state, start(getattr(state, name)["params"]))
+        return State(state, batched(optimizer.init)(models.get(state)["params"]))
 
     def step(old, new, state):
         updates, state = optimizer.update(trees.subtract(old, new), state, old)
@@ -88,11 +93,9 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
 
     def server_update(state, uploads, cohort, round, key):
         new, info = inner.server_update(state.inner, uploads, cohort, round, key)
-        name = _name_of_models(new)
-        before, after = getattr(state.inner, name), getattr(new, name)
-        step_all = jax.vmap(step) if name == "models" else step
-        params, moments = step_all(before["params"], after["params"], state.optimizer)
-        return State(new._replace(**{name: after | {"params": params}}), moments), info
+        before, after = models.get(state.inner), models.get(new)
+        params, moments = batched(step)(before["params"], after["params"], state.optimizer)
+        return State(models.set(new, after | {"params": params}), moments), info
 
     def of_inner(member: Callable | None) -> Any:
         return member and (lambda state, *rest: member(state.inner, *rest))
@@ -120,23 +123,11 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
         traffic=inner.traffic and traffic_of(inner.traffic),
         personal_model=inner.personal_model if part else of_inner(inner.personal_model),
         personal_part=of_inner(part),
-    )
-
-
-def _name_of_models(state: base.State) -> str:
-    """Return ``model`` or ``models``, the field of a server's state that is all of it.
-
-    Raises:
-      UserError: there is no such field, or others beside it.
-    """
-    kept = [name for name, value in state._asdict().items() if value is not None]
-    if kept in (["model"], ["models"]):
-        return kept[0]
-    extra = [name for name in kept if name not in ("model", "models")]
-    found = f"also keeps {', '.join(extra)}" if len(extra) < len(kept) else f"keeps {', '.join(extra) or 'no model'}"
-    raise UserError(
-        f"a server optimizer needs a server that keeps one model, or K models, and nothing else; that of this strategy "
-        f"{found}: use --server_optimizer=none"
+        models=View(
+            lambda state: models.get(state.inner),
+            lambda state, new: state._replace(inner=models.set(state.inner, new)),
+            models.stacked,
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_strategy
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Row, Strategy, Traffic, fedavg, fedcross, indep
+from fedjax_mr.strategies.base import view
 from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, secure_exchange, server_optimizer
 
 
@@ -250,6 +251,7 @@ def test_every_other_member_sees_the_inner_state():
         between_rounds=lambda state, round, key: (Counter({"params": state.model["params"] + round}), {"told": 1}),
         traffic=lambda usual, state, uploads, cohort, round: usual._replace(down=(parcels, state.model)),
         personal_model=lambda state, memory, data, key: (state.model, memory),
+        models=view("model"),
     )
     wrapped, key = server_optimizer(inner, optax.sgd(1.0, momentum=0.5)), jax.random.key(0)
     state = wrapped.init(key)
@@ -267,55 +269,66 @@ def test_every_other_member_sees_the_inner_state():
     later, told = wrapped.between_rounds(state, 4, key)
     assert told == {"told": 1} and later.optimizer is state.optimizer
     np.testing.assert_array_equal(later.inner.model["params"], 4)
-    bare = server_optimizer(inner_strategy("fedavg", None), optax.sgd(1.0))
-    assert (bare.select, bare.between_rounds, bare.traffic, bare.personal_model, bare.individual_models) == (None,) * 5
+    bare = server_optimizer(indep.build(None, None), optax.sgd(1.0))
+    assert (bare.select, bare.between_rounds, bare.traffic, bare.personal_model) == (None,) * 4
 
 
 # --- Which strategies -----------------------------------------------------------------------------------------------
 
 
-TAKES_ONE = ("fedavg", "fedprox", "moon", "fedasam", "fedcross", "fedmr", "indep")
-TAKES_ONE += ("centralized", "hypcluster", "pfedme", "fml", "mapper")
-
-
-@pytest.mark.parametrize("inner", TAKES_ONE)
-def test_strategies_of_models_alone_take_an_optimizer(problem, inner):
-    wrapped = server_optimizer(inner_strategy(inner, problem), make_server_optimizer("adam"))
-    state = jax.eval_shape(wrapped.init, jax.random.key(0))
-    (model,) = [value for value in state.inner if value is not None]
-    count = len(jax.tree.leaves(model["params"]))
-    assert len(jax.tree.leaves(state.optimizer)) == 2 * count  # m and v, and no counter
-
-
-@pytest.mark.parametrize(
-    "inner, hyper, extra",
-    [
-        ("scaffold", None, "also keeps control:"),
-        ("fedexp", None, "also keeps previous:"),
-        ("fedmut", None, "also keeps change, beta:"),
-        ("fedgen", None, "also keeps generator"),
-        ("clusamp", None, "also keeps changes, distances, distributions:"),
-        ("fedcross", fedcross.Hyper(deployed="uploaded"), "also keeps deployed:"),
-        ("fedme", None, "also keeps clusters:"),
-        ("pfedhr", None, "also keeps rows"),
-        ("fedgh", None, "keeps header"),
-        ("local", None, "keeps no model:"),
-    ],
+REFUSED = (
+    "pfedbayes",
+    "fedmerge",
+    "fedme",
+    "pfedhr",
+    "fedmd",
+    "fedgh",
+    "fedproto",
+    "fedtgp",
+    "fedkemf",
+    "fccl",
+    "local",
 )
-def test_others_are_refused_in_one_line(problem, inner, hyper, extra):
-    wrapped = server_optimizer(inner_strategy(inner, problem, hyper), optax.sgd(1.0))
+
+
+@pytest.mark.parametrize("inner", [name for name in STRATEGIES if name not in (*REFUSED, "optimized")])
+def test_servers_that_name_their_models_take_an_optimizer(problem, inner):
+    strategy = inner_strategy(inner, problem)
+    wrapped = server_optimizer(strategy, make_server_optimizer("adam"))
+    state = jax.eval_shape(wrapped.init, jax.random.key(0))
+    before, after = strategy.models.get(state.inner), wrapped.models.get(state)
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
+    count = len(jax.tree.leaves(before["params"]))
+    assert len(jax.tree.leaves(state.optimizer)) == 2 * count  # m and v, and no counter
+    moved = wrapped.models.set(state, jax.tree.map(lambda leaf: None, before))
+    others = jax.tree.leaves(state), jax.tree.leaves(moved)
+    assert len(others[0]) - len(others[1]) == len(jax.tree.leaves(before))  # nothing but the models was touched
+
+
+@pytest.mark.parametrize("inner", REFUSED)
+def test_others_are_refused_in_one_line(problem, inner):
     with pytest.raises(UserError) as caught:
-        jax.eval_shape(wrapped.init, jax.random.key(0))
+        server_optimizer(inner_strategy(inner, problem), optax.sgd(1.0))
     message = str(caught.value)
-    assert extra in message and "--server_optimizer=none" in message and "\n" not in message
+    assert "names none" in message and "--server_optimizer=none" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("flags", [["--strategy=pfedhr", "--public_share=0.1"], ["--strategy=scaffold"]])
-def test_the_command_refuses_them_before_a_folder_exists(tmp_path, capsys, flags):
+def test_control_variates_stay_those_of_the_inner_server(engine, close):
+    """With plain SGD of rate 1/2 the model goes half the way of SCAFFOLD's, and c is what SCAFFOLD's is."""
+    plain = engine("scaffold", "perceptron")
+    half = engine("optimized", "perceptron", hyper=Optimized("scaffold", optimizer="momentum", lr=0.5, momentum=0.0))
+    start, after = plain.init().server, plain.run(plain.init(), 1)[0].server
+    found = half.run(half.init(), 1)[0].server.inner
+    close(found.control, after.control)
+    close(found.model["params"], trees.interpolate(start.model["params"], after.model["params"], 0.5))
+
+
+def test_the_command_refuses_them_before_a_folder_exists(tmp_path, capsys):
     folder = tmp_path / "run"
-    assert main.main([*flags, "--server_optimizer=adam", "--noprogress", f"--run_dir={folder}"]) == 2
+    flags = ["--strategy=pfedhr", "--public_share=0.1", "--server_optimizer=adam"]
+    assert main.main([*flags, "--noprogress", f"--run_dir={folder}"]) == 2
     out, shown = capsys.readouterr()
-    assert (out, shown.count("\n")) == ("", 1) and "also keeps" in shown
+    assert (out, shown.count("\n")) == ("", 1) and "names none" in shown
     assert not folder.exists()
 
 

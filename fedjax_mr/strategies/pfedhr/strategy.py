@@ -46,7 +46,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.settings import LARGEST_BATCH, field
-from fedjax_mr.strategies.base import Info, Parcels, Problem, Strategy, Traffic, models_sent, own_starts
+from fedjax_mr.strategies.base import Info, Parcels, Problem, Strategy, Traffic, models_sent, nothing, own_starts
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
 from fedjax_mr.strategies.pfedhr.chains import Block, Chain, Programs
 
@@ -493,6 +493,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         init_memory=init_memory,
         between_rounds=between_rounds,
         traffic=traffic,
-        personal_part=lambda state, client_id: (),
+        personal_part=nothing,
         personal_model=lambda part, memory, data, key: memory.model,
     )
