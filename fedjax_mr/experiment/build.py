@@ -28,7 +28,7 @@ from fedjax_mr.experiment.architectures import architectures
 from fedjax_mr.models import MODELS, BlockNet, Model, Zoo
 from fedjax_mr.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
-from fedjax_mr.strategies.transforms import keeps_several, make_server_optimizer, server_optimizer
+from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
 
 def build_model(config: Config, federated: FederatedData, *, modules: Sequence[Any] = ()) -> Model:
@@ -216,7 +216,7 @@ def build_strategy(config: Config, problem: Problem) -> Strategy:
         momentum=config.server_momentum,
         beta2=config.server_beta2,
         tau=config.server_tau,
-        several=keeps_several(strategy),
+        several=strategy.models is not None and strategy.models.stacked,
     )
     return server_optimizer(strategy, optimizer)
 

@@ -131,15 +131,6 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
     )
 
 
-def keeps_several(inner: Strategy) -> bool:
-    """Return whether the server of a strategy keeps K models instead of one.
-
-    Raises:
-      UserError: it keeps something else, so that it takes no optimizer.
-    """
-    return _name_of_models(jax.eval_shape(inner.init, jax.random.key(0))) == "models"
-
-
 def make_server_optimizer(
     name: str,
     *,
@@ -160,7 +151,7 @@ def make_server_optimizer(
       momentum: beta of momentum, beta_1 of the others. Reddi et al. run FedAdagrad with 0.
       beta2: beta_2 of adam and yogi.
       tau: tau of adam, yogi and adagrad.
-      several: whether the server keeps K models (`keeps_several`).
+      several: whether the server keeps K models (`View.stacked`).
     """
     if lr is None:
         lr = 1 - momentum if several and name == "momentum" else LEARNING_RATES[name]
