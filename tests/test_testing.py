@@ -9,6 +9,7 @@ import pytest
 
 from fedjax_mr.testing.__main__ import main
 
+ROOT = Path(__file__).parent.parent
 METHOD = """
 import fedjax_mr as fmr
 from fedjax_mr.strategies import fedavg
@@ -37,19 +38,24 @@ def test_help(capsys):
     assert capsys.readouterr().out.startswith("usage: python -m fedjax_mr.testing [--import=FILE ...]")
 
 
+BY_MODULE = ["fedjax_mr.testing"]
+BY_PYTEST = ["pytest", "-q", "-p", "fedjax_mr_pytest", "--pyargs", "fedjax_mr.testing"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("learns", "code", "part"),
+    ("learns", "way", "code", "part"),
     [
-        ("True", 0, "2 passed"),
-        ("False", 1, "2 failed"),
-        (")", 2, "fedjax-mr: mine.py, line 10: SyntaxError: unmatched ')'"),
+        ("True", BY_MODULE, 0, "2 passed"),
+        ("True", BY_PYTEST, 0, "2 passed"),
+        ("False", BY_MODULE, 1, "2 failed"),
+        (")", BY_MODULE, 2, "fedjax-mr: mine.py, line 10: SyntaxError: unmatched ')'"),
     ],
 )
-def test_it_tests_what_a_file_registers(tmp_path, learns, code, part):
+def test_it_tests_what_a_file_registers(tmp_path, learns, way, code, part):
     (tmp_path / "mine.py").write_text(METHOD.replace("LEARNS", learns))
-    command = [sys.executable, "-m", "fedjax_mr.testing", "--import=mine.py", "-k", "mine and loss_falls"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", *way, "--import=mine.py", "-k", "mine and loss_falls"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "fedjax_mr/testing/plugin")))}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == code, done.stdout
     assert part in done.stdout and "warning" not in done.stdout

@@ -1,7 +1,7 @@
 """The contract that every strategy keeps, for methods of one's own, too.
 
     python -m fedjax_mr.testing --import=my_method.py
-    pytest --pyargs fedjax_mr.testing --import=my_method.py    # the same
+    pytest -p fedjax_mr_pytest --pyargs fedjax_mr.testing --import=my_method.py    # the same
 
 It tests what the files register (without ``--import``: all strategies) on tiny federations: shapes and dtypes, one
 trace, the same bits for any division into calls and after a checkpoint, the same numbers on all layouts, progress on an

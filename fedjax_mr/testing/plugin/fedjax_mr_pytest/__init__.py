@@ -1,8 +1,6 @@
-"""The option --import of `pytest --pyargs fedjax_mr.testing`.
+"""The option --import of `pytest -p fedjax_mr_pytest --pyargs fedjax_mr.testing`.
 
-pytest reads the options before it knows that folder, so this is a plugin, which is loaded in every session where the
-package is installed. It is installed as a package of its own, because importing anything of fedjax_mr takes seconds and
-sets JAX up.
+pytest reads the options before it knows that folder, so the option is in a plugin that is named on the command line.
 """
 
 
