@@ -49,6 +49,12 @@ class Given(NamedTuple):
     federation: Federation
     key: jax.Array  # the run's key
 
+    def client(self, client_id: jax.Array | int) -> ClientData:
+        """The data of one client."""
+        samples, index, offsets = self.federation
+        kept = kept_for_validation(self.problem)[client_id]
+        return ClientData(samples, index, offsets[client_id], self.problem.sizes[client_id], jnp.int32(client_id), kept)
+
 
 class Progress(NamedTuple):
     """Everything that changes from round to round."""

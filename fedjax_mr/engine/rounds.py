@@ -113,6 +113,7 @@ class Rounds:
         self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=self.key)
         self.build = build
         self.strategy = build(given.problem)
+        self._client = given.client  # from where the caller keeps the samples
         self._place = shapes_at if axis.described else place
         self._stop_at_divergence = stop_at_divergence
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
@@ -249,7 +250,7 @@ class Rounds:
         with self._clock.side("server") as results:
             key = round_key(self._home_given.key, HOST, done)
             whole = place(progress.server, self.axis.home)
-            server, info = self.strategy.between_rounds(whole, done, key)
+            server, info = self.strategy.between_rounds(whole, done, key, self._client)
             progress = progress._replace(server=place(server, self._at_rest.server))
             results.append(progress.server)
         return progress, report._replace(info=report.info | info)

@@ -110,9 +110,14 @@ class ServerUpdate(Protocol):
 
 
 class BetweenRounds(Protocol):
-    """Change the state between two rounds, on the host: -> (state, info); info may hold arrays, which the run keeps."""
+    """Change the state between two rounds, on the host: -> (state, info); info may hold arrays, which the run keeps.
 
-    def __call__(self, state: State, round: int, key: jax.Array) -> tuple[State, Info]: ...
+    ``client(i)`` is the data of client i, on the host, for what a simulation computes in the place of a client.
+    """
+
+    def __call__(
+        self, state: State, round: int, key: jax.Array, client: Callable[[int], ClientData]
+    ) -> tuple[State, Info]: ...
 
 
 class CountTraffic(Protocol):

@@ -164,7 +164,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             model = trees.mean(models)
         return State(model, changes, distances, state.distributions), {}
 
-    def between_rounds(state, round, key):
+    def between_rounds(state, round, key, client):
         sizes, count = np.asarray(problem.sizes, np.int64), problem.cohort_size
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         found = groups(np.asarray(state.distances, np.float64), sizes, count)

@@ -201,7 +201,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         logits = jax.lax.map(lambda variables: model.apply(variables, x), models)
         return jax.nn.softmax(logits) if hyper.outputs == "probabilities" else logits
 
-    def between_rounds(state, round, key):
+    def between_rounds(state, round, key, client):
         count = 1 + sum(round >= start for start in hyper.cluster_rounds)
         if count == 1:
             return state, {}  # one cluster needs no outputs

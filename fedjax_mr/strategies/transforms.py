@@ -101,8 +101,8 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
         return member and (lambda state, *rest: member(state.inner, *rest))
 
     def between_rounds_of(member: Callable) -> Any:
-        def between_rounds(state, round, key):
-            new, info = member(state.inner, round, key)
+        def between_rounds(state, *rest):
+            new, info = member(state.inner, *rest)
             return state._replace(inner=new), info
 
         return between_rounds

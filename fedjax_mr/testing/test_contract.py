@@ -206,6 +206,14 @@ def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, federation,
         assert bool(trees.all_finite([one.deployed(progress), report.train_loss]))
 
 
+def test_the_server_keeps_no_samples_of_the_clients(engine, strategy):
+    """They would be written to the disk with every checkpoint."""
+    engine = engine(strategy, **NORMED)
+    progress, _ = run(engine, [1])
+    kept = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(progress.server))
+    assert not any(np.asarray(sample).tobytes() in kept for sample in engine.given.federation.samples.x)
+
+
 def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
     start, engine = engine(strategy, **NORMED), engine(strategy, devices=2, lanes=2, **NORMED)
     _, report = run(engine, [1], start=start)

@@ -248,7 +248,10 @@ def test_every_other_member_sees_the_inner_state():
         individual_models=lambda state: state.model,
         select=lambda state, key: state.model,
         init_memory=lambda key: "memory",
-        between_rounds=lambda state, round, key: (Counter({"params": state.model["params"] + round}), {"told": 1}),
+        between_rounds=lambda state, round, key, client: (
+            Counter({"params": state.model["params"] + round}),
+            {"told": 1},
+        ),
         traffic=lambda usual, state, uploads, cohort, round: usual._replace(down=(parcels, state.model)),
         personal_model=lambda state, memory, data, key: (state.model, memory),
         models=view("model"),
@@ -266,7 +269,7 @@ def test_every_other_member_sees_the_inner_state():
     assert wrapped.traffic(Traffic(), state, {}, None, 0).down == (parcels, model)
     assert (wrapped.init_memory, wrapped.client_update) == (inner.init_memory, inner.client_update)
     state, _ = wrapped.server_update(state, {}, None, 0, key)
-    later, told = wrapped.between_rounds(state, 4, key)
+    later, told = wrapped.between_rounds(state, 4, key, None)
     assert told == {"told": 1} and later.optimizer is state.optimizer
     np.testing.assert_array_equal(later.inner.model["params"], 4)
     bare = server_optimizer(indep.build(None, None), optax.sgd(1.0))

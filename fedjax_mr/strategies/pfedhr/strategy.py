@@ -32,7 +32,7 @@ Traffic counts the networks: up the client's, down the teacher's.
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +43,7 @@ from absl import logging
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.settings import LARGEST_BATCH, field
@@ -156,8 +157,6 @@ class State(NamedTuple):
 
     rows: jax.Array  # [N] at which row of the round a client stood; -1: it took no part
     models: Variables  # what the round's clients uploaded [K, ...]
-    samples: jax.Array  # their own samples, for the simulation [K, largest client, ...]
-    labels: jax.Array  # those of the samples, for the teachers' accuracy alone [K, largest client]
     teaching: jax.Array  # the logits of each client's teacher for the client's own samples [N, largest client, C]
     teacher_size: jax.Array  # numbers in the teacher that this stands for [N]; 0: the client has no teacher
 
@@ -321,8 +320,10 @@ class Server:
         similarities = (entering + leaving) / 2
         return Reassembled(blocks, labels, similarities, candidates, tuned, logit_similarity, clock.seconds)
 
-    def teach(self, state: State, key: jax.Array) -> tuple[State, Info]:
+    def teach(self, state: State, key: jax.Array, client: Callable[[int], ClientData]) -> tuple[State, Info]:
         """Return the state with the teachers of the round's clients, and an account of it; consumes ``key``.
+
+        The simulation computes here what a teacher says of a client's own samples; a real client would do so itself.
 
         Beside the account stand means over the clients: how many of its own samples a client's teacher gets right
         (``teacher_accuracy``), and the largest probability that it gives (``teacher_confidence``); NaN without one.
@@ -344,15 +345,17 @@ class Server:
             sizes[:] = 0
         teachers = np.full(len(clients), -1, np.int32)
         lessons = []
-        samples, labels, counts = jax.device_put(self.public), np.asarray(state.labels), np.asarray(problem.sizes)
-        for row, client in enumerate(clients if made.chains else []):
+        samples, largest = jax.device_put(self.public), problem.local.max_size
+        for row, number in enumerate(clients if made.chains else []):
             teachers[row] = made.logit_similarity[row].argmax()
             teacher = made.chains[teachers[row]]
-            own = samples._replace(x=state.samples[row], y=None)
-            teaching[client] = self.programs.logits(teacher, own)
-            sizes[client] = sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
-            true = slice(counts[client])  # without those that fill up
-            lessons.append(lesson(teaching[client][true], labels[row][true]))
+            data = client(number)
+            size = int(data.size)
+            rows = np.asarray(data.index)[int(data.offset) + np.minimum(np.arange(largest), size - 1)]
+            own = samples._replace(x=jnp.asarray(data.samples.x[rows]), y=None)
+            teaching[number] = self.programs.logits(teacher, own)
+            sizes[number] = sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
+            lessons.append(lesson(teaching[number][:size], np.asarray(data.samples.y[rows[:size]])))
         state = state._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(sizes))
         account = account_of(clients, made, teachers)
         accuracy, confidence = np.mean(lessons, axis=0) if lessons else (np.nan, np.nan)
@@ -423,8 +426,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(
             rows=jnp.full(problem.num_clients, -1, jnp.int32),
             models=zeros(jax.eval_shape(network.init, key)),
-            samples=jnp.zeros((count, largest, *server.public.x.shape[1:]), server.public.x.dtype),
-            labels=jnp.zeros((count, largest), jnp.int32),
             teaching=jnp.zeros((problem.num_clients, largest, problem.num_classes)),
             teacher_size=jnp.zeros(problem.num_clients, jnp.int32),
         )
@@ -461,21 +462,17 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             first = network.init(jax.random.wrap_key_data(memory.start), network.architecture(memory.model))
             start = trees.where(payload["paused"], first, start)
         model, metrics = local.train(network, problem.local, start, data, key, loss=loss)
-        rows = data.index[data.offset + jnp.minimum(jnp.arange(largest, dtype=jnp.int32), data.size - 1)]
-        samples, labels = (jnp.asarray(each)[rows] for each in (data.samples.x, data.samples.y))
-        return {"model": model, "samples": samples, "labels": labels}, memory._replace(model=model), metrics
+        return {"model": model}, memory._replace(model=model), metrics
 
     def server_update(state, uploads, cohort, round, key):
         new = state._replace(
             rows=jnp.full_like(state.rows, -1).at[cohort.ids].set(jnp.arange(count, dtype=jnp.int32)),
             models=uploads["model"],
-            samples=uploads["samples"],
-            labels=uploads["labels"],
         )
         return new, {"taught": jnp.sum((state.teacher_size[cohort.ids] > 0).astype(jnp.float32))}
 
-    def between_rounds(state, round, key):
-        state, info = server.teach(state, key)
+    def between_rounds(state, round, key, client):
+        state, info = server.teach(state, key, client)
         server.warn_of_ignorance(round, info["teacher_accuracy"])
         return state, info
 
