@@ -368,7 +368,10 @@ class _FlagValues(flags.FlagValues):
         ours = PACKAGE / filename
         if ours.suffix == ".flags" and os.path.isfile(ours) and not os.path.exists(filename):
             filename = str(ours)
-        return super()._get_flag_file_lines(filename, parsed_file_stack)
+        try:
+            return super()._get_flag_file_lines(filename, parsed_file_stack)
+        except UnicodeDecodeError:
+            raise UserError(f"cannot read the flag file {filename}: it is no text in UTF-8") from None
 
 
 class _TrueOrFalse(flags.BooleanParser):

@@ -153,6 +153,13 @@ def test_the_global_flags_stay_untouched():
     assert set(flags.FLAGS) == before
 
 
+def test_a_flag_file_that_is_no_text_is_one_line(tmp_path):
+    (tmp_path / "binary.flags").write_bytes(b"\x80\x04")
+    arguments = [f"--flagfile={tmp_path / 'binary.flags'}"]
+    for read in (parse, lambda arguments: settings.given(arguments, "import")):
+        assert "binary.flags: it is no text in UTF-8" in error_of(read, arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
