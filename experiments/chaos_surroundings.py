@@ -18,7 +18,7 @@ from fedjax_mr.experiment.folder import run_state, saved_round
 from fedjax_mr.experiment.locks import is_taken
 
 STRANGER = 54321  # a user without an entry in the user database
-SETPRIV = shutil.which("setpriv")
+SETPRIV, RMDIR = shutil.which("setpriv"), shutil.which("rmdir")  # a trial may take PATH away
 REFUSED, CLOSED_PIPE, CANNOT_EXECUTE = 2, 141, (126, 127)
 
 
@@ -197,7 +197,7 @@ def _run(
     command: list[str], place: Path, streams: tuple[str, ...], where: str, environment: dict, stranger: bool, log: Path
 ) -> Ended:
     """Run a command in a shell that prepares its streams and its folder; return its code and its standard error."""
-    deleted = f"rmdir '{place}' && " if where == "deleted" else ""
+    deleted = f"{RMDIR} '{place}' && " if where == "deleted" else ""
     user = f"{SETPRIV} --reuid={STRANGER} --regid={STRANGER} --clear-groups" if stranger else ""
     line = f'{deleted}{user} "$0" "$@" {" ".join(each for each in streams if not each.startswith("|"))}'
     known = {name: value for name, value in (os.environ | environment).items() if value is not None}
