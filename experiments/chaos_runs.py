@@ -25,7 +25,8 @@ from fedjax_mr.strategies import STRATEGIES
 
 ROUNDS = 16
 PATIENCE = 300  # seconds after which a run hangs
-FEW = {  # settings with which the server does little
+FEW = {  # settings with which the server does little, and what a strategy needs
+    "fedrep": ["--local_epochs=2"],  # one for the head, one for the rest
     "fedgen": ["--fedgen_steps=5", "--fedgen_batch_size=16", "--fedgen_hidden=16"],
     "pfedhr": ["--pfedhr_groups=2", "--pfedhr_max_candidates=2", "--pfedhr_server_epochs=1"],
 }
