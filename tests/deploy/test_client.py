@@ -158,9 +158,10 @@ def test_no_code_of_the_servers_choice_runs(place, flag, tmp_path):
 
 
 @pytest.fixture
-def registries():
+def registries(monkeypatch):
     """Forget afterwards what a test has registered."""
     before = {registry.kind: dict(registry) for registry in imports.REGISTRIES}
+    monkeypatch.setattr(imports, "_IMPORTED", {})
     yield
     for registry in imports.REGISTRIES:
         registry.clear()
