@@ -95,7 +95,7 @@ _kept: dict[Hashable, dict[Hashable, Program]] = {}  # the set that was asked fo
 
 
 def _kept_under(key: Hashable) -> dict[Hashable, Program]:
-    """Return the set of programs of a key, and forget those that nobody has asked for the longest."""
+    """The set of programs of a key; beyond `MOST_KEPT` sets, the least recently used one is dropped."""
     programs = _kept.pop(key, {})
     _kept[key] = programs
     while len(_kept) > MOST_KEPT:
