@@ -38,7 +38,7 @@ from hlo import Module, collectives, launches
 from jax.sharding import Mesh
 
 import fedjax_mr as fmr
-from fedjax_mr import data, platforms, trees
+from fedjax_mr import data, trees
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.engine.evaluation import Evaluation
@@ -47,6 +47,7 @@ from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model, build_rounds, samples
+from fedjax_mr.models import platforms
 from fedjax_mr.models.__main__ import multiply_adds
 
 BATCH, TEST_SAMPLES = 50, 10_000

@@ -45,11 +45,11 @@ import peers
 import products
 
 import fedjax_mr as fmr
-from fedjax_mr import config as configuration
 from fedjax_mr import data
 from fedjax_mr.engine.clients import assign, client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, build_rounds, samples
 from fedjax_mr.experiment.experiment import peak_memory_bytes
 from fedjax_mr.models import MODELS, windows

@@ -58,7 +58,7 @@ from chaos_processes import processes
 from chaos_runs import Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
 from chaos_surroundings import surroundings, sweeps
 
-from fedjax_mr import plots
+from fedjax_mr.analysis import plots
 from fedjax_mr.engine.devices import add_xla_flags, usable_cores
 from fedjax_mr.strategies import STRATEGIES
 

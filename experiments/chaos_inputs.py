@@ -20,9 +20,9 @@ from chaos_runs import ROUNDS, Ended, World, Wrong, require_one_line, settings, 
 
 from fedjax_mr import main
 from fedjax_mr.analysis import __main__ as analysis
-from fedjax_mr.config import Config
 from fedjax_mr.experiment.checkpoint import MANIFEST
-from fedjax_mr.settings import Setting, settings_of
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.settings import Setting, settings_of
 from fedjax_mr.strategies import STRATEGIES
 
 IN_PROCESS = 120  # seconds after which a command in this process hangs

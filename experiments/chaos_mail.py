@@ -18,12 +18,12 @@ import numpy as np
 from chaos_messages import ODD
 from chaos_runs import World, Wrong
 
-from fedjax_mr import config as configuration
 from fedjax_mr import data
-from fedjax_mr.checks import complete
 from fedjax_mr.deploy import client, facts, flower, mail, server
 from fedjax_mr.deploy.roll import Roll, Terms
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.checks import complete
 
 CLIENTS = 4
 STEPS = ("join", "begin", "train", "evaluate")

@@ -6,25 +6,25 @@ a function ``build(hyper, problem) -> Strategy``, from nothing or from other met
 """
 
 # ruff: noqa: E402
-from fedjax_mr import interrupts
+from fedjax_mr.experiment import interrupts
 
 interrupts.begin()  # before the imports that take seconds
 
-from fedjax_mr import models, platforms, strategies, trees
-from fedjax_mr.config import Config
+from fedjax_mr import models, strategies, trees
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.engine import local
 from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.load import SavedRun, load
 from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.experiment.trained import TrainedNetwork
-from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
-from fedjax_mr.settings import field
+from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables, platforms
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms
+from fedjax_mr.strategies.hyper import field
 
 platforms.skip_absent_accelerators()
 

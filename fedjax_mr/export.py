@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fedjax_mr import imports, interrupts
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.load import load
 
 

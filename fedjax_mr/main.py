@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr import config, imports, interrupts, manual
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config, imports, interrupts, manual
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.report import summary_table
 from fedjax_mr.experiment.run import Interrupted, run

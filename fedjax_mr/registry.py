@@ -1,6 +1,12 @@
-"""Registries: rows by name, ours and those of files of one's own (`imports`), which follow the same rules."""
+"""Registries of methods, networks, datasets and partitions by name, and the names of user-supplied objects.
 
-from collections.abc import Callable, Mapping
+A dataset or network that a user passes as a Python object is recorded as ``given:NAME:HASH`` in the place of a
+registered name.
+"""
+
+import collections
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from fedjax_mr.errors import UserError
@@ -50,3 +56,45 @@ class Registry(dict[str, Row], Generic[Row]):
         if not isinstance(name, str) or not name.isidentifier():
             raise UserError(f"the {self.kind} {name!r} needs a name of letters, digits and underscores")
         self.check(name, row)
+
+
+# --- Names of user-supplied objects ----------------------------------------------------------------------------------
+
+PREFIX = "given:"
+USER_OBJECTS = ("dataset", "model")
+"""The settings of a run that a Python object can replace."""
+
+
+def supplied_name(name: str, digest: str = "") -> str:
+    """The recorded name of a user-supplied object; ``digest`` is the hash of its contents, "" while it is unknown."""
+    simple = re.sub(r"[^\w.+-]+", "_", name).strip("_") or "unnamed"
+    return f"{PREFIX}{simple}:{digest[:8]}".removesuffix(":")
+
+
+def is_supplied(name: str) -> bool:
+    """Whether a recorded name, or one of several with commas between them, stands for a user-supplied object."""
+    return any(each.startswith(PREFIX) for each in name.split(","))
+
+
+def shown(name: str) -> str:
+    """A recorded name for people: NAME of ``given:NAME:HASH``, any other unchanged."""
+    return ",".join(each.split(":")[1] if each.startswith(PREFIX) else each for each in name.split(","))
+
+
+def digests(name: str) -> list[str]:
+    """The hash in each of some recorded names of user-supplied objects."""
+    return [each.rpartition(":")[2] for each in name.split(",")]
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Each recorded name for people, with its hash if several would read the same."""
+    count = collections.Counter(map(shown, dict.fromkeys(names)))
+    return {name: shown(name) if count[shown(name)] == 1 else name.replace(PREFIX, "") for name in names}
+
+
+def not_passed(argument: str, name: str) -> UserError:
+    """The error for a recorded name of a user-supplied object that was not passed again."""
+    return UserError(
+        f"{argument}={name}: this {argument} was passed as a Python object and cannot be found by name: start such a "
+        f"run by fmr.run(config, {argument}=...), resume it by fmr.load(FOLDER).resume({argument}=...)"
+    )

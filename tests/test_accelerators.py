@@ -21,11 +21,11 @@ from hlo import Module, collectives, launches, num_bytes
 from jax.sharding import Mesh, PartitionSpec
 
 import fedjax_mr as fmr
-from fedjax_mr import data, models, platforms, trees
+from fedjax_mr import data, models, trees
 from fedjax_mr.engine.clients import ClientAxis, client_axis
 from fedjax_mr.engine.program import memory_needed
 from fedjax_mr.experiment import build
-from fedjax_mr.models import windows
+from fedjax_mr.models import platforms, windows
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.strategies import STRATEGIES
 

@@ -3,12 +3,13 @@
 import jax
 import pytest
 
-from fedjax_mr import checks, models, settings
-from fedjax_mr import config as configuration
-from fedjax_mr.config import Config
+from fedjax_mr import models
 from fedjax_mr.engine.devices import memory_by_name
 from fedjax_mr.errors import UserError
-from fedjax_mr.settings import DEEPEST_FLAG_FILES
+from fedjax_mr.experiment import checks, settings
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.settings import DEEPEST_FLAG_FILES
 from fedjax_mr.strategies import STRATEGIES
 
 EVERY = {

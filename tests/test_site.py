@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_mr import config, manual, sweep
+from fedjax_mr import sweep
 from fedjax_mr.analysis.__main__ import COMMANDS
+from fedjax_mr.experiment import config, manual
 
 ROOT = Path(__file__).parent.parent
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "recipes"]

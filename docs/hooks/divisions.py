@@ -2,8 +2,8 @@
 
 import drawings
 
-from fedjax_mr import config as configuration
 from fedjax_mr import data
+from fedjax_mr.experiment import config as configuration
 
 CLIENTS = 20
 

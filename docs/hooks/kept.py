@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr import config as configuration
-from fedjax_mr import titles
 from fedjax_mr.analysis import papers, record, tables
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import Run
-from fedjax_mr.config import Config
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import run_state
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

@@ -14,8 +14,8 @@ import traffic
 import yaml
 from mkdocs.exceptions import PluginError
 
-from fedjax_mr import settings
 from fedjax_mr.analysis import tables
+from fedjax_mr.experiment import settings
 from fedjax_mr.strategies import STRATEGIES, by_group
 
 ROOT = Path(__file__).parents[2]

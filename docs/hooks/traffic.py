@@ -5,12 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_mr import config as configuration
 from fedjax_mr import data, trees
-from fedjax_mr.config import Config
 from fedjax_mr.engine import rounds
 from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import usual_traffic
 

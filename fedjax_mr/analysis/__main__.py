@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from fedjax_mr import imports, interrupts
 from fedjax_mr.analysis import (
     best,
     choices,
@@ -23,6 +22,7 @@ from fedjax_mr.analysis import (
     theorem1,
 )
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import imports, interrupts
 
 
 class Command(Protocol):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
-from fedjax_mr import titles
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.kept import SHARPNESS
 
 LEVEL = 0.95  # of confidence intervals; a claim holds where its p-value is below 1 - LEVEL

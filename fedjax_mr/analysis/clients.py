@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import plots, titles
-from fedjax_mr.analysis import runs, tables
+from fedjax_mr.analysis import plots, runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.engine.personal import worst_tenth
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Variables
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_mr import config as configuration
-from fedjax_mr import plots, titles
-from fedjax_mr.analysis import groups, runs
+from fedjax_mr.analysis import groups, plots, runs
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.folder import run_state
 
 LABELS = {

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedjax_mr import titles
 from fedjax_mr.analysis import groups
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.folder import read_rows, run_state
 
 if TYPE_CHECKING:

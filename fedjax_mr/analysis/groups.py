@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr import config as configuration
-from fedjax_mr import given, titles
+from fedjax_mr import registry
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.runs import Run
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES, run_state
 
 VALIDATION = "validation_accuracy"
@@ -92,7 +93,8 @@ def by_setting(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
         key = json.dumps({flag: each.get(flag, "-") for flag in flags})
         groups.setdefault(key, (each, []))[1].append(run)
     varied = [flag for flag in titles.varied(decisive) if flag != "strategy"]
-    shown = {flag: given.short_names({each[flag] for each in decisive}) for flag in given.HOW if flag in varied}
+    objects = [flag for flag in registry.USER_OBJECTS if flag in varied]
+    shown = {flag: registry.short_names({each[flag] for each in decisive}) for flag in objects}
     short = lambda flag, value: shown[flag][value] if flag in shown else value
     return [
         ({"strategy": each["strategy"]} | {flag: short(flag, each[flag]) for flag in varied if flag in each}, members)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fedjax_mr import config as configuration
 from fedjax_mr.analysis import pages, tables
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 
 LINES = re.compile(r"^# Measured:.*(?:\n# .*)*", re.MULTILINE)  # up to the first line that is no comment
 

@@ -24,11 +24,12 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from fedjax_mr import files, plots, titles, trees
-from fedjax_mr.analysis import runs, tables
+from fedjax_mr import trees
+from fedjax_mr.analysis import plots, runs, tables
+from fedjax_mr.data import files
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import kept
+from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Model, Variables
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr import titles
 from fedjax_mr.analysis import groups, papers, tables
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.tables import Line
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.report import last_evaluations
 
 VALUES: dict[str, tuple[str, Callable[[Line], Statistic]]] = {

@@ -17,11 +17,11 @@ import argparse
 import jax
 import numpy as np
 
-from fedjax_mr import config as configuration
 from fedjax_mr import data
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine.round import SERVER
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.base import unit_permutations

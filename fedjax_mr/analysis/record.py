@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fedjax_mr import config as configuration
-from fedjax_mr import files, titles
 from fedjax_mr.analysis import claims, headers, pages, papers, tables
 from fedjax_mr.analysis.claims import LEVEL, POINTS, Difference, difference, verdicts
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import Run
-from fedjax_mr.config import Config
+from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import run_state
 from fedjax_mr.experiment.report import summarise
 

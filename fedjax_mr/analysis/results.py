@@ -15,11 +15,11 @@ import shlex
 import shutil
 from pathlib import Path
 
-from fedjax_mr import config as configuration
-from fedjax_mr import files
 from fedjax_mr.analysis import groups, layouts, pages
 from fedjax_mr.analysis.runs import Run
+from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import run_state, runs_by_settings
 from fedjax_mr.experiment.kept import folder_name, portable
 from fedjax_mr.experiment.rows import checksums, write_summary

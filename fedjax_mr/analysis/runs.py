@@ -9,16 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr import config as configuration
-from fedjax_mr import data, files, plots, titles
-from fedjax_mr.config import Config
-from fedjax_mr.data import FederatedData
+from fedjax_mr import data
+from fedjax_mr.analysis import plots
+from fedjax_mr.data import FederatedData, files
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.build import build_model, build_rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary
 from fedjax_mr.models import Model, Variables
 

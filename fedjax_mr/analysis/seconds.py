@@ -9,8 +9,7 @@ was at work on the machine.
 import argparse
 from collections.abc import Sequence
 
-from fedjax_mr import plots
-from fedjax_mr.analysis import groups, runs, tables
+from fedjax_mr.analysis import groups, plots, runs, tables
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.runs import Run
 from fedjax_mr.errors import UserError

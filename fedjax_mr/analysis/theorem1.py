@@ -37,8 +37,7 @@ import optax
 import scipy.optimize
 import scipy.special
 
-from fedjax_mr import plots
-from fedjax_mr.analysis import runs, tables
+from fedjax_mr.analysis import plots, runs, tables
 from fedjax_mr.data import Split
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import client_axis

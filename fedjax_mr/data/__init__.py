@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import given
+from fedjax_mr import registry
 from fedjax_mr.data import divide
 from fedjax_mr.data.divide import federate
 from fedjax_mr.data.federated import Dataset, FederatedData, Request, Split
@@ -62,8 +62,8 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
     Raises:
       UserError: the name is unknown, the files are missing or damaged, the samples cannot be trained on.
     """
-    if given.is_given(name):
-        raise given.missing("dataset", name)
+    if registry.is_supplied(name):
+        raise registry.not_passed("dataset", name)
     base = name.partition("/")[0]
     if label_mode not in LABEL_MODES.get(base, ("fine",)):
         raise UserError(f"{name} has no {label_mode} labels; --label_mode={label_mode} is for {', '.join(LABEL_MODES)}")

@@ -5,14 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_mr import config as configuration
-from fedjax_mr import data, interrupts, plots, titles
-from fedjax_mr.checks import complete
+from fedjax_mr import data
+from fedjax_mr.analysis import plots
 from fedjax_mr.data import plan
 from fedjax_mr.data.federated import Request
 from fedjax_mr.data.partition_table import partition_table
 from fedjax_mr.data.sources import tfds
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import interrupts, titles
+from fedjax_mr.experiment.checks import complete
 
 DIVISIONS = "runs/data"  # where divisions without --run_dir are kept
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from fedjax_mr import files
-from fedjax_mr.data import npz
+from fedjax_mr.data import files, npz
 
 FORMAT = 1  # raised when a loader decodes differently
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_mr import given
+from fedjax_mr import registry
 from fedjax_mr.errors import UserError
 
 MOST_CLASSES = 100_000  # every client's samples are counted by class, and the head of a network has a row for each
@@ -111,7 +111,7 @@ class Dataset:
             if part is not None:
                 digest.update(f"{part.shape}{part.dtype}".encode())
                 digest.update(np.ascontiguousarray(part).data)
-        return given.full_name(self.name, digest.hexdigest())
+        return registry.supplied_name(self.name, digest.hexdigest())
 
     def take(self, rows: np.ndarray, test_rows: np.ndarray) -> "Dataset":
         """Return the data set of some training and test rows, in increasing order of the rows."""

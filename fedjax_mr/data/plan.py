@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_mr import files
-from fedjax_mr.data import npz
+from fedjax_mr.data import files, npz
 from fedjax_mr.data.federated import Dataset, Plan, Split
 from fedjax_mr.errors import UserError
-from fedjax_mr.settings import LARGEST_INT32
 
+_LARGEST_ROW = np.iinfo(np.int32).max
 _SPLITS = ("train", "validation", "test")
 _NAMES = {"fashionmnist": "fashion_mnist"}  # the authors' spelling of data sets, without case and hyphens
 
@@ -50,7 +49,7 @@ def read(path: Path | str, *, dataset: Dataset | None = None) -> Plan:
             f"but this is {dataset.name} {dataset.fingerprint()}"
         )
     try:
-        _check(plan, *(LARGEST_INT32,) * 2 if dataset is None else (len(dataset.y), len(dataset.test_y)))
+        _check(plan, *(_LARGEST_ROW,) * 2 if dataset is None else (len(dataset.y), len(dataset.test_y)))
     except ValueError as error:
         raise UserError(f"partition file {path} is damaged: {error}; take the partition.npz of a run folder") from None
     checked = {name: Split(*(part.astype(np.int32) for part in getattr(plan, name))) for name in _SPLITS}
@@ -146,7 +145,7 @@ def _whole_numbers(client: str, values: list[int]) -> np.ndarray:
     rows = np.array(values)
     if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
         raise ValueError(f"rows of client {client} are {_kind(rows)}, not a list of whole numbers")
-    return np.minimum(rows, LARGEST_INT32).astype(np.int64)  # no data set has more rows
+    return np.minimum(rows, _LARGEST_ROW).astype(np.int64)  # no data set has more rows
 
 
 def _existing(path: Path | str) -> Path:

@@ -10,14 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedjax_mr import config as configuration
-from fedjax_mr import data, files, interrupts
-from fedjax_mr.checks import complete
-from fedjax_mr.config import Config
+from fedjax_mr import data
+from fedjax_mr.data import files
 from fedjax_mr.deploy import check, facts, keys
 from fedjax_mr.deploy.server import Setting, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.settings import help_of, settings_of
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import interrupts
+from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.settings import help_of, settings_of
 
 COMMAND = "python -m fedjax_mr.deploy"
 USAGE = f"""usage: {COMMAND} new FOLDER [--flag=value ...] [--flagfile=FILE ...]

@@ -19,10 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import config as configuration
-from fedjax_mr import imports, trees
-from fedjax_mr.checks import complete
-from fedjax_mr.config import Config
+from fedjax_mr import trees
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.deploy import facts as known
 from fedjax_mr.deploy import relay, wire
@@ -35,10 +32,14 @@ from fedjax_mr.engine.local import ClientData, Samples
 from fedjax_mr.engine.personal import part_of, test_client
 from fedjax_mr.engine.round import dispatch
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
+from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.models import Model
-from fedjax_mr.settings import HIGHEST, LARGEST_INT32
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy
+from fedjax_mr.strategies.hyper import HIGHEST, LARGEST_INT32
 
 
 class Node(NamedTuple):

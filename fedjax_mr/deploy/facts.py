@@ -19,15 +19,15 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_mr import config as configuration
-from fedjax_mr import files, imports
-from fedjax_mr.config import Config
-from fedjax_mr.data import FederatedData, Split, from_arrays, npz
+from fedjax_mr.data import FederatedData, Split, files, from_arrays, npz
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import Plan, Public
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.build import FederationFacts, build_model
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import versions
 from fedjax_mr.models import Model
 

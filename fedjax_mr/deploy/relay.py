@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
+from fedjax_mr.data.files import whole
 from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.mail import Lost, Message, Post
 from fedjax_mr.deploy.wire import Content, Record
 from fedjax_mr.errors import UserError
-from fedjax_mr.files import whole
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.secure import envelopes, messages
 from fedjax_mr.secure.envelopes import Identity, PublicKeys, read_roster

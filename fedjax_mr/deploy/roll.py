@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import files
+from fedjax_mr.data import files
 from fedjax_mr.deploy import mail, relay
 from fedjax_mr.deploy.facts import Member, Request
 from fedjax_mr.deploy.mail import Asking, Lost, Message, Post
 from fedjax_mr.deploy.wire import SMALL, Content, one_line
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import REAL_CLIENTS
-from fedjax_mr.settings import LARGEST_INT32
+from fedjax_mr.strategies.hyper import LARGEST_INT32
 
 SECONDS_BETWEEN_LOOKS = mail.POLL_SECONDS
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds before a node that did not join is asked again, doubled every time

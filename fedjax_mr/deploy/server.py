@@ -18,10 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_mr import config as configuration
-from fedjax_mr import given, trees
-from fedjax_mr.checks import complete
-from fedjax_mr.config import Config
+from fedjax_mr import registry, trees
 from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.facts import Request, ServerSamples, ToldData, agreement, federation_facts, network_of, told_data
 from fedjax_mr.deploy.mail import Post
@@ -49,14 +46,18 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
+from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_clients, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
 from fedjax_mr.experiment.run import Interrupted, Run
+from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.models import Model
-from fedjax_mr.settings import LARGEST_INT32, field, values_of
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.base import Exchange
+from fedjax_mr.strategies.hyper import LARGEST_INT32, field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ def check_deployable(config: Config) -> None:
     configuration.validate(config)
     if reason := STRATEGIES[config.strategy].only_simulated:
         raise UserError(f"{config.strategy} cannot run on real clients: {reason}")
-    if given.is_given(config.dataset) or given.is_given(config.model):
+    if registry.is_supplied(config.dataset) or registry.is_supplied(config.model):
         raise UserError("networks and samples given in Python cannot run on real clients: name them by --import")
     if not config.clients:
         raise UserError("real clients are numbered: --clients must say how many there are")

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fedjax_mr import platforms
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.engine.local import Samples, Score
 from fedjax_mr.engine.placement import place, shapes_at
 from fedjax_mr.engine.program import Programs
+from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
 
 

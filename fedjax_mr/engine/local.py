@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_mr import platforms, trees
+from fedjax_mr import trees
+from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
 
 Array = jax.Array | np.ndarray

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from fedjax_mr import platforms
+from fedjax_mr.models import platforms
 
 MOST_KEPT = 4  # sets of programs, some 40 MB each for a small network
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_mr import config as configuration
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import read_rows, read_summary, run_state
 
 RANDOM_STREAM = 1  # beside the seed, of the draw of networks

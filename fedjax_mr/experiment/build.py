@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import config as configuration
 from fedjax_mr import models, trees
-from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.data.facts import scale_and_shift
@@ -24,9 +22,11 @@ from fedjax_mr.engine.program import memory_needed
 from fedjax_mr.engine.round import Build, Federation, Given, begin, finish, start, train_client
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS, BlockNet, Model, Zoo
-from fedjax_mr.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 

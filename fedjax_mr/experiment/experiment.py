@@ -14,9 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_mr import config as configuration
-from fedjax_mr import plots, titles
-from fedjax_mr.config import Config
+from fedjax_mr.analysis import plots
 from fedjax_mr.data import FederatedData, plan
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.evaluation import Evaluation
@@ -24,8 +22,11 @@ from fedjax_mr.engine.personal import Clients, PersonalEvaluation, TestsOfClient
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes

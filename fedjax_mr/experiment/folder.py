@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr import config as configuration
-from fedjax_mr import files, given, imports
-from fedjax_mr.config import Config
-from fedjax_mr.data import npz
+from fedjax_mr import registry
+from fedjax_mr.data import files, npz
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.locks import lock
 from fedjax_mr.experiment.rows import (
     COLUMNS,
@@ -381,8 +382,8 @@ def runs_by_settings(parent: Path | str, pattern: str = "*", **changes: Any) -> 
 
 def _stem(config: Config) -> str:
     """Return the start of the name of a configuration's folders in `RUNS`."""
-    dataset = re.sub(r"\W+", "_", Path(given.shown(config.dataset)).stem)
-    return f"{config.strategy}-{dataset}-{given.shown(config.model).replace(',', '+')}-"
+    dataset = re.sub(r"\W+", "_", Path(registry.shown(config.dataset)).stem)
+    return f"{config.strategy}-{dataset}-{registry.shown(config.model).replace(',', '+')}-"
 
 
 def _number(name: str) -> int:

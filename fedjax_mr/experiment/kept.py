@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from fedjax_mr import config as configuration
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import runs_by_settings
 
 SHARPNESS = "sharpness.json"

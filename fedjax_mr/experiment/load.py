@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import config as configuration
-from fedjax_mr import data, files, given
-from fedjax_mr.config import Config
-from fedjax_mr.data import Dataset, FederatedData, Split, plan
+from fedjax_mr import data, registry
+from fedjax_mr.data import Dataset, FederatedData, Split, files, plan
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import Plan, Public
 from fedjax_mr.engine.clients import client_axis
@@ -22,14 +20,16 @@ from fedjax_mr.engine.personal import own_model, part_of, personal_key
 from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, damaged_files, read_rows, read_summary
-from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.rows import best_row
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trained import TrainedNetwork
+from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import kept_for_validation
 
@@ -64,9 +64,9 @@ def load(
         run.
     """
     files.refuse_links(folder)
-    config, own = configuration.load_code(folder, trust=trust), Own.of(dataset, model)
+    config, own = configuration.load_code(folder, trust=trust), UserObjects.of(dataset, model)
     for flag in own.flags:
-        if not given.is_given(name := getattr(config, flag)):
+        if not registry.is_supplied(name := getattr(config, flag)):
             raise UserError(f"{folder} was made with --{flag}={name}: leave out {flag}=")
     if data_dir is not None:
         config = dataclasses.replace(config, data_dir=data_dir)
@@ -107,7 +107,7 @@ class SavedRun:
 
     folder: Path
     config: Config
-    own: Own
+    own: UserObjects
     wanted: int | None = None
 
     @property
@@ -130,8 +130,8 @@ class SavedRun:
     @functools.cached_property
     def model(self) -> Model:
         """The network, or the `Zoo` of several."""
-        if given.is_given(self.config.model) and not self.own.modules:
-            name = given.shown(self.config.model)
+        if registry.is_supplied(self.config.model) and not self.own.modules:
+            name = registry.shown(self.config.model)
             raise UserError(
                 f"the network {name} of {self.folder} was given in Python: fmr.load({str(self.folder)!r}, model=...)"
             )
@@ -176,7 +176,7 @@ class SavedRun:
         try:
             variables = self._personal(rounds, progress, client, samples=_Absent())
         except _NeedsSamplesError:
-            if given.is_given(self.config.dataset) and self.own.dataset is None:
+            if registry.is_supplied(self.config.dataset) and self.own.dataset is None:
                 raise UserError(
                     f"a client's model of {self.config.strategy} depends on the client's samples, which were given in "
                     f"Python: fmr.load({str(self.folder)!r}, dataset=...)"

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedjax_mr import config as configuration
-from fedjax_mr import files
-from fedjax_mr.checks import log_names
-from fedjax_mr.config import Config
+from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.checks import log_names
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, plain_numbers, read_summary, run_state
 
 OnRow = Callable[[MetricsRow], object]

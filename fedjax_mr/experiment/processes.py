@@ -22,9 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
-from fedjax_mr import interrupts
 from fedjax_mr.errors import LostError, UserError
-from fedjax_mr.experiment import coordination, heartbeats, rendezvous
+from fedjax_mr.experiment import coordination, heartbeats, interrupts, rendezvous
 
 HEARTBEAT_SECONDS = 60  # after which JAX aborts the others; `heartbeats` has noticed long before, and says what to do
 SHUTDOWN_SECONDS = 20  # how long a process that has ended waits for the others

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedjax_mr import files
+from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 

@@ -13,23 +13,24 @@ from typing import Any
 
 import jax
 
-from fedjax_mr import config as configuration
-from fedjax_mr import data, given, imports, interrupts
-from fedjax_mr.checks import added, complete, without_effect
-from fedjax_mr.config import Config
+from fedjax_mr import data, registry
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_by_name, set_up_jax
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.build import build_rounds, layout
+from fedjax_mr.experiment.checks import added, complete, without_effect
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.folder import RunFolder
 from fedjax_mr.experiment.logs import OnRow
-from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.processes import Processes, join_processes
 from fedjax_mr.experiment.report import ProgressBar
+from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
@@ -61,8 +62,8 @@ def run(
 ) -> Result:
     """Run an experiment, or go on with one, and return its result.
 
-    Own samples and networks are recorded as ``given:NAME:HASH``. Such a run goes on where they are given again, by
-    ``fmr.load(FOLDER).resume(dataset=..., model=...)``.
+    User-supplied samples and networks are recorded as ``given:NAME:HASH``. Such a run is resumed by
+    ``fmr.load(FOLDER).resume(dataset=..., model=...)``, which needs them again.
 
     Args:
       config: all settings of the run.
@@ -80,7 +81,7 @@ def run(
       Interrupted: Ctrl-C or a termination signal; a checkpoint was written.
       LostError: another process of the run is out of reach.
     """
-    own = Own.of(dataset, model)
+    own = UserObjects.of(dataset, model)
     asked = own.named(config)
     config = complete(asked)
     configuration.validate(config, in_python=own.flags)
@@ -165,7 +166,7 @@ def headline(config: Config, federated: FederatedData, axis: ClientAxis) -> str:
     optimizer = "" if config.server_optimizer == "none" else f", server optimizer {config.server_optimizer}"
     return (
         f"{config.strategy}{optimizer}: {config.cohort} of {federated.num_clients} clients per round, "
-        f"{given.shown(config.dataset)} ({config.partition}), {given.shown(config.model)}; "
+        f"{registry.shown(config.dataset)} ({config.partition}), {registry.shown(config.model)}; "
         f"{axis.num_devices} x {kind}, {axis.lanes} lane{'s' if axis.lanes > 1 else ''}"
     )
 
@@ -286,7 +287,7 @@ def interrupted(experiment: Experiment, done: int, number: int) -> Interrupted:
     config, path = experiment.config, experiment.folder.path
     flags = shlex.join([f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"])
     command = f"{configuration.COMMAND} {flags}"
-    if needed := given.needed(config):
+    if needed := configuration.needed_objects(config):
         command = f"fmr.load({str(path)!r}).resume({needed}) in Python, with the same in place of the dots"
     return Interrupted(f"stopped after round {done} of {config.rounds}, saved; go on with: {command}", 128 + number)
 

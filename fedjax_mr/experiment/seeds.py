@@ -7,20 +7,20 @@ from typing import Any
 
 import jax
 
-from fedjax_mr import config as configuration
 from fedjax_mr import data
-from fedjax_mr.checks import complete
-from fedjax_mr.config import Config
 from fedjax_mr.data import Dataset
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import SeedRounds
 from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result
-from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.processes import ALONE
 from fedjax_mr.experiment.run import Run, set_up
+from fedjax_mr.experiment.user_objects import UserObjects
 
 
 def run_seeds(
@@ -41,7 +41,7 @@ def run_seeds(
         or folders to resume that are at different rounds.
       Interrupted: Ctrl-C or a termination signal; checkpoints were written.
     """
-    own = Own.of(dataset, model)
+    own = UserObjects.of(dataset, model)
     configs = [complete(own.named(config)) for config in configs]
     first = configs[0]
     for config in configs:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import files
+from fedjax_mr.data import files
 from fedjax_mr.data.facts import Facts, scale_and_shift
 from fedjax_mr.engine.local import Samples, evaluation_batch, gather
 from fedjax_mr.errors import UserError

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import given
+from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import cnn, lstm, own, pfedhr, resnet, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
@@ -128,8 +128,8 @@ def build(
       UserError: no network has this name, an option is unknown or means nothing to the network, or the samples do not
         fit it; all this before anything is compiled.
     """
-    if given.is_given(name):
-        raise given.missing("model", name)
+    if registry.is_supplied(name):
+        raise registry.not_passed("model", name)
     if name not in MODELS:
         raise unknown_name("model", name, MODELS)
     if init not in ("torch", "flax"):

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from fedjax_mr import imports, interrupts
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.models import MODELS, Model, build
 from fedjax_mr.models.base import describe
 

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_mr import platforms
 from fedjax_mr.errors import unknown_name
-from fedjax_mr.models import windows
+from fedjax_mr.models import platforms, windows
 
 Initializer = Callable[..., jax.Array]
 

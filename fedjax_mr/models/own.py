@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from fedjax_mr import given
+from fedjax_mr import registry
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import calls
 from fedjax_mr.models.base import Model, Variables, describe
@@ -53,7 +53,7 @@ def full_name(model: Model) -> str:
     """
     shapes = [(jax.tree_util.keystr(path), str(leaf.shape), str(leaf.dtype)) for path, leaf in _leaves(model.shapes())]
     content = f"{_content(model.module)} {shapes} {model.input_shape}"
-    return given.full_name(model.name, hashlib.sha256(content.encode()).hexdigest())
+    return registry.supplied_name(model.name, hashlib.sha256(content.encode()).hexdigest())
 
 
 def _content(value: Any) -> str:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_mr import platforms
 from fedjax_mr.errors import UserError
+from fedjax_mr.models import platforms
 
 Pair = tuple[int, int]
 Padding = str | int | Sequence[Pair]

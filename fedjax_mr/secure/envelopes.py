@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr.data.files import whole
 from fedjax_mr.errors import UserError
-from fedjax_mr.files import whole
 from fedjax_mr.secure.forms import MalformedMessage, TamperedLayer
 
 OVERHEAD = 112  # bytes that an envelope adds: a signature (64), a public key (32) and a tag (16)

@@ -42,9 +42,9 @@ from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, floor, slices
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, averaging
 from fedjax_mr.strategies.heterofl import covered_mean, slices_sent, work
+from fedjax_mr.strategies.hyper import field
 
 CLASS = np.array([0, 0, 0, 1, 1, 1, 2])  # of each slice: small, medium, large
 LARGEST = np.array([2, 5, 6])  # slice of each class

@@ -28,8 +28,8 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, averaging
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

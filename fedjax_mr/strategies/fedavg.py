@@ -7,8 +7,8 @@ run it.
 
 import dataclasses
 
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

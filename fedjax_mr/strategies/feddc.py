@@ -25,9 +25,9 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.feddyn import pull, step_of_server
+from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.scaffold import correct, steady_step
 
 

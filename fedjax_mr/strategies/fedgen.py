@@ -31,8 +31,8 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models import layers
 from fedjax_mr.models.base import Model, Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, averaging, to_all
+from fedjax_mr.strategies.hyper import field
 
 SMALLEST_GAMMA = 1e-4  # a gamma that decays stops here (FedGen's code)
 

@@ -29,8 +29,8 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, nothing, own_starts
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,8 @@ from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.base import Problem, Strategy, nothing, own_starts
+from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 
 AUTHORS_TEMPERATURE = 20.0
 

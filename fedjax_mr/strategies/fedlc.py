@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr.engine import local
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.hyper import field
 
 OF_ABSENT_CLASSES = 1e30  # the margin of a class that leaves the softmax
 

@@ -23,8 +23,8 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.base import Problem, Strategy, nothing, own_starts
+from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 
 
 @dataclasses.dataclass(frozen=True)

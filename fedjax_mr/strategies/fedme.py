@@ -30,8 +30,8 @@ from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, models_sent, own_starts
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,6 @@ import jax
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Layer, Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import (
     Problem,
     Strategy,
@@ -34,6 +33,7 @@ from fedjax_mr.strategies.base import (
     unit_permutations,
     view,
 )
+from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.transforms import secure_exchange
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr.engine import local
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.hyper import field
 
 EXCLUDED = -1e30  # a logit that takes no part in a softmax
 

@@ -11,8 +11,8 @@ import dataclasses
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

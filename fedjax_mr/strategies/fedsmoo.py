@@ -24,9 +24,9 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.feddyn import pull, step_of_server
+from fedjax_mr.strategies.hyper import field
 
 SMALLEST_NORM = 1e-7  # the released code's: nothing scaled to a length stays nothing
 

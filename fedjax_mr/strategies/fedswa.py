@@ -23,8 +23,8 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
+from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.scaffold import correct, steady_step
 
 PAPER = "Liu et al. 2025"

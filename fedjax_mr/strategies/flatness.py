@@ -30,10 +30,10 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies import feddyn, scaffold
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.fedasam import sharpness_aware
+from fedjax_mr.strategies.hyper import field
 
 SIMULATOR = "the simulator of FedSpeed's authors"
 

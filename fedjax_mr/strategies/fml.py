@@ -13,8 +13,8 @@ import dataclasses
 
 from fedjax_mr.engine import mutual
 from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import GlobalModel, Problem, Strategy, averaging, nothing, own_starts
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

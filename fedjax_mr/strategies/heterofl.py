@@ -37,8 +37,8 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import Layer, Model
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, Slices, slices
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Cohort, GlobalModel, Parcels, Problem, Strategy, Traffic, averaging
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, view
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, nothing, own_starts
+from fedjax_mr.strategies.hyper import field
 
 HIGHEST = jnp.finfo(jnp.float32).max  # where the lowest loss starts
 

@@ -17,8 +17,8 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.hyper import field
 
 SMALLEST_NORM = 1e-8  # a representation of zeros has cosine 0 with all others (PyTorch's constant)
 

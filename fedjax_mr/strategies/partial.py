@@ -37,8 +37,8 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Model, Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, to_all, view
+from fedjax_mr.strategies.hyper import field
 
 Path = tuple[str, ...]
 """Where a tensor is in a network's variables: its collection, then the names of modules, then its own."""

@@ -24,8 +24,8 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

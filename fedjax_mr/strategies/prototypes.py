@@ -54,9 +54,9 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables, layers
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_starts
 from fedjax_mr.strategies.fedgh import class_means, representation_width
+from fedjax_mr.strategies.hyper import field
 
 NEVER = -1e9  # the logit of a class without a prototype
 

@@ -21,8 +21,8 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.settings import field
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
+from fedjax_mr.strategies.hyper import field
 
 AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code
 

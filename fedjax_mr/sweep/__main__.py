@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr import config as configuration
-from fedjax_mr import interrupts, manual
 from fedjax_mr.analysis import tables
-from fedjax_mr.checks import unequal_shares
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import interrupts, manual
+from fedjax_mr.experiment.checks import unequal_shares
 from fedjax_mr.experiment.run import Interrupted
-from fedjax_mr.settings import help_of
+from fedjax_mr.experiment.settings import help_of
 from fedjax_mr.sweep.costs import describe, estimate
 from fedjax_mr.sweep.plan import Sweep, plan
 from fedjax_mr.sweep.runs import run_all, run_together

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import run_state
 from fedjax_mr.sweep.plan import Run
 from fedjax_mr.sweep.process import last_words, run_in_process

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from fedjax_mr import config as configuration
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import config as configuration
 
 Pairs = list[tuple[str, str]]  # settings by flag
 OWN_FLAG = {"strategy": "strategies", "seed": "seeds"}

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import config as configuration
-from fedjax_mr.checks import complete
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_state, runs_by_settings
 from fedjax_mr.experiment.kept import Kept, portable
-from fedjax_mr.settings import field, settings_of, values_of
+from fedjax_mr.experiment.settings import settings_of, values_of
+from fedjax_mr.strategies.hyper import field
 from fedjax_mr.sweep import grids
 
 

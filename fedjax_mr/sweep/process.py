@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import config as configuration
 from fedjax_mr.errors import TakenError, UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import is_remains, run_state
 from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.run import Interrupted

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_mr import config as configuration
-from fedjax_mr.config import Config
 from fedjax_mr.errors import DivergedError, TakenError, UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import run_state, saved_round
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.sweep import grids

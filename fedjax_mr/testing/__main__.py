@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_mr import interrupts
+from fedjax_mr.experiment import interrupts
 
 USAGE = """usage: python -m fedjax_mr.testing [--import=FILE ...] [pytest's options]
   tests whether the strategies that FILE registers (without --import: all) keep the contract

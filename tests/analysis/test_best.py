@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from fedjax_mr import config as configuration
 from fedjax_mr.analysis import best, curves, groups, seconds, tables
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import architectures
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import fedme
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from matplotlib.figure import Figure
 
-from fedjax_mr import config as configuration
 from fedjax_mr.analysis import curves, groups, runs
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.config import Config
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import fedmr
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import scipy.stats
 
-from fedjax_mr import config as configuration
 from fedjax_mr.analysis import claims, record
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import COLUMNS
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

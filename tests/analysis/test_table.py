@@ -1,7 +1,7 @@
 """The command ``table``."""
 
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.config import Config
+from fedjax_mr.experiment.config import Config
 
 
 def test_the_command(keep, capsys):

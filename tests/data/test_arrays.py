@@ -5,10 +5,10 @@ import zipfile
 import numpy as np
 import pytest
 
-from fedjax_mr import config as configuration
 from fedjax_mr import data
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (60, 6, 5), dtype=np.uint8)

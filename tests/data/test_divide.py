@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_mr import config, data
-from fedjax_mr.config import Config
+from fedjax_mr import data
 from fedjax_mr.data import Dataset, divide, plan
 from fedjax_mr.data.divide import STREAMS
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config
+from fedjax_mr.experiment.config import Config
 
 
 def numbered(num_samples=1000, num_test=200, num_natural=0):

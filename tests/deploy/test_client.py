@@ -8,12 +8,13 @@ import stat
 import numpy as np
 import pytest
 
-from fedjax_mr import config as configuration
-from fedjax_mr import data, imports
-from fedjax_mr.checks import complete
+from fedjax_mr import data
 from fedjax_mr.deploy import client, facts, mail
 from fedjax_mr.deploy.keep import Keep
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports
+from fedjax_mr.experiment.checks import complete
 
 FLAGS = (
     "--dataset=digits --model=mlp --strategy=scaffold --clients=4 --cohort=3 --rounds=2 --local_epochs=1 "

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr import config as configuration
 from fedjax_mr import data
-from fedjax_mr.checks import complete
 from fedjax_mr.deploy import client, facts, mail, server
 from fedjax_mr.deploy.roll import Roll, Terms
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.personal import PersonalEvaluation
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import build
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.checks import complete
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing.federations import tree_equal
 

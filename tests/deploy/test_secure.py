@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr import config as configuration
-from fedjax_mr.checks import complete
 from fedjax_mr.data import federated_data
 from fedjax_mr.deploy import client, mail, relay, server
 from fedjax_mr.deploy.facts import divide
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.run import run
 from fedjax_mr.secure.envelopes import Identity
 

@@ -5,11 +5,12 @@ import functools
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr import checks, data
-from fedjax_mr import config as configuration
-from fedjax_mr.config import Config
+from fedjax_mr import data
 from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.experiment import checks
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, build_rounds, build_strategy
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import STRATEGIES, fedme
 
 NEED_PUBLIC = ("fedme", "pfedhr", "fedmd", "fedkemf", "fccl")

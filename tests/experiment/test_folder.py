@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_mr import config as configuration
-from fedjax_mr import files, load
+from fedjax_mr import load
 from fedjax_mr.analysis import runs
-from fedjax_mr.config import Config
+from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, run_state, runs_by_settings
 from fedjax_mr.experiment.locks import lock
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_mr import checks
-from fedjax_mr import config as configuration
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import logs
+from fedjax_mr.experiment import checks, logs
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +182,7 @@ FLAGS = [
 ]  # fmt: skip
 STOP = """
 import sys, os, fedjax_mr as fmr
-from fedjax_mr import config
+from fedjax_mr.experiment import config
 def on_row(row):
     if row["round"] == 4:
         {end}

@@ -375,7 +375,7 @@ def test_a_killed_process_ends_the_run_which_can_go_on(tmp_path, victim):
 OWN_PROGRAM = """
 import sys
 import fedjax_mr as fmr
-from fedjax_mr import config
+from fedjax_mr.experiment import config
 
 fmr.run(config.parse(sys.argv[1:]))
 """

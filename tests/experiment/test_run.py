@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr import checks, plots
 from fedjax_mr import main as command
+from fedjax_mr.analysis import plots
 from fedjax_mr.data.federated import Request
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import logs
+from fedjax_mr.experiment import checks, logs
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
@@ -193,7 +194,7 @@ def test_a_finished_run_is_extended_and_equals_a_straight_one(straight, equal, m
         with pytest.raises(RuntimeError):
             fmr.run(fmr.Config(**SMALL | {"rounds": 5}, resume=True))
     assert [row["round"] for row in numbers(folder)] == [2, 4, 5] and run_state(folder) == "started"
-    assert fmr.config.load(folder).rounds == 5
+    assert configuration.load(folder).rounds == 5
     with monkeypatch.context() as patch:  # before the first round of the extension
         patch.setattr(Run, "_train", fail)
         for _ in range(2):
@@ -208,7 +209,7 @@ def test_a_finished_run_is_extended_and_equals_a_straight_one(straight, equal, m
         assert command.main([*FLAGS, f"--run_dir={folder}", "--resume", f"--rounds={rounds}"]) == 2
         told = f"{folder} has done 6 of 6 rounds, so that it cannot end after --rounds={rounds}: give 6"
         assert told in capsys.readouterr().err
-    assert run_state(folder) == "finished" and fmr.config.load(folder).rounds == 6
+    assert run_state(folder) == "finished" and configuration.load(folder).rounds == 6
 
 
 def test_a_broken_run_may_end_earlier(straight, equal, monkeypatch):

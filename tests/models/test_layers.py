@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from fedjax_mr import platforms
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import layers, windows
+from fedjax_mr.models import layers, platforms, windows
 
 
 def images(*shape, seed=0):

@@ -11,11 +11,11 @@ import optax
 import pytest
 
 from fedjax_mr import main, trees
-from fedjax_mr.config import Config
 from fedjax_mr.engine.round import dispatch, server_update
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_strategy
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Row, Strategy, Traffic, fedavg, fedcross, indep
 from fedjax_mr.strategies.base import view
 from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, secure_exchange, server_optimizer

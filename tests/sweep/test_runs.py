@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_mr import config as configuration
 from fedjax_mr import sweep
 from fedjax_mr.analysis import results, runs
 from fedjax_mr.errors import TakenError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_round
 from fedjax_mr.experiment.locks import is_taken

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_mr import files
-from fedjax_mr.data import npz
+from fedjax_mr.data import files, npz
 from fedjax_mr.data.federated import Dataset, first_position
 from fedjax_mr.errors import UserError
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from fedjax_mr import files
+from fedjax_mr.data import files
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import Dataset, Request
 from fedjax_mr.errors import UserError

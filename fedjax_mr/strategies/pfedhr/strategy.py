@@ -46,8 +46,8 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.base import Info, Parcels, Problem, Strategy, Traffic, models_sent, nothing, own_starts
+from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
 from fedjax_mr.strategies.pfedhr.chains import Block, Chain, Programs
 

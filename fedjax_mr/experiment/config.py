@@ -9,14 +9,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import files, given, imports, settings
-from fedjax_mr.checks import LOGS, check_together, with_imports
-from fedjax_mr.data import SOURCES
+from fedjax_mr.data import SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import imports, settings
+from fedjax_mr.experiment.checks import LOGS, check_together, with_imports
+from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
-from fedjax_mr.settings import LARGEST_BATCH, LARGEST_INT32, Owner, Setting, field
+from fedjax_mr.registry import USER_OBJECTS, is_supplied
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.hyper import LARGEST_BATCH, LARGEST_INT32, field
 
 COMMAND = "python -m fedjax_mr.main"
 GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Evaluation and records", "Engine")
@@ -291,7 +293,7 @@ def parse_command(arguments: Sequence[str], own: type[Owner]) -> tuple[Config, O
 
     Args:
       arguments: the flags, without the program's name.
-      own: the command's dataclass of settings, declared by `settings.field`.
+      own: the command's dataclass of settings, declared by `field`.
 
     Raises:
       UserError: as `parse`.
@@ -370,11 +372,16 @@ def to_flags(config: Config) -> list[str]:
     return [line for setting, value in kept for line in setting.as_flags(value)]
 
 
+def needed_objects(config: Config) -> str:
+    """The arguments of `run` that a configuration requires, such as ``dataset=..., model=...``; "" if none."""
+    return ", ".join(f"{name}=..." for name in USER_OBJECTS if is_supplied(getattr(config, name)))
+
+
 def save(config: Config, folder: Path | str) -> None:
     """Write the re-runnable ``run.flags``, by which a run folder is known, and then ``config.json`` into a folder."""
     folder = Path(folder)
     how = f"{COMMAND} --flagfile={shlex.quote(str(folder / 'run.flags'))}"
-    if needed := given.needed(config):  # no flag can stand for them
+    if needed := needed_objects(config):  # no flag can stand for them
         how = f"In Python: fmr.run(config, {needed}). This file alone is refused, because it cannot hold them."
     lines = [f"# {how}", *to_flags(config)]
     with files.whole(folder / "run.flags") as path:

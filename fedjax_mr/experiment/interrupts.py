@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import streams
+from fedjax_mr.experiment import streams
 
 EXIT_CODE = 130
 LINE = "fedjax-mr: interrupted\n"
@@ -64,7 +64,7 @@ def _is_command() -> bool:
     """Return whether Python was started as ``python -m fedjax_mr.NAME`` or by the script ``fedjax-mr``."""
     first = sys.argv[0] if sys.argv else ""
     if first == "-m":  # what Python puts there while it looks for the module
-        return any(word.removeprefix("-m").partition(".")[0] == __package__ for word in sys.orig_argv)
+        return any(word.removeprefix("-m").partition(".")[0] == "fedjax_mr" for word in sys.orig_argv)
     return Path(first).stem == "fedjax-mr"
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_mr import streams
+from fedjax_mr.experiment import streams
 from fedjax_mr.experiment.report import ProgressBar
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ALONE = f"""
 import importlib.util, os, sys
 spec = importlib.util.spec_from_file_location("streams", {streams.__file__!r})

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr import config as configuration
 from fedjax_mr import export
 from fedjax_mr import main as command
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.experiment import Experiment
-from fedjax_mr.experiment.own import Own
 from fedjax_mr.experiment.rows import read_summary
 from fedjax_mr.experiment.run import Interrupted, Run, interrupted
+from fedjax_mr.experiment.user_objects import UserObjects
 
 SMALL: dict[str, Any] = dict(
     strategy="fedavg", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False
@@ -60,7 +60,7 @@ def refusal(function, *arguments, **options):
 
 
 def test_what_was_given_has_a_name_of_its_own():
-    own = Own.of(MINE, [Net([4]), fmr.Model(Net([5]), (5,), name="a b")])
+    own = UserObjects.of(MINE, [Net([4]), fmr.Model(Net([5]), (5,), name="a b")])
     config = own.named(fmr.Config(strategy="local"))
     assert config.dataset == MINE.full_name() and config.dataset.startswith("given:my_blobs:")
     assert config.model == "given:Net,given:a_b"
@@ -72,7 +72,7 @@ def test_what_was_given_has_a_name_of_its_own():
 
 
 def test_other_samples_are_refused():
-    config = Own.of(MINE, None).named(fmr.Config(**SMALL))
+    config = UserObjects.of(MINE, None).named(fmr.Config(**SMALL))
     message = refusal(fmr.run, config, dataset=OTHER)
     assert "dataset= is my_blobs:" in message and "but the configuration is of my_blobs:" in message
     assert "cannot be found by name: start such a run by fmr.run(config, dataset=...)" in refusal(fmr.run, config)
@@ -102,7 +102,7 @@ def test_other_things_are_refused(case):
 
 
 def test_the_kept_flags_and_the_last_line_say_what_they_need():
-    config = Own.of(MINE, Net([4])).named(fmr.Config(**SMALL))
+    config = UserObjects.of(MINE, Net([4])).named(fmr.Config(**SMALL))
     configuration.save(config, Path())
     assert "In Python: fmr.run(config, dataset=..., model=...)" in Path("run.flags").read_text().splitlines()[0]
     assert configuration.to_json(configuration.load(Path())) == configuration.to_json(config)
@@ -114,7 +114,7 @@ def test_tables_keep_them_apart():
     for number, dataset in enumerate((MINE, OTHER, fmr.from_arrays(X, 2 - Y, name="mirrored"))):
         folder = Path(str(number))
         folder.mkdir()
-        configuration.save(Own.of(dataset, None).named(fmr.Config(**SMALL)), folder)
+        configuration.save(UserObjects.of(dataset, None).named(fmr.Config(**SMALL)), folder)
         (folder / "metrics.jsonl").write_text(
             json.dumps({"round": 2, "accuracy": 0.5, "loss": 1.0, "bytes_down": 1, "bytes_up": 1}) + "\n"
         )

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import config as configuration
-from fedjax_mr import given
-from fedjax_mr.config import Config
+from fedjax_mr import registry
 from fedjax_mr.data import LABEL_MODES
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import STRATEGIES
 
 SEEDS = ("seed", "partition_seed")
@@ -75,13 +75,13 @@ def key(settings: Mapping[str, Any]) -> str:
 
 def dataset(name: str) -> str:
     """Return the name of a data set, or that of its file."""
-    base, _, part = (name := given.shown(name)).partition("/")
+    base, _, part = (name := registry.shown(name)).partition("/")
     return f"{DATASETS[base]} {part}".strip() if base in DATASETS else Path(name).stem
 
 
 def network(names: str) -> str:
     """Return the name of a network, or the names of several."""
-    return " + ".join(NETWORKS.get(name, name) for name in given.shown(names).split(","))
+    return " + ".join(NETWORKS.get(name, name) for name in registry.shown(names).split(","))
 
 
 def division(settings: Mapping[str, Any]) -> str:

@@ -9,13 +9,13 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from fedjax_mr import config as configuration
-from fedjax_mr import manual, settings
-from fedjax_mr.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import manual
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr, hyper
 
-QUICKSTART = Path(__file__).parent.parent / "experiments" / "quickstart.flags"
+QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.flags"
 
 FIXED_BY_NAME = (
     "strategy dataset model partition alpha clients cohort rounds local_epochs batch_size optimizer lr momentum "
@@ -81,9 +81,9 @@ def test_each_strategy_reads_its_own_flags_and_ignores_the_others():
 def test_a_new_strategy_brings_its_flags(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Hyper:
-        mu: float | None = settings.field(None, "mu of the paper", low=0, open_low=True)
-        powers: tuple[int, ...] = settings.field((1, 2), "powers of the paper", low=0)
-        fast: bool = settings.field(True, "whether to hurry")
+        mu: float | None = hyper.field(None, "mu of the paper", low=0, open_low=True)
+        powers: tuple[int, ...] = hyper.field((1, 2), "powers of the paper", low=0)
+        fast: bool = hyper.field(True, "whether to hurry")
         private: int = 3
 
     monkeypatch.setitem(STRATEGIES, "mine", Row(fedavg.build, Hyper, "Nobody, 2030"))
@@ -183,7 +183,7 @@ def values_of(owner):
     hints = typing.get_type_hints(owner)
     result = {}
     for each in dataclasses.fields(owner):
-        info = settings.info(each)
+        info = hyper.info(each)
         if info is None:
             continue
         text = st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=12)
@@ -195,7 +195,7 @@ def values_of(owner):
             ),
             float: st.floats(
                 info.low,
-                settings.LARGEST_FLOAT32 if info.high is None else info.high,
+                hyper.LARGEST_FLOAT32 if info.high is None else info.high,
                 allow_nan=False,
                 allow_infinity=False,
                 exclude_min=info.open_low,
@@ -330,7 +330,7 @@ def test_help_tells_everything():
     owners = [("", Config)] + [(f"{name}_", row.hyper) for name, row in STRATEGIES.items() if row.hyper]
     for prefix, owner in owners:
         for each in dataclasses.fields(owner):
-            info = settings.info(each)
+            info = hyper.info(each)
             if info is not None:
                 entry = " ".join(entries[prefix + (info.flag or each.name)].split())
                 assert info.help in entry, each.name
@@ -344,5 +344,5 @@ def test_help_tells_everything():
 
 
 def test_every_flag_belongs_to_a_group():
-    groups = {settings.info(each).group for each in dataclasses.fields(Config) if settings.info(each)}
+    groups = {hyper.info(each).group for each in dataclasses.fields(Config) if hyper.info(each)}
     assert groups == set(configuration.GROUPS)

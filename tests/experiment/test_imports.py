@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr import config as configuration
-from fedjax_mr import export, imports, main, sweep
+from fedjax_mr import export, main, sweep
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import main as analysis
-from fedjax_mr.checks import complete
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports
+from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.folder import RunFolder
 
 METHOD = """

@@ -22,13 +22,13 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from fedjax_mr import files
-from fedjax_mr.data import SOURCES
+from fedjax_mr.data import SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS
 from fedjax_mr.registry import Registry
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import SETTINGS, STRATEGIES
 
 GROUP = "fedjax_mr"  # of entry points
 FOLDER = "imports"  # of a run folder: the copies
@@ -269,11 +269,26 @@ def _new_names(given: str, claimed: Collection[tuple[str, str]], before: dict[st
         for name, row in registry.items():
             if name not in before[registry.kind]:
                 registry.refuse_unless_row(name, row)
+                if registry is STRATEGIES:
+                    _refuse_unless_flags(name, row.hyper)
     # What an earlier `import` of the same module has registered is its own, too.
     if names := _all_names() - set(claimed):
         return names
     places = [registry.place for registry in REGISTRIES]
     raise UserError(f"{given} registers nothing: no new name in {', '.join(places[:-1])} or {places[-1]}")
+
+
+def _refuse_unless_flags(strategy: str, hyper: type | None) -> None:
+    """Check that the settings of a strategy can be flags.
+
+    Raises:
+      UserError: they cannot.
+    """
+    try:
+        for setting in settings_of(hyper, f"{strategy}_"):
+            setting.check(setting.default)
+    except (TypeError, KeyError, NameError, UserError) as error:
+        raise UserError(SETTINGS.format(name=strategy, error=error)) from None
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""One's own samples and networks in a run, and how the configuration names them."""
+"""User-supplied samples and networks of a run, and their names in the configuration."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,27 +6,27 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
-from fedjax_mr import given
-from fedjax_mr.config import Config
+from fedjax_mr import registry
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.models import Model, own
 
 
-class Own(NamedTuple):
-    """What was given in Python beside a configuration.
+class UserObjects(NamedTuple):
+    """The Python objects that a user passes beside a configuration.
 
     Attributes:
-      dataset: the samples; None: those that the configuration names.
-      modules: the networks; (): those that the configuration names.
+      dataset: the samples, or None for those that the configuration names.
+      modules: the networks, or () for those that the configuration names.
     """
 
     dataset: Dataset | None = None
     modules: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, dataset: Any, model: Any) -> "Own":
+    def of(cls, dataset: Any, model: Any) -> "UserObjects":
         """Return what was given.
 
         Args:
@@ -64,9 +64,9 @@ class Own(NamedTuple):
         changes = {}
         if self.dataset is not None:
             changes["dataset"] = _same("dataset", self.dataset.full_name(), config.dataset)
-        if self.modules and not given.is_given(config.model):
+        if self.modules and not registry.is_supplied(config.model):
             names = (module.name if isinstance(module, Model) else type(module).__name__ for module in self.modules)
-            changes["model"] = ",".join(map(given.full_name, names))
+            changes["model"] = ",".join(map(registry.supplied_name, names))
         return dataclasses.replace(config, **changes)
 
     def build(self, config: Config, federated: FederatedData) -> tuple[Config, Model]:
@@ -83,14 +83,17 @@ class Own(NamedTuple):
         return dataclasses.replace(config, model=_same("model", name, config.model if whole else "")), model
 
 
-def _same(flag: str, name: str, recorded: str) -> str:
+def _same(argument: str, name: str, recorded: str) -> str:
     """Return the name of what was given: the recorded one if there is one, and its content must be the same.
 
     Raises:
       UserError: it is not.
     """
-    if not given.is_given(recorded):
+    if not registry.is_supplied(recorded):
         return name
-    if given.digests(name) != given.digests(recorded):
-        raise given.other(flag, name, recorded)
+    if registry.digests(name) != registry.digests(recorded):
+        raise UserError(
+            f"{argument}= is {name.removeprefix(registry.PREFIX)}, but the configuration is of "
+            f"{recorded.removeprefix(registry.PREFIX)}: pass the same object, or a configuration without it"
+        )
     return recorded

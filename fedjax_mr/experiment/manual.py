@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 
-from fedjax_mr import __version__, models, settings
-from fedjax_mr.config import COMMAND, GROUPS, Config
+from fedjax_mr import __version__, models
 from fedjax_mr.data import LABEL_MODES, SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.data.sources.tfds import IMAGE_SETS
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import settings
+from fedjax_mr.experiment.config import COMMAND, GROUPS, Config
+from fedjax_mr.experiment.settings import Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.base import describe
-from fedjax_mr.settings import Setting
 from fedjax_mr.strategies import STRATEGIES, by_group
 
 COMMANDS = {

@@ -5,10 +5,11 @@ import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from fedjax_mr import given, imports
+from fedjax_mr import registry
 from fedjax_mr.data import SOURCES, is_file
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import imports
 from fedjax_mr.models import MODELS
 from fedjax_mr.strategies import STRATEGIES
 
@@ -76,10 +77,10 @@ def check_together(config: Any, *, in_python: Collection[str] = ()) -> None:
     Raises:
       UserError: something is wrong; the message names the flag, its value and what is allowed.
     """
-    for flag in given.HOW:
-        if given.is_given(name := getattr(config, flag)) and flag not in in_python:
-            raise given.missing(flag, name)
-    if config.dataset not in SOURCES and not given.is_given(config.dataset) and not _is_path(config.dataset):
+    for flag in registry.USER_OBJECTS:
+        if registry.is_supplied(name := getattr(config, flag)) and flag not in in_python:
+            raise UserError(f"--{registry.not_passed(flag, name)}")
+    if config.dataset not in SOURCES and not registry.is_supplied(config.dataset) and not _is_path(config.dataset):
         raise unknown_name("data set", config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
@@ -101,7 +102,7 @@ def check_together(config: Any, *, in_python: Collection[str] = ()) -> None:
 def _check_models(config: Any) -> None:
     names = config.model.split(",")
     for name in names:
-        if name not in MODELS and not given.is_given(name):
+        if name not in MODELS and not registry.is_supplied(name):
             raise unknown_name("model", name, MODELS)
     if len(names) > 1 and not STRATEGIES[config.strategy].several:
         able = ", ".join(name for name, row in STRATEGIES.items() if row.several)
@@ -140,9 +141,9 @@ def without_effect(config: Any) -> Iterator[str]:
     These are no mistakes: methods that are compared share the clients' data, and so the settings of the public set.
     """
     public = "--public_share, --public_max, --public_labels and --public_from"
-    given = config.public_max is not None or config.public_from or not config.public_labels
+    has_settings = config.public_max is not None or config.public_from or not config.public_labels
     if config.public_share and not STRATEGIES[config.strategy].public:
         share = f"--public_share={config.public_share:g}"
         yield f"{config.strategy} takes no public data: the samples of {share} stay unused"
-    elif given and not config.public_share and not config.partition_file:
+    elif has_settings and not config.public_share and not config.partition_file:
         yield f"without --public_share there is no public set: {public} have no effect"

@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 
-from fedjax_mr import platforms
+from fedjax_mr.models import platforms
 
 
 @pytest.fixture

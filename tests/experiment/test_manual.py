@@ -2,9 +2,10 @@
 
 import pytest
 
-from fedjax_mr import __version__, imports, main, manual
+from fedjax_mr import __version__, main
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.experiment import imports, manual
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.sweep.__main__ import main as sweep_command
 

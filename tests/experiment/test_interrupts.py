@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from fedjax_mr import interrupts, streams
 from fedjax_mr.deploy import mail, server
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import interrupts, streams
 from fedjax_mr.experiment.run import Interrupted
 
 

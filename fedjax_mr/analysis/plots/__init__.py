@@ -1,0 +1,27 @@
+"""Every picture, one subject per file; the only room that imports matplotlib (when it draws, without a display)."""
+
+from fedjax_mr.analysis.plots.clients import histograms, partition, personal
+from fedjax_mr.analysis.plots.figure import FORMATS
+from fedjax_mr.analysis.plots.lines import Series, bars, curves, lines
+from fedjax_mr.analysis.plots.looks import COLOURS, Look, looks
+from fedjax_mr.analysis.plots.reassembly import Strip, grouped, strips, teachers
+from fedjax_mr.analysis.plots.surfaces import surfaces
+
+__all__ = [
+    "COLOURS",
+    "FORMATS",
+    "Look",
+    "Series",
+    "Strip",
+    "bars",
+    "curves",
+    "grouped",
+    "histograms",
+    "lines",
+    "looks",
+    "partition",
+    "personal",
+    "strips",
+    "surfaces",
+    "teachers",
+]
