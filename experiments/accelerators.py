@@ -215,8 +215,8 @@ def compile_round(
     programs = rounds.compile()
     evaluation = None
     if tested and rounds.strategy.global_model is not None:
-        given = federated.dataset
-        x, y = (np.resize(part, (TEST_SAMPLES, *part.shape[1:])) for part in (given.x, given.y))
+        dataset = federated.dataset
+        x, y = (np.resize(part, (TEST_SAMPLES, *part.shape[1:])) for part in (dataset.x, dataset.y))
         deployed = rounds.deployed(rounds.shapes())
         evaluation = Evaluation(model, samples(federated, x, y), axis).compile(deployed)["test"]
     return Compiled(rounds, programs["rounds"], evaluation, model)
@@ -229,10 +229,10 @@ def exchange_bytes(rounds: Rounds) -> int:
     """
     axis = rounds.axis
     number = jax.ShapeDtypeStruct((), np.int32)
-    chosen = lambda given, progress: begin(rounds.build, axis, given, progress)[1]
+    chosen = lambda constants, progress: begin(rounds.build, axis, constants, progress)[1]
     with platforms.tracing_for(axis.platform):
-        rows = jax.eval_shape(chosen, rounds.given, rounds.shapes())
-        returned = jax.eval_shape(rounds.train_all(), (rounds.given, number), rows)
+        rows = jax.eval_shape(chosen, rounds.constants, rounds.shapes())
+        returned = jax.eval_shape(rounds.train_all(), (rounds.constants, number), rows)
     return trees.num_bytes((rows, returned)) * (axis.num_devices - 1) // axis.num_devices
 
 

@@ -51,11 +51,11 @@ def leaf_type(leaf: Any) -> tuple[Any, Any]:
 
 def compiled_clients(engine: Rounds) -> str:
     """Return the HLO text of the program that trains the clients."""
-    rows_of = lambda given, progress: begin(engine.build, engine.axis, given, progress)[1]
-    rows = jax.eval_shape(rows_of, engine.given, engine.shapes())
+    rows_of = lambda constants, progress: begin(engine.build, engine.axis, constants, progress)[1]
+    rows = jax.eval_shape(rows_of, engine.constants, engine.shapes())
     sharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=engine.axis.sharded), rows)
     number = jax.ShapeDtypeStruct((), np.int32, sharding=engine.axis.replicated)
-    return jax.jit(engine.train_all()).lower((engine.given, number), sharded).compile().as_text() or ""
+    return jax.jit(engine.train_all()).lower((engine.constants, number), sharded).compile().as_text() or ""
 
 
 def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool = False) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
         "all_to_all_bytes": sum(exchanges),
         "others": len(found) - len(exchanges),
         "other_bytes": sum(each.bytes for each in found) - sum(exchanges),
-        "state_bytes": trees.num_bytes(engine.given.problem.model.shapes()),
+        "state_bytes": trees.num_bytes(engine.constants.problem.model.shapes()),
     }
     if timed:
         federated = data.federated_data(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))

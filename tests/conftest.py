@@ -18,8 +18,8 @@ from fedjax_mr.engine.devices import PATIENT, add_xla_flags, set_up_jax
 from fedjax_mr.testing.federations import (
     QUICK_TO_COMPILE,
     bytes_of_a_round,
+    constants,
     drop_programs,
-    given,
     make_engine,
     tree_close,
     tree_equal,
@@ -88,7 +88,7 @@ def engine():
 
 @pytest.fixture(scope="session")
 def federation():
-    return given
+    return constants
 
 
 @pytest.fixture(scope="session")

@@ -185,7 +185,7 @@ def test_formulations_follow_the_platform_of_the_axis():
 def test_described_devices_compile_and_run_nothing(engine):
     real = engine("fedmr", "linear")
     axis = dataclasses.replace(real.axis, described=True)
-    rounds = type(real)(real.build, real.given, axis)
+    rounds = type(real)(real.build, real.constants, axis)
     programs = rounds.compile()
     assert programs["rounds"].traces == 1
     leaves = jax.tree.leaves(rounds.deployed(rounds.shapes()))
@@ -207,7 +207,7 @@ def test_the_default_is_as_many_lanes_as_the_memory_holds(monkeypatch):
     config = fmr.Config(strategy="fedavg", dataset="digits", clients=8, cohort=8, devices=1)
     federated = data.federated_data(config)
     model = build.build_model(config, federated)
-    of_lanes = lambda *, lanes, **given: client_axis(lanes=lanes or config.cohort, **given)
+    of_lanes = lambda *, lanes, **constants: client_axis(lanes=lanes or config.cohort, **constants)
     monkeypatch.setattr(build, "client_axis", of_lanes)
 
     def needed(lanes):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fedjax_mr.analysis import papers, record, tables
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.config import Config
@@ -92,7 +92,7 @@ def lines() -> tuple[Line, ...]:
     return tuple(_line(runs, published) for runs in Index(EXPERIMENTS / "results").settings())
 
 
-def _line(runs: list[Run], published: list[dict[str, str]]) -> Line:
+def _line(runs: list[RunRecord], published: list[dict[str, str]]) -> Line:
     config = runs[0].config
     facts, prefix = titles.facts(config), f"{config.strategy}_"
     defaults = configuration.decisive(Config(strategy=config.strategy))

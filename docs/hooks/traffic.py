@@ -53,15 +53,15 @@ def count(strategy: str) -> Bytes:
     model = build_model(config, federated)
     engine = build_rounds(config, federated, model, client_axis(devices=1, lanes=1, cohort_size=config.cohort))
 
-    def objects(given):
-        progress = rounds.start(engine.build, given)
-        plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
-        upload, _, _ = rounds.train_client(engine.build, given, progress.round, trees.take(rows, 0))
+    def objects(constants):
+        progress = rounds.start(engine.build, constants)
+        plan, rows = rounds.begin(engine.build, engine.axis, constants, progress)
+        upload, _, _ = rounds.train_client(engine.build, constants, progress.round, trees.take(rows, 0))
         uploads = trees.broadcast(upload, config.cohort)
         return progress, plan.cohort, rows.payload, uploads
 
-    progress, cohort, payloads, uploads = jax.eval_shape(objects, engine.given)
-    usual, method = usual_traffic(payloads, uploads), engine.build(engine.given.problem)
+    progress, cohort, payloads, uploads = jax.eval_shape(objects, engine.constants)
+    usual, method = usual_traffic(payloads, uploads), engine.build(engine.constants.problem)
 
     def sent(round: int) -> tuple[float, float, float]:
         traffic = usual

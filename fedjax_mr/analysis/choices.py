@@ -16,7 +16,7 @@ import numpy as np
 from fedjax_mr import data
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.groups import Statistic
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.architectures import best_of, trained_alone
 
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(tables.FORMATS[arguments.format](cells(groups.find(arguments.runs))))
 
 
-def cells(chosen: Sequence[Run]) -> list[list[str]]:
+def cells(chosen: Sequence[RunRecord]) -> list[list[str]]:
     """Return the table as cells, the head first.
 
     Raises:
@@ -44,7 +44,7 @@ def cells(chosen: Sequence[Run]) -> list[list[str]]:
     counted = {folder for folders in alone.values() for folder in folders.values()}
     if not counted:
         raise UserError("none of the runs is a finished one of --strategy=local with a single network")
-    rows: dict[str, dict[str, dict[str, Run]]] = {}  # by the row's name, the division of the data, and the network
+    rows: dict[str, dict[str, dict[str, RunRecord]]] = {}  # by row, division, network
     for setting, members in groups.by_setting([run for run in chosen if run.path in counted]):
         divisions = rows.setdefault(groups.name({flag: setting[flag] for flag in setting if flag in DIVISION}), {})
         for run in members:
@@ -62,7 +62,7 @@ def cells(chosen: Sequence[Run]) -> list[list[str]]:
     ]
 
 
-def _row(divisions: dict[str, dict[str, Run]], networks: Sequence[str]) -> list[str]:
+def _row(divisions: dict[str, dict[str, RunRecord]], networks: Sequence[str]) -> list[str]:
     """Return how many clients do best with each network, how many there are, and the number of divisions."""
     known = [network for network in networks if any(network in runs for runs in divisions.values())]
     counts = []

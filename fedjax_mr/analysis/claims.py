@@ -16,7 +16,7 @@ from scipy.stats import t as student
 
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.groups import Statistic
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.kept import SHARPNESS
@@ -249,12 +249,12 @@ def accuracies(chosen: Chosen, kept: Path, rounds: tuple[int, int], *, metric: s
     return found
 
 
-def _evaluations(run: Run, rounds: tuple[int, int], metric: str) -> list[float]:
+def _evaluations(run: RunRecord, rounds: tuple[int, int], metric: str) -> list[float]:
     rows = [row for row in run.rows() if rounds[0] <= row["round"] <= rounds[1]]
     return [row[metric] if metric in row else run.summary()[metric] for row in rows]
 
 
-def _flatness(run: Run) -> list[float]:
+def _flatness(run: RunRecord) -> list[float]:
     found = json.loads((run.path.parent / SHARPNESS).read_text(encoding="utf-8"))["runs"].get(run.path.name)
     return [] if found is None else [-found["rise"]]
 

@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"drawn in {path}")
 
 
-def per_client(run: runs.Run, trained: runs.Trained) -> np.ndarray:
+def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
     """Return the accuracies of the clients that have test samples of their own, in the clients' order.
 
     Raises:

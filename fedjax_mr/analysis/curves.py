@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_mr.analysis import groups, plots, runs
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
@@ -64,7 +64,7 @@ class Curves(NamedTuple):
     crosses: dict[str, plots.Series]
 
 
-def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> Curves:
+def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = None) -> Curves:
     """Return the curves of some runs.
 
     A curve has rounds, means and, with several seeds, standard deviations. Its name is that of the method and of the
@@ -79,7 +79,7 @@ def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> 
     Raises:
       UserError: a run has no such column or flag, or one that has not diverged has no evaluation.
     """
-    by_panel: dict[str, list[Run]] = {}
+    by_panel: dict[str, list[RunRecord]] = {}
     for run in sorted(chosen, key=lambda run: _place(run, panels)):
         by_panel.setdefault(_panel(run, panels), []).append(run)
     found: dict[str, dict[str, _Curve]] = {}
@@ -97,14 +97,14 @@ def curves(chosen: Sequence[Run], *, column: str, panels: str | None = None) -> 
     )
 
 
-def _place(run: Run, flags: str | None) -> list[tuple]:
+def _place(run: RunRecord, flags: str | None) -> list[tuple]:
     """Return what a run's panel is sorted by: numbers by size and before words."""
     facts = titles.facts(run.config)
     values = [facts.get(name) for name in (flags.split(",") if flags else [])]
     return [(0, value) if isinstance(value, int | float) else (1, str(value)) for value in values]
 
 
-def _panel(run: Run, flags: str | None) -> str:
+def _panel(run: RunRecord, flags: str | None) -> str:
     """Return the title of the panel that a run's curve belongs to."""
     names = flags.split(",") if flags else []
     known = configuration.decisive(run.config)
@@ -123,7 +123,7 @@ class _Curve(NamedTuple):
     diverged: int
 
 
-def _curve(members: Sequence[Run], column: str) -> _Curve:
+def _curve(members: Sequence[RunRecord], column: str) -> _Curve:
     diverged = [_history(run, column) for run in members if run_state(run.path) == "diverged"]
     others = [_history(run, column) for run in members if run_state(run.path) != "diverged"]
     ends = [
@@ -139,7 +139,7 @@ def _curve(members: Sequence[Run], column: str) -> _Curve:
     )
 
 
-def _history(run: Run, column: str) -> dict[int, float]:
+def _history(run: RunRecord, column: str) -> dict[int, float]:
     """Return a column by round; a run may diverge before its first evaluation, and has none then."""
     if run_state(run.path) == "diverged" and not (run.path / "metrics.jsonl").exists():
         return {}
@@ -171,7 +171,7 @@ def _possible(column: str) -> tuple[float, float]:
     return (0.0, 1.0) if "accuracy" in column else (0.0, math.inf) if "loss" in column else (-math.inf, math.inf)
 
 
-def _value(run: Run, row: dict, column: str) -> float:
+def _value(run: RunRecord, row: dict, column: str) -> float:
     if column not in row:
         raise UserError(f"{run.path} has no column {column} (it has {', '.join(row)})")
     return math.nan if row[column] is None else float(row[column])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fedjax_mr import registry
 from fedjax_mr.analysis import runs
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # --- Runs and their settings ------------------------------------------------------------------------------------------
 
 
-def find(paths: Iterable[Path | str]) -> list[Run]:
+def find(paths: Iterable[Path | str]) -> list[RunRecord]:
     """Return the runs of run folders and of folders that hold some, at any depth.
 
     They come in the order of the paths, and those of one folder by strategy and by the values of their settings.
@@ -64,7 +64,7 @@ def find(paths: Iterable[Path | str]) -> list[Run]:
     return runs.read(list(map(str, ordered)))
 
 
-def _order(run: Run) -> tuple[str, list[tuple[str, str, Any]]]:
+def _order(run: RunRecord) -> tuple[str, list[tuple[str, str, Any]]]:
     values = titles.facts(run.config)
     # The types first: values of two types, such as a number and None, have no order.
     return run.config.strategy, [(flag, type(value).__name__, value) for flag, value in values.items()]
@@ -75,7 +75,7 @@ def seeds(config: Config) -> list[int]:
     return [config.seed, config.seed if config.partition_seed is None else config.partition_seed]
 
 
-def by_setting(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
+def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[RunRecord]]]:
     """Return the runs by setting, in their order; runs of one setting differ in nothing but seeds.
 
     A setting names the strategy, and the flags whose values differ between runs that know them. Of several runs of
@@ -88,7 +88,7 @@ def by_setting(chosen: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     chosen = [run for run in chosen if run.path in once.values()]
     decisive = [titles.facts(run.config) for run in chosen]
     flags = list(dict.fromkeys(flag for each in decisive for flag in each))
-    groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
+    groups: dict[str, tuple[dict[str, Any], list[RunRecord]]] = {}
     for each, run in zip(decisive, chosen, strict=True):
         key = json.dumps({flag: each.get(flag, "-") for flag in flags})
         groups.setdefault(key, (each, []))[1].append(run)
@@ -116,15 +116,15 @@ class Index:
           UserError: the folder holds none.
         """
         self.folder = folder
-        self._by_setting: dict[str, list[Run]] = {}
+        self._by_setting: dict[str, list[RunRecord]] = {}
         for run in find([folder]):
             self._by_setting.setdefault(_key(run.config), []).append(run)
 
-    def settings(self) -> Iterable[list[Run]]:
+    def settings(self) -> Iterable[list[RunRecord]]:
         """Return the runs of each setting."""
         return self._by_setting.values()
 
-    def of(self, config: Config) -> list[Run]:
+    def of(self, config: Config) -> list[RunRecord]:
         """Return the runs that differ from a configuration in nothing but seeds."""
         return self._by_setting.get(_key(config), [])
 
@@ -133,7 +133,7 @@ def _key(config: Config) -> str:
     return json.dumps(titles.facts(config), sort_keys=True)
 
 
-def by_seed(runs: Sequence[Run]) -> dict[str, float]:
+def by_seed(runs: Sequence[RunRecord]) -> dict[str, float]:
     """Return the mean of the last ten evaluations in percent of the finished runs, by seed.
 
     A seed of the partition that is not the run's own stands behind it: ``0/7``.
@@ -154,7 +154,7 @@ def name(setting: Mapping[str, Any]) -> str:
     return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
 
 
-def titles_of(settings: Sequence[tuple[Mapping[str, Any], Sequence[Run]]]) -> list[str]:
+def titles_of(settings: Sequence[tuple[Mapping[str, Any], Sequence[RunRecord]]]) -> list[str]:
     """Return the names of settings, as `by_setting` returns them, in pictures: ``FedMR, Dirichlet(0.1)``."""
     known = [titles.facts(members[0].config) for _, members in settings]
     return [
@@ -180,13 +180,13 @@ class Tried(NamedTuple):
     """One value of the flags and its runs, one per seed."""
 
     values: dict[str, Any]
-    runs: list[Run]
+    runs: list[RunRecord]
 
     def count(self, state: str) -> int:
         """Return how many of the runs are in a state of `STATES`."""
         return sum(run_state(run.path) == state for run in self.runs)
 
-    def finished(self) -> dict[str, Run]:
+    def finished(self) -> dict[str, RunRecord]:
         """Return the finished runs by their seeds."""
         return {str(seeds(run.config)): run for run in self.runs if run_state(run.path) == "finished"}
 
@@ -209,7 +209,7 @@ class Choice(NamedTuple):
     best: Tried | None
 
 
-def choose(chosen: Sequence[Run], *, over: Sequence[str]) -> list[Choice]:
+def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
     """Return the choice of each setting.
 
     Args:
@@ -235,7 +235,7 @@ def choose(chosen: Sequence[Run], *, over: Sequence[str]) -> list[Choice]:
     return [Choice(setting, tried, _best(tried)) for setting, tried in grids.values()]
 
 
-def _validated(run: Run) -> bool:
+def _validated(run: RunRecord) -> bool:
     """Return whether a finished run has a last validation accuracy; those of earlier versions may have none."""
     return (run.summary() | run.rows()[-1]).get(VALIDATION) is not None
 

@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> None:
         _explore(arguments, chosen, folder)
 
 
-def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.Run], folder: Path) -> None:
+def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], folder: Path) -> None:
     """Compute the landscapes, keep and draw them in ``folder``, and print the sharpness."""
     steps = np.linspace(-arguments.radius, arguments.radius, arguments.points, dtype=np.float32)
     grid = np.stack(np.meshgrid(*[steps] * arguments.dimensions, indexing="ij"), axis=-1)  # [points, (points,) D]

@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(tables.aligned(rows))
 
 
-def replay(run: runs.Run, *, last: int, back: int, data_dir: str | None = None) -> list[np.ndarray]:
+def replay(run: runs.RunRecord, *, last: int, back: int, data_dir: str | None = None) -> list[np.ndarray]:
     """Return for H = 0, 1, ..., ``back`` the origins [U, K] of the units of the K models after round ``last``.
 
     Entry (u, j) is the row that unit u of model j stood in H rounds before. The list ends early at the first round, or

@@ -96,7 +96,7 @@ def teachers_of(account: Account) -> dict[int, Strip]:
 
 def measured(rebuilt: runs.Rebuilt, state: pfedhr.State) -> list[tuple[str, str]]:
     """Return the seconds of each step of a reassembly once everything is compiled, and the number of programs."""
-    problem, hyper = rebuilt.rounds.given.problem, configuration.hyper(rebuilt.config)
+    problem, hyper = rebuilt.rounds.constants.problem, configuration.hyper(rebuilt.config)
     assert isinstance(hyper, pfedhr.Hyper)
     server, rows = pfedhr.Server(hyper, problem), range(problem.cohort_size)
     take = lambda row: jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.models)

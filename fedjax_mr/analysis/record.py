@@ -21,7 +21,7 @@ from fedjax_mr.analysis import claims, headers, pages, papers, tables
 from fedjax_mr.analysis.claims import LEVEL, POINTS, Difference, difference, verdicts
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -115,7 +115,7 @@ class Cell(NamedTuple):
     data: str
     division: str
     by_seed: dict[str, float]
-    runs: list[Run]
+    runs: list[RunRecord]
     published: list[Published]
 
     @property

@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 
 from fedjax_mr.analysis import groups, layouts, pages
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"{len(TABLE.findall(text))} tables in {page}")
 
 
-def keep(run: Run, folder: Path) -> Path:
+def keep(run: RunRecord, folder: Path) -> Path:
     """Copy the small files of an ended run into a folder of its own, named by its settings; return that.
 
     Raises:

@@ -26,7 +26,7 @@ from fedjax_mr.models import Model, Variables
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run folder.
 
     Attributes:
@@ -95,7 +95,7 @@ def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust", action="store_true", help=help)
 
 
-def read(paths: Sequence[str]) -> list[Run]:
+def read(paths: Sequence[str]) -> list[RunRecord]:
     """Return the runs in these folders, in order, each with a name of its own.
 
     Raises:
@@ -109,7 +109,7 @@ def read(paths: Sequence[str]) -> list[Run]:
         raise UserError(f"the run {repeated[0]} is named twice")
     names = collections.Counter(path.resolve().name for path in folders)
     named = [str(path) if names[path.resolve().name] > 1 else path.resolve().name for path in folders]
-    return [Run(path, name, configuration.load(path)) for path, name in zip(folders, named, strict=True)]
+    return [RunRecord(path, name, configuration.load(path)) for path, name in zip(folders, named, strict=True)]
 
 
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +126,7 @@ def add_out_argument(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def output_folder(out: str | None, runs: Sequence[Run]) -> Iterator[Path]:
+def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
     """Yield the folder of the results; if the block fails, folders that were made for it are gone again.
 
     Args:
@@ -170,7 +170,7 @@ class Rebuilt(NamedTuple):
     rounds: Rounds
 
 
-def rebuild(run: Run, *, data_dir: str | None = None, trust: bool = False) -> Rebuilt:
+def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False) -> Rebuilt:
     """Return a run's data, network and rounds, with which its checkpoints are read; nothing is computed.
 
     Args:
@@ -190,7 +190,7 @@ def rebuild(run: Run, *, data_dir: str | None = None, trust: bool = False) -> Re
     return Rebuilt(config, federated, model, build_rounds(config, federated, model, axis))
 
 
-def restore(run: Run, *, round: int | None = None, data_dir: str | None = None, trust: bool = False) -> Trained:
+def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = None, trust: bool = False) -> Trained:
     """Return the models of a checkpoint (None: the newest), on the host; the other arguments are those of `rebuild`.
 
     Raises:

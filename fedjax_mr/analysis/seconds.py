@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fedjax_mr.analysis import groups, plots, runs, tables
 from fedjax_mr.analysis.groups import Statistic
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import run_state
 
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"drawn in {path}")
 
 
-def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]]:
+def seconds(chosen: Sequence[RunRecord]) -> dict[str, tuple[int, dict[str, Statistic]]]:
     """Return the number of finished runs of each setting and their seconds per round: clients, server, all.
 
     Raises:
@@ -78,6 +78,6 @@ def seconds(chosen: Sequence[Run]) -> dict[str, tuple[int, dict[str, Statistic]]
     return found
 
 
-def finished(members: Sequence[Run]) -> list[Run]:
+def finished(members: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the finished ones of some runs."""
     return [run for run in members if run_state(run.path) == "finished"]

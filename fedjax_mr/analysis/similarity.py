@@ -50,14 +50,14 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"drawn in {path}")
 
 
-def recorded(run: runs.Run) -> tuple[list[int], list[float]]:
+def recorded(run: runs.RunRecord) -> tuple[list[int], list[float]]:
     """Return the rounds of a run's evaluations and the similarities recorded there; not a number where missing."""
     rows = run.rows()
     values = [row.get("similarity") for row in rows]
     return [row["round"] for row in rows], [math.nan if value is None else value for value in values]
 
 
-def of_checkpoints(run: runs.Run, data_dir: str | None, *, trust: bool = False) -> tuple[list[int], list[float]]:
+def of_checkpoints(run: runs.RunRecord, data_dir: str | None, *, trust: bool = False) -> tuple[list[int], list[float]]:
     """Return the rounds of a run's checkpoints and the authors' similarity of the K models there.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 from fedjax_mr.analysis import groups, papers
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
-from fedjax_mr.analysis.runs import Run
+from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.experiment.folder import MetricsRow, run_state
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
 
@@ -105,7 +105,7 @@ class Line:
     """
 
     setting: dict[str, Any]
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     finished: int
     diverged: int
     unfinished: int
@@ -123,7 +123,7 @@ class Line:
 
 
 def accuracy_lines(
-    chosen: Sequence[Run], *, target: float | None = None, published: Sequence[Mapping[str, str]] = ()
+    chosen: Sequence[RunRecord], *, target: float | None = None, published: Sequence[Mapping[str, str]] = ()
 ) -> list[Line]:
     """Return the lines of the table of accuracies.
 
@@ -135,7 +135,9 @@ def accuracy_lines(
     return [_line(setting, members, target, published) for setting, members in groups.by_setting(chosen)]
 
 
-def _line(setting: dict, chosen: Sequence[Run], target: float | None, published: Sequence[Mapping[str, str]]) -> Line:
+def _line(
+    setting: dict, chosen: Sequence[RunRecord], target: float | None, published: Sequence[Mapping[str, str]]
+) -> Line:
     chosen = sorted(chosen, key=lambda run: run.config.seed)
     states = [run_state(run.path) for run in chosen]
     ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]

@@ -42,7 +42,7 @@ from fedjax_mr.data import Split
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
-from fedjax_mr.engine.round import Federation, Given
+from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
@@ -213,19 +213,19 @@ def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rou
     model = Model(Linear(), (dimension + 1,))
     loss = regularised(problem, model)
 
-    def build(given: Problem) -> Strategy:
+    def build(inner: Problem) -> Strategy:
         def client_update(payload, memory, data, round, key):
             done = round * known.steps
             optimizer = optax.sgd(lambda step: known.lr((done + step + 1).astype(jnp.float32)))
             trained, metrics = local.train(
-                given.model, given.local, payload["model"], data, key, loss=loss, optimizer=optimizer
+                inner.model, inner.local, payload["model"], data, key, loss=loss, optimizer=optimizer
             )
             return {"model": trained}, memory, metrics
 
         row = STRATEGIES[name]
-        return row.build(row.hyper() if row.hyper else None, given)._replace(client_update=client_update)
+        return row.build(row.hyper() if row.hyper else None, inner)._replace(client_update=client_update)
 
-    given = Problem(
+    federated = Problem(
         model=model,
         local=local.LocalSetting(optax.identity(), epochs=known.steps, batch_size=samples, max_size=samples),
         num_clients=clients,
@@ -241,7 +241,7 @@ def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rou
     split = Split.of(np.split(np.arange(len(x)), clients))
     axis = client_axis(devices=1, lanes=clients, cohort_size=clients)
     federation = Federation(pool, split.index, split.offsets)
-    return Rounds(build, Given(given, federation, jax.random.key(seed)), axis)
+    return Rounds(build, RunConstants(federated, federation, jax.random.key(seed)), axis)
 
 
 class History(NamedTuple):

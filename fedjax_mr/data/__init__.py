@@ -11,7 +11,7 @@ from typing import Any
 from fedjax_mr import registry
 from fedjax_mr.data import divide
 from fedjax_mr.data.divide import federate
-from fedjax_mr.data.federated import Dataset, FederatedData, Request, Split
+from fedjax_mr.data.federated import DataRequest, Dataset, FederatedData, Split
 from fedjax_mr.data.sources import arrays, digits, leaf, tfds
 from fedjax_mr.data.sources.arrays import from_arrays, is_file
 from fedjax_mr.errors import UserError, unknown_name
@@ -32,7 +32,7 @@ def check_source(name: str, row: Any) -> None:
         raise UserError(f"fmr.SOURCES[{name!r}] takes a function of a request that returns a Dataset")
 
 
-_OURS: dict[str, Callable[[Request], Dataset]] = {
+_OURS: dict[str, Callable[[DataRequest], Dataset]] = {
     "digits": digits.load,
     "cifar10": tfds.load,
     "cifar100": tfds.load,
@@ -73,7 +73,7 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
         raise UserError(f"{name} is no data set: one's own data come as an .npz file of arrays x and y")
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("data set", name, SOURCES)
-    return SOURCES[base](Request(name, data_dir, label_mode, offline)).check()
+    return SOURCES[base](DataRequest(name, data_dir, label_mode, offline)).check()
 
 
 def federated_data(config: Any, *, dataset: Dataset | None = None) -> FederatedData:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fedjax_mr import data
 from fedjax_mr.analysis import plots
-from fedjax_mr.data import plan
-from fedjax_mr.data.federated import Request
+from fedjax_mr.data import partition_file
+from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.partition_table import partition_table
 from fedjax_mr.data.sources import tfds
 from fedjax_mr.errors import UserError, unknown_name
@@ -61,7 +61,7 @@ def _show(arguments: list[str]) -> None:
         division = titles.division(titles.facts(config))
         title = f"{titles.dataset(federated.dataset.name)}, {division}, {federated.num_clients} clients"
         plots.partition(federated.label_counts(), pictured, title=title)
-        plan.save(federated.plan, folder / "partition.npz")  # type: ignore[arg-type]
+        partition_file.save(federated.plan, folder / "partition.npz")  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {error.strerror or error}; choose another --run_dir") from None
     print(partition_table(federated))
@@ -76,7 +76,7 @@ def _prepare(arguments: list[str]) -> None:
     if name.partition("/")[0] not in tfds.IMAGE_SETS:
         raise unknown_name("data set to prepare", name, tfds.IMAGE_SETS)
     config = configuration.parse([argument for argument in arguments if argument != name])
-    folder = tfds.prepare(Request(name, config.data_dir, config.label_mode, config.offline))
+    folder = tfds.prepare(DataRequest(name, config.data_dir, config.label_mode, config.offline))
     print(f"{name} is in {folder}")
 
 

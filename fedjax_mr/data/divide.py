@@ -11,8 +11,8 @@ import numpy as np
 from absl import logging
 
 from fedjax_mr.data import partition as partitions
-from fedjax_mr.data import plan as plans
-from fedjax_mr.data.federated import Dataset, FederatedData, Plan, Public, Split
+from fedjax_mr.data import partition_file as partition_files
+from fedjax_mr.data.federated import Dataset, FederatedData, PartitionPlan, Public, Split
 from fedjax_mr.data.partition import PARTITIONS, Parts
 from fedjax_mr.errors import UserError, unknown_name
 
@@ -78,7 +78,7 @@ def federate(
         )
     notes: list[str] = []
     if partition_file and not partition_file.endswith(".json"):
-        plan = plans.read(partition_file, dataset=dataset)
+        plan = partition_files.read(partition_file, dataset=dataset)
         _expect(num_clients, int((~plan.held_out).sum()), partition_file)
         return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
 
@@ -124,7 +124,7 @@ def federate(
     global_test = np.arange(len(dataset.test_y))
     if owned.test is not None:  # the papers test on the union of the clients' test samples
         global_test = np.sort(np.concatenate([part for part, out in zip(owned.test, held_out, strict=True) if not out]))
-    plan = Plan(
+    plan = PartitionPlan(
         dataset=dataset.name,
         fingerprint=dataset.fingerprint(),
         train=Split.of(train),
@@ -162,7 +162,7 @@ def _expect(wanted: int, found: int, file: str) -> None:
 def _from_authors(
     dataset: Dataset, file: str, num_clients: int, holdout_clients: int, public_size: int, seed: int
 ) -> _Owned:
-    parts = plans.read_authors(file, dataset=dataset)
+    parts = partition_files.read_authors(file, dataset=dataset)
     _expect(num_clients and num_clients + holdout_clients, len(parts), file)
     free = np.setdiff1d(np.arange(len(dataset.y)), np.concatenate(parts))
     if public_size > len(free):
@@ -231,7 +231,7 @@ def _matching(dataset: Dataset, parts: Parts, seed: int) -> Parts:
     return partitions.matching(dataset.test_y, counts, rng=_stream(seed, "test"))
 
 
-def _assemble(dataset: Dataset, plan: Plan, *, public_labels: bool, notes: list[str]) -> FederatedData:
+def _assemble(dataset: Dataset, plan: PartitionPlan, *, public_labels: bool, notes: list[str]) -> FederatedData:
     """Give the training clients and the held-out ones the samples that their plan names, and no others."""
     for note in notes:
         logging.warning("%s", note)
@@ -262,7 +262,7 @@ def with_public(federated: FederatedData, other: Dataset, *, labels: bool, seed:
     return dataclasses.replace(federated, public=Public(other.x[rows], other.y[rows] if labels else None))
 
 
-def _federation(dataset: Dataset, plan: Plan, members: np.ndarray) -> FederatedData:
+def _federation(dataset: Dataset, plan: PartitionPlan, members: np.ndarray) -> FederatedData:
     """Return some clients of a plan with their own samples; rows are renumbered where samples are left out."""
 
     def of_members(split: Split) -> Split:

@@ -13,7 +13,7 @@ from fedjax_mr.errors import UserError
 MOST_CLASSES = 100_000  # every client's samples are counted by class, and the head of a network has a row for each
 
 
-class Request(NamedTuple):
+class DataRequest(NamedTuple):
     """A request to a source.
 
     Attributes:
@@ -158,10 +158,10 @@ class Split(NamedTuple):
         return cls(index, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
-class Plan(NamedTuple):
+class PartitionPlan(NamedTuple):
     """The owners of the source's rows, before the hold-out clients and the public set are taken out.
 
-    N counts the clients that train and those that are held out; `plan.save` keeps it in a run folder.
+    N counts the clients that train and those that are held out; `partition_file.save` keeps it in a run folder.
     """
 
     dataset: str  # the source's name
@@ -217,7 +217,7 @@ class FederatedData:
     holdout: "FederatedData | None" = None
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    plan: Plan | None = None
+    plan: PartitionPlan | None = None
 
     @property
     def num_clients(self) -> int:

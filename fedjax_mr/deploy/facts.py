@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from fedjax_mr.data import FederatedData, Split, files, from_arrays, npz
 from fedjax_mr.data.facts import Facts
-from fedjax_mr.data.federated import Plan, Public
+from fedjax_mr.data.federated import PartitionPlan, Public
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -385,7 +385,7 @@ def told_data(members: Sequence[Member], samples: ServerSamples) -> ToldData:
     counts = np.array([member.label_counts for member in members], np.int32)
     train, validation, test = _consecutive(sizes), _consecutive(kept, first=total), _consecutive(tested)
     none = np.zeros(0, np.int64)
-    plan = Plan(
+    plan = PartitionPlan(
         facts.name, dataset.fingerprint(), train, validation, test, False, np.zeros(len(members), bool), none, (),
         np.arange(len(samples.test_y)),
     )  # fmt: skip

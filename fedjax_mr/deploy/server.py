@@ -35,9 +35,9 @@ from fedjax_mr.engine.round import (
     SERVER,
     ClientRow,
     Federation,
-    Given,
     Progress,
     Report,
+    RunConstants,
     begin,
     client_key,
     round_key,
@@ -52,11 +52,11 @@ from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_clients, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
-from fedjax_mr.experiment.run import Interrupted, Run
+from fedjax_mr.experiment.run import Interrupted, RunLoop
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
-from fedjax_mr.strategies.base import Exchange
+from fedjax_mr.strategies.base import LayerExchange
 from fedjax_mr.strategies.hyper import LARGEST_INT32, field
 
 
@@ -161,7 +161,7 @@ def run(post: Post, config: Config, setting: Setting) -> Result:
         federated = told_data(roll.everybody(), samples)
         rounds = MailRounds(config, federated, model, roll)
         experiment = MailExperiment(config, federated, model, rounds, folder, roll)
-        (end,) = Run([experiment]).run()
+        (end,) = RunLoop([experiment]).run()
     if isinstance(end, DivergedError):
         raise end
     return end
@@ -234,10 +234,10 @@ class MailRounds(Rounds):
         key = jax.random.key(config.seed)
         nothing = normalised(facts.dataset, facts.dataset.x, np.zeros(1, np.int32))
         offsets = np.zeros(problem.num_clients + 1, np.int32)  # the clients know where their samples are
-        everything = Given(problem, Federation(nothing, np.zeros(1, np.int32), offsets), key)
+        everything = RunConstants(problem, Federation(nothing, np.zeros(1, np.int32), offsets), key)
         axis = ClientAxis(Mesh(np.array(jax.devices()[:1]), (CLIENTS,)), lanes=1, fused=False)
         super().__init__(self._at_server, everything, axis, stop_at_divergence=not config.allow_nonfinite)
-        self._sent, self._answer = jax.eval_shape(self._one_client, self.given)
+        self._sent, self._answer = jax.eval_shape(self._one_client, self.constants)
         if roll.terms.lost == "untrained":
             self._check_untrained()
         memory_key = jax.random.key_data(jax.random.fold_in(key, MEMORY))
@@ -260,12 +260,12 @@ class MailRounds(Rounds):
             return strategy
         return strategy._replace(init_memory=lambda key: jnp.full(problem.num_clients, -1, jnp.int32))
 
-    def _one_client(self, given: Given) -> Any:
+    def _one_client(self, constants: RunConstants) -> Any:
         """Return for their shapes: what one client gets, and its upload and metrics."""
-        progress = start(self.at_clients, given)
-        _, rows = begin(self.at_clients, self.axis, given, progress)
+        progress = start(self.at_clients, constants)
+        _, rows = begin(self.at_clients, self.axis, constants, progress)
         row = _row(rows, 0)
-        upload, _, metrics = train_client(self.at_clients, given, progress.round, row)
+        upload, _, metrics = train_client(self.at_clients, constants, progress.round, row)
         return row.payload, (upload, metrics)
 
     def _in_steps(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
@@ -308,10 +308,10 @@ class MailRounds(Rounds):
         uploads, metrics = jax.tree.map(lambda *leaves: np.stack(leaves), *trained)
         return (uploads, memory, metrics), lost
 
-    def _exchanged(self, round: int, rows: ClientRow, exchange: Exchange) -> list[Any]:
+    def _exchanged(self, round: int, rows: ClientRow, exchange: LayerExchange) -> list[Any]:
         """Return the models that the clients of the rows [K, ...] upload after they have exchanged layers."""
-        problem = self.given.problem
-        key, _ = jax.random.split(round_key(self.given.key, SERVER, round))  # as in `server_update`
+        problem = self.constants.problem
+        key, _ = jax.random.split(round_key(self.constants.key, SERVER, round))  # as in `server_update`
 
         def once(post: Post, nodes: Mapping[int, int], attempt: int) -> list[Any]:
             return relay.recombine(
@@ -332,7 +332,7 @@ class MailRounds(Rounds):
 
     def _order(self, round: int, rows: ClientRow, row: Any) -> Content:
         """Return what the client of a row is asked to do."""
-        key = client_key(self.given.key, round, rows.client_id[row], rows.occurrence[row])
+        key = client_key(self.constants.key, round, rows.client_id[row], rows.occurrence[row])
         last = -1 if rows.memory is None else int(rows.memory[row])
         payload = wire.pack(_row(rows.payload, row))
         return {"payload": payload, "key": {"key": np.asarray(jax.random.key_data(key))}, "numbers": {"last": last}}
@@ -348,7 +348,7 @@ class MailRounds(Rounds):
             upload = {name: each for name, each in upload.items() if name != "model"}
         metrics = wire.unpack(reply.get("metrics", {}), metrics, who="its report", finite=False)
         diverged = int(metrics.bad_step) >= 0
-        most = LARGEST_INT32 // self.given.problem.cohort_size  # the round's sum has 32 bits
+        most = LARGEST_INT32 // self.constants.problem.cohort_size  # the round's sum has 32 bits
         if not 0 <= int(metrics.images) <= most or not 0 <= int(metrics.steps) <= most:
             raise UserError(f"its report tells of {int(metrics.images)} samples and {int(metrics.steps)} steps")
         if self._finite and not diverged and not np.isfinite(metrics.loss):
@@ -381,15 +381,15 @@ class MailRounds(Rounds):
           UserError: they are not finite, so that the round cannot go on without the client.
         """
 
-        def program(given: Given, round: jax.Array, row: ClientRow) -> Any:
-            memory = self.at_clients(given.problem).init_memory
+        def program(constants: RunConstants, round: jax.Array, row: ClientRow) -> Any:
+            memory = self.at_clients(constants.problem).init_memory
             if memory is not None:  # that of a client which never trained stands for the one that is not here
-                first = memory(jax.random.fold_in(given.key, MEMORY))
+                first = memory(jax.random.fold_in(constants.key, MEMORY))
                 row = row._replace(memory=trees.take(first, row.client_id))
-            return train_client(self.at_clients, given, round, row)[::2]
+            return train_client(self.at_clients, constants, round, row)[::2]
 
         row = row._replace(size=np.int32(0), validation_size=np.int32(0), offset=np.int32(0))
-        upload, metrics = jax.device_get(self.programs.call("untrained", program, self.given, np.int32(round), row))
+        upload, metrics = jax.device_get(self.programs.call("untrained", program, self.constants, np.int32(round), row))
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload) if leaf.dtype.kind == "f"):
             raise UserError(f"round {round + 1} cannot go on without client {row.client_id}: use --lost=wait")
         return upload, metrics
@@ -434,7 +434,7 @@ class MailTests:
         Raises:
           UserError: they are malformed, or of more samples than it has.
         """
-        member, networks = self._rounds.roll.members[client], len(self._rounds.given.problem.model.networks)
+        member, networks = self._rounds.roll.members[client], len(self._rounds.constants.problem.model.networks)
         scores = wire.unpack(reply.get("scores", {}), self._like, who="its test", finite=False)
         for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
             if not 0 <= score.correct <= score.count <= size:
@@ -445,15 +445,15 @@ class MailTests:
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
         rounds, round = self._rounds, int(progress.round)
-        problem, last = rounds.given.problem, progress.memory
+        problem, last = rounds.constants.problem, progress.memory
 
-        def program(given: Given, server: Any, client: jax.Array) -> Any:
-            return part_of(rounds.at_clients(given.problem), server, client)
+        def program(constants: RunConstants, server: Any, client: jax.Array) -> Any:
+            return part_of(rounds.at_clients(constants.problem), server, client)
 
         contents = {}
         for client in range(problem.num_clients):
-            part = self.programs.call("part", program, rounds.given, progress.server, np.int32(client))
-            key = jax.random.key_data(personal_key(rounds.given.key, round, client))
+            part = self.programs.call("part", program, rounds.constants, progress.server, np.int32(client))
+            key = jax.random.key_data(personal_key(rounds.constants.key, round, client))
             contents[client] = {
                 "part": wire.pack(jax.device_get(part)),
                 "key": {"key": np.asarray(key)},

@@ -14,7 +14,7 @@ from fedjax_mr.engine.clients import map_clients
 from fedjax_mr.engine.local import Array, ClientData, Samples, Score
 from fedjax_mr.engine.placement import place
 from fedjax_mr.engine.program import Programs
-from fedjax_mr.engine.round import PERSONAL, Federation, Given, Progress, round_key
+from fedjax_mr.engine.round import PERSONAL, Federation, Progress, RunConstants, round_key
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
@@ -70,7 +70,7 @@ class _ClientToTest(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    given: Given
+    constants: RunConstants
     server: State
     test: Samples
     test_index: Array
@@ -104,13 +104,13 @@ class PersonalEvaluation:
         self.rounds = rounds
         self.axis = rounds.axis
         self.programs = Programs(platform=rounds.axis.platform, key=rounds.key)
-        self._given, self._sizes = rounds.given, np.asarray(rounds.given.problem.sizes)
+        self._constants, self._sizes = rounds.constants, np.asarray(rounds.constants.problem.sizes)
         if rounds.data_on_host:
             if test is not None or rounds.strategy.personal_model is not None:
                 raise UserError(
                     "tests of each client's own model need the samples on the device: --data_placement=device"
                 )
-            self._given, self._sizes = self._with_validation(federated), np.zeros_like(self._sizes)
+            self._constants, self._sizes = self._with_validation(federated), np.zeros_like(self._sizes)
         if test is None:
             self._split = Split(np.zeros(1, np.int32), np.zeros(federated.num_clients + 1, np.int32))
         else:
@@ -118,18 +118,18 @@ class PersonalEvaluation:
             if not len(self._split.index):
                 name = federated.dataset.name
                 raise UserError(f"the clients of {name} have no test samples: give --client_test_share")
-        known = self._given.federation.samples if test is None or federated.own_test else test
+        known = self._constants.federation.samples if test is None or federated.own_test else test
         self._test, self._test_index = place((known, self._split.index), rounds.axis.replicated)
 
-    def _with_validation(self, federated: FederatedData) -> Given:
-        """Return what the rounds are given with the validation samples in the place of all, which are on the host."""
+    def _with_validation(self, federated: FederatedData) -> RunConstants:
+        """Return the constants of the rounds with the validation samples in the place of all, which are on the host."""
         assert federated.validation is not None
         index, offsets = federated.validation
-        known = self.rounds.given.federation.samples
+        known = self.rounds.constants.federation.samples
         x, y = federated.dataset.x[index], np.asarray(federated.dataset.y[index], np.int32)
         samples = Samples(x, y, known.scale, known.shift).in_rows()
         federation = Federation(samples, np.arange(len(index), dtype=np.int32), offsets)
-        return self.rounds.given._replace(federation=place(federation, self.axis.replicated))
+        return self.rounds.constants._replace(federation=place(federation, self.axis.replicated))
 
     def test(self, progress: Progress) -> Clients:
         """Test every client's own model; that of all where the method has a single one."""
@@ -140,10 +140,10 @@ class PersonalEvaluation:
         return self._run(progress, epochs)
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
-        axis, problem = self.axis, self._given.problem
+        axis, problem = self.axis, self._constants.problem
         count = problem.num_clients
         order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client fills up
-        offsets, test_offsets = np.asarray(self._given.federation.offsets), self._split.offsets
+        offsets, test_offsets = np.asarray(self._constants.federation.offsets), self._split.offsets
         row = _ClientToTest(
             progress.memory,
             np.arange(count, dtype=np.int32),
@@ -155,7 +155,7 @@ class PersonalEvaluation:
         )
         rows = place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
         server, round = place((progress.server, progress.round), axis.replicated)
-        shared = _Shared(self._given, server, self._test, self._test_index, round)
+        shared = _Shared(self._constants, server, self._test, self._test_index, round)
         program = map_clients(axis, lambda shared, row: self._one(shared, row, epochs))
         out = self.programs.call(f"personal_{epochs}", program, shared, rows)
         if not out[2].is_fully_addressable:
@@ -164,8 +164,8 @@ class PersonalEvaluation:
         return clients_of(test, validation, architecture)
 
     def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
-        given = shared.given
-        problem, federation = given.problem, given.federation
+        constants = shared.constants
+        problem, federation = constants.problem, constants.federation
         strategy = self.rounds.build(problem)
         data = ClientData(
             federation.samples, federation.index, row.offset, row.size, row.client_id, row.validation_size
@@ -173,7 +173,7 @@ class PersonalEvaluation:
         zero = jnp.zeros((), jnp.int32)
         test = ClientData(shared.test, shared.test_index, row.test_offset, row.test_size, row.client_id, zero)
         part = part_of(strategy, shared.server, row.client_id)
-        key = personal_key(given.key, shared.round, row.client_id)
+        key = personal_key(constants.key, shared.round, row.client_id)
         return test_client(strategy, problem, part, row.memory, data, test, key, epochs=epochs)
 
 

@@ -172,7 +172,7 @@ class Programs(dict[str, Program]):
             self.compile_seconds += program.compile_seconds - before
 
 
-class Clock:
+class Stopwatch:
     """The seconds of rounds on the clients' side and on the server's, without compilation.
 
     Attributes:

@@ -42,7 +42,7 @@ class Federation(NamedTuple):
     offsets: Array  # [N + 1] int32
 
 
-class Given(NamedTuple):
+class RunConstants(NamedTuple):
     """The constants of all rounds: an argument of every compiled program, so that no array is baked into one."""
 
     problem: Problem
@@ -90,50 +90,50 @@ class ClientRow(NamedTuple):
     samples: CohortSamples | None = None  # its own, where the federation's are kept on the host
 
 
-class Plan(NamedTuple):
+class CohortPlan(NamedTuple):
     """A round before training: who trains (in the strategy's order) and in which slot."""
 
     cohort: Cohort
     slots: jax.Array  # [K'] row of each slot, K in padding
 
 
-def plan(build: Build, axis: ClientAxis, given: Given, server: State, round: jax.Array) -> Plan:
+def plan(build: Build, axis: ClientAxis, constants: RunConstants, server: State, round: jax.Array) -> CohortPlan:
     """Select the cohort and lay it out."""
-    strategy, key = build(given.problem), round_key(given.key, SELECT, round)
-    cohort = select_uniformly(given.problem, key) if strategy.select is None else strategy.select(server, key)
-    return Plan(cohort, assign(axis, cohort.sizes))
+    strategy, key = build(constants.problem), round_key(constants.key, SELECT, round)
+    cohort = select_uniformly(constants.problem, key) if strategy.select is None else strategy.select(server, key)
+    return CohortPlan(cohort, assign(axis, cohort.sizes))
 
 
-def ids_by_slot(given: Given, plan: Plan) -> jax.Array:
+def ids_by_slot(constants: RunConstants, plan: CohortPlan) -> jax.Array:
     """Return the client of each slot [K']; that of the cohort's first row in padding."""
-    return plan.cohort.ids[jnp.where(plan.slots < given.problem.cohort_size, plan.slots, 0)]
+    return plan.cohort.ids[jnp.where(plan.slots < constants.problem.cohort_size, plan.slots, 0)]
 
 
-def start(build: Build, given: Given) -> Progress:
+def start(build: Build, constants: RunConstants) -> Progress:
     """Return the progress before the first round."""
-    strategy = build(given.problem)
-    memory = strategy.init_memory(jax.random.fold_in(given.key, MEMORY)) if strategy.init_memory else None
-    return Progress(strategy.init(jax.random.fold_in(given.key, INIT)), memory, jnp.zeros((), jnp.int32))
+    strategy = build(constants.problem)
+    memory = strategy.init_memory(jax.random.fold_in(constants.key, MEMORY)) if strategy.init_memory else None
+    return Progress(strategy.init(jax.random.fold_in(constants.key, INIT)), memory, jnp.zeros((), jnp.int32))
 
 
-def begin(build: Build, axis: ClientAxis, given: Given, progress: Progress) -> tuple[Plan, ClientRow]:
+def begin(build: Build, axis: ClientAxis, constants: RunConstants, progress: Progress) -> tuple[CohortPlan, ClientRow]:
     """Select and dispatch: return the plan and the rows [K', ...] in the order of the layout."""
-    chosen = plan(build, axis, given, progress.server, progress.round)
+    chosen = plan(build, axis, constants, progress.server, progress.round)
     cohort, slots = chosen
-    dispatch_key = round_key(given.key, DISPATCH, progress.round)
-    payloads = dispatch(build(given.problem), progress.server, cohort, dispatch_key)
+    dispatch_key = round_key(constants.key, DISPATCH, progress.round)
+    payloads = dispatch(build(constants.problem), progress.server, cohort, dispatch_key)
 
-    is_client = slots < given.problem.cohort_size
+    is_client = slots < constants.problem.cohort_size
     order = jnp.where(is_client, slots, 0)
-    ids = ids_by_slot(given, chosen)
+    ids = ids_by_slot(constants, chosen)
     rows = ClientRow(
         payload=trees.take(payloads, order),
         memory=trees.take(progress.memory, ids),
         client_id=ids,
         occurrence=_occurrences(cohort.ids)[order],
-        offset=jnp.asarray(given.federation.offsets)[ids],
+        offset=jnp.asarray(constants.federation.offsets)[ids],
         size=jnp.where(is_client, cohort.sizes[order], 0),
-        validation_size=kept_for_validation(given.problem)[ids],
+        validation_size=kept_for_validation(constants.problem)[ids],
     )
     return chosen, rows
 
@@ -165,27 +165,33 @@ def client_key(
     return jax.random.fold_in(jax.random.fold_in(round_key(key, CLIENT, round), client_id), occurrence)
 
 
-def train_client(build: Build, given: Given, round: jax.Array, row: ClientRow) -> tuple[Payload, Memory, Metrics]:
+def train_client(
+    build: Build, constants: RunConstants, round: jax.Array, row: ClientRow
+) -> tuple[Payload, Memory, Metrics]:
     """Train one client."""
-    key = client_key(given.key, round, row.client_id, row.occurrence)
-    samples, index, offset = given.federation.samples, given.federation.index, row.offset
+    key = client_key(constants.key, round, row.client_id, row.occurrence)
+    samples, index, offset = constants.federation.samples, constants.federation.index, row.offset
     if row.samples is not None:
         samples = samples._replace(x=row.samples.x, y=row.samples.y)
         index, offset = jnp.arange(row.samples.y.shape[0], dtype=jnp.int32), jnp.zeros((), jnp.int32)
     data = ClientData(samples, index, offset, row.size, row.client_id, row.validation_size)
-    return build(given.problem).client_update(row.payload, row.memory, data, round, key)
+    return build(constants.problem).client_update(row.payload, row.memory, data, round, key)
 
 
 def finish(
-    build: Build, given: Given, progress: Progress, plan: Plan, trained: tuple[Payload, Memory, Metrics]
+    build: Build,
+    constants: RunConstants,
+    progress: Progress,
+    plan: CohortPlan,
+    trained: tuple[Payload, Memory, Metrics],
 ) -> tuple[Progress, Report]:
     """Put the trained rows [K', ...] back into the cohort's order and update the server.
 
     Where the clients' memory is not part of ``progress``, the new one holds the cohort's rows [K, ...] in its place.
     """
-    strategy = build(given.problem)
-    uploads, memories, metrics = trees.take(trained, positions(plan.slots, given.problem.cohort_size))
-    one_network = "model" in uploads and len(given.problem.model.networks) == 1
+    strategy = build(constants.problem)
+    uploads, memories, metrics = trees.take(trained, positions(plan.slots, constants.problem.cohort_size))
+    one_network = "model" in uploads and len(constants.problem.model.networks) == 1
     similarity = trees.mean_pairwise_cosine(uploads["model"]["params"]) if one_network else jnp.float32(jnp.nan)
 
     if progress.memory is None:
@@ -193,7 +199,7 @@ def finish(
     else:
         memory = trees.put(progress.memory, plan.cohort.ids, memories)
 
-    key = round_key(given.key, SERVER, progress.round)
+    key = round_key(constants.key, SERVER, progress.round)
     server, info = server_update(strategy, progress.server, uploads, plan.cohort, progress.round, key)
     traffic = usual_traffic(jax.eval_shape(strategy.dispatch, progress.server, plan.cohort, key), uploads)
     if strategy.traffic is not None:

@@ -16,16 +16,16 @@ from jax.sharding import Mesh
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis, assign, map_clients, positions
 from fedjax_mr.engine.placement import CohortSamples, HostSamples, place, rows_of, shapes_at, write_rows
-from fedjax_mr.engine.program import Clock, Programs
+from fedjax_mr.engine.program import Programs, Stopwatch
 from fedjax_mr.engine.round import (
     HOST,
     Build,
     ClientRow,
+    CohortPlan,
     Federation,
-    Given,
-    Plan,
     Progress,
     Report,
+    RunConstants,
     begin,
     finish,
     ids_by_slot,
@@ -78,7 +78,7 @@ class Rounds:
 
     Attributes:
       build: problem -> strategy.
-      given: the problem, the data and the run's key, on every device.
+      constants: the problem, the data and the run's key, on every device.
       axis: the layout of the clients.
       strategy: the strategy, built once for its facts (which members it has).
       programs: the compiled programs by name; each is traced once, whatever the clients' sizes.
@@ -88,7 +88,7 @@ class Rounds:
     def __init__(
         self,
         build: Build,
-        given: Given,
+        constants: RunConstants,
         axis: ClientAxis,
         *,
         stop_at_divergence: bool = True,
@@ -100,7 +100,7 @@ class Rounds:
 
         Args:
           build: problem -> strategy; called inside every traced program.
-          given: the problem, the data and the run's key, on the host or on any device.
+          constants: the problem, the data and the run's key, on the host or on any device.
           axis: the layout.
           stop_at_divergence: end a call after the first round with a loss or weight that is not finite.
           memory_on_host: keep what the clients remember in the host's memory; only the cohort's rows travel.
@@ -112,22 +112,22 @@ class Rounds:
         self.key = None if key is None else (key, axis, stop_at_divergence, memory_on_host, data_on_host)
         self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=self.key)
         self.build = build
-        self.strategy = build(given.problem)
-        self._client = given.client  # from where the caller keeps the samples
+        self.strategy = build(constants.problem)
+        self._client = constants.client  # from where the caller keeps the samples
         self._place = shapes_at if axis.described else place
         self._stop_at_divergence = stop_at_divergence
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
         self._samples: HostSamples | None = None
-        self._clock = Clock(self.programs, waits=not data_on_host)  # no waiting while the next samples are sent
+        self._stopwatch = Stopwatch(self.programs, waits=not data_on_host)  # no waiting while the next samples are sent
         if data_on_host:
-            samples, index, offsets = given.federation
+            samples, index, offsets = constants.federation
             self._samples = HostSamples(samples.x, samples.y, index, offsets, sharding=axis.sharded)
             nothing = samples._replace(x=np.zeros(0, np.float32), y=np.zeros(0, np.int32))
-            given = given._replace(federation=Federation(nothing, np.zeros(0, np.int32), offsets))
-        self.given = self._place(given, axis.replicated)
+            constants = constants._replace(federation=Federation(nothing, np.zeros(0, np.int32), offsets))
+        self.constants = self._place(constants, axis.replicated)
         # The server needs no samples. Where it has a home of its own, the small arrays have a second copy there.
-        small = given._replace(federation=given.federation._replace(samples=None))
-        self._home_given = self._place(small, axis.home)
+        small = constants._replace(federation=constants.federation._replace(samples=None))
+        self._home_constants = self._place(small, axis.home)
         self._at_rest = axis.at_rest(self.shapes(), rows=self.stacks)
 
     @property
@@ -143,22 +143,22 @@ class Rounds:
     @property
     def stacks(self) -> tuple[int, ...]:
         """Return the leading axes by which stacked models are known: K, N and K'."""
-        count = self.given.problem.cohort_size
-        return count, self.given.problem.num_clients, self.axis.padded(count)
+        count = self.constants.problem.cohort_size
+        return count, self.constants.problem.num_clients, self.axis.padded(count)
 
     # --- progress
 
     def init(self) -> Progress:
         """Return the progress before the first round."""
         if not self._memory_on_host:
-            return self.programs.call("init", self._start, self._home_given, out=self._at_rest)
+            return self.programs.call("init", self._start, self._home_constants, out=self._at_rest)
         # Made on the host's processor: all clients' memory need not fit on an accelerator.
-        given = jax.device_put(self._home_given, jax.devices("cpu")[0])
-        return self.place(self.programs.call("init", self._start, given))
+        constants = jax.device_put(self._home_constants, jax.devices("cpu")[0])
+        return self.place(self.programs.call("init", self._start, constants))
 
     def shapes(self) -> Progress:
         """Return the shapes and dtypes of a progress; nothing is computed."""
-        return jax.eval_shape(self._start, self._home_given)
+        return jax.eval_shape(self._start, self._home_constants)
 
     def place(self, progress: Progress) -> Progress:
         """Return a progress that came from elsewhere where it belongs: on the server's device, memory on the host."""
@@ -181,20 +181,20 @@ class Rounds:
 
         They are known where the two are programs of their own (several CPU devices, samples not sent ahead); else {}.
         """
-        return self._clock.seconds_per_round()
+        return self._stopwatch.seconds_per_round()
 
-    def _start(self, given: Given) -> Progress:
-        return start(self.build, given)
+    def _start(self, constants: RunConstants) -> Progress:
+        return start(self.build, constants)
 
     def _view(self, member: str, progress: Progress) -> Any:
         """Return what a member of the strategy makes of the server's state; None if the strategy has no such member."""
         if getattr(self.strategy, member) is None:
             return None
 
-        def program(given: Given, server: State) -> Any:
-            return getattr(self.build(given.problem), member)(server)
+        def program(constants: RunConstants, server: State) -> Any:
+            return getattr(self.build(constants.problem), member)(server)
 
-        return self.programs.call(member, program, self._home_given, progress.server, out=self.axis.home)
+        return self.programs.call(member, program, self._home_constants, progress.server, out=self.axis.home)
 
     def compile(self) -> Programs:
         """Compile the fused rounds and what is tested of them for a machine that is only described; nothing runs."""
@@ -238,17 +238,17 @@ class Rounds:
     def _ids(self, server: State, round: jax.Array) -> jax.Array:
         """Return the client of each slot of a round [K']."""
 
-        def program(given: Given, server: State, round: jax.Array) -> jax.Array:
-            return ids_by_slot(given, plan(self.build, self.axis, given, server, round))
+        def program(constants: RunConstants, server: State, round: jax.Array) -> jax.Array:
+            return ids_by_slot(constants, plan(self.build, self.axis, constants, server, round))
 
-        return self.programs.call("select", program, self._home_given, server, round, out=self.axis.home)
+        return self.programs.call("select", program, self._home_constants, server, round, out=self.axis.home)
 
     def _between_rounds(self, progress: Progress, report: Report, done: int) -> tuple[Progress, Report]:
         """Let the strategy work on the host after ``done`` rounds, if it wants to."""
         if self.strategy.between_rounds is None:
             return progress, report
-        with self._clock.side("server") as results:
-            key = round_key(self._home_given.key, HOST, done)
+        with self._stopwatch.side("server") as results:
+            key = round_key(self._home_constants.key, HOST, done)
             whole = place(progress.server, self.axis.home)
             server, info = self.strategy.between_rounds(whole, done, key, self._client)
             progress = progress._replace(server=place(server, self._at_rest.server))
@@ -267,12 +267,12 @@ class Rounds:
         divided = functools.partial(self.axis.by_parameters, rows=self.stacks)
 
         def program(
-            given: Given, progress: Progress, count: jax.Array, samples: CohortSamples | None
+            constants: RunConstants, progress: Progress, count: jax.Array, samples: CohortSamples | None
         ) -> tuple[Progress, Report]:
             def one_round(progress: Progress) -> tuple[Progress, Report]:
-                plan, rows = begin(self.build, self.axis, given, divided(progress))
-                trained = self.train_all()((given, progress.round), rows._replace(samples=samples))
-                progress, report = finish(self.build, given, progress, plan, divided(trained))
+                plan, rows = begin(self.build, self.axis, constants, divided(progress))
+                trained = self.train_all()((constants, progress.round), rows._replace(samples=samples))
+                progress, report = finish(self.build, constants, progress, plan, divided(trained))
                 return divided(progress), report
 
             progress, total = loop(one_round, divided(progress), count, watched=self._stop_at_divergence)
@@ -280,7 +280,7 @@ class Rounds:
 
         bound = self._place(np.int32(count), self.axis.home)
         out = (self._at_rest, self.axis.home)
-        return self.programs.call("rounds", program, self.given, progress, bound, samples, donate=(1,), out=out)
+        return self.programs.call("rounds", program, self.constants, progress, bound, samples, donate=(1,), out=out)
 
     def _in_steps(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
         """Run one round in three compiled calls: server, clients, server; the rows are copied between their devices."""
@@ -299,33 +299,33 @@ class Rounds:
         return progress._replace(memory=memory), report
 
     def train_all(self) -> Callable:
-        """Return ((given, round), rows [K', ...]) -> trained rows, over the client axis."""
+        """Return ((constants, round), rows [K', ...]) -> trained rows, over the client axis."""
         return map_clients(self.axis, lambda shared, row: train_client(self.build, shared[0], shared[1], row))
 
-    def _begin(self, progress: Progress) -> tuple[Plan, ClientRow]:
-        program = lambda given, progress: begin(self.build, self.axis, given, progress)
-        with self._clock.side("server") as results:
-            chosen, rows = self.programs.call("begin", program, self._home_given, progress, out=self.axis.home)
+    def _begin(self, progress: Progress) -> tuple[CohortPlan, ClientRow]:
+        program = lambda constants, progress: begin(self.build, self.axis, constants, progress)
+        with self._stopwatch.side("server") as results:
+            chosen, rows = self.programs.call("begin", program, self._home_constants, progress, out=self.axis.home)
             results.append(rows)
         return chosen, rows
 
     def _train(self, round: jax.Array, rows: ClientRow, samples: CohortSamples | None) -> Any:
-        shared = (self.given, jax.device_put(round, self.axis.replicated))
+        shared = (self.constants, jax.device_put(round, self.axis.replicated))
         rows = jax.device_put(rows, self.axis.sharded, donate=True)._replace(samples=samples)
-        with self._clock.side("clients") as results:
+        with self._stopwatch.side("clients") as results:
             trained = self.programs.call("clients", self.train_all(), shared, rows, donate=(1,))
             results.append(trained)
         return trained
 
-    def _finish(self, progress: Progress, plan: Plan, trained: Any) -> tuple[Progress, Report]:
-        program = lambda given, *rest: finish(self.build, given, *rest)
+    def _finish(self, progress: Progress, plan: CohortPlan, trained: Any) -> tuple[Progress, Report]:
+        program = lambda constants, *rest: finish(self.build, constants, *rest)
         out = (self._at_rest._replace(memory=self.axis.home), self.axis.home)
-        with self._clock.side("server") as results:
+        with self._stopwatch.side("server") as results:
             trained = jax.device_put(trained, self.axis.home, donate=True)
-            args = (self._home_given, progress, plan, trained)
+            args = (self._home_constants, progress, plan, trained)
             progress, report = self.programs.call("finish", program, *args, donate=(1,), out=out)
             results.append(report)
-        self._clock.rounds += 1
+        self._stopwatch.rounds += 1
         return progress, report
 
 
@@ -341,36 +341,41 @@ class SeedRounds:
     """
 
     def __init__(
-        self, build: Build, givens: Sequence[Given], axis: ClientAxis, *, stop_at_divergence: bool = True
+        self,
+        build: Build,
+        all_constants: Sequence[RunConstants],
+        axis: ClientAxis,
+        *,
+        stop_at_divergence: bool = True,
     ) -> None:
         """Join the data of the seeds.
 
         Args:
           build: problem -> strategy.
-          givens: of each seed: the same samples, divided in its own way, and its own key.
+          all_constants: of each seed: the same samples, divided in its own way, and its own key.
           axis: the layout, for a cohort of S x K.
           stop_at_divergence: end a call after the first round in which a seed has a loss or weight that is not finite.
 
         Raises:
           UserError: the strategy works on the host between rounds, or the layout has several CPU devices.
         """
-        if build(givens[0].problem).between_rounds is not None:
+        if build(all_constants[0].problem).between_rounds is not None:
             raise UserError("the strategy works on the host between rounds, so that its seeds cannot be batched")
         if not axis.fused:
             raise UserError("seeds are batched on accelerators or on one CPU device: add --devices=1")
         self.build = build
         self.axis = axis
-        self.count = len(givens)
+        self.count = len(all_constants)
         self.programs = Programs(platform=axis.platform)
-        self.given = place(stack_seeds(givens), axis.replicated)
+        self.constants = place(stack_seeds(all_constants), axis.replicated)
         self._stop_at_divergence = stop_at_divergence
         # A seed's rows before they are joined: in turn, without padding.
         self._apart = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
 
     def init(self) -> Progress:
         """Return the progress of all seeds, leaves [S, ...], before the first round."""
-        program = lambda given: self._each(given, lambda one: start(self.build, one))
-        return self.programs.call("init", program, self.given)
+        program = lambda constants: self._each(constants, lambda one: start(self.build, one))
+        return self.programs.call("init", program, self.constants)
 
     def stack(self, progresses: Sequence[Progress]) -> Progress:
         """Return the seeds' own progresses as one, leaves [S, ...]."""
@@ -385,25 +390,27 @@ class SeedRounds:
           alive: which seeds [S] train; the others do no step, and what is returned for them means nothing.
         """
 
-        def program(given: Given, progress: Progress, count: jax.Array, alive: jax.Array) -> tuple[Progress, Report]:
-            one_round = lambda progress: self._round(given, progress, alive)
+        def program(
+            constants: RunConstants, progress: Progress, count: jax.Array, alive: jax.Array
+        ) -> tuple[Progress, Report]:
+            one_round = lambda progress: self._round(constants, progress, alive)
             return loop(one_round, progress, count, watched=alive & self._stop_at_divergence)
 
         bounds = place((np.int32(count), np.array(alive)), self.axis.replicated)
-        return self.programs.call("rounds", program, self.given, progress, *bounds, donate=(1,))
+        return self.programs.call("rounds", program, self.constants, progress, *bounds, donate=(1,))
 
-    def _round(self, given: Given, progress: Progress, alive: jax.Array) -> tuple[Progress, Report]:
+    def _round(self, constants: RunConstants, progress: Progress, alive: jax.Array) -> tuple[Progress, Report]:
         first = lambda one, progress: begin(self.build, self._apart, one, progress)
         last = lambda one, *rest: finish(self.build, one, *rest)
-        plans, rows = self._each(given, first, progress)
+        plans, rows = self._each(constants, first, progress)
         rows = rows._replace(size=jnp.where(alive[:, None], rows.size, 0))
         per_seed = rows.size.shape[1]
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
-        trained = self._train(given, progress.round, flat, per_seed)
+        trained = self._train(constants, progress.round, flat, per_seed)
         trained = jax.tree.map(lambda leaf: leaf.reshape(self.count, per_seed, *leaf.shape[1:]), trained)
-        return self._each(given, last, progress, plans, trained)
+        return self._each(constants, last, progress, plans, trained)
 
-    def _train(self, given: Given, round: jax.Array, rows: ClientRow, per_seed: int) -> Any:
+    def _train(self, constants: RunConstants, round: jax.Array, rows: ClientRow, per_seed: int) -> Any:
         """Train the rows [S K, ...] over the client axis, longest first."""
         count = self.count * per_seed
         slots = assign(self.axis, rows.size)
@@ -411,38 +418,41 @@ class SeedRounds:
         laid_out = trees.take(rows, order)
         laid_out = laid_out._replace(size=jnp.where(slots < count, laid_out.size, 0))
 
-        def one(shared: tuple[Given, jax.Array], pair: tuple[jax.Array, ClientRow]) -> Any:
-            (given, round), (seed, row) = shared, pair
-            return train_client(self.build, of_seed(given, seed), round[seed], row)
+        def one(shared: tuple[RunConstants, jax.Array], pair: tuple[jax.Array, ClientRow]) -> Any:
+            (constants, round), (seed, row) = shared, pair
+            return train_client(self.build, of_seed(constants, seed), round[seed], row)
 
-        trained = map_clients(self.axis, one)((given, round), (order // per_seed, laid_out))
+        trained = map_clients(self.axis, one)((constants, round), (order // per_seed, laid_out))
         return trees.take(trained, positions(slots, count))
 
-    def _each(self, given: Given, function: Callable, *arguments: Any) -> Any:
-        """Return ``function(given, ...)`` of every seed, leaves [S, ...]."""
-        one = lambda seed, *rest: function(of_seed(given, seed), *rest)
+    def _each(self, constants: RunConstants, function: Callable, *arguments: Any) -> Any:
+        """Return ``function(constants, ...)`` of every seed, leaves [S, ...]."""
+        one = lambda seed, *rest: function(of_seed(constants, seed), *rest)
         return jax.vmap(one)(jnp.arange(self.count), *arguments)
 
 
-def stack_seeds(givens: Sequence[Given]) -> Given:
-    """Join the givens of S seeds: samples once, one flat index array, all else with a leading axis S."""
-    problems, federations = [given.problem for given in givens], [given.federation for given in givens]
+def stack_seeds(all_constants: Sequence[RunConstants]) -> RunConstants:
+    """Join the constants of S seeds: samples once, one flat index array, all else with a leading axis S."""
+    problems, federations = (
+        [constants.problem for constants in all_constants],
+        [constants.federation for constants in all_constants],
+    )
     local = dataclasses.replace(problems[0].local, max_size=max(problem.local.max_size for problem in problems))
     structure = jax.tree.structure(dataclasses.replace(problems[0], local=local))
     arrays = zip(*map(jax.tree.leaves, problems), strict=True)
     before = np.cumsum([0, *(len(each.index) for each in federations[:-1])]).astype(np.int32)
-    return Given(
+    return RunConstants(
         jax.tree.unflatten(structure, [jnp.stack(each) for each in arrays]),
         Federation(
             samples=federations[0].samples,
             index=np.concatenate([np.asarray(each.index) for each in federations]),
             offsets=np.stack([each.offsets + first for each, first in zip(federations, before, strict=True)]),
         ),
-        jnp.stack([given.key for given in givens]),
+        jnp.stack([constants.key for constants in all_constants]),
     )
 
 
-def of_seed(given: Given, seed: jax.Array) -> Given:
-    """Return the given of one of the seeds that `stack_seeds` has joined."""
-    federation = given.federation._replace(offsets=jnp.asarray(given.federation.offsets)[seed])
-    return Given(trees.take(given.problem, seed), federation, given.key[seed])
+def of_seed(constants: RunConstants, seed: jax.Array) -> RunConstants:
+    """Return the constants of one of the seeds that `stack_seeds` has joined."""
+    federation = constants.federation._replace(offsets=jnp.asarray(constants.federation.offsets)[seed])
+    return RunConstants(trees.take(constants.problem, seed), federation, constants.key[seed])

@@ -19,7 +19,7 @@ from fedjax_mr.data.federated import Public
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import ClientAxis, client_axis
 from fedjax_mr.engine.program import memory_needed
-from fedjax_mr.engine.round import Build, Federation, Given, begin, finish, start, train_client
+from fedjax_mr.engine.round import Build, Federation, RunConstants, begin, finish, start, train_client
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -127,12 +127,12 @@ def build_rounds(config: Config, federated: FederatedData, model: Model, axis: C
     dataset, split = federated.dataset, federated.train_and_validation()
     federation = Federation(samples(federated, dataset.x, dataset.y), split.index, split.offsets)
     build = functools.partial(build_strategy, config)
-    given = Given(problem, federation, jax.random.key(config.seed))
+    constants = RunConstants(problem, federation, jax.random.key(config.seed))
     if not all(isinstance(network.module, BlockNet) for network in model.networks):
-        _rehearse(config, build, given, axis)
+        _rehearse(config, build, constants, axis)
     return Rounds(
         build,
-        given,
+        constants,
         axis,
         stop_at_divergence=not config.allow_nonfinite,
         memory_on_host=memory_on_host(config, build(problem), axis),
@@ -186,21 +186,21 @@ def lanes_that_fit(axis: ClientAxis, limit: float, needed: Callable[[ClientAxis]
     return axis
 
 
-def _rehearse(config: Config, build: Build, given: Given, axis: ClientAxis) -> None:
+def _rehearse(config: Config, build: Build, constants: RunConstants, axis: ClientAxis) -> None:
     """Trace a round with a network that is not ours; nothing is computed.
 
     Raises:
       UserError: the strategy needs more of the network than it has.
     """
 
-    def one_round(given: Given) -> Any:
-        progress = start(build, given)
-        plan, rows = begin(build, axis, given, progress)
-        trained = jax.lax.map(lambda row: train_client(build, given, progress.round, row), rows)
-        return finish(build, given, progress, plan, trained)
+    def one_round(constants: RunConstants) -> Any:
+        progress = start(build, constants)
+        plan, rows = begin(build, axis, constants, progress)
+        trained = jax.lax.map(lambda row: train_client(build, constants, progress.round, row), rows)
+        return finish(build, constants, progress, plan, trained)
 
     try:
-        jax.eval_shape(one_round, given)
+        jax.eval_shape(one_round, constants)
     except UserError as error:
         raise UserError(f"{config.strategy}: {error}") from None
 

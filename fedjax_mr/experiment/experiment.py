@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fedjax_mr.analysis import plots
-from fedjax_mr.data import FederatedData, plan
+from fedjax_mr.data import FederatedData, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, TestsOfClients
@@ -158,7 +158,7 @@ class Experiment:
     def _describe_data(self) -> None:
         """Write the division of the data and the kind of the samples."""
         if self.federated.plan is not None:
-            plan.save(self.federated.plan, self.folder.path / "partition.npz")
+            partition_file.save(self.federated.plan, self.folder.path / "partition.npz")
         Facts.of(self.federated.dataset).save(self.folder.path)
 
     def _mend(self, meta: dict[str, Any]) -> None:

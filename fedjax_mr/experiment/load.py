@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import data, registry
-from fedjax_mr.data import Dataset, FederatedData, Split, files, plan
+from fedjax_mr.data import Dataset, FederatedData, Split, files, partition_file
 from fedjax_mr.data.facts import Facts
-from fedjax_mr.data.federated import Plan, Public
+from fedjax_mr.data.federated import PartitionPlan, Public
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.local import ClientData
@@ -226,9 +226,9 @@ class SavedRun:
         return Checkpoints(self.folder / "checkpoints")
 
     @functools.cached_property
-    def _plan(self) -> Plan:
+    def _plan(self) -> PartitionPlan:
         self._require_whole("partition.npz")
-        return plan.read(self.folder / "partition.npz")
+        return partition_file.read(self.folder / "partition.npz")
 
     @functools.cached_property
     def _template(self) -> FederatedData:
@@ -277,9 +277,9 @@ class SavedRun:
           client: its number.
           samples: in place of the samples of ``rounds``.
         """
-        problem, federation = rounds.given.problem, rounds.given.federation
+        problem, federation = rounds.constants.problem, rounds.constants.federation
         strategy = rounds.build(problem)
-        key = personal_key(rounds.given.key, progress.round, client)
+        key = personal_key(rounds.constants.key, progress.round, client)
         here = ClientData(
             federation.samples if samples is None else samples,
             federation.index,

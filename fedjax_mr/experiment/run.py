@@ -104,7 +104,7 @@ def run(
             config, federated, network, processes, at_the_end, notes=added(asked, config), on_row=on_row, record=record
         )
         try:
-            (end,) = Run([experiment]).run()
+            (end,) = RunLoop([experiment]).run()
         except Exception as error:
             if imports.blame(error) and not experiment.images:  # a method that never trained: nothing to go on with
                 experiment.folder.to_keep = experiment.folder.resumed
@@ -171,7 +171,7 @@ def headline(config: Config, federated: FederatedData, axis: ClientAxis) -> str:
     )
 
 
-class Run:
+class RunLoop:
     """The loop of a run: calls of compiled rounds, between them what is due, stop signals, and the end.
 
     Here of one experiment; `fedjax_mr.experiment.seeds.Seeds` has several that advance in the same calls.

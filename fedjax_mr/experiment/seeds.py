@@ -19,7 +19,7 @@ from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result
 from fedjax_mr.experiment.processes import ALONE
-from fedjax_mr.experiment.run import Run, set_up
+from fedjax_mr.experiment.run import RunLoop, set_up
 from fedjax_mr.experiment.user_objects import UserObjects
 
 
@@ -64,14 +64,14 @@ def run_seeds(
             raise UserError("seeds in one program need the clients' samples and memories on the devices")
         if first.strategy == "centralized":  # its one client is the whole index, in which the seeds are joined
             raise UserError("centralized trains on all rows at once, so that its seeds cannot train in one program")
-        if rounds.given.problem.public is not None:
+        if rounds.constants.problem.public is not None:
             raise UserError("each seed has a public set of its own, so that they cannot train in one program")
-        givens = [experiment.rounds.given for experiment in experiments]
-        together = SeedRounds(rounds.build, givens, axis, stop_at_divergence=not first.allow_nonfinite)
+        all_constants = [experiment.rounds.constants for experiment in experiments]
+        together = SeedRounds(rounds.build, all_constants, axis, stop_at_divergence=not first.allow_nonfinite)
         return Seeds(experiments, together).run()
 
 
-class Seeds(Run):
+class Seeds(RunLoop):
     """Experiments that train in one program and are evaluated and kept one by one."""
 
     def __init__(self, experiments: Sequence[Experiment], rounds: SeedRounds) -> None:

@@ -157,7 +157,7 @@ def view(name: str, *, stacked: bool = False) -> View:
     return View(lambda state: getattr(state, name), lambda state, models: state._replace(**{name: models}), stacked)
 
 
-class Exchange(NamedTuple):
+class LayerExchange(NamedTuple):
     """An exchange of layers among the K clients of a round, in which the server has no part.
 
     The engine simulates it between the server and the clients; on real clients it is real.
@@ -206,7 +206,7 @@ class Strategy(NamedTuple):
     """A client's own model, tested on its own samples."""
     personal_part: PersonalPart | None = None
     """What `personal_model` gets from the server; default: the whole state, right where this is the model of all."""
-    exchange: Exchange | None = None
+    exchange: LayerExchange | None = None
     """Layers that the clients exchange among themselves; default: none."""
     models: View | None = None
     """The server's model or models, which an optimizer on the server may move; default: none."""

@@ -34,7 +34,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.secure.exchange import exchange
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Exchange, Info, Parcels, Payload, Problem, Strategy, View
+from fedjax_mr.strategies.base import Info, LayerExchange, Parcels, Payload, Problem, Strategy, View
 
 # --- An optimizer on the server --------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ def secure_exchange(
         size = 2 * share * exchanges * trees.num_bytes(_model_of(uploads))
         return counted._replace(peer=(*counted.peer, Parcels.of(1, int(size + 0.5))))
 
-    return inner._replace(traffic=traffic, exchange=Exchange(mix, when, share, repetitions))
+    return inner._replace(traffic=traffic, exchange=LayerExchange(mix, when, share, repetitions))
 
 
 def _model_of(sent: Payload) -> Variables:

@@ -9,6 +9,6 @@ finished and goes on with those that are not, whatever was added to the sweep in
 in its folder. (The digest in the folder's name keeps names apart.)
 """
 
-from fedjax_mr.sweep.plan import Run, Sweep, plan
+from fedjax_mr.sweep.plan import PlannedRun, Sweep, plan
 
-__all__ = ["Run", "Sweep", "plan"]
+__all__ = ["PlannedRun", "Sweep", "plan"]

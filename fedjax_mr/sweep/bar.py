@@ -8,13 +8,13 @@ from tqdm import tqdm
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import read_rows, run_state
-from fedjax_mr.sweep.plan import Run
+from fedjax_mr.sweep.plan import PlannedRun
 
 
 class Bar:
     """A bar over the rounds of all runs on standard error, with the time left."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[PlannedRun]) -> None:
         """Show the bar where the runs are."""
         self._ended = 0
         self._runs = len(runs)
@@ -31,7 +31,7 @@ class Bar:
             bar_format="{desc} |{bar}| {percentage:3.0f}%{postfix}, {remaining} left",
         )
 
-    def show(self, runs: Sequence[Run]) -> None:
+    def show(self, runs: Sequence[PlannedRun]) -> None:
         """Move the bar to where the runs under way are."""
         for run in runs:
             self._move(run, run.done())
@@ -43,18 +43,18 @@ class Bar:
         others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
         self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())
 
-    def finish(self, run: Run) -> None:
+    def finish(self, run: PlannedRun) -> None:
         """Count a run as ended, with all its rounds."""
         self._ended += 1
         self._move(run, run.config.rounds)
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: PlannedRun) -> None:
         """Count a run that is another process's, or over since the start: the rounds it had to go take no time here."""
         self._ended += 1
         self._bar.total -= run.config.rounds - self._done[run.folder]
         self._move(run, self._done[run.folder])
 
-    def _move(self, run: Run, done: int) -> None:
+    def _move(self, run: PlannedRun, done: int) -> None:
         self._bar.set_description_str(f"{self._ended}/{self._runs} runs", refresh=False)
         self._bar.update(done - self._done[run.folder])
         self._done[run.folder] = done

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import run_state
-from fedjax_mr.sweep.plan import Run
+from fedjax_mr.sweep.plan import PlannedRun
 from fedjax_mr.sweep.process import last_words, run_in_process
 
 CALIBRATION_ROUNDS = 2
@@ -32,7 +32,7 @@ class Cost:
         return self.start + rounds * self.round + -(-rounds // config.eval_every) * self.evaluation
 
 
-def calibrate(run: Run) -> Cost:
+def calibrate(run: PlannedRun) -> Cost:
     """Train a few rounds of a run in a folder that is thrown away, and return what they cost.
 
     Raises:
@@ -52,14 +52,14 @@ def calibrate(run: Run) -> Cost:
     return Cost(wall - summary["seconds"], per_round, max(0.0, summary["seconds"] - rounds * per_round))
 
 
-def estimate(runs: Sequence[Run]) -> dict[str, Cost]:
+def estimate(runs: Sequence[PlannedRun]) -> dict[str, Cost]:
     """Return the costs of all kinds of runs that have rounds to go, from one calibration of each."""
     to_do = {run.kind: run for run in reversed(runs) if run_state(run.folder) in ("new", "started")}
     bar = tqdm(to_do.items(), desc="calibrating", leave=False, disable=not sys.stderr.isatty())
     return {kind: calibrate(run) for kind, run in bar}
 
 
-def describe(runs: Sequence[Run], costs: Mapping[str, Cost] | None = None) -> str:
+def describe(runs: Sequence[PlannedRun], costs: Mapping[str, Cost] | None = None) -> str:
     """Return the plan as lines: folder, state, rounds to go and, where the costs are known, the time that they take."""
     width = max(len(run.folder.name) for run in runs)
     lines, total, to_go = [], 0.0, 0

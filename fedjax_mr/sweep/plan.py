@@ -53,7 +53,7 @@ class Sweep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run of a sweep.
 
     Attributes:
@@ -88,7 +88,7 @@ class Run:
         return rows[-1]["round"] if rows else 0
 
 
-def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
+def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
     """Return the sweep that command-line flags describe and its runs, seed by seed within a setting.
 
     Settings that mean nothing to a strategy (``--grid fedmr_unit=...`` for FedAvg) do not multiply its runs.
@@ -104,7 +104,7 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
     strategies = grids.split("strategies", sweep.strategies, config.strategy)
     seeds = grids.seeds_of(sweep.seeds) or [config.seed]
     grid = grids.grid_of(sweep.grid, strategies)
-    runs: dict[str, Run] = {}
+    runs: dict[str, PlannedRun] = {}
     for strategy, values, seed in itertools.product(strategies, itertools.product(*grid), seeds):
         chosen = dict(pair for pairs in values for pair in pairs)
         flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
@@ -115,7 +115,7 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
         choice = {name: plain[name] for name in chosen if name in plain}
         words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
-        runs.setdefault(digest, Run(one, choice, folder))
+        runs.setdefault(digest, PlannedRun(one, choice, folder))
     begun = runs_by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
     kept = Kept(sweep.kept)
     for digest, run in runs.items():
@@ -126,7 +126,7 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[Run]]:
     return sweep, list(runs.values())
 
 
-def _require_whole(run: Run) -> None:
+def _require_whole(run: PlannedRun) -> None:
     """Check that a run that is not trained again, because its folder says that it has ended, is what it should be.
 
     Raises:

@@ -14,13 +14,13 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import is_remains, run_state
 from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.run import Interrupted
-from fedjax_mr.sweep.plan import Run
+from fedjax_mr.sweep.plan import PlannedRun
 
 SECONDS_PER_LOOK = 0.5  # how often the bar looks at the metrics of the run under way
 ABORTED = 1  # the exit code for runs that ended in no foreseen way
 
 
-def run_in_process(runs: Sequence[Run], look: Callable[[], None]) -> int:
+def run_in_process(runs: Sequence[PlannedRun], look: Callable[[], None]) -> int:
     """Train a run, or several seeds in one program, in a process of its own to the end, and return its exit code.
 
     Signals to stop are passed on, so that the process can write checkpoints. It also stops if this process is killed.
@@ -115,7 +115,7 @@ def _passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def claimed(run: Run) -> Iterator[None]:
+def claimed(run: PlannedRun) -> Iterator[None]:
     """Keep other sweeps from a run, by its log: the run's process takes the folder only seconds after its start.
 
     Raises:
@@ -135,12 +135,12 @@ def claimed(run: Run) -> Iterator[None]:
         os.close(descriptor)
 
 
-def log_of(run: Run) -> Path:
+def log_of(run: PlannedRun) -> Path:
     """Return the file with what a run says, beside its folder."""
     return run.folder.with_name(f"{run.folder.name}.log")
 
 
-def last_words(run: Run) -> str:
+def last_words(run: PlannedRun) -> str:
     """Return the last line of a run's log."""
     lines = log_of(run).read_text(encoding="utf-8", errors="replace").split("\n")
     words = [line.strip() for line in lines if line.strip()]

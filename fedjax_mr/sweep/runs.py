@@ -13,11 +13,11 @@ from fedjax_mr.experiment.folder import run_state, saved_round
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.sweep import grids
 from fedjax_mr.sweep.bar import Bar
-from fedjax_mr.sweep.plan import Run, Sweep
+from fedjax_mr.sweep.plan import PlannedRun, Sweep
 from fedjax_mr.sweep.process import ABORTED, claimed, last_words, log_of, run_in_process
 
 
-def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
+def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False) -> int:
     """Train every run that is not finished, and return the exit code: 0, or that of the worst failure.
 
     Args:
@@ -38,7 +38,7 @@ def run_all(runs: Sequence[Run], *, batch_seeds: bool = False) -> int:
     return min((code for folder, code in codes.items() if code and run_state(folder) != "finished"), default=0)
 
 
-def _run_batch(batch: Sequence[Run], bar: Bar) -> dict[Path, int]:
+def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
     """Train the runs of a batch that are to be trained in one process, and return the exit codes by folder."""
     codes, todo = {}, []
     with contextlib.ExitStack() as claims:
@@ -66,9 +66,9 @@ def _run_batch(batch: Sequence[Run], bar: Bar) -> dict[Path, int]:
     return codes
 
 
-def batches(runs: Sequence[Run]) -> list[list[Run]]:
+def batches(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
     """Return the runs, those together that differ in the seed alone and are equally far."""
-    together: dict[str, list[Run]] = {}
+    together: dict[str, list[PlannedRun]] = {}
     for run in runs:
         without_seed = dataclasses.replace(run.config, seed=0, partition_seed=None)
         key = f"{configuration.digest(without_seed)} {run_state(run.folder)} {saved_round(run.folder)}"
@@ -76,12 +76,12 @@ def batches(runs: Sequence[Run]) -> list[list[Run]]:
     return list(together.values())
 
 
-def _code(run: Run, code: int) -> int:
+def _code(run: PlannedRun, code: int) -> int:
     """Return the exit code of one run of a process that ended with ``code``."""
     return {"finished": 0, "diverged": 3}.get(run_state(run.folder), code or ABORTED)
 
 
-def _why(run: Run, first: Run) -> str:
+def _why(run: PlannedRun, first: PlannedRun) -> str:
     """Return why a run did not finish; its process wrote the log of the ``first`` run."""
     note = run.folder / "diverged.txt"
     return note.read_text(encoding="utf-8").strip() if note.exists() else last_words(first)

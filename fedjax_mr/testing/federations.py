@@ -117,7 +117,7 @@ def network_of(name):
 
 
 @functools.lru_cache(maxsize=24)  # the same object for the same federation: engines may then share a program
-def given(
+def constants(
     network="thin", *, sizes=SIZES, cohort=COHORT, seed=0, lr=0.05, momentum=0.5, epochs=EPOCHS, batch_size=BATCH
 ):
     """Return a small federation of 4 x 4 images whose class shows in their brightness."""
@@ -146,7 +146,7 @@ def given(
         ),
     )
     samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
-    return rounds.Given(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(seed))
+    return rounds.RunConstants(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(seed))
 
 
 def make_engine(
@@ -162,7 +162,7 @@ def make_engine(
 # Not all at once: a compiled program takes hundreds of memory maps, and Linux allows a process 65,530 of them.
 @functools.lru_cache(maxsize=24)
 def shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, federation):
-    federation = given(network, **dict(federation))
+    federation = constants(network, **dict(federation))
     axis = client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
     build = functools.partial(*build)
     return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
@@ -192,14 +192,14 @@ def memory_maps():
 def bytes_of_a_round(engine, round=0):
     """Return the bytes down, up and from client to client, for methods whose traffic follows from shapes."""
 
-    def shapes(given):
-        progress = rounds.start(engine.build, given)
-        plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
-        rows = jax.tree.map(lambda leaf: leaf[: given.problem.cohort_size], rows)
-        uploads = jax.vmap(lambda row: rounds.train_client(engine.build, given, progress.round, row)[0])(rows)
+    def shapes(constants):
+        progress = rounds.start(engine.build, constants)
+        plan, rows = rounds.begin(engine.build, engine.axis, constants, progress)
+        rows = jax.tree.map(lambda leaf: leaf[: constants.problem.cohort_size], rows)
+        uploads = jax.vmap(lambda row: rounds.train_client(engine.build, constants, progress.round, row)[0])(rows)
         return progress.server, plan.cohort, rows.payload, uploads
 
-    state, cohort, payloads, uploads = jax.eval_shape(shapes, engine.given)
+    state, cohort, payloads, uploads = jax.eval_shape(shapes, engine.constants)
     traffic = usual_traffic(payloads, uploads)
     if engine.strategy.traffic is not None:
         traffic = engine.strategy.traffic(traffic, state, uploads, cohort, round)

@@ -162,8 +162,8 @@ def test_a_checkpoint_continues_bit_for_bit(engine, equal, strategy, tmp_path):
 def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
     """What counts is the deployed model: a strategy's own loss may have more terms than the cross-entropy."""
     engine = engine(strategy, **federation)
-    given = engine.given
-    problem, (samples, index, offsets) = given.problem, given.federation
+    constants = engine.constants
+    problem, (samples, index, offsets) = constants.problem, constants.federation
     count = len(samples.y)
 
     @jax.jit
@@ -177,7 +177,7 @@ def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
             data = local.ClientData(samples, index, offsets[client], problem.sizes[client], client)
             memory = trees.take(progress.memory, client)
             part = part_of(engine.strategy, progress.server, client)
-            model = own_model(engine.strategy, part, memory, data, given.key)
+            model = own_model(engine.strategy, part, memory, data, constants.key)
             return local.score(problem.model, model, data, batch_size=4).loss
 
         return jnp.sum(jax.lax.map(on_its_own, jnp.arange(problem.num_clients, dtype=jnp.int32)))
@@ -211,14 +211,14 @@ def test_the_server_keeps_no_samples_of_the_clients(engine, strategy):
     engine = engine(strategy, **NORMED)
     progress, _ = run(engine, [1])
     kept = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(progress.server))
-    assert not any(np.asarray(sample).tobytes() in kept for sample in engine.given.federation.samples.x)
+    assert not any(np.asarray(sample).tobytes() in kept for sample in engine.constants.federation.samples.x)
 
 
 def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
     start, engine = engine(strategy, **NORMED), engine(strategy, devices=2, lanes=2, **NORMED)
     _, report = run(engine, [1], start=start)
     (_, rows), (uploads, _, _) = (results[engine.programs[name]] for name in ("begin", "clients"))
-    count = engine.given.problem.cohort_size
+    count = engine.constants.problem.cohort_size
     sent = lambda tree: sum(count * leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(tree))  # without padding
     down, up = sent(rows.payload), sent(uploads)
     first = lambda tree: jax.tree.map(lambda leaf: leaf[:count], tree)
@@ -237,8 +237,8 @@ def test_the_client_part_holds_no_collective(engine, strategy):
 @pytest.mark.parametrize("federation", quick_and(LINEAR))
 def test_a_client_of_one_sample_and_almost_all_clients_at_once_train(engine, strategy, federation):
     engine = engine(strategy, **federation)
-    plan = jax.jit(lambda given, server: rounds.plan(engine.build, engine.axis, given, server, jnp.int32(0)))
-    sizes = np.asarray(plan(engine.given, engine.init().server).cohort.sizes)
+    plan = jax.jit(lambda constants, server: rounds.plan(engine.build, engine.axis, constants, server, jnp.int32(0)))
+    sizes = np.asarray(plan(engine.constants, engine.init().server).cohort.sizes)
     _, report = run(engine, [1])
     if strategy != "mapper":  # it trains on parts of the samples, once for every lambda: counted in its own test
         assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch

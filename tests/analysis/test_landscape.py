@@ -17,10 +17,10 @@ from fedjax_mr.experiment.folder import read_rows
 
 def around(federation, *, count=10, batch=4):
     """Return the landscape around a linear classifier, its parameters and its samples."""
-    given = federation("linear")
-    model = given.problem.model
+    constants = federation("linear")
+    model = constants.problem.model
     variables = jax.jit(model.init)(jax.random.key(3))
-    everything = given.federation.samples
+    everything = constants.federation.samples
     part = everything._replace(x=everything.x[:count], y=everything.y[:count])
     return landscape.Around(model, variables, part, batch=batch), variables["params"], part
 

@@ -23,7 +23,7 @@ def known(problem):
 def test_losses_and_gradients_are_those_of_the_engine(problem):
     """The analysis in double precision and the engine's loss are written separately."""
     engine = theorem1.rounds_of("fedmr", problem, theorem1.constants(problem, steps=3), seed=0)
-    model = engine.given.problem.model
+    model = engine.constants.problem.model
     loss = theorem1.regularised(problem, model)
     w = np.random.default_rng(0).normal(size=5).astype(np.float32)
     structure = jax.tree.structure(model.shapes()["params"])

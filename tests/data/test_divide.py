@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import data
-from fedjax_mr.data import Dataset, divide, plan
+from fedjax_mr.data import Dataset, divide, partition_file
 from fedjax_mr.data.divide import STREAMS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config
@@ -189,7 +189,7 @@ class TestPartitionFile:
     def test_repeats_the_federation(self, tmp_path, partition):
         dataset = numbered(num_natural=12)
         first = data.federate(dataset, partition=partition, num_clients=7, seed=3, **FULL)
-        plan.save(first.plan, tmp_path / "partition.npz")
+        partition_file.save(first.plan, tmp_path / "partition.npz")
         again = data.federate(dataset, partition_file=str(tmp_path / "partition.npz"), num_clients=0)
         assert again.hash() == first.hash()
         assert again.names == first.names
@@ -215,7 +215,7 @@ class TestPartitionFile:
             return str(caught.value)
 
         made = data.federate(numbered(), num_clients=4)
-        plan.save(made.plan, tmp_path / "partition.npz")
+        partition_file.save(made.plan, tmp_path / "partition.npz")
         whole = (tmp_path / "partition.npz").read_bytes()
         assert "was made for other data: numbered" in message("partition.npz", dataset=numbered(num_test=199))
         assert "was made for other data: numbered" in message("partition.npz", dataset=numbered(num_samples=999))
@@ -300,7 +300,7 @@ class TestPartitionFile:
         ],
     )
     def test_refuses_changed_arrays(self, tmp_path, changes, message):
-        plan.save(data.federate(numbered(), num_clients=7, **FULL).plan, tmp_path / "partition.npz")
+        partition_file.save(data.federate(numbered(), num_clients=7, **FULL).plan, tmp_path / "partition.npz")
         with np.load(tmp_path / "partition.npz") as file:
             arrays = {name: file[name] for name in file.files}
         np.savez(tmp_path / "changed.npz", **arrays | changes(arrays))
@@ -314,7 +314,7 @@ class TestPartitionFile:
     def test_a_single_row_may_also_serve_for_validation(self, tmp_path):
         settings = dict(partition="iid", num_clients=5, validation_share=0.3)
         first = data.federate(numbered(5), **settings)
-        plan.save(first.plan, tmp_path / "partition.npz")
+        partition_file.save(first.plan, tmp_path / "partition.npz")
         assert (
             data.federate(numbered(5), partition_file=str(tmp_path / "partition.npz"), num_clients=5).hash()
             == first.hash()

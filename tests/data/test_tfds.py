@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from fedjax_mr import data
-from fedjax_mr.data.federated import Request
+from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import tfds
 from fedjax_mr.errors import UserError
 
@@ -183,11 +183,11 @@ class TestPrepare:
     @without_tensorflow
     def test_needs_tensorflow(self, tmp_path):
         with pytest.raises(UserError, match=r"preparing cifar100 needs TensorFlow: pip install 'fedjax-mr\[prepare\]'"):
-            tfds.prepare(Request("cifar100", str(tmp_path)))
+            tfds.prepare(DataRequest("cifar100", str(tmp_path)))
 
     def test_what_is_there_already_is_kept(self, write_image_set):
         folder, _ = write_image_set("cifar10")
-        assert tfds.prepare(Request("cifar10", str(folder))) == folder / "cifar10/3.0.2"
+        assert tfds.prepare(DataRequest("cifar10", str(folder))) == folder / "cifar10/3.0.2"
 
     def test_appears_whole(self, tmp_path):
         root = tmp_path / "new" / "root"

@@ -22,11 +22,11 @@ def models_and_logits(federation):
 @pytest.mark.parametrize("count", [1, 7, 38])
 def test_evaluation_equals_a_plain_pass(federation, models_and_logits, monkeypatch, devices, count):
     monkeypatch.setattr(local, "evaluation_batch", lambda: 8)  # several batches per device, the last one padded
-    given, (models, all_logits) = federation(), models_and_logits
-    samples = given.federation.samples
+    constants, (models, all_logits) = federation(), models_and_logits
+    samples = constants.federation.samples
     samples = samples._replace(x=samples.x[:count], y=samples.y[:count])
     axis = client_axis(devices=devices, lanes=None, cohort_size=2)
-    test = evaluation.Evaluation(given.problem.model, samples, axis)
+    test = evaluation.Evaluation(constants.problem.model, samples, axis)
 
     def plain(row):
         logits = all_logits[row, :count]

@@ -37,7 +37,7 @@ def one_client(federation, client):
 
 def train(model, setting, variables, data, key, loss=None):
     """Train one client in one compiled program."""
-    return jax.jit(lambda *given: local.train(model, setting, *given, loss=loss))(variables, data, key)
+    return jax.jit(lambda *constants: local.train(model, setting, *constants, loss=loss))(variables, data, key)
 
 
 def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_samples(federation, close):
@@ -167,8 +167,8 @@ def test_optimizers_are_pytorchs(settings):
 
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     theirs = torch.nn.Parameter(torch.tensor(start))
-    given = {name: settings[name] for name in ("lr", "momentum", "weight_decay") if name in settings}
-    optimizer = kinds[settings["name"]]([theirs], **given)
+    constants = {name: settings[name] for name in ("lr", "momentum", "weight_decay") if name in settings}
+    optimizer = kinds[settings["name"]]([theirs], **constants)
     for gradient in gradients:
         theirs.grad = torch.tensor(gradient)
         if "clip_norm" in settings:

@@ -13,12 +13,12 @@ from fedjax_mr.engine.mutual import Pair, Weights
 
 
 @pytest.fixture(scope="module")
-def given(federation):
+def constants(federation):
     return federation("linear,perceptron", sizes=(7, 5), cohort=2)
 
 
-def data_of(given, client):
-    samples, index, offsets = given.federation
+def data_of(constants, client):
+    samples, index, offsets = constants.federation
     sizes = np.diff(offsets)
     return local.ClientData(
         samples, jnp.asarray(index), np.int32(offsets[client]), np.int32(sizes[client]), np.int32(0)
@@ -39,12 +39,12 @@ def train_alone(model, setting, start, data):
     return jax.jit(lambda start, key: local.train(model, setting, start, data, key))(start, jax.random.key(2))
 
 
-def test_the_gradient_of_each_logit_is_p_minus_onehot_plus_p_minus_q(given):
+def test_the_gradient_of_each_logit_is_p_minus_onehot_plus_p_minus_q(constants):
     """Against autodiff of the printed losses, for two different networks, in float64."""
     batch_x = np.random.default_rng(0).normal(size=(6, 4, 4, 1))
     labels = np.array([0, 1, 2, 0, 1, 2])
     with jax.enable_x64(True):
-        linear, perceptron = given.problem.model.networks
+        linear, perceptron = constants.problem.model.networks
         models = Pair(linear, perceptron)
         double = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
         pair = Pair(*(double(start_of(model, i)) for i, model in enumerate(models)))
@@ -67,21 +67,21 @@ def test_the_gradient_of_each_logit_is_p_minus_onehot_plus_p_minus_q(given):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9), found, wanted)
 
 
-def test_equal_networks_learn_nothing_from_each_other(given, close):
-    model = given.problem.model.networks[1]
-    start, setting, data = start_of(model, 1), given.problem.local, data_of(given, 0)
+def test_equal_networks_learn_nothing_from_each_other(constants, close):
+    model = constants.problem.model.networks[1]
+    start, setting, data = start_of(model, 1), constants.problem.local, data_of(constants, 0)
     both, _ = train_pair(Pair(model, model), setting, Pair(start, start), data, Pair(Weights(), Weights()))
     alone, _ = train_alone(model, setting, start, data)
     close(both.first, alone)
     close(both.second, alone)
 
 
-def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(given, close):
+def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(constants, close):
     """Each network has an optimiser of its own: a joint global norm would clip both together."""
     setting = dataclasses.replace(
-        given.problem.local, optimizer=optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, 0.5))
+        constants.problem.local, optimizer=optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, 0.5))
     )
-    models, data = Pair(*given.problem.model.networks), data_of(given, 0)
+    models, data = Pair(*constants.problem.model.networks), data_of(constants, 0)
     starts = Pair(*(start_of(model, i) for i, model in enumerate(models)))
     both, metrics = train_pair(models, setting, starts, data, Pair(Weights(mutual=0.0), Weights(mutual=0.0)))
     losses = 0.0
@@ -94,8 +94,8 @@ def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(given, cl
 
 
 @pytest.mark.parametrize("kinds", [(0, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in ((1, 0), (1, 1)))])
-def test_a_zoo_trains_pairs_as_the_networks_themselves(given, close, kinds):
-    zoo, setting, data = given.problem.model, given.problem.local, data_of(given, 1)
+def test_a_zoo_trains_pairs_as_the_networks_themselves(constants, close, kinds):
+    zoo, setting, data = constants.problem.model, constants.problem.local, data_of(constants, 1)
     weights = Pair(Weights(), Weights())
     models = Pair(*(zoo.networks[kind] for kind in kinds))
     starts = Pair(*(start_of(model, i) for i, model in enumerate(models)))

@@ -14,10 +14,10 @@ from fedjax_mr.engine import local, personal
 from fedjax_mr.engine.round import PERSONAL
 
 
-def federated(given):
+def federated(constants):
     """Return the tests' federation; clients 0 and 2 have test samples of their own."""
-    samples, index, offsets = given.federation
-    rng, classes = np.random.default_rng(1), given.problem.num_classes
+    samples, index, offsets = constants.federation
+    rng, classes = np.random.default_rng(1), constants.problem.num_classes
     test_x, test_y = rng.normal(size=(9, 4, 4, 1)).astype(np.float32), rng.integers(0, classes, 9)
     dataset = Dataset("made", samples.x, samples.y, test_x, test_y.astype(np.int32), classes)
     test = Split.of([np.arange(5), np.arange(0), np.array([7, 8]), *[np.arange(0)] * 3])
@@ -48,14 +48,14 @@ def tuning(model, setting):
 )
 def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
     engine = engine(strategy, "linear,perceptron" if strategy == "local" else "perceptron", devices=devices, cohort=6)
-    data, test = federated(engine.given)
+    data, test = federated(engine.constants)
     clients = personal.PersonalEvaluation(engine, data, test)
     progress, _ = engine.run(engine.init(), 2)
     tested, tuned = clients.test(progress), clients.finetuned(progress, 3)
-    given, progress, deployed = jax.device_get((engine.given, progress, engine.deployed(progress)))
-    tune_and_apply = tuning(engine.given.problem.model, given.problem.local)
-    problem, (samples, index, offsets) = given.problem, given.federation
-    key = jax.random.fold_in(jax.random.fold_in(given.key, PERSONAL), 2)
+    constants, progress, deployed = jax.device_get((engine.constants, progress, engine.deployed(progress)))
+    tune_and_apply = tuning(engine.constants.problem.model, constants.problem.local)
+    problem, (samples, index, offsets) = constants.problem, constants.federation
+    key = jax.random.fold_in(jax.random.fold_in(constants.key, PERSONAL), 2)
     for client, rows in enumerate(data.test.parts()):
         if not len(rows):
             assert np.isnan(tested.accuracy[client]) and tested.count[client] == 0
@@ -91,17 +91,17 @@ def test_the_columns_count_clients_or_samples():
 
 
 def test_validation_rows_follow_the_training_rows(federation):
-    given = federation()
+    constants = federation()
     parts = [np.array([4, 5]), np.array([9])]
     kept = [np.array([7]), np.array([1, 2])]
     data = FederatedData(
-        Dataset("made", given.federation.samples.x, given.federation.samples.y, None, None, 3),
+        Dataset("made", constants.federation.samples.x, constants.federation.samples.y, None, None, 3),
         Split.of(parts), validation=Split.of(kept),
     )  # fmt: skip
     split = data.train_and_validation()
     assert split.index.tolist() == [4, 5, 7, 9, 1, 2] and split.offsets.tolist() == [0, 3, 6]
     zero = jnp.int32(0)
-    client = local.ClientData(given.federation.samples, split.index, zero + 3, zero + 1, zero + 1, zero + 2)
+    client = local.ClientData(constants.federation.samples, split.index, zero + 3, zero + 1, zero + 1, zero + 2)
     held = local.validation(client)
     assert (int(held.offset), int(held.size)) == (4, 2)
     alone = local.validation(client._replace(validation_size=zero))

@@ -55,8 +55,8 @@ def test_the_next_cohort_is_sent_while_this_one_trains(engine, monkeypatch):
 
 
 def test_what_is_sent(federation):
-    given = federation("linear")
-    samples, index, offsets = given.federation
+    constants = federation("linear")
+    samples, index, offsets = constants.federation
     device = placement.jax.sharding.SingleDeviceSharding(placement.jax.devices()[0])
     data = placement.HostSamples(samples.x, samples.y, index, offsets, sharding=device)
     sent = data.send(np.array([2, 5, 2]))

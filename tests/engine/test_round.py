@@ -14,26 +14,26 @@ def begun(rounds):
     """Return what is given, the first progress, and the first round's plan and rows."""
 
     @jax.jit
-    def begin_first(given):
-        progress = start(rounds.build, given)
-        return progress, *begin(rounds.build, rounds.axis, given, progress)
+    def begin_first(constants):
+        progress = start(rounds.build, constants)
+        return progress, *begin(rounds.build, rounds.axis, constants, progress)
 
-    return rounds.given, *begin_first(rounds.given)
+    return rounds.constants, *begin_first(rounds.constants)
 
 
 def test_rows_carry_each_client_with_its_own_payload_and_data(engine):
     """Padding rows repeat the first of the cohort and have no samples."""
     rounds = engine("indep", "linear", lanes=2)
     axis = rounds.axis
-    given, progress, plan, rows = jax.device_get(begun(rounds))
-    slots, ids, count = np.asarray(plan.slots), np.asarray(plan.cohort.ids), given.problem.cohort_size
+    constants, progress, plan, rows = jax.device_get(begun(rounds))
+    slots, ids, count = np.asarray(plan.slots), np.asarray(plan.cohort.ids), constants.problem.cohort_size
     assert len(slots) == axis.padded(count) == 4
-    slot_ids = jax.jit(ids_by_slot)(given, plan)
+    slot_ids = jax.jit(ids_by_slot)(constants, plan)
     for slot, row in enumerate(slots):
         client = ids[row if row < count else 0]
         assert rows.client_id[slot] == slot_ids[slot] == client
-        assert rows.offset[slot] == given.federation.offsets[client]
-        assert rows.size[slot] == (given.problem.sizes[client] if row < count else 0)
+        assert rows.offset[slot] == constants.federation.offsets[client]
+        assert rows.size[slot] == (constants.problem.sizes[client] if row < count else 0)
         for sent, kept in zip(
             jax.tree.leaves(rows.payload["model"]), jax.tree.leaves(progress.server.models), strict=True
         ):
@@ -42,11 +42,11 @@ def test_rows_carry_each_client_with_its_own_payload_and_data(engine):
 
 def test_a_client_drawn_twice_trains_with_two_keys(engine):
     rounds = engine("fedavg", "linear")
-    given, progress, _, rows = begun(rounds)
+    constants, progress, _, rows = begun(rounds)
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows)
     train = jax.jit(functools.partial(train_client, rounds.build))
     uploads = [
-        jax.device_get(train(given, progress.round, row._replace(occurrence=np.int32(number)))[0])
+        jax.device_get(train(constants, progress.round, row._replace(occurrence=np.int32(number)))[0])
         for number in (0, 0, 1)
     ]
     first, same, other = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(upload)]) for upload in uploads)

@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_mr.data import Split
 from fedjax_mr.engine.clients import client_axis
-from fedjax_mr.engine.round import Federation, Given
+from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds, SeedRounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
@@ -30,7 +30,7 @@ def divided(federation, network, seed):
         sizes=jax.numpy.asarray(sizes, jax.numpy.int32),
         label_counts=jax.numpy.asarray(labels, jax.numpy.int32),
     )
-    return Given(problem, Federation(one.federation.samples, split.index, split.offsets), one.key)
+    return RunConstants(problem, Federation(one.federation.samples, split.index, split.offsets), one.key)
 
 
 def of(tree, seed):

@@ -22,20 +22,20 @@ def problem(public_share):
     config = Config(strategy="fedavg", public_share=public_share)
     federated = data.federated_data(config)
     axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
-    return build_rounds(config, federated, build_model(config, federated), axis).given.problem
+    return build_rounds(config, federated, build_model(config, federated), axis).constants.problem
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_name_is_enough_to_build_it(strategy):
-    given = configuration.parse([f"--strategy={strategy}"])
-    config = checks.complete(given)
+    before = configuration.parse([f"--strategy={strategy}"])
+    config = checks.complete(before)
     configuration.validate(config)
     assert config.public_share == (0.1 if strategy in NEED_PUBLIC else 0.0)
-    assert [strategy in line and "0.1" in line for line in checks.added(given, config)] == [True] * (given != config)
+    assert [strategy in line and "0.1" in line for line in checks.added(before, config)] == [True] * (before != config)
     assert list(checks.without_effect(config)) == []
-    given = problem(config.public_share)
-    assert (given.public is not None) == (strategy in NEED_PUBLIC)
-    assert build_strategy(config, given).init is not None
+    federation = problem(config.public_share)
+    assert (federation.public is not None) == (strategy in NEED_PUBLIC)
+    assert build_strategy(config, federation).init is not None
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ def made(monkeypatch):
 
 
 def run(**changes):
-    given = {name: changes.pop(name) for name in ("dataset", "model_object") if name in changes}
-    model = given.pop("model_object", None)
-    return fmr.run(fmr.Config(**TINY | changes), record=False, **given, **({"model": model} if model else {}))
+    objects = {name: changes.pop(name) for name in ("dataset", "model_object") if name in changes}
+    model = objects.pop("model_object", None)
+    return fmr.run(fmr.Config(**TINY | changes), record=False, **objects, **({"model": model} if model else {}))
 
 
 def test_a_run_like_one_before_compiles_nothing_and_has_the_same_bits(made, equal):

@@ -22,7 +22,7 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import main as command
 from fedjax_mr.analysis import plots
-from fedjax_mr.data.federated import Request
+from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import checks, logs
@@ -31,7 +31,7 @@ from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.folder import run_state
-from fedjax_mr.experiment.run import Interrupted, Run, interrupted
+from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
 
 SMALL = dict(
     model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False
@@ -99,7 +99,7 @@ def test_the_run_folder_holds_everything(straight):
 def test_a_loaded_run_predicts_what_was_tested(straight, equal):
     """Raw samples in, and the data set is not asked for."""
     saved = fmr.load(straight.folder)
-    test = digits.load(Request("digits"))
+    test = digits.load(DataRequest("digits"))
     assert (saved.predict(test.test_x).argmax(axis=1) == test.test_y).mean() == straight.summary["accuracy_last"]
     equal(saved.variables, straight.variables)
     assert (saved.summary["rounds"], saved.rows, saved.config.lr) == (6, straight.rows, 0.05)
@@ -144,7 +144,7 @@ def test_an_exception_in_any_call_loses_only_the_rounds_since_the_checkpoint(str
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
-    ordinary, drawn = Run._advance, []
+    ordinary, drawn = RunLoop._advance, []
 
     def curves(runs, path, *, methods):
         drawn.append((str(path), {name: len(rows) for name, rows in runs.items()}, methods))
@@ -154,7 +154,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
             os.kill(os.getpid(), signal.SIGINT)
         return ordinary(self, progress, 1)
 
-    monkeypatch.setattr(Run, "_advance", interrupt)
+    monkeypatch.setattr(RunLoop, "_advance", interrupt)
     monkeypatch.setattr(plots, "curves", curves)
     monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
     said = r"stopped after round 4 of 6, saved; .*--run_dir=a --resume"
@@ -196,7 +196,7 @@ def test_a_finished_run_is_extended_and_equals_a_straight_one(straight, equal, m
     assert [row["round"] for row in numbers(folder)] == [2, 4, 5] and run_state(folder) == "started"
     assert configuration.load(folder).rounds == 5
     with monkeypatch.context() as patch:  # before the first round of the extension
-        patch.setattr(Run, "_train", fail)
+        patch.setattr(RunLoop, "_train", fail)
         for _ in range(2):
             with pytest.raises(RuntimeError):
                 fmr.run(fmr.Config(**SMALL, run_dir=str(folder), resume=True))
@@ -217,7 +217,7 @@ def test_a_broken_run_may_end_earlier(straight, equal, monkeypatch):
         return seconds, signal.SIGTERM
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_confer", stop_after_three)
+        patch.setattr(RunLoop, "_confer", stop_after_three)
         with pytest.raises(Interrupted):
             fmr.run(fmr.Config(**SMALL | {"rounds": 60}, run_dir="a"))
     assert Checkpoints(Path("a/checkpoints").absolute()).latest() == 1
@@ -231,7 +231,7 @@ def test_a_method_of_ones_own_that_fails_before_its_first_round_leaves_no_folder
     def fail(self, progress, count):
         raise TypeError("in my_method.py")
 
-    monkeypatch.setattr(Run, "_train", fail)
+    monkeypatch.setattr(RunLoop, "_train", fail)
     for run_dir, blamed in (("theirs", UserError("my_method.py, line 3: TypeError")), ("ours", None)):
         monkeypatch.setattr(running.imports, "blame", lambda error, blamed=blamed: blamed)
         with pytest.raises(TypeError, match=r"in my_method\.py"):

@@ -22,7 +22,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.rows import read_summary
-from fedjax_mr.experiment.run import Interrupted, Run, interrupted
+from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
 from fedjax_mr.experiment.user_objects import UserObjects
 
 SMALL: dict[str, Any] = dict(
@@ -155,14 +155,14 @@ def test_it_is_recorded_and_loaded_without_its_samples(trained):
 
 @pytest.mark.slow
 def test_it_goes_on_where_it_was_stopped(trained, monkeypatch, equal):
-    ordinary = Run._advance
+    ordinary = RunLoop._advance
 
     def interrupt(self, progress, count):
         if int(progress.round) == 3 and not self.experiments[0].folder.resumed:
             os.kill(os.getpid(), signal.SIGINT)
         return ordinary(self, progress, 1)
 
-    monkeypatch.setattr(Run, "_advance", interrupt)
+    monkeypatch.setattr(RunLoop, "_advance", interrupt)
     monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
     with pytest.raises(Interrupted, match=r"fmr.load\('a'\).resume\(dataset=..., model=...\) in Python"):
         fmr.run(fmr.Config(**SMALL, run_dir="a"), dataset=MINE, model=Net([6, 5]))

@@ -97,10 +97,10 @@ def rounds_of_fedmr(model, *, lanes):
         architectures=jnp.zeros(3, jnp.int32),
     )
     samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
-    given = rounds.Given(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(0))
+    constants = rounds.RunConstants(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(0))
     row = STRATEGIES["fedmr"]
     axis = client_axis(devices=1, lanes=lanes, cohort_size=2)
-    return rounds.Rounds(functools.partial(row.build, row.hyper()), given, axis)
+    return rounds.Rounds(functools.partial(row.build, row.hyper()), constants, axis)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from fedjax_mr.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def given(federation):
+def constants(federation):
     return federation("thin,linear,perceptron", sizes=(7, 5), cohort=2)
 
 
 @pytest.fixture(scope="module")
-def zoo(given):
-    return given.problem.model
+def zoo(constants):
+    return constants.problem.model
 
 
-def data_of(given, client):
-    samples, index, offsets = given.federation
+def data_of(constants, client):
+    samples, index, offsets = constants.federation
     size = np.int32(np.diff(offsets)[client])
     return local.ClientData(samples, jnp.asarray(index), np.int32(offsets[client]), size, np.int32(client))
 
@@ -46,9 +46,9 @@ def test_packing_is_undone(zoo, equal, number):
     assert described(packed) == described(zoo.shapes())
 
 
-def test_a_number_in_the_data_picks_the_network(zoo, given, close):
+def test_a_number_in_the_data_picks_the_network(zoo, constants, close):
     """One trace for all networks, for a batch of clients too; the same logits, features and heads."""
-    x = jnp.asarray(given.federation.samples.x[:4])
+    x = jnp.asarray(constants.federation.samples.x[:4])
     packed = jax.device_get(jax.jit(jax.vmap(zoo.init))(jax.random.split(jax.random.key(0), 3), np.arange(3)))
     apply = jax.jit(jax.vmap(zoo.apply, in_axes=(0, None)))
     logits = apply(packed, x)
@@ -64,16 +64,16 @@ def test_a_number_in_the_data_picks_the_network(zoo, given, close):
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
-def test_training_equals_that_of_the_network_itself(zoo, given, close, number):
+def test_training_equals_that_of_the_network_itself(zoo, constants, close, number):
     """BatchNorm's statistics, dropout, momentum and uneven batches included; padding stays zero."""
-    model, setting, key = zoo.networks[number], given.problem.local, jax.random.key(3)
+    model, setting, key = zoo.networks[number], constants.problem.local, jax.random.key(3)
     start = jax.jit(model.init)(jax.random.key(1))
 
     def train_and_score(network, variables):
         @jax.jit
         def program(variables):
-            trained, metrics = local.train(network, setting, variables, data_of(given, 0), key)
-            return trained, metrics, local.score(network, trained, data_of(given, 1), batch_size=2)
+            trained, metrics = local.train(network, setting, variables, data_of(constants, 0), key)
+            return trained, metrics, local.score(network, trained, data_of(constants, 1), batch_size=2)
 
         return program(variables)
 

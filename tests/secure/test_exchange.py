@@ -146,7 +146,7 @@ def test_a_server_that_compares_finds_the_owners(engine):
     """What the exchange does not hide: a trained layer is still closest to the copy that its owner started from."""
     separate = engine("indep", "linear")  # row j starts from row j of the round before
     progress, _ = after(separate, 2)
-    start, (layer,) = jax.device_get(progress.server.models), separate.given.problem.layers
+    start, (layer,) = jax.device_get(progress.server.models), separate.constants.problem.layers
     trained = jax.device_get(separate.run(progress, 1)[0].server.models)
     rows = lambda models: np.concatenate(
         [np.asarray(leaf).reshape(3, -1) for leaf in map(jax.tree.leaves(models).__getitem__, layer.leaves)], axis=1
@@ -169,7 +169,7 @@ def test_whole_layers_move_before_the_training(engine):
     """The dispatched rows are the server's, layer by layer in another order, and all tensors of a layer together."""
     hyper = fedmr.Hyper(secure=True, secure_when="before_training", secure_share=0.8, start="independent")
     secure = engine("fedmr", "perceptron", hyper=hyper)
-    problem, models = secure.given.problem, secure.init().server.models
+    problem, models = secure.constants.problem, secure.init().server.models
     strategy = secure.build(problem)
     cohort = None  # FedMR sends row j to the j-th client, whoever that is
     sent = jax.jit(lambda models, key: dispatch(strategy, fedmr.State(models), cohort, key)["model"])
@@ -212,7 +212,7 @@ def test_expected_traffic_is_the_mean_of_what_is_sent(engine, sent):
     """Layers differ in size; since each is as likely to be sent as any other, 2 q K S is the mean all the same."""
     hyper = fedmr.Hyper(secure=True, secure_share=0.3, secure_repetitions=2)
     secure = engine("fedmr", "perceptron", hyper=hyper)
-    problem = secure.given.problem
+    problem = secure.constants.problem
     leaves = jax.tree.leaves(problem.model.shapes())
     sizes = np.array([trees.num_bytes([leaves[leaf] for leaf in layer.leaves]) for layer in problem.layers])
     keys = jax.random.split(jax.random.key(0), UNITS)

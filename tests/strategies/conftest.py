@@ -16,8 +16,8 @@ FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, 
 def beginning(engine, payloads):
     """Return the compiled beginning of a round: who takes part, and on request what is sent to whom."""
 
-    def begin(given, progress):
-        plan, rows = rounds.begin(engine.build, engine.axis, given, progress)
+    def begin(constants, progress):
+        plan, rows = rounds.begin(engine.build, engine.axis, constants, progress)
         return plan, rows.payload if payloads else None
 
     return jax.jit(begin)
@@ -33,7 +33,7 @@ class Transcription:
     def __init__(self, engine, torch, **federation):
         self.torch, self.engine = torch, engine
         self.progress = jax.device_get(engine.init())
-        data = jax.tree.map(np.asarray, engine.given.federation)
+        data = jax.tree.map(np.asarray, engine.constants.federation)
         rows = [data.index[start:stop] for start, stop in zip(data.offsets, data.offsets[1:], strict=False)]
         self.x = [torch.tensor(data.samples.x[each].reshape(len(each), -1), dtype=torch.float64) for each in rows]
         self.y = [torch.tensor(data.samples.y[each], dtype=torch.int64) for each in rows]
@@ -52,7 +52,7 @@ class Transcription:
         """
         for _ in range(count):
             progress = self.engine.place(self.progress)
-            plan, sent = beginning(self.engine, payloads)(self.engine.given, progress)
+            plan, sent = beginning(self.engine, payloads)(self.engine.constants, progress)
             clients = np.asarray(plan.cohort.ids).tolist()
             if payloads:
                 slots, sent = np.asarray(plan.slots).tolist(), jax.device_get(sent)

@@ -51,7 +51,7 @@ def test_statistics_are_averaged_and_only_the_authors_extrapolate_them(federatio
     rng = np.random.default_rng(1)
     models = jax.tree.map(lambda leaf: leaf + rng.normal(size=(3, *leaf.shape)).astype(np.float32), start)
     cohort = Cohort(jnp.arange(3), problem.sizes[:3])
-    update = jax.jit(lambda *given: strategy.server_update(*given, jnp.asarray(5), None))
+    update = jax.jit(lambda *arguments: strategy.server_update(*arguments, jnp.asarray(5), None))
     state, report = update(fedexp.State(start, start), {"model": models}, cohort)
     step = float(report["server_lr"])
     assert step > 1.2

@@ -98,7 +98,7 @@ class ByHand:
 
     def client_gradients(self, number, client):
         """Return the gradient of each local step in turn, as a function of the weights."""
-        key = client_key(self.by_hand.engine.given.key, number, client)
+        key = client_key(self.by_hand.engine.constants.key, number, client)
         epochs = iter(range(3))
 
         def gradient(weights):
@@ -112,14 +112,14 @@ class ByHand:
 
     def train_generator(self, number, uploads, counts):
         """Take the server's steps before the clients' models are averaged."""
-        functional, given = self.torch.nn.functional, self.by_hand.engine.given
+        functional, constants = self.torch.nn.functional, self.by_hand.engine.constants
         if self.hyper.variant == "authors":
             self.optimizer = self.adam()
         for group in self.optimizer.param_groups:
             group["lr"] = self.hyper.server_lr * self.decay(number)
         several = (counts > 1).any(axis=0)
         for step in range(self.hyper.steps):
-            labels, noise_key = server_draws(given.key, number, step, several)
+            labels, noise_key = server_draws(constants.key, number, step, several)
             labels, noise = self.number(labels).long(), self.noise(noise_key, 8)
             z = self.generate(noise, labels, train=True)
             loss = 0.0
@@ -140,7 +140,7 @@ def test_three_rounds_equal_the_equations(transcription, variant):
     by_hand = transcription("fedgen", hyper)
     second = ByHand(by_hand, hyper)
     model = by_hand.read(by_hand.progress.server.model)
-    counts = np.asarray(by_hand.engine.given.problem.label_counts)
+    counts = np.asarray(by_hand.engine.constants.problem.label_counts)
     for number, clients in enumerate(by_hand.rounds(3)):
         trained = [by_hand.train(model, i, gradient=second.client_gradients(number, i)) for i in clients]
         second.train_generator(number, trained, counts[clients])

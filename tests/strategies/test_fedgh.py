@@ -24,7 +24,7 @@ def trained(engine):
 
 def means_of(one, memory, client):
     """Return a client's class means and counts, one sample after another."""
-    problem, (samples, index, offsets) = one.given.problem, one.given.federation
+    problem, (samples, index, offsets) = one.constants.problem, one.constants.federation
     rows = np.asarray(index)[offsets[client] : offsets[client + 1]]
     model = jax.tree.map(lambda leaf: leaf[client], memory.model)
     features = jax.jit(lambda model, rows: problem.model.features(model, local.gather(samples, rows)))
@@ -57,7 +57,7 @@ def test_the_header_moves_by_sgd_on_the_clients_class_means(trained):
 
 def test_a_header_is_put_into_any_network(trained):
     one, _, after, _ = trained
-    zoo = one.given.problem.model
+    zoo = one.constants.problem.model
     header = jax.tree.map(lambda leaf: np.asarray(leaf) + np.float32(1), after.server.header)
     for client in (0, 1):
         model = trees.take(after.memory.model, client)

@@ -20,7 +20,7 @@ def test_only_knowledge_networks_travel(engine, sent):
 def test_the_server_learns_the_ensemble(engine, variant):
     """Outputs after distillation are nearer to the mean of the clients' probabilities than the network before."""
     one = engine("fedkemf", "linear,perceptron", hyper=Hyper(server_epochs=40, server_lr=0.02, variant=variant))
-    public, small = one.given.problem.public, one.given.problem.model.networks[0]
+    public, small = one.constants.problem.public, one.constants.problem.model.networks[0]
     x = local.gather(public, np.arange(10))
     softmax = jax.jit(lambda variables: jax.nn.softmax(small.apply(variables, x)))
     probabilities = lambda variables: np.asarray(softmax(variables))

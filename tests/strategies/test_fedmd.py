@@ -26,7 +26,7 @@ def test_where_all_agree_nothing_moves(kind):
 @pytest.mark.parametrize("zoo", ["linear,perceptron", pytest.param("thin,perceptron", marks=pytest.mark.slow)])
 def test_the_consensus_is_the_mean_of_the_rounds_clients(engine, zoo):
     one = engine("fedmd", zoo, hyper=Hyper(subset=6, public_epochs=1, private_epochs=2))
-    problem, progress = one.given.problem, one.init()
+    problem, progress = one.constants.problem, one.init()
     asked = np.asarray(progress.server.next_rows)
     before = jax.tree.map(np.array, progress.memory)
     progress, _ = one.run(progress, 1)

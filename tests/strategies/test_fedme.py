@@ -175,7 +175,7 @@ def test_networks_spread_in_one_trace_with_clusters(engine):
 def test_equal_networks_count_the_traffic_of_what_is_sent(engine):
     engine = engine("fedme", "perceptron")
     _, report = engine.run(engine.init(), 2)
-    model = trees.num_bytes(engine.given.problem.model.shapes())
+    model = trees.num_bytes(engine.constants.problem.model.shapes())
     # Down the received model and the one to go on with, and a number; up both models, the number and a truth value.
     assert report.traffic.num_bytes() == (2 * 3 * (2 * model + 4), 2 * 3 * (2 * model + 5), 0)
 

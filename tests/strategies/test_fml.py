@@ -58,7 +58,7 @@ def test_without_mutual_terms_it_is_local_and_fedavg_side_by_side(engine, close,
 def test_personal_networks_of_different_architectures_and_one_that_is_sent(engine, sent):
     zoo = engine("fml", "linear,perceptron")
     progress, report = zoo.run(zoo.init(), 3)
-    problem = zoo.given.problem
+    problem = zoo.constants.problem
     first = problem.model.networks[0]
     assert jax.tree.map(np.shape, progress.server.model) == jax.tree.map(lambda leaf: leaf.shape, first.shapes())
     assert progress.memory["architecture"].tolist() == problem.architectures.tolist() == [0, 1] * 3

@@ -60,8 +60,8 @@ def test_one_client_alone_is_plain_sgd(engine, close, strategy):
     settings = dict(sizes=(6,), cohort=1, batch_size=6, epochs=epochs, lr=rate, momentum=momentum)
     trained = engine(strategy, "linear", **settings)
     start = trained.deployed(trained.init())["params"]["classifier"]["dense"]
-    x = np.asarray(trained.given.federation.samples.x, np.float64).reshape(6, -1)
-    y = np.asarray(trained.given.federation.samples.y)
+    x = np.asarray(trained.constants.federation.samples.x, np.float64).reshape(6, -1)
+    y = np.asarray(trained.constants.federation.samples.y)
     kernel, bias = (np.asarray(start[name], np.float64) for name in ("kernel", "bias"))
     for _ in range(count):
         velocity_kernel, velocity_bias = np.zeros_like(kernel), np.zeros_like(bias)

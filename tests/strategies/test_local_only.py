@@ -15,7 +15,7 @@ def test_a_client_stops_for_good_after_its_patience(engine, equal):
     """Beside the same clients without patience, whose losses tell when each of them should have stopped."""
     settings = {"cohort": 6, "lr": 0.3, "momentum": 0.9}
     one, plain = engine("local", "linear", hyper=Hyper(PATIENCE), **settings), engine("local", "linear", **settings)
-    problem, (samples, index, offsets) = plain.given.problem, plain.given.federation
+    problem, (samples, index, offsets) = plain.constants.problem, plain.constants.federation
 
     @jax.jit
     def losses(models):

@@ -18,9 +18,9 @@ GRID = (0.0, 0.4, 1.0)
 divide = jax.jit(mapper.divide, static_argnums=1)
 
 
-def data_of(given, client):
-    offset, size = jnp.asarray(given.federation.offsets)[client], given.problem.sizes[client]
-    return ClientData(given.federation.samples, given.federation.index, offset, size, jnp.int32(client))
+def data_of(constants, client):
+    offset, size = jnp.asarray(constants.federation.offsets)[client], constants.problem.sizes[client]
+    return ClientData(constants.federation.samples, constants.federation.index, offset, size, jnp.int32(client))
 
 
 def rows_of(part):
@@ -30,10 +30,10 @@ def rows_of(part):
 @pytest.mark.parametrize("mode", ["paper", pytest.param("fedme", marks=pytest.mark.slow)])
 def test_two_rounds_equal_the_equations(transcription, mode):
     by_hand = transcription("mapper", Hyper(mode=mode, grid=GRID))
-    given, torch = by_hand.engine.given, by_hand.torch
-    x = torch.tensor(np.asarray(given.federation.samples.x).reshape(-1, 16), dtype=torch.float64)
-    y = torch.tensor(np.asarray(given.federation.samples.y), dtype=torch.int64)
-    parts = [[rows_of(part) for part in divide(data_of(given, client), 6)] for client in range(4)]
+    constants, torch = by_hand.engine.constants, by_hand.torch
+    x = torch.tensor(np.asarray(constants.federation.samples.x).reshape(-1, 16), dtype=torch.float64)
+    y = torch.tensor(np.asarray(constants.federation.samples.y), dtype=torch.int64)
+    parts = [[rows_of(part) for part in divide(data_of(constants, client), 6)] for client in range(4)]
     model, own, shares = by_hand.read(by_hand.progress.server.model), {}, {}
 
     def between(a, b, share):
@@ -81,24 +81,24 @@ def test_two_rounds_equal_the_equations(transcription, mode):
 
 @pytest.mark.parametrize("mode", ["paper", pytest.param("fedme", marks=pytest.mark.slow)])
 def test_with_lambda_0_alone_a_client_does_what_fedavgs_does_on_the_third_part(federation, close, mode):
-    given = federation("perceptron", batch_size=12)  # full batches: their order does not matter
-    problem, key = given.problem, jax.random.key(5)
+    constants = federation("perceptron", batch_size=12)  # full batches: their order does not matter
+    problem, key = constants.problem, jax.random.key(5)
     payload = {"model": jax.jit(problem.model.init)(key)}
     mine, theirs = mapper.build(Hyper(mode=mode, grid=(0.0,)), problem), fedavg.build(fedavg.Hyper(), problem)
     memory = jax.jit(lambda key: trees.take(mine.init_memory(key), 0))(key)
     ours = jax.jit(lambda data: mine.client_update(payload, memory, data, 0, key)[0])
     plain = jax.jit(lambda part: theirs.client_update(payload, None, part, 0, key)[0])
     for client in range(problem.num_clients):
-        data = data_of(given, client)
+        data = data_of(constants, client)
         upload = ours(data)
         close(upload["model"], plain(divide(data, problem.local.max_size).shared)["model"])
         assert float(upload["share"]) == 0
 
 
 def test_the_parts_are_disjoint_random_and_the_same_in_every_round(federation):
-    given = federation("linear")
+    constants = federation("linear")
     for client, size in enumerate((7, 12, 1, 5, 9, 4)):
-        data = data_of(given, client)
+        data = data_of(constants, client)
         parts = [rows_of(part) for part in divide(data, 12)]
         if size < 3:
             assert parts == [rows_of(data)] * 3
@@ -123,17 +123,17 @@ def test_a_clients_own_model(engine, close, mode, cohort):
     progress, _ = one.run(one.init(), 2)
     trained = np.asarray(progress.memory.trained)
     own = jax.jit(lambda memory, data: one.strategy.personal_model(progress.server, memory, data, jax.random.key(1)))
-    network = one.given.problem.model
+    network = one.constants.problem.model
     loss = jax.jit(lambda variables, part: local.score(network, variables, part, batch_size=12).loss)
     for client in range(6):
         memory = trees.take(progress.memory, client)
-        model = own(memory, data_of(one.given, client))
+        model = own(memory, data_of(one.constants, client))
         if mode == "paper" and trained[client]:
             close(model, jax.jit(trees.interpolate)(memory.own, progress.server.model, memory.share))
         elif mode == "paper":
             close(model, progress.server.model)
         else:  # the search leaves a model that is no worse on B than the global one
-            part = divide(data_of(one.given, client), 12).share
+            part = divide(data_of(one.constants, client), 12).share
             assert float(loss(model, part)) <= float(loss(progress.server.model, part))
 
 

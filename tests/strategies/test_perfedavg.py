@@ -59,8 +59,8 @@ def test_three_rounds_equal_the_equations(transcription, gradient, delta):
 
 def check_own_models(by_hand, model):
     """A client's own model is a step away from the global one, on its training samples (here all of them)."""
-    given = by_hand.engine.given
-    samples, index, offsets = given.federation
+    constants = by_hand.engine.constants
+    samples, index, offsets = constants.federation
     adapt = jax.jit(lambda server, data, key: by_hand.engine.strategy.personal_model(server, None, data, key))
     for i in range(4):
         data = ClientData(samples, index, offsets[i], np.int32(by_hand.sizes[i]), np.int32(i))

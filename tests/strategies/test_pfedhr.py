@@ -57,8 +57,8 @@ def test_a_client_learns_labels_and_teacher(transcription, weight):
     ours = transcription("pfedhr", Hyper(distillation_weight=weight, **QUICK))
     torch, server = ours.torch, ours.progress.server
     teaching = np.random.default_rng(0).normal(size=server.teaching.shape).astype(np.float32)
-    given = np.array([True, True, True, False])
-    server = server._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(given.astype(np.int32)))
+    constants = np.array([True, True, True, False])
+    server = server._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(constants.astype(np.int32)))
     ours.progress = ours.progress._replace(server=server)
     starts = ours.progress.memory.model
     before = [ours.read(trees.take(starts, client)) for client in range(4)]
@@ -68,7 +68,7 @@ def test_a_client_learns_labels_and_teacher(transcription, weight):
         logits = ours.head(weights, ours.features(weights, ours.x[client]))
         teacher = torch.softmax(torch.tensor(teaching[client, : len(logits)], dtype=torch.float64), dim=1)
         far = torch.nn.functional.kl_div(torch.log_softmax(logits, dim=1), teacher, reduction="batchmean")
-        return torch.nn.functional.cross_entropy(logits, ours.y[client]) + weight * given[client] * far
+        return torch.nn.functional.cross_entropy(logits, ours.y[client]) + weight * constants[client] * far
 
     assert 3 in clients and len(clients) == 3
     for client in clients:
@@ -103,10 +103,12 @@ def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, maker):
     one, rounds = taught
     progress, report = rounds[0]
     server, key = progress.server, jax.random.key(5)
-    new, told = maker.teach(server, key, one.given.client)
+    new, told = maker.teach(server, key, one.constants.client)
     models = server.models
     networks = [
-        pfedhr.taken_apart(one.given.problem.model, jax.tree.map(lambda leaf, row=row: leaf[row], models), owner=row)
+        pfedhr.taken_apart(
+            one.constants.problem.model, jax.tree.map(lambda leaf, row=row: leaf[row], models), owner=row
+        )
         for row in range(3)
     ]
     made = maker.reassemble(networks, networks, key)
@@ -115,9 +117,9 @@ def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, maker):
     for row, client in enumerate(report.info["clients"]):
         best = made.logit_similarity[row].argmax()
         assert told["teachers"][row] == best
-        data = one.given.client(client)
+        data = one.constants.client(client)
         rows = np.asarray(data.index)[int(data.offset) :][: int(data.size)]
-        own = jax.device_put(one.given.problem.public)._replace(x=data.samples.x[rows], y=None)
+        own = jax.device_put(one.constants.problem.public)._replace(x=data.samples.x[rows], y=None)
         logits = maker.programs.logits(made.chains[best], own)
         np.testing.assert_allclose(new.teaching[client, : len(rows)], logits, rtol=1e-5, atol=1e-6)
 
@@ -144,7 +146,7 @@ def test_the_lesson_is_the_share_of_right_answers_and_the_mean_largest_probabili
 def test_how_well_the_teachers_know_their_pupils_samples(taught):
     """From the clients' own rows of the federation; no number where there is no candidate."""
     one, rounds = taught
-    data = jax.tree.map(np.asarray, one.given.federation)
+    data = jax.tree.map(np.asarray, one.constants.federation)
     for progress, report in rounds:
         found = []
         for client in report.info["clients"]:
@@ -214,15 +216,15 @@ def test_the_first_network_is_the_one_that_memory_starts_with(engine, close, net
 def test_programs_are_kept_over_the_rounds(taught, maker):
     """A round with the same networks in other roles compiles little that is new; a repeated one nothing."""
     one, rounds = taught
-    maker.teach(rounds[0][0].server, jax.random.key(0), one.given.client)
+    maker.teach(rounds[0][0].server, jax.random.key(0), one.constants.client)
     traces = maker.programs.traces
-    maker.teach(rounds[0][0].server, jax.random.key(0), one.given.client)
+    maker.teach(rounds[0][0].server, jax.random.key(0), one.constants.client)
     assert maker.programs.traces == traces
 
 
 def test_traffic_counts_networks(taught):
     one, rounds = taught
-    problem = one.given.problem
+    problem = one.constants.problem
     sizes = problem.model.num_bytes()[np.asarray(problem.architectures)]
     first = rounds[0][0].server
     (down, up, peer) = np.sum([report.traffic.num_bytes() for _, report in rounds], axis=0)
@@ -238,7 +240,7 @@ def test_the_latest_teachers_stay(taught, maker):
     latest = copy.copy(maker)
     latest.hyper = dataclasses.replace(maker.hyper, teachers="latest")
     before = progress.server._replace(teacher_size=np.full(6, 7, np.int32))
-    new, _ = latest.teach(before, jax.random.key(0), one.given.client)
+    new, _ = latest.teach(before, jax.random.key(0), one.constants.client)
     others = np.setdiff1d(np.arange(6), report.info["clients"])
     assert np.flatnonzero(np.asarray(new.teacher_size) == 7).tolist() == others.tolist()
     assert np.all(np.asarray(new.teacher_size) > 0)

@@ -41,14 +41,14 @@ TABLE = {
 @pytest.mark.parametrize("strategy", TABLE)
 def test_bytes_are_those_of_the_papers(engine, sent, strategy):
     engine = engine(strategy)
-    shapes = engine.given.problem.model.shapes()
+    shapes = engine.constants.problem.model.shapes()
     sizes = [trees.num_bytes(tree) // 4 for tree in (shapes, shapes["params"])]
     down, up = (4 * count for count in TABLE[strategy](*sizes))
     assert sent(engine) == (down, up, 0)
 
 
 def test_clients_keep_what_the_papers_say(engine):
-    shapes = engine("fedavg").given.problem.model.shapes()
+    shapes = engine("fedavg").constants.problem.model.shapes()
     state, params = (trees.num_bytes(tree) for tree in (shapes, shapes["params"]))
     expected = {
         "scaffold": N * params,

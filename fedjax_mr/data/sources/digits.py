@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.data.federated import Dataset, Request
+from fedjax_mr.data.federated import DataRequest, Dataset
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0  # constant: every run of every strategy is tested on the same 360 digits
 
 
-def load(request: Request) -> Dataset:
+def load(request: DataRequest) -> Dataset:
     """Return the digits; test set = a stratified 20 % with a constant seed."""
     del request  # there is nothing to choose
     from sklearn.datasets import load_digits  # a second to import, and only this data set needs it

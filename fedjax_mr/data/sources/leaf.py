@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_mr.data.cache import cached
-from fedjax_mr.data.federated import Dataset, Request
+from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.errors import UserError
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -25,7 +25,7 @@ _NUMBER = np.full(0x110000, -1, np.int8)  # of each Unicode character
 _NUMBER[[ord(letter) for letter in LETTERS]] = np.arange(len(LETTERS))
 
 
-def femnist(request: Request) -> Dataset:
+def femnist(request: DataRequest) -> Dataset:
     """Return the handwritten characters by writer, x uint8 [M, 28, 28, 1] with paper = 255.
 
     Raises:
@@ -35,7 +35,7 @@ def femnist(request: Request) -> Dataset:
     return _load(request, "./preprocess.sh -s niid -sf 0.05 -k 100 -t sample", _images, facts)
 
 
-def shakespeare(request: Request) -> Dataset:
+def shakespeare(request: DataRequest) -> Dataset:
     """Return the lines by role, x int32 [M, 80].
 
     Raises:
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     sizes: list[int]
 
 
-def _load(request: Request, command: str, convert: Callable, facts: dict[str, Any]) -> Dataset:
+def _load(request: DataRequest, command: str, convert: Callable, facts: dict[str, Any]) -> Dataset:
     name = request.name
     made = f"LEAF's data/{name} makes it with: {command}"
     if request.data_dir is None:

@@ -24,7 +24,7 @@ from absl import logging
 
 from fedjax_mr.data import files
 from fedjax_mr.data.cache import cached
-from fedjax_mr.data.federated import Dataset, Request
+from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.errors import UserError
 
 
@@ -51,7 +51,7 @@ CONNECTION_TIMEOUT = 10  # seconds
 TRIES_TO_REMOVE = 20
 
 
-def load(request: Request) -> Dataset:
+def load(request: DataRequest) -> Dataset:
     """Return an image set; ``emnist/letters`` names one of several configurations.
 
     Where the folder is missing, TensorFlow is installed and the network is allowed, it is prepared first.
@@ -79,7 +79,7 @@ def load(request: Request) -> Dataset:
     )  # fmt: skip
 
 
-def prepare(request: Request) -> Path:
+def prepare(request: DataRequest) -> Path:
     """Download a data set with its own builder, write it as array_record, and return its folder.
 
     Everything happens in a temporary folder, whose result is renamed when it is whole and which is removed in any case.

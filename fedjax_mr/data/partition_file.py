@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_mr.data import files, npz
-from fedjax_mr.data.federated import Dataset, Plan, Split
+from fedjax_mr.data.federated import Dataset, PartitionPlan, Split
 from fedjax_mr.errors import UserError
 
 _LARGEST_ROW = np.iinfo(np.int32).max
@@ -14,7 +14,7 @@ _SPLITS = ("train", "validation", "test")
 _NAMES = {"fashionmnist": "fashion_mnist"}  # the authors' spelling of data sets, without case and hyphens
 
 
-def save(plan: Plan, path: Path | str) -> None:
+def save(plan: PartitionPlan, path: Path | str) -> None:
     """Write a plan, whole or not at all."""
     arrays = {name: np.asarray(value) for name, value in plan._asdict().items() if name not in _SPLITS}
     for name in _SPLITS:
@@ -24,7 +24,7 @@ def save(plan: Plan, path: Path | str) -> None:
         np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
 
 
-def read(path: Path | str, *, dataset: Dataset | None = None) -> Plan:
+def read(path: Path | str, *, dataset: Dataset | None = None) -> PartitionPlan:
     """Read the ``partition.npz`` of a run folder.
 
     Args:
@@ -40,7 +40,7 @@ def read(path: Path | str, *, dataset: Dataset | None = None) -> Plan:
         arrays = npz.read(path)
         splits = {name: Split(arrays.pop(f"{name}_index"), arrays.pop(f"{name}_offsets")) for name in _SPLITS}
         single = {name: arrays.pop(name).item() for name in ("dataset", "fingerprint", "own_test")}
-        plan = Plan(**splits, **single, names=tuple(arrays.pop("names").tolist()), **arrays)
+        plan = PartitionPlan(**splits, **single, names=tuple(arrays.pop("names").tolist()), **arrays)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"partition file {path} is damaged or no partition file ({_brief(error)})") from None
     if dataset is not None and plan.fingerprint != dataset.fingerprint():
@@ -56,7 +56,7 @@ def read(path: Path | str, *, dataset: Dataset | None = None) -> Plan:
     return plan._replace(**checked, public=plan.public.astype(np.int64), global_test=plan.global_test.astype(np.int64))
 
 
-def _check(plan: Plan, num_samples: int, num_test: int) -> None:
+def _check(plan: PartitionPlan, num_samples: int, num_test: int) -> None:
     """Check that a plan gives each sample to one hand, which only a changed file does not.
 
     The single training row of a client may also serve for its validation (`divide`).
