@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config, imports, interrupts, manual
+from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.report import summary_table
 from fedjax_mr.experiment.run import Interrupted, run
@@ -27,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config.read_imports(arguments)
             print(manual.page(topic))
             return 0
-        result = run(config.parse(arguments))
+        settings = config.parse(arguments)
+        with flags_in_errors(settings.strategy):
+            result = run(settings)
     except (UserError, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code

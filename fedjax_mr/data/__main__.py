@@ -15,6 +15,7 @@ from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts, titles
 from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.messages import flags_in_errors
 
 DIVISIONS = "runs/data"  # where divisions without --run_dir are kept
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
@@ -52,7 +53,8 @@ def _show(arguments: list[str]) -> None:
     config = complete(configuration.parse(arguments))
     config = dataclasses.replace(config, strategy="local", hyper=None, cohort=1)
     configuration.validate(config)
-    federated = data.federated_data(config)
+    with flags_in_errors(config.strategy):
+        federated = data.federated_data(config)
     words = [Path(config.dataset).stem, Path(config.partition_file or config.partition).stem, federated.hash()[:8]]
     folder = Path(config.run_dir or f"{DIVISIONS}/{'-'.join(words)}")
     pictured = folder / f"partition.{config.picture_format}"

@@ -19,6 +19,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.settings import help_of, settings_of
 
 COMMAND = "python -m fedjax_mr.deploy"
@@ -75,8 +76,9 @@ def divide(arguments: Sequence[str]) -> None:
     folder, flags = _folder("divide", arguments)
     config = complete(configuration.parse_command(flags, Setting)[0])
     configuration.validate(config)
-    for path in facts.divide(data.federated_data(config), folder):
-        print(path)
+    with flags_in_errors(config.strategy):
+        paths = facts.divide(data.federated_data(config), folder)
+    print(*paths, sep="\n")
 
 
 def _app(name: str, config: Config, setting: Setting, *, run_dir: Path, server_data: Path) -> str:

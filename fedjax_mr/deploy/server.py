@@ -52,6 +52,7 @@ from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_clients, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
+from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.run import Interrupted, RunLoop
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.models import Model
@@ -108,8 +109,10 @@ def serve(post: Post, run_settings: Mapping[str, Any]) -> None:
       UserError: bad input, or clients that do not come or are lost, where the terms do not allow it.
       DivergedError: a loss or weight is not finite.
     """
+    config = complete(configuration.parse(shlex.split(str(run_settings["flags"]))))
     try:
-        run(post, complete(configuration.parse(shlex.split(str(run_settings["flags"])))), Setting.of(run_settings))
+        with flags_in_errors(config.strategy):
+            run(post, config, Setting.of(run_settings))
     except Interrupted as stop:  # Flower reports only what is an Exception
         raise UserError(str(stop)) from None
 

@@ -10,6 +10,7 @@ from fedjax_mr.errors import DivergedError, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import run_state, saved_round
+from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.sweep import grids
 from fedjax_mr.sweep.bar import Bar
@@ -97,7 +98,8 @@ def run_together(config: Config, sweep: Sweep) -> int:
     if len(seeds) != len(sweep.together):
         raise UserError(f"--together names {len(sweep.together)} folders for {len(seeds)} --seeds")
     pairs = zip(seeds, sweep.together, strict=True)
-    results = run_seeds([dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs])
+    with flags_in_errors(config.strategy):
+        results = run_seeds([dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs])
     for folder, result in zip(sweep.together, results, strict=True):
         print(f"{folder}: {result if isinstance(result, DivergedError) else result.summary['accuracy_last']}")
     return max((result.exit_code for result in results if isinstance(result, DivergedError)), default=0)
