@@ -11,12 +11,12 @@ from fedjax_mr.experiment.messages import flags_in_errors, with_flags
     ("strategy", "message", "shown"),
     [
         ("fedavg", "cohort=8 is more than the 4 clients", "--cohort=8 is more than the 4 clients"),
-        ("fedavg", "fedme needs public data: pass public_share=0.1.", "fedme needs public data: pass --public_share=0.1."),
+        ("fedavg", "fedme: pass public_share=0.1.", "fedme: pass --public_share=0.1."),
         ("fedavg", "a smaller batch_size=, cohort= or lanes=", "a smaller --batch_size, --cohort or --lanes"),
         ("fedavg", "public_labels=False, or offline=True (seed=1)", "--nopublic_labels, or --offline (--seed=1)"),
         ("fedavg", "optimizer='sgd': momentum=0.5, now 0.9", "--optimizer=sgd: --momentum=0.5, now 0.9"),
         ("fedavg", "imports=('a.py', 'b.py'), imports=()", "--import=a.py --import=b.py, --import=none"),
-        ("pfedbayes", "lr=0.1 is not hyper.lr=0.2, nor hyper.lr", "--lr=0.1 is not --pfedbayes_lr=0.2, nor --pfedbayes_lr"),
+        ("pfedbayes", "lr=0.1, hyper.lr=0.2, or hyper.lr", "--lr=0.1, --pfedbayes_lr=0.2, or --pfedbayes_lr"),
         ("heterofl", "pass hyper.widths=(1.0, 0.5)", "pass --heterofl_widths=1.0 --heterofl_widths=0.5"),
         ("fedme", "or hyper.clustering=False", "or --nofedme_clustering"),
     ],
@@ -41,9 +41,9 @@ def test_the_rest_of_a_message_stays(message: str):
 
 
 def test_an_error_keeps_its_class_and_other_errors_pass():
-    with pytest.raises(DivergedError, match="^a smaller --lr, please$"), flags_in_errors("fedavg"):
+    with pytest.raises(DivergedError, match=r"^a smaller --lr, please$"), flags_in_errors("fedavg"):
         raise DivergedError("a smaller lr=, please")
-    with pytest.raises(ValueError, match="^lr=1$"), flags_in_errors("fedavg"):
+    with pytest.raises(ValueError, match=r"^lr=1$"), flags_in_errors("fedavg"):
         raise ValueError("lr=1")
     assert issubclass(DivergedError, UserError)
 
