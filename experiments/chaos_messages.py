@@ -71,7 +71,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
     layers = {client: {name: os.urandom(size) for name, size in SIZES.items()} for client in CLIENTS}
     honest = {name: sorted(layers[client][name] for client in CLIENTS) for name in SIZES}
     try:
-        server = secure.Server(SIZES, CLIENTS)
+        server = secure.SecureServer(SIZES, CLIENTS)
         parties = _before(server, layers, chance)
         past += [party.upload() for party in parties.values()] + [
             each for party in parties.values() for each in party.send()
@@ -98,7 +98,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
     return int(tried != UNTOUCHED), tried
 
 
-def _before(server: secure.Server, layers: dict[int, dict[str, bytes]], chance: random.Random) -> dict:
+def _before(server: secure.SecureServer, layers: dict[int, dict[str, bytes]], chance: random.Random) -> dict:
     """Return the parties of the round before."""
     announcement = server.announce(round=0)
     return {client: secure.Party(client, layers[client], announcement, _Chosen(chance)) for client in CLIENTS}

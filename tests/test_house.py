@@ -63,7 +63,7 @@ ONLY_IN = {
     "tensorflow_datasets": {"data.sources.tfds"},
     "absl.flags": {"experiment.settings"},
     "pandas": {"analysis.frames"},
-    "cryptography": {"deploy.check", "secure.envelopes", "secure.messages"},
+    "cryptography": {"deploy.check", "secure.primitives"},
     "flwr": {"deploy.flower"},
 }
 

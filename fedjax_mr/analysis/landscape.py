@@ -98,11 +98,11 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], fo
         sharp[kept.folder_name(run.config)] = {"round": trained.round, "loss": around.loss(), **sharpness._asdict()}
         rows.append((run.name, str(trained.round), f"{around.loss():.4f}", *(f"{number:.4g}" for number in sharpness)))
     name = f"landscape{arguments.dimensions}d"
-    with files.whole(folder / f"{name}.npz") as whole:
+    with files.atomic_write(folder / f"{name}.npz") as whole:
         np.savez(whole, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
     how = ("of", "samples", "sharpness_radius", "sharpness_directions", "seed")
     facts = {flag: getattr(arguments, flag) for flag in how} | {"runs": sharp}
-    with files.whole(folder / kept.SHARPNESS) as whole:
+    with files.atomic_write(folder / kept.SHARPNESS) as whole:
         whole.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     label, path = f"{arguments.of} loss (nats)", folder / f"{name}.{arguments.format}"
     shown = dict(zip(titles.runs([run.config for run in chosen]), surfaces.values(), strict=True))

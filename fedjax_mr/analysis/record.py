@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
     changed = {path: text for path, text in fresh_texts(arguments.document) if pages.read(path) != text}
     for path, text in changed.items():
         if not arguments.check:
-            with files.whole(path) as new:
+            with files.atomic_write(path) as new:
                 new.write_text(text, encoding="utf-8")
         print(f"{path}: {'is not what the kept metrics say' if arguments.check else 'written'}")
     if not changed:

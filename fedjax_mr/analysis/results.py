@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
     for run in groups.find(arguments.runs) if arguments.runs else []:
         print(f"kept {keep(run, document.parent / 'results' / arguments.name)}")
     for page, text in texts.items():
-        with files.whole(page) as path:
+        with files.atomic_write(page) as path:
             path.write_text(fill(text, document.parent / "results"), encoding="utf-8")
         print(f"{len(TABLE.findall(text))} tables in {page}")
 

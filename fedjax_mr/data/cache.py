@@ -38,7 +38,7 @@ def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any
     values = build()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.whole(path) as temporary:
+        with files.atomic_write(path) as temporary:
             _write(values, temporary)
     except OSError as error:
         logging.warning("cannot keep %s in the cache: %s", name, error)

@@ -52,7 +52,7 @@ class Facts:
 
     def save(self, folder: Path) -> None:
         """Write ``samples.json`` into a run folder."""
-        with files.whole(folder / FILE) as path:
+        with files.atomic_write(folder / FILE) as path:
             path.write_text(self.text() + "\n", encoding="utf-8")
 
     def text(self) -> str:

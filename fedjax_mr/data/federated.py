@@ -100,7 +100,7 @@ class Dataset:
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()[:16]
 
-    def full_name(self) -> str:
+    def recorded_name(self) -> str:
         """Return the name under which samples that were given in Python are recorded, ``given:NAME:HASH``.
 
         The hash is of everything but the name: all samples and labels, clients and normalisation.

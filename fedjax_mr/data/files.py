@@ -19,7 +19,7 @@ CHECKSUM = "checksum"  # the first entry of a JSON table that has one, so that i
 
 
 @contextlib.contextmanager
-def whole(path: Path | str) -> Iterator[Path]:
+def atomic_write(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path beside ``path`` with its suffix; rename it to ``path`` unless the block fails.
 
     The content is on the disk before it gets its name, and the name when the block has ended.

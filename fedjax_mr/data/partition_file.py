@@ -20,7 +20,7 @@ def save(plan: PartitionPlan, path: Path | str) -> None:
     for name in _SPLITS:
         split: Split = getattr(plan, name)
         arrays |= {f"{name}_index": split.index, f"{name}_offsets": split.offsets}
-    with files.whole(path) as temporary:
+    with files.atomic_write(path) as temporary:
         np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
 
 

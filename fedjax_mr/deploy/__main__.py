@@ -58,9 +58,9 @@ def new(arguments: Sequence[str]) -> None:
     text = _app(folder.absolute().name, config, setting, run_dir=run_dir, server_data=server_data)
     try:
         files.make_folder(folder)
-        with files.whole(app) as path:
+        with files.atomic_write(app) as path:
             path.write_text(text, encoding="utf-8")
-        with files.whole(folder / ".gitignore") as path:  # what Flower would otherwise send to every node
+        with files.atomic_write(folder / ".gitignore") as path:  # what Flower would otherwise send to every node
             path.write_text("run/\ndata/\nstate-*/\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write into {folder} ({error.strerror})") from None

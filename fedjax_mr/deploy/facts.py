@@ -138,7 +138,7 @@ def divide(federated: FederatedData, folder: Path) -> list[Path]:
     written = []
 
     def write(name: str, **arrays: Any) -> None:
-        with files.whole(folder / name) as path:
+        with files.atomic_write(folder / name) as path:
             np.savez_compressed(path, **{key: value for key, value in arrays.items() if value is not None})
         written.append(folder / name)
 

@@ -60,7 +60,7 @@ class Keep:
 
     def write(self, name: str, record: wire.Record) -> None:
         """Write arrays under a name."""
-        with files.whole(self.folder / f"{name}.npz") as path:
+        with files.atomic_write(self.folder / f"{name}.npz") as path:
             arrays: dict[str, Any] = {key: np.asarray(value) for key, value in record.items()}
             np.savez(path, **arrays)
             path.chmod(0o600)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.data.files import whole
+from fedjax_mr.data.files import atomic_write
 from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.mail import Lost, Message, Post
 from fedjax_mr.deploy.wire import Content, Record
@@ -40,7 +40,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.secure import envelopes, messages
 from fedjax_mr.secure.envelopes import Identity, PublicKeys, read_roster
-from fedjax_mr.secure.exchange import Exchange, draw
+from fedjax_mr.secure.exchange import Repetition, draw
 from fedjax_mr.secure.forms import OVERHEAD, MalformedMessage, Returned, SealedLayer, SecureError, Sent, Upload
 
 KIND = "relay"
@@ -93,7 +93,7 @@ def recombine(
     clients = tuple(nodes)
     leaves = jax.tree.leaves(shapes)
     sizes = {layer.name: sum(trees.num_bytes(leaves[leaf]) for leaf in layer.leaves) for layer in layers}
-    server = messages.Server(sizes, clients)
+    server = messages.SecureServer(sizes, clients)
     announcement = server.announce(round)
     opening: dict[str, Record] = {
         "announcement": {
@@ -170,7 +170,7 @@ def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) 
 
 
 def _upload(client: int, reply: Content, round: int) -> Upload:
-    """Return what a client uploaded in the form that `messages.Server` checks.
+    """Return what a client uploaded in the form that `messages.SecureServer` checks.
 
     Raises:
       SecureError: it is no record of bytes.
@@ -385,7 +385,7 @@ class Simulated(NamedTuple):
     row: int
     clients: tuple[int, ...]
     names: tuple[str, ...]
-    exchange: Exchange
+    exchange: Repetition
 
     def receivers(self, names: Sequence[str], others: Sequence[int]) -> dict[str, int]:
         """Return the drawn receivers."""
@@ -421,7 +421,7 @@ def _write(path: Path, stored: _Stored) -> None:
     arrays = {"told": _as_array(json.dumps(told).encode()), "secret": stored.secret}
     arrays |= {f"sealed{place}": _as_array(each) for place, each in enumerate(sealed)}
     arrays |= {f"reply{place}": each for place, each in enumerate(record.values())}
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         np.savez(temporary, allow_pickle=False, **arrays)
         temporary.chmod(0o600)
 

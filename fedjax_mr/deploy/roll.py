@@ -368,7 +368,7 @@ class Roll:
                 client: self.members[client].record() | {"key": self._owners[client]} for client in self.members
             },
         }
-        with files.whole(folder / REAL_CLIENTS) as path:
+        with files.atomic_write(folder / REAL_CLIENTS) as path:
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def remember(self, folder: Path) -> None:

@@ -283,13 +283,11 @@ def train(
     Returns:
       The trained variables and the metrics.
     """
-    loss = loss or cross_entropy(model)
 
-    def training(architecture: int, variables: Variables) -> tuple[Variables, Metrics]:
-        own_loss = model.with_architecture(loss, architecture)
-        return run(sgd(own_loss, setting, optimizer=optimizer, gradient=gradient), setting, variables, data, key)
+    def training(loss: Loss, variables: Variables) -> tuple[Variables, Metrics]:
+        return run(sgd(loss, setting, optimizer=optimizer, gradient=gradient), setting, variables, data, key)
 
-    return model.compact(variables, training)
+    return model.train_compact(variables, loss or cross_entropy(model), training)
 
 
 def run(

@@ -384,10 +384,10 @@ def save(config: Config, folder: Path | str) -> None:
     if needed := needed_objects(config):  # no flag can stand for them
         how = f"In Python: fmr.run(config, {needed}). This file alone is refused, because it cannot hold them."
     lines = [f"# {how}", *to_flags(config)]
-    with files.whole(folder / "run.flags") as path:
+    with files.atomic_write(folder / "run.flags") as path:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     imports.keep(config.imports, folder / imports.FOLDER)
-    with files.whole(folder / "config.json") as path:
+    with files.atomic_write(folder / "config.json") as path:
         path.write_text(json.dumps(files.sealed(to_json(config)), indent=2) + "\n", encoding="utf-8")
 
 

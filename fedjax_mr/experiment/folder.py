@@ -271,7 +271,7 @@ class RunFolder:
             (self.path / "info").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write into {self.path} ({error.strerror})") from None
-        with files.whole(self.path / "info" / f"{round}.npz") as path:
+        with files.atomic_write(self.path / "info" / f"{round}.npz") as path:
             np.savez(path, allow_pickle=False, **arrays)
 
     def keep_info(self, rounds: Iterable[int]) -> None:
@@ -283,9 +283,12 @@ class RunFolder:
 
     def _rewrite(self) -> None:
         self._columns = list(dict.fromkeys((*COLUMNS, *(name for row in self._rows for name in row))))
-        with files.whole(self.path / "metrics.jsonl") as path:
+        with files.atomic_write(self.path / "metrics.jsonl") as path:
             path.write_text("".join(map(line_of, self._rows)), encoding="utf-8")
-        with files.whole(self.path / "metrics.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
+        with (
+            files.atomic_write(self.path / "metrics.csv") as path,
+            path.open("w", encoding="utf-8", newline="") as file,
+        ):
             writer = csv_writer(file, self._columns)
             writer.writeheader()
             writer.writerows(self._rows)
@@ -296,7 +299,10 @@ class RunFolder:
 
     def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Write ``clients.csv``, one row per client; numbers that are not finite are left out."""
-        with files.whole(self.path / "clients.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
+        with (
+            files.atomic_write(self.path / "clients.csv") as path,
+            path.open("w", encoding="utf-8", newline="") as file,
+        ):
             writer = csv_writer(file, table)
             writer.writeheader()
             for values in zip(*table.values(), strict=True):
@@ -306,7 +312,7 @@ class RunFolder:
         """Write ``diverged.txt``, which says why the run ended early; going on with the run removes it."""
         if not self.writes:
             return
-        with files.whole(self.path / "diverged.txt") as path:
+        with files.atomic_write(self.path / "diverged.txt") as path:
             path.write_text(message + "\n", encoding="utf-8")
 
 

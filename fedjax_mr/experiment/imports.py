@@ -418,5 +418,5 @@ def keep(recorded: Iterable[str], folder: Path) -> None:
                 files.make_folder(folder)
             except OSError as error:
                 raise UserError(f"cannot write into {folder} ({error.strerror})") from None
-            with files.whole(folder / _IMPORTED[name].file.name) as path:
+            with files.atomic_write(folder / _IMPORTED[name].file.name) as path:
                 path.write_bytes(code)

@@ -177,7 +177,7 @@ class Logs:
             except Exception as error:
                 raise UserError(f"--log={name} cannot begin: {_brief(error)}") from error
         ids = known | {name: log.id for name, log in self._open.items()}
-        with files.whole(folder.path / IDS) as path:
+        with files.atomic_write(folder.path / IDS) as path:
             path.write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
     def write(self, row: MetricsRow) -> None:

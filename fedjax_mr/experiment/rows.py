@@ -126,7 +126,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any], evaluations: str) ->
     if clients := files.checksum(folder / "clients.csv"):
         made_from["clients.csv"] = clients
     content = files.sealed(plain_numbers(summary) | {MADE_FROM: made_from})
-    with files.whole(folder / "summary.json") as path:
+    with files.atomic_write(folder / "summary.json") as path:
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

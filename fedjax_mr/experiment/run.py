@@ -69,7 +69,7 @@ def run(
       config: all settings of the run.
       dataset: one's own samples (`from_arrays`), in place of the data set that ``config`` names.
       model: one's own network, in place of the one that ``config`` names: any Flax module from samples [B, ...] to
-        logits [B, C]; a list of several where clients have different ones (see `models.own.bind`).
+        logits [B, C]; a list of several where clients have different ones (see `models.user_module.bind`).
       on_row: called with each evaluation, a row of ``metrics.jsonl`` as a dictionary, when it is in that file; of
         several processes, the first one's is. A resumed run calls it for the rows that it writes, among them again
         those after its last checkpoint. Whatever it raises ends the run, which can be resumed.

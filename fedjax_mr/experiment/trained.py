@@ -85,7 +85,7 @@ class TrainedNetwork:
             made = files.make_folder(folder)
             save_arrays(folder / "variables", self.variables)
             for name, text in texts.items():
-                with files.whole(folder / name) as path:
+                with files.atomic_write(folder / name) as path:
                     path.write_text(text, encoding="utf-8")
         except OSError as error:
             if made:

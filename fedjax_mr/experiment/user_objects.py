@@ -11,7 +11,7 @@ from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.models import Model, own
+from fedjax_mr.models import Model, user_module
 
 
 class UserObjects(NamedTuple):
@@ -63,7 +63,7 @@ class UserObjects(NamedTuple):
         """
         changes = {}
         if self.dataset is not None:
-            changes["dataset"] = _same("dataset", self.dataset.full_name(), config.dataset)
+            changes["dataset"] = _same("dataset", self.dataset.recorded_name(), config.dataset)
         if self.modules and not registry.is_supplied(config.model):
             names = (module.name if isinstance(module, Model) else type(module).__name__ for module in self.modules)
             changes["model"] = ",".join(map(registry.supplied_name, names))
@@ -78,7 +78,7 @@ class UserObjects(NamedTuple):
         model = build_model(config, federated, modules=self.modules)
         if not self.modules:
             return config, model
-        name = ",".join(map(own.full_name, model.networks))
+        name = ",".join(map(user_module.recorded_name, model.networks))
         whole = all(each.count(":") == 2 for each in config.model.split(","))
         return dataclasses.replace(config, model=_same("model", name, config.model if whole else "")), model
 

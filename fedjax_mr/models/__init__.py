@@ -12,7 +12,7 @@ import numpy as np
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.models import cnn, lstm, own, pfedhr, resnet, vgg
+from fedjax_mr.models import cnn, lstm, pfedhr, resnet, user_module, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.registry import Registry
@@ -188,7 +188,7 @@ def of_module(
     projection: int = 0,
     name: str = "",
 ) -> Model:
-    """Return a Flax module, or a `Model` of one, as a network for samples of ``input_shape``; see `own.bind`.
+    """Return a Flax module, or a `Model` of one, as a network for samples of ``input_shape``; see `user_module.bind`.
 
     Raises:
       UserError: it does not fit the samples, or an option is set that is for our networks alone.
@@ -200,7 +200,9 @@ def of_module(
     ):  # fmt: skip
         if value != default:
             raise UserError(f"--{option}={value} is for the networks in MODELS: build it into the module instead")
-    return own.bind(module, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name)
+    return user_module.bind(
+        module, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name
+    )
 
 
 def _check_fit(model: Model, takes: str) -> None:

@@ -80,8 +80,8 @@ class BlockNet(nn.Module):
 class Model:
     """A network bound to its input: pure functions over ``Variables``.
 
-    Any Flax module will do (see `calls` for what it is called with, `own.bind` for what is checked); ``features`` and
-    ``head`` ask for methods of these names, which every `BlockNet` has.
+    Any Flax module is accepted (`calls` says how it is called, `user_module.bind` what is checked). ``features`` and
+    ``head`` need methods of these names, which every `BlockNet` has.
 
     Attributes:
       module: the Flax module.
@@ -168,17 +168,19 @@ class Model:
         """
         return function(0, self, variables, *operands)
 
-    def compact(self, variables: Variables, function: Callable) -> tuple[Variables, Any]:
-        """Return new variables and what else ``function(number, variables) -> (variables, ...)`` returns.
+    def train_compact(self, variables: Variables, loss: Callable, train: Callable) -> tuple[Variables, Any]:
+        """Train variables in the form with the fewest and largest arrays.
 
-        The function sees the variables without what fills them up, in the form that `train_apply` takes once
-        `with_architecture` has named the network. Training in this form updates few and large arrays.
+        Args:
+          variables: those of one network.
+          loss: (params, state, ...) -> (value, state), for variables in the form that all networks share.
+          train: called as ``train(loss, variables) -> (variables, ...)``, with the loss and the variables in the form
+            that is trained.
+
+        Returns:
+          What ``train`` returns, its variables again in the form that all networks share.
         """
-        return function(0, variables)
-
-    def with_architecture(self, loss: Callable, architecture: int) -> Callable:
-        """Return a loss (params, state, ...) -> (value, state) for the variables that `compact` hands out."""
-        return loss
+        return train(loss, variables)
 
     def num_bytes(self) -> np.ndarray:
         """Return the bytes of each network's variables [A]."""

@@ -70,26 +70,21 @@ class Zoo(Model):
         """Return a network's own variables, as Flax has them, as those of the zoo."""
         return self._fill({name: {"vector": _ravel(tree)} for name, tree in variables.items()}, architecture)
 
-    def compact(self, variables: Variables, function: Callable) -> tuple[Variables, Any]:
-        """Return new variables and what else ``function(number, variables)`` returns: one switch around all of it."""
+    def train_compact(self, variables: Variables, loss: Callable, train: Callable) -> tuple[Variables, Any]:
+        """Train the network's own vectors, without padding and without its number, inside one switch."""
 
         def branch(number: int) -> Callable:
+            def own_loss(params: Any, state: Variables, *rest: Any) -> tuple[jax.Array, Variables]:
+                value, state = loss(params, {**state, "architecture": np.int32(number)}, *rest)
+                return value, {name: tree for name, tree in state.items() if name != "architecture"}
+
             def run(variables: Variables) -> tuple[Variables, Any]:
-                new, other = function(number, self._cut(variables, number))
+                new, other = train(own_loss, self._cut(variables, number))
                 return self._fill(new, number), other
 
             return run
 
         return _switch(variables["architecture"], [branch(number) for number in self._numbers], variables)
-
-    def with_architecture(self, loss: Callable, architecture: int) -> Callable:
-        """Return a loss for variables that do not say which network they are of."""
-
-        def own_loss(params: Any, state: Variables, *rest: Any) -> tuple[jax.Array, Variables]:
-            value, state = loss(params, {**state, "architecture": np.int32(architecture)}, *rest)
-            return value, {name: tree for name, tree in state.items() if name != "architecture"}
-
-        return own_loss
 
     @property
     def _numbers(self) -> range:

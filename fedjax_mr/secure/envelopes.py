@@ -16,11 +16,11 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from fedjax_mr.data.files import whole
+from fedjax_mr.data.files import atomic_write
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.forms import MalformedMessage, TamperedLayer
+from fedjax_mr.secure.primitives import primitives
 
 OVERHEAD = 112  # bytes that an envelope adds: a signature (64), a public key (32) and a tag (16)
 _SIGNATURE = 64
@@ -45,7 +45,7 @@ class Identity:
     """A client's own private keys."""
 
     def __init__(self, client: int, sealing: bytes, signing: bytes) -> None:
-        crypto = _cryptography()
+        crypto = primitives()
         self.client = client
         self._sealing = crypto.X25519PrivateKey.from_private_bytes(sealing)
         self._signing = crypto.Ed25519PrivateKey.from_private_bytes(signing)
@@ -81,14 +81,14 @@ class Identity:
         if os.path.lexists(path):
             raise UserError(f"{path} is there already; the keys of a client are not replaced")
         line = f"{self.client} {self._sealing.private_bytes_raw().hex()} {self._signing.private_bytes_raw().hex()}\n"
-        with whole(path) as temporary:
+        with atomic_write(path) as temporary:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "w", encoding="ascii") as file:
                 file.write(line)
 
     def seal(self, content: bytes, receiver: PublicKeys, about: bytes) -> bytes:
         """Return an envelope that only the receiver can open, signed."""
-        crypto = _cryptography()
+        crypto = primitives()
         try:
             sealed = crypto.suite.encrypt(
                 content, crypto.X25519PublicKey.from_public_bytes(receiver.sealing), info=_PURPOSE + about
@@ -103,7 +103,7 @@ class Identity:
         Raises:
           TamperedLayer: it is not what this sender signed and sealed for this client and ``about``.
         """
-        crypto = _cryptography()
+        crypto = primitives()
         signature, sealed = envelope[:_SIGNATURE], envelope[_SIGNATURE:]
         try:
             crypto.Ed25519PublicKey.from_public_bytes(sender.signing).verify(signature, _PURPOSE + about + sealed)
@@ -143,31 +143,3 @@ def _lines(path: Path | str, what: str) -> list[tuple[int, bytes, bytes]]:
             raise UserError(f"{path}:{number} is no line of a {what}: the client's number and two keys of 64 digits")
         found.append((int(match[1]), bytes.fromhex(match[2]), bytes.fromhex(match[3])))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cryptography:
-    """The part of the package cryptography that is used here."""
-
-    suite: Any
-    X25519PrivateKey: Any
-    X25519PublicKey: Any
-    Ed25519PrivateKey: Any
-    Ed25519PublicKey: Any
-    InvalidSignature: type[Exception]
-    InvalidTag: type[Exception]
-
-
-def _cryptography() -> _Cryptography:
-    """Import cryptography, which only this module's users need."""
-    try:
-        from cryptography.exceptions import InvalidSignature, InvalidTag
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-        from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
-    except ImportError:
-        raise UserError("keys of clients need cryptography 50 or newer: pip install 'fedjax_mr[secure]'") from None
-    suite = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
-    return _Cryptography(
-        suite, X25519PrivateKey, X25519PublicKey, Ed25519PrivateKey, Ed25519PublicKey, InvalidSignature, InvalidTag
-    )

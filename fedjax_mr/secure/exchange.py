@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Exchange(NamedTuple):
+class Repetition(NamedTuple):
     """One repetition of stages 1 to 4."""
 
     holders: jax.Array  # [U, K] int32: the client in whose buffer k's copy of unit u lies, k itself if it was not sent
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     sent: jax.Array  # [U] int32: how many copies of the unit went to another client (each makes one come back)
 
 
-def draw(key: jax.Array, *, num_units: int, count: int, share: float) -> Exchange:
+def draw(key: jax.Array, *, num_units: int, count: int, share: float) -> Repetition:
     """Return one random exchange of U units among K = ``count`` clients; consumes ``key``.
 
     Args:
@@ -65,7 +65,7 @@ def draw(key: jax.Array, *, num_units: int, count: int, share: float) -> Exchang
     # in both is who receives and what.
     places = jnp.argsort(holders, axis=1)
     copies = jnp.lexsort((jax.random.bits(order_key, holders.shape), holders), axis=1)
-    return Exchange(holders, jnp.take_along_axis(copies, jnp.argsort(places, axis=1), axis=1).astype(jnp.int32))
+    return Repetition(holders, jnp.take_along_axis(copies, jnp.argsort(places, axis=1), axis=1).astype(jnp.int32))
 
 
 def exchange(key: jax.Array, *, num_units: int, count: int, share: float, repetitions: int) -> Outcome:

@@ -62,9 +62,7 @@ class SealedLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
-    """Stage 1, to a client: keep this and return one like it."""
-
+class _BetweenClients:
     round: int
     repetition: int
     sender: int
@@ -72,15 +70,12 @@ class Sent:
     layer: SealedLayer
 
 
-@dataclasses.dataclass(frozen=True)
-class Returned:
-    """Stage 3, to a client: this is for the one that you sent."""
+class Sent(_BetweenClients):
+    """Stage 1: the receiver keeps this layer and returns one of the same name."""
 
-    round: int
-    repetition: int
-    sender: int
-    receiver: int
-    layer: SealedLayer
+
+class Returned(_BetweenClients):
+    """Stage 3: a layer in return for the one that the receiver sent."""
 
 
 @dataclasses.dataclass(frozen=True)

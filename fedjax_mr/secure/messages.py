@@ -6,7 +6,7 @@ Here each client is a `Party` and each message an object; there is no network: a
 the extra ``secure``.
 
 >>> from fedjax_mr.secure import messages
->>> server = messages.Server({"conv": 4, "dense": 2}, clients=(3, 8))  # bytes per layer
+>>> server = messages.SecureServer({"conv": 4, "dense": 2}, clients=(3, 8))  # bytes per layer
 >>> announcement = server.announce(round=0)
 >>> trained = {3: {"conv": b"cccc", "dense": b"dd"}, 8: {"conv": b"CCCC", "dense": b"DD"}}
 >>> parties = {client: messages.Party(client, layers, announcement) for client, layers in trained.items()}
@@ -81,6 +81,7 @@ from fedjax_mr.secure.forms import (
     check_sealed,
     is_whole,
 )
+from fedjax_mr.secure.primitives import primitives
 
 _PURPOSE = b"fedjax_mr secure recombination"
 
@@ -299,7 +300,7 @@ def exchange_layers(parties: Mapping[int, Party], *, repetitions: int = 1) -> No
 # --- The server ------------------------------------------------------------------------------------------------------
 
 
-class Server:
+class SecureServer:
     """The server in one round after the other: it announces a key, collects uploads and opens them together."""
 
     def __init__(self, sizes: Mapping[str, int], clients: Sequence[int]) -> None:
@@ -330,7 +331,7 @@ class Server:
         """
         if not is_whole(round) or not 0 <= round < 2**63:
             raise UserError(f"a round is a whole number from 0, not {reprlib.repr(round)}")
-        self._private_key = _cryptography().X25519PrivateKey.generate()
+        self._private_key = primitives().X25519PrivateKey.generate()
         public_key = self._private_key.public_key().public_bytes_raw()
         self._announcement = Announcement(int(round), public_key, self._clients, tuple(self._sizes.items()))
         self._uploads = {}
@@ -392,7 +393,7 @@ class Server:
         return self._announcement
 
     def _unseal(self, announcement: Announcement, client: int, layer: SealedLayer) -> bytes:
-        crypto = _cryptography()
+        crypto = primitives()
         try:
             info = _context(announcement, layer.name)
             return crypto.suite.decrypt(layer.sealed, self._private_key, info=info)
@@ -441,30 +442,6 @@ def _to_bytes(leaf: np.ndarray) -> bytes:
 # --- Encryption ------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cryptography:
-    """The part of the package cryptography that is used here."""
-
-    suite: Any
-    X25519PrivateKey: Any
-    X25519PublicKey: Any
-    InvalidTag: type[Exception]
-
-
-def _cryptography() -> _Cryptography:
-    """Import cryptography, which only this module's users need."""
-    try:
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-        from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
-    except ImportError:
-        raise UserError(
-            "secure recombination with real messages needs cryptography 50 or newer: pip install 'fedjax_mr[secure]'"
-        ) from None
-    suite = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
-    return _Cryptography(suite, X25519PrivateKey, X25519PublicKey, InvalidTag)
-
-
 def _context(announcement: Announcement, name: str) -> bytes:
     """Return what is authenticated with a layer: round, name and length, none of which tells the owner."""
     text = name.encode()
@@ -473,7 +450,7 @@ def _context(announcement: Announcement, name: str) -> bytes:
 
 
 def _seal(announcement: Announcement, name: str, layer: bytes) -> SealedLayer:
-    crypto = _cryptography()
+    crypto = primitives()
     try:
         public_key = crypto.X25519PublicKey.from_public_bytes(announcement.public_key)
         sealed = crypto.suite.encrypt(layer, public_key, info=_context(announcement, name))

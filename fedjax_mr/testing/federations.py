@@ -14,6 +14,7 @@ from fedjax_mr.data import Split
 from fedjax_mr.engine import local, program, rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.models import layers
+from fedjax_mr.models.blocks import Flatten
 from fedjax_mr.strategies import STRATEGIES, Problem
 from fedjax_mr.strategies.base import usual_traffic
 
@@ -90,13 +91,6 @@ class NormedImages(nn.Module):
     def __call__(self, x, *, train=False, mask=None):
         x = layers.BatchNorm(name="norm")(x.reshape(x.shape[0], -1), train=train, mask=mask)
         return nn.Dropout(0.1, deterministic=not train)(x)
-
-
-class Flatten(nn.Module):
-    """Images as vectors."""
-
-    def __call__(self, x, *, train=False, mask=None):
-        return x.reshape(x.shape[0], -1)
 
 
 QUICK = {  # settings with which a first round trains like the others, and the server does little (see layouts for Adam)

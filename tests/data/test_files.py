@@ -20,7 +20,7 @@ def events(monkeypatch, tmp_path):
 
 
 def test_content_is_on_the_disk_before_its_name(tmp_path, events):
-    with files.whole(tmp_path / "a.txt") as path:
+    with files.atomic_write(tmp_path / "a.txt") as path:
         path.write_text("new")
     assert events == [("sync", path), ("rename", path, tmp_path / "a.txt"), ("sync", tmp_path)]
     assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
@@ -34,7 +34,7 @@ def test_a_failure_leaves_the_older_file(tmp_path, monkeypatch, step):
     (tmp_path / "a.txt").write_text("old")
     monkeypatch.setattr(os, step, full)
     full_disk = pytest.raises(UserError, match=r"cannot write .*a\.txt \(No space left on device\)$")
-    with full_disk, files.whole(tmp_path / "a.txt") as path:
+    with full_disk, files.atomic_write(tmp_path / "a.txt") as path:
         path.write_text("new")
     assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
 

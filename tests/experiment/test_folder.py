@@ -235,7 +235,7 @@ def test_a_lock_or_a_temporary_file_that_is_a_link_leads_nowhere():
     assert "cannot write into a" in error_of(lock, path)
     Path("kept").write_text("mine")
     Path(f".summary.{os.getpid()}.json").symlink_to("kept")
-    with files.whole("summary.json") as temporary:
+    with files.atomic_write("summary.json") as temporary:
         temporary.write_text("{}")
     assert not Path("made").exists() and Path("kept").read_text() == "mine"
 

@@ -62,13 +62,13 @@ def refusal(function, *arguments, **options):
 def test_what_was_given_has_a_name_of_its_own():
     own = UserObjects.of(MINE, [Net([4]), fmr.Model(Net([5]), (5,), name="a b")])
     config = own.named(fmr.Config(strategy="local"))
-    assert config.dataset == MINE.full_name() and config.dataset.startswith("given:my_blobs:")
+    assert config.dataset == MINE.recorded_name() and config.dataset.startswith("given:my_blobs:")
     assert config.model == "given:Net,given:a_b"
     configuration.validate(config, in_python=own.flags)
     assert own.named(config).dataset == config.dataset
-    assert dataclasses.replace(MINE, name="else").full_name().split(":")[2] == config.dataset.split(":")[2]
+    assert dataclasses.replace(MINE, name="else").recorded_name().split(":")[2] == config.dataset.split(":")[2]
     changed = [OTHER, dataclasses.replace(MINE, mean=(0.5,)), dataclasses.replace(MINE, test_y=MINE.test_y[::-1])]
-    assert len({each.full_name() for each in [MINE, *changed]}) == 4
+    assert len({each.recorded_name() for each in [MINE, *changed]}) == 4
 
 
 def test_other_samples_are_refused():
@@ -120,7 +120,7 @@ def test_tables_keep_them_apart():
         )
         (folder / "summary.json").write_text("{}")
     titles = groups.titles_of(groups.by_setting(groups.find(["0", "1", "2"])))
-    hashes = [each.full_name().removeprefix("given:") for each in (MINE, OTHER)]
+    hashes = [each.recorded_name().removeprefix("given:") for each in (MINE, OTHER)]
     assert titles == [*(f"FedAvg, {each}" for each in hashes), "FedAvg, mirrored"]
     lines = tables.accuracy_lines(groups.find(["0", "1", "2"]))
     names = [groups.name(line.setting) for line in lines]
@@ -139,7 +139,7 @@ def trained(tmp_path_factory):
 def test_it_is_recorded_and_loaded_without_its_samples(trained):
     summary = read_summary(trained.folder)
     assert summary == trained.summary
-    assert (summary["dataset"], summary["model"].split(":")[:2]) == (MINE.full_name(), ["given", "Net"])
+    assert (summary["dataset"], summary["model"].split(":")[:2]) == (MINE.recorded_name(), ["given", "Net"])
     saved = fmr.load(trained.folder, model=Net([6, 5]))
     assert (saved.summary, saved.rows, saved.round) == (summary, trained.rows, 6)
     accuracy = (saved.predict(MINE.test_x).argmax(axis=1) == MINE.test_y).mean()
@@ -251,7 +251,7 @@ def test_strategies_say_what_a_network_lacks(strategy, message):
 def test_seeds_share_them():
     configs = [fmr.Config(**SMALL | dict(seed=seed, rounds=2), run_dir=str(seed)) for seed in (0, 1)]
     results: list[Any] = fmr.run_seeds(configs, dataset=MINE, model=Net([6, 5]))
-    assert {result.summary["dataset"] for result in results} == {MINE.full_name()}
+    assert {result.summary["dataset"] for result in results} == {MINE.recorded_name()}
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_packing_is_undone(zoo, equal, number):
     variables = jax.jit(zoo.networks[number].init)(jax.random.key(number))
     packed = pack(zoo, variables, number)
     equal(unpack(zoo, packed, number), variables)
-    equal(jax.jit(lambda packed: zoo.compact(packed, lambda number, own: (own, None))[0])(packed), packed)
+    equal(jax.jit(lambda packed: zoo.train_compact(packed, None, lambda loss, own: (own, None))[0])(packed), packed)
     equal(jax.jit(zoo.init)(jax.random.key(number), number), packed)
     described = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
     assert described(packed) == described(zoo.shapes())

@@ -14,7 +14,7 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure import messages as secure
-from fedjax_mr.secure.exchange import Exchange, draw
+from fedjax_mr.secure.exchange import Repetition, draw
 from fedjax_mr.strategies.base import independent_starts
 
 pytest.importorskip("cryptography", reason="the messages are encrypted: pip install 'fedjax_mr[secure]'")
@@ -52,7 +52,7 @@ class Scripted:
 
 
 def started(clients=(0, 1, 2), share=0.5, round=4):
-    server = secure.Server(SIZES, clients)
+    server = secure.SecureServer(SIZES, clients)
     announcement = server.announce(round=round)
     choices = secure.RandomChoices(share)
     return server, {client: secure.Party(client, layers_of(client), announcement, choices) for client in clients}
@@ -80,12 +80,12 @@ def program(count):
 @hypothesis.given(st.sampled_from([1, 2, 5]), st.integers(1, 3), st.integers(0, 2**31 - 1))
 def test_the_same_choices_give_the_same_models_as_the_simulation(count, repetitions, seed):
     keys = jax.random.split(jax.random.key(seed), repetitions)
-    steps = [Exchange(*map(np.asarray, program(count)(key))) for key in keys]
+    steps = [Repetition(*map(np.asarray, program(count)(key))) for key in keys]
     names, owners = tuple(SIZES), np.broadcast_to(np.arange(count), (2, count))
     for step in steps:
         owners = np.take_along_axis(owners, step.permutations, axis=1)
 
-    server = secure.Server(SIZES, range(count))
+    server = secure.SecureServer(SIZES, range(count))
     announcement = server.announce(round=0)
     parties = {
         client: secure.Party(client, layers_of(client), announcement, Scripted(client, names, steps))
@@ -121,7 +121,7 @@ def test_models_survive_the_way_through_bytes(federation):
     packed = [secure.pack(model, problem.layers) for model in models]
     sizes = {name: len(layer) for name, layer in packed[0].items()}
     assert sum(sizes.values()) == trees.num_bytes(models[0])
-    server = secure.Server(sizes, range(3))
+    server = secure.SecureServer(sizes, range(3))
     announcement = server.announce(round=1)
     parties = {client: secure.Party(client, packed[client], announcement) for client in range(3)}
     secure.exchange_layers(parties, repetitions=3)
@@ -193,7 +193,7 @@ def test_the_server_notices_a_layer_of_another_round_or_place():
 
 def test_the_round_and_the_name_are_authenticated_under_one_key():
     """Not only the new key refuses: with the key kept, another round, name or length does too."""
-    server = secure.Server({"a": 4, "b": 4}, (0,))
+    server = secure.SecureServer({"a": 4, "b": 4}, (0,))
     announcement = server.announce(round=1)
     upload = secure.Party(0, {"a": b"aaaa", "b": b"bbbb"}, announcement).upload()
     a, b = upload.layers
@@ -421,7 +421,7 @@ def test_what_one_passes_in_is_checked():
         (SIZES, 3), (SIZES, ()), (SIZES, (1, 1)), (SIZES, ("a",)), (SIZES, (2**64,)), (SIZES, range(10**5)),
     ):  # fmt: skip
         with pytest.raises(UserError):
-            secure.Server(sizes, clients)
+            secure.SecureServer(sizes, clients)
     party = secure.Party(np.int64(1), layers_of(1), announcement)
     with pytest.raises(UserError, match=r"missing are \[0, 2\]"):
         secure.exchange_layers({1: party})
@@ -437,7 +437,7 @@ def test_without_cryptography_one_line_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(UserError, match=r"pip install 'fedjax_mr\[secure\]'") as caught:
-        secure.Server(SIZES, (0, 1)).announce(round=0)
+        secure.SecureServer(SIZES, (0, 1)).announce(round=0)
     assert caught.value.exit_code == 2
 
 

@@ -23,7 +23,7 @@ def picture(path: Path | str, size: tuple[float, float]) -> Iterator[Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_SETTINGS), files.whole(path) as temporary:
+    with matplotlib.rc_context(_SETTINGS), files.atomic_write(path) as temporary:
         figure = Figure(figsize=size, layout="constrained", dpi=150)
         FigureCanvasAgg(figure)  # no window, whatever the user's backend
         yield figure

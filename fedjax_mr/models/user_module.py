@@ -45,7 +45,7 @@ def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_d
     return model
 
 
-def full_name(model: Model) -> str:
+def recorded_name(model: Model) -> str:
     """Return the name under which a network that was given in Python is recorded, ``given:NAME:HASH``.
 
     The hash is of the class's name, of all fields (functions by their names) and of the shapes of the variables. It

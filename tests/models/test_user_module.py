@@ -12,7 +12,7 @@ from flax import nnx
 
 from fedjax_mr import models
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import own
+from fedjax_mr.models import user_module
 from fedjax_mr.models.cnn import Logistic
 
 FACTS = {"input_shape": (4,), "num_classes": 3, "input_dtype": np.float32}
@@ -104,15 +104,15 @@ ORDINARY = [
 
 def test_ordinary_modules_fit():
     for module in ORDINARY:
-        model = own.bind(module, **FACTS)
-        assert (model.name, hash(model)) == (type(module).__name__, hash(own.bind(module, **FACTS)))
+        model = user_module.bind(module, **FACTS)
+        assert (model.name, hash(model)) == (type(module).__name__, hash(user_module.bind(module, **FACTS)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ORDINARY, ids=lambda module: type(module).__name__)
 def test_ordinary_modules_train_and_are_tested(module):
     """Dropout is at work in training alone, and BatchNorm's statistics move there alone."""
-    model = own.bind(module, **FACTS)
+    model = user_module.bind(module, **FACTS)
     variables = model.init(jax.random.key(0))
     params, state = variables["params"], {name: tree for name, tree in variables.items() if name != "params"}
     x = jnp.ones((8, 4))
@@ -126,10 +126,10 @@ def test_ordinary_modules_train_and_are_tested(module):
 
 def test_any_keywords_are_offered_the_switch():
     """A module with ``**kwargs`` trains as its twin with a switch of its own does, and is tested without dropout."""
-    twin, x, mask = own.bind(Net(), **FACTS), jnp.linspace(0, 1, 16).reshape(4, 4), jnp.ones(4)
+    twin, x, mask = user_module.bind(Net(), **FACTS), jnp.linspace(0, 1, 16).reshape(4, 4), jnp.ones(4)
     inner = twin.init(jax.random.key(0))
     for module in (Keywords(), Handing()):
-        model = own.bind(module, **FACTS)
+        model = user_module.bind(module, **FACTS)
         variables = model.init(jax.random.key(0))
         statistics = {"batch_stats": variables["batch_stats"]}
         train = functools.partial(model.train_apply, mask=mask, key=jax.random.key(1))
@@ -138,12 +138,12 @@ def test_any_keywords_are_offered_the_switch():
         once, twice = train(variables["params"], statistics, x)[0], model.apply(variables, x)
         assert not np.allclose(once, twice)  # dropout is at work in training
     nested = {name: {"net": tree} for name, tree in inner.items()}
-    assert np.array_equal(twin.apply(inner, x), own.bind(Keywords(), **FACTS).apply(nested, x))
+    assert np.array_equal(twin.apply(inner, x), user_module.bind(Keywords(), **FACTS).apply(nested, x))
 
 
 @pytest.mark.slow
 def test_padding_never_enters_the_statistics_of_flax_s_batch_norm():
-    model = own.bind(Net(), **FACTS)
+    model = user_module.bind(Net(), **FACTS)
     variables = model.init(jax.random.key(0))
     rows = jax.random.normal(jax.random.key(1), (3, 4))
     padded = jnp.concatenate([rows, jnp.full((5, 4), 100.0)])
@@ -228,12 +228,12 @@ REFUSED = {
 def test_what_cannot_be_trained_is_one_line(case):
     module, message = REFUSED[case]
     with pytest.raises(UserError) as error:
-        own.bind(module, **FACTS)
+        user_module.bind(module, **FACTS)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_hash_sees_class_fields_and_shapes():
-    name = lambda module, **facts: own.full_name(own.bind(module, **FACTS | facts))
+    name = lambda module, **facts: user_module.recorded_name(user_module.bind(module, **FACTS | facts))
     assert name(Net([6, 5])) == name(Net((6, 5))) != name(Net([5, 6]))
     assert name(Net()).startswith("given:Net:") and len(name(Net()).split(":")[2]) == 8
     others = [Net(), Net(activation=nn.tanh), Plain(), nn.Dense(3), nn.Dense(3, use_bias=False)]
@@ -241,11 +241,11 @@ def test_the_hash_sees_class_fields_and_shapes():
 
 
 def test_features_and_head_are_asked_for_by_name():
-    model = own.bind(Parts(), **FACTS)
+    model = user_module.bind(Parts(), **FACTS)
     assert model.head_name() == "last"
     x = jax.ShapeDtypeStruct((2, 4), np.float32)
     assert jax.eval_shape(model.features, model.shapes(), x).shape == (2, 5)
-    plain = own.bind(Plain(), **FACTS)
+    plain = user_module.bind(Plain(), **FACTS)
     with pytest.raises(UserError, match=r"Plain has no method 'features'.*features\(x\).*head\(z\)"):
         jax.eval_shape(plain.features, plain.shapes(), x)
 
