@@ -305,9 +305,8 @@ def blocks(kind, *pages):
     return re.findall(rf"```{kind}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_the_readme_fits_two_screens_and_lists_every_strategy_by_its_group():
+def test_the_readme_lists_every_strategy_by_its_group():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 130
     links = re.findall(r"\[`(\w+)`\]\((docs/methods/\w+\.md)\)", text)
     assert links == [(name, f"docs/methods/{name}.md") for name in STRATEGIES]  # in the order of their groups
     assert re.findall(r"^\| ([a-z ]+) \| \[`", text, flags=re.MULTILINE) == list(by_group())

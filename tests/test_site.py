@@ -74,8 +74,8 @@ def test_broken_links_and_other_hosts_are_found(tmp_path):
 
 def test_sections_of_documents_keep_their_links_and_change_their_level():
     documents = hook("documents")
-    text = documents.section("BUILD.md", "Add a data set", "3", "design.md")
-    assert text.startswith("### Add a data set\n") and "## Clients" not in text
+    text = documents.section("BUILD.md", "Add a dataset", "3", "design.md")
+    assert text.startswith("### Add a dataset\n") and "## Clients" not in text
     assert "../recipes/own_method.md" in documents.relinked("BUILD.md", "a/page.md")
     with pytest.raises(KeyError, match="no section 'Nothing'"):
         documents.section("BUILD.md", "Nothing")
