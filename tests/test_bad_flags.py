@@ -125,7 +125,7 @@ def test_a_projection_needs_a_representation():
 
 def test_exhausted_memory_is_one_line():
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes")):
-        with pytest.raises(UserError, match=r"^the memory does not suffice \(.*\): a smaller"), memory_by_name():
+        with pytest.raises(UserError, match=r"^out of memory \(.*\): use a smaller batch_size="), memory_by_name():
             raise error
     with pytest.raises(jax.errors.JaxRuntimeError), memory_by_name():
         raise jax.errors.JaxRuntimeError("INTERNAL: other")

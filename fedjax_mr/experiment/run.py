@@ -76,7 +76,7 @@ def run(
       record: draw the pictures of the run folder at the end; off, a short run in a loop takes two seconds less.
 
     Raises:
-      UserError: bad input, and nothing was changed; or the memory does not suffice.
+      UserError: bad input, and nothing was changed; or the memory is exhausted.
       DivergedError: a loss or weight is not finite; the last good checkpoint stays.
       Interrupted: Ctrl-C or a termination signal; a checkpoint was written.
       LostError: another process of the run is out of reach.

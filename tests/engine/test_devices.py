@@ -1,4 +1,4 @@
-"""The compilation cache saves time and never stands in the way; CPU cores that cannot be used are told."""
+"""The compilation cache saves time and never causes a failure; CPU cores that cannot be used cause a warning."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def test_entries_cut_short_are_removed_and_unwritable_ones_are_no_news(tmp_path,
     before = {name: jax.config.values[name] for name in names}
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        devices._use_compilation_cache()
+        devices._use_compilation_cache(devices.files.cache_folder())
         assert sorted(path.name for path in folder.iterdir()) == ["whole-atime", "whole-cache"]
         warnings.warn("Error writing persistent compilation cache entry for 'f': OSError: full", stacklevel=1)
     finally:
@@ -38,7 +38,7 @@ import warnings, jax
 jax.numpy.zeros(3)
 from fedjax_mr.engine import devices
 devices.usable_cores = lambda: 8
-devices._use_compilation_cache = lambda: None
+devices._use_compilation_cache = lambda root: None
 
 def run(**options):
     devices.set_up_jax(**options)
@@ -52,13 +52,13 @@ for warning in caught:
 """
 
 
-@pytest.mark.parametrize(("chosen", "told"), [(None, 1), ("1", 0)])
-def test_a_program_that_started_jax_before_is_told_of_idle_cores(chosen, told):
+@pytest.mark.parametrize(("chosen", "count"), [(None, 1), ("1", 0)])
+def test_a_program_that_started_jax_before_is_warned_of_idle_cores(chosen, count):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment |= {} if chosen is None else {"JAX_NUM_CPU_DEVICES": chosen}
     ended = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True, check=True)
-    assert len(ended.stdout.splitlines()) == told
-    if told:
+    assert len(ended.stdout.splitlines()) == count
+    if count:
         assert "uses 1 of 5 cores" in ended.stdout and "JAX_NUM_CPU_DEVICES=8" in ended.stdout
 
 
@@ -79,7 +79,7 @@ def test_without_a_home_there_is_no_cache(monkeypatch):
     monkeypatch.setattr(devices.files, "cache_folder", lambda: None)
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        devices._use_compilation_cache()
+        devices._use_compilation_cache(devices.files.cache_folder())
         assert jax.config.values["jax_compilation_cache_dir"] is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
