@@ -175,6 +175,16 @@ def test_no_private_module_of_jax():
         assert [dotted for dotted in imported(tree) if dotted.startswith("jax._src")] == PRIVATE.get(name, []), name
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "testing").glob("*.py")), ids=lambda path: path.name)
+def test_the_contract_names_no_strategy(path):
+    """A method of a user then gets the same treatment as ours: what the contract must know is in the registry's row."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert "local" not in texts  # within a text it is an English word
+    assert not set(re.findall(r"\w+", " ".join(texts).lower())) & (set(STRATEGIES) - {"local"})
+    assert not set(imported(tree)) & {row.build.__module__ for row in STRATEGIES.values()}
+
+
 def test_which_networks_there_are_is_the_models_concern():
     """No ``isinstance(..., Zoo)`` outside models/: a network is a zoo of one."""
     for path in PACKAGE.rglob("*.py"):

@@ -56,15 +56,22 @@ class Row(NamedTuple):
 
     Attributes:
       build: (hyper, problem) -> Strategy.
-      hyper: the dataclass of its own settings (flags ``--<strategy>_<field>``); None if it has none.
+      hyper: dataclass of the strategy's hyper-parameters (flags ``--<strategy>_<field>``), or None.
       paper: authors and venue, for the table of strategies.
       several: whether clients may have networks of different architectures (a `Zoo`).
-      public: whether it takes public data.
-      title: its name in pictures and papers' tables; "" takes the name that it is registered by.
-      needs_public: whether it cannot run without public data, and so gets some by default; or hyper -> that.
-      label_counts: whether the server uses ``problem.label_counts``, which real clients then have to tell it.
-      only_simulated: why it cannot run on real clients; "" if it can.
-      group: the group of methods to which it belongs, for lists; "" is that of methods from outside.
+      public: whether the strategy accepts public data.
+      title: name in pictures and papers' tables. Default: the registered name.
+      needs_public: whether the strategy requires public data, and therefore gets some by default; or a function
+        hyper -> bool.
+      label_counts: whether the server reads ``problem.label_counts``, which real clients then have to report.
+      only_simulated: why the strategy cannot run on real clients; "" if it can.
+      group: group of methods for lists; "" for methods registered outside the package.
+      small: hyper-parameters with which the contract (`fedjax_mr.testing`) trains the strategy on a few clients with a
+        few samples. Default: those of ``hyper()``.
+      extrapolating: hyper-parameters with which models leave the range spanned by the clients' models. The contract
+        tests them too: no variance may become negative. None if no setting extrapolates.
+      own_batches: whether a client does something else than the usual epochs over all its samples. The contract then
+        does not count samples and steps.
     """
 
     build: Callable[[Any, Problem], Strategy]
@@ -77,11 +84,14 @@ class Row(NamedTuple):
     label_counts: bool = False
     only_simulated: str = ""
     group: str = ""
+    small: Any = None
+    extrapolating: Any = None
+    own_batches: bool = False
 
 
 SETTINGS = (
-    "the settings of fmr.STRATEGIES[{name!r}] are no dataclass of numbers, texts and switches that all have defaults "
-    "({error})"
+    "the hyper-parameters of fmr.STRATEGIES[{name!r}] must be a dataclass of numbers, strings and booleans, each with "
+    "a default ({error})"
 )
 
 
@@ -89,16 +99,21 @@ def check_row(name: str, row: Any) -> None:
     """Check the row of a strategy from outside the package.
 
     Raises:
-      UserError: it is no `Row`, or its settings are no dataclass of defaults.
+      UserError: it is not a `Row`, its hyper-parameters are not a dataclass of defaults, or ``small`` or
+        ``extrapolating`` are not instances of it.
     """
     place = f"fmr.STRATEGIES[{name!r}]"
     if not isinstance(row, Row) or not callable(row.build) or not isinstance(row.paper, str):
         raise UserError(f"{place} takes fmr.Row(build, Hyper or None, 'paper'), with build(hyper, problem) a function")
+    for field in ("small", "extrapolating"):
+        value = getattr(row, field)
+        if value is not None and type(value) is not row.hyper:
+            raise UserError(f"{place}: {field} must be an instance of its hyper-parameters, not {value!r}")
     if row.hyper is None:
         return
     try:
         if not isinstance(row.hyper, type) or not dataclasses.is_dataclass(row.hyper):
-            raise TypeError("it is no dataclass")
+            raise TypeError("not a dataclass")
         row.hyper()
     except TypeError as error:
         raise UserError(SETTINGS.format(name=name, error=error)) from None
@@ -107,14 +122,33 @@ def check_row(name: str, row: Any) -> None:
 _OURS: dict[str, dict[str, Row]] = {
     "averaging": {
         "fedavg": Row(fedavg.build, fedavg.Hyper, "McMahan et al., AISTATS 2017", title="FedAvg"),
-        "fedexp": Row(fedexp.build, fedexp.Hyper, "Jhunjhunwala et al., ICLR 2023", title="FedExP"),
+        "fedexp": Row(
+            fedexp.build,
+            fedexp.Hyper,
+            "Jhunjhunwala et al., ICLR 2023",
+            title="FedExP",
+            extrapolating=fedexp.Hyper(epsilon=0.0),
+        ),
         "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
     },
     "drift": {
         "fedprox": Row(fedprox.build, fedprox.Hyper, "Li et al., MLSys 2020", title="FedProx"),
-        "scaffold": Row(scaffold.build, scaffold.Hyper, "Karimireddy et al., ICML 2020", title="SCAFFOLD"),
+        "scaffold": Row(
+            scaffold.build,
+            scaffold.Hyper,
+            "Karimireddy et al., ICML 2020",
+            title="SCAFFOLD",
+            extrapolating=scaffold.Hyper(server_lr=2.0),
+        ),
         "moon": Row(moon.build, moon.Hyper, "Li et al., CVPR 2021", title="MOON"),
-        "fedgen": Row(fedgen.build, fedgen.Hyper, "Zhu et al., ICML 2021", title="FedGen", label_counts=True),
+        "fedgen": Row(
+            fedgen.build,
+            fedgen.Hyper,
+            "Zhu et al., ICML 2021",
+            title="FedGen",
+            label_counts=True,
+            small=fedgen.Hyper(steps=5, batch_size=16),
+        ),
         "feddyn": Row(feddyn.build, feddyn.Hyper, "Acar et al., ICLR 2021", title="FedDyn"),
         "feddc": Row(feddc.build, feddc.Hyper, "Gao et al., CVPR 2022", title="FedDC"),
         "fedntd": Row(fedntd.build, fedntd.Hyper, "Lee et al., NeurIPS 2022", title="FedNTD"),
@@ -133,21 +167,52 @@ _OURS: dict[str, dict[str, Row]] = {
     "several models": {
         "fedmr": Row(fedmr.build, fedmr.Hyper, "Hu et al., KDD 2024", title="FedMR"),
         "indep": Row(indep.build, None, "Hu et al., KDD 2024 (FedMR without recombination)", title="Indep"),
-        "fedcross": Row(fedcross.build, fedcross.Hyper, "Hu et al., arXiv 2022", title="FedCross"),
-        "fedmut": Row(fedmut.build, fedmut.Hyper, "Hu et al., AAAI 2024", title="FedMut"),
+        "fedcross": Row(
+            fedcross.build,
+            fedcross.Hyper,
+            "Hu et al., arXiv 2022",
+            title="FedCross",
+            extrapolating=fedcross.Hyper(acceleration="pm_da", acceleration_rounds=8),
+        ),
+        "fedmut": Row(
+            fedmut.build,
+            fedmut.Hyper,
+            "Hu et al., AAAI 2024",
+            title="FedMut",
+            extrapolating=fedmut.Hyper(radius=8.0),
+        ),
         "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020", title="HypCluster"),
         "fedmerge": Row(fedmerge.build, fedmerge.Hyper, "Chen et al., AAAI 2026", title="FedMerge"),
     },
     "personal": {
-        "pfedme": Row(pfedme.build, pfedme.Hyper, "Dinh et al., NeurIPS 2020", title="pFedMe"),
+        "pfedme": Row(
+            pfedme.build,
+            pfedme.Hyper,
+            "Dinh et al., NeurIPS 2020",
+            title="pFedMe",
+            extrapolating=pfedme.Hyper(beta=2.0, strength=1.0),
+        ),
         "perfedavg": Row(perfedavg.build, perfedavg.Hyper, "Fallah et al., NeurIPS 2020", title="Per-FedAvg"),
-        "pfedbayes": Row(pfedbayes.build, pfedbayes.Hyper, "Zhang et al., ICML 2022", title="pFedBayes"),
+        "pfedbayes": Row(
+            pfedbayes.build,
+            pfedbayes.Hyper,
+            "Zhang et al., ICML 2022",
+            title="pFedBayes",
+            small=pfedbayes.Hyper(zeta=0.1, lr=0.002),
+        ),
         "ditto": Row(ditto.build, ditto.Hyper, "Li et al., ICML 2021", title="Ditto"),
         "fedrep": Row(partial.fedrep, partial.FedRep, "Collins et al., ICML 2021", title="FedRep"),
         "fedper": Row(partial.fedper, None, "Arivazhagan et al., arXiv 2019", title="FedPer"),
         "fedbn": Row(partial.fedbn, None, "Li et al., ICLR 2021", title="FedBN"),
         "lgfedavg": Row(partial.lgfedavg, None, "Liang et al., arXiv 2020", title="LG-FedAvg"),
-        "mapper": Row(mapper.build, mapper.Hyper, "Mansour et al., arXiv 2020", title="MAPPER"),
+        "mapper": Row(
+            mapper.build,
+            mapper.Hyper,
+            "Mansour et al., arXiv 2020",
+            title="MAPPER",
+            extrapolating=mapper.Hyper(mode="fedme"),
+            own_batches=True,  # parts of the samples, once for every lambda
+        ),
     },
     "several networks": {
         "fml": Row(fml.build, fml.Hyper, "Shen et al., arXiv 2020", several=True, title="FML"),
@@ -169,6 +234,7 @@ _OURS: dict[str, dict[str, Row]] = {
             title="pFedHR",
             needs_public=True,
             only_simulated="its server computes each client's lesson from the client's own samples",
+            small=pfedhr.Hyper(groups=2, max_candidates=2, server_epochs=1, server_lr=1e-4),
         ),
         "fedmd": Row(
             fedmd.build,
@@ -178,6 +244,7 @@ _OURS: dict[str, dict[str, Row]] = {
             public=True,
             title="FedMD",
             needs_public=True,
+            small=fedmd.Hyper(public_epochs=1, private_epochs=2),  # a first round like the others
         ),
         "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True, title="FedGH"),
         "fedproto": Row(
@@ -192,6 +259,7 @@ _OURS: dict[str, dict[str, Row]] = {
             public=True,
             title="FedKEMF",
             needs_public=True,
+            small=fedkemf.Hyper(server_lr=1e-6),  # Adam's steps are of full length even along rounding
         ),
         "fccl": Row(
             fccl.build,
@@ -201,6 +269,7 @@ _OURS: dict[str, dict[str, Row]] = {
             public=True,
             title="FCCL",
             needs_public=True,
+            small=fccl.Hyper(private_epochs=2),  # a first round like the others
         ),
         "heterofl": Row(
             heterofl.build,
