@@ -3,7 +3,6 @@
 The copy, which the site shows, is made by ``jupytext --to ipynb --execute docs/notebooks/NAME.py`` (extra `docs`).
 """
 
-import ast
 import importlib.util
 import json
 import os
@@ -20,19 +19,11 @@ CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
 
 def cells(script):
-    """Return the cells of a script: kind and text."""
+    """The cells of a script: kind and text."""
     _, *parts = CELL.split(script.read_text(encoding="utf-8"))
     for mark, text in zip(parts[::2], parts[1::2], strict=True):
         prose = "\n".join(line[2:] for line in text.strip().splitlines())
         yield ("markdown", prose) if mark else ("code", text.strip())
-
-
-def code_lines(script, heading):
-    """Return the lines of code of the cell below a heading, without empty ones, comments and docstrings."""
-    found = list(cells(script))
-    (code,) = [found[place + 1][1] for place, (_, text) in enumerate(found) if text.startswith(f"## {heading}")]
-    lines = ast.unparse(ast.parse(code)).splitlines()
-    return [line for line in lines if line.strip() and not line.strip().startswith('"""')]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -44,13 +35,11 @@ def test_the_executed_copy_is_of_the_script(script):
     assert not [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"]
 
 
-def test_the_titles_count_right():
-    fedmr, own = (
-        ROOT / "docs" / "notebooks" / f"{name}.py" for name in ("fedmr_in_60_lines", "own_method_in_20_lines")
-    )
-    assert len(code_lines(fedmr, "The algorithm")) <= 60
-    assert "fedjax_mr" not in "".join(code_lines(fedmr, "The algorithm"))
-    assert len(code_lines(own, "The method")) <= 20
+def test_the_algorithm_is_written_without_the_package():
+    script = list(cells(ROOT / "docs" / "notebooks" / "fedmr_in_60_lines.py"))
+    (place,) = [place for place, (_, text) in enumerate(script) if text.startswith("## The algorithm")]
+    kind, code = script[place + 1]
+    assert kind == "code" and code and "fedjax_mr" not in code
 
 
 @pytest.mark.slow

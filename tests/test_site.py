@@ -44,7 +44,7 @@ def check(words):
 def test_the_commands_on_the_pages_are_valid(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = [words for path in PAGES for words in commands(path)]
-    assert len(found) > 30
+    assert found
     for words in found:
         check(words)
 
@@ -112,7 +112,6 @@ def test_links_in_the_sources_lead_to_what_a_clone_has():
         *(ROOT / "experiments").glob("*.md"),
     ]
     pages += (ROOT / "experiments" / "notebook").glob("*.md")
-    assert len(pages) > 70
     assert [link for page in sorted(pages) for link in dead_links(page)] == []
 
 
