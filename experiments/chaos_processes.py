@@ -20,7 +20,7 @@ ROUNDS = 60
 ENDED_SECONDS = 60  # after which the others must have ended
 LOST = 4
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP, "asked to stop": signal.SIGTERM}
-OTHERS = re.compile(r"\[Gloo\]|$|stopping after the rounds under way")  # lines of a library, and of a stop
+OTHERS = re.compile(r"\[Gloo\]|$|stopping after the current rounds")  # lines of a library, and of a stop
 
 
 def processes(world: World, number: int, folder: Path) -> tuple[int, str]:

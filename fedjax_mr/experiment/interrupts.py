@@ -1,18 +1,21 @@
-"""Ctrl-C in a command: one line and exit code 130, from the first import to the end.
+"""Signals of a command: Ctrl-C at any moment, and requests to stop a run.
 
-While a command imports, nothing needs to be saved and Ctrl-C ends the process on the spot. Later it is Python's
-KeyboardInterrupt, which closes files on its way out. Where it meets a destructor or a callback (JAX has one in every
-garbage collection), Python swallows it with a traceback; then it comes once more, a little later, and without one.
-Whatever else swallows it, `check` raises it again. The loop of a run has its own handler, `asked_to_stop` in
-experiment/run.py.
+Fills: Python drops a KeyboardInterrupt that arrives in a destructor or a callback, and JAX has a callback in every
+garbage collection.
+
+1. While a command imports, there is nothing to save: Ctrl-C exits at once with one line and code 130 (`begin`).
+2. Later Ctrl-C is Python's KeyboardInterrupt, which closes files on its way out (`run`). If Python drops it, the signal
+   is sent again. If a library catches it, `check` raises it again.
+3. While a run trains, SIGINT and SIGTERM request a checkpoint and an end (`stop_signals`). A second one exits at once.
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,13 @@ from fedjax_mr.experiment import streams
 
 EXIT_CODE = 130
 LINE = "fedjax-mr: interrupted\n"
-SECONDS_TO_LEAVE = 0.05  # the callback in which Ctrl-C was swallowed
-_received: list[int] = []  # the signals that became a KeyboardInterrupt
+STOPPING = "\nstopping after the current rounds (press Ctrl-C again to stop at once) ..."
+RESEND_SECONDS = 0.05  # by then the callback that dropped Ctrl-C has returned
+_received: list[int] = []  # signals that became a KeyboardInterrupt
 
 
 def begin() -> None:
-    """Let Ctrl-C end the process at once if it is one of this package's commands, which is now being imported.
-
-    Its standard streams become usable, whatever they are.
+    """Prepare a command of this package while it imports: Ctrl-C exits at once, and the standard streams work.
 
     Programs that import the package as a library keep their own handling.
     """
@@ -35,64 +37,100 @@ def begin() -> None:
         return
     streams.prepare()
     if _is_default():
-        signal.signal(signal.SIGINT, _leave)
-        atexit.register(leave_if_interrupted)  # the first to be registered is the last to be called
+        signal.signal(signal.SIGINT, _exit_at_once)
+        atexit.register(leave_if_interrupted)  # registered first, so called last
 
 
 def run(main: Callable[[], int | None]) -> int | None:
-    """Return what the main function of a command returns, 130 after Ctrl-C, or a code of `streams.run`."""
-    if not _is_default(_leave):
+    """Run the main function of a command and return its exit code: 130 after Ctrl-C, or a code of `streams.run`."""
+    if not _is_default(_exit_at_once):
         return streams.run(main)
     signal.signal(signal.SIGINT, _raise)
-    sys.unraisablehook = _come_again
+    sys.unraisablehook = _resend
     try:
         return streams.run(main)
     except KeyboardInterrupt:
         sys.stderr.write(LINE)
         return EXIT_CODE
     finally:
-        signal.signal(signal.SIGINT, _leave)  # all is saved and said; what is left is to close
+        signal.signal(signal.SIGINT, _exit_at_once)  # all results are saved and shown by now
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if one was raised before and has been swallowed."""
+    """Raise KeyboardInterrupt if an earlier one was dropped."""
     if _received:
         raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def stop_signals(
+    react: Callable[[int], None] | None = None, numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM)
+) -> Iterator[list[int]]:
+    """Collect the signals that request a stop, and announce the stop on standard error.
+
+    Args:
+      react: called with the number of requests so far. Default: the second request raises KeyboardInterrupt.
+      numbers: the signals.
+
+    Yields:
+      The list that receives the signals' numbers. It stays empty outside of the main thread, which gets no signals.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def receive(number: int, frame: Any) -> None:
+        received.append(number)
+        (react or _raise_at_second)(len(received))
+        print(STOPPING, file=sys.stderr)
+
+    before = {number: signal.signal(number, receive) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise_at_second(count: int) -> None:
+    if count > 1:
+        raise KeyboardInterrupt
+
+
 def _is_command() -> bool:
-    """Return whether Python was started as ``python -m fedjax_mr.NAME`` or by the script ``fedjax-mr``."""
+    """Whether Python was started as ``python -m fedjax_mr.NAME`` or by the script ``fedjax-mr``."""
     first = sys.argv[0] if sys.argv else ""
-    if first == "-m":  # what Python puts there while it looks for the module
+    if first == "-m":  # Python's placeholder while it looks for the module
         return any(word.removeprefix("-m").partition(".")[0] == "fedjax_mr" for word in sys.orig_argv)
     return Path(first).stem == "fedjax-mr"
 
 
 def _is_default(*also: Any) -> bool:
-    """Return whether this thread gets the signals and nobody has changed what Ctrl-C does, such as to ignore it."""
+    """Whether this is the main thread and the handler of Ctrl-C is Python's own, or one of ``also``."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     return in_main_thread and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, *also)
 
 
-def _leave(number: int, frame: Any) -> None:
+def _exit_at_once(number: int, frame: Any) -> None:
     os.write(2, LINE.encode())
     os._exit(EXIT_CODE)
 
 
-def _come_again(swallowed: Any) -> None:
-    """Report an error that Python cannot raise where it is; send Ctrl-C once more instead."""
-    if swallowed.exc_type is KeyboardInterrupt:
-        here = threading.get_ident(), signal.SIGINT  # to the main thread, where it came: so it also ends a wait
-        threading.Timer(SECONDS_TO_LEAVE, signal.pthread_kill, here).start()
+def _resend(unraisable: Any) -> None:
+    """Send Ctrl-C again if Python has dropped it; report any other error that Python cannot raise."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        target = threading.get_ident(), signal.SIGINT  # the main thread, so the signal also ends a wait
+        threading.Timer(RESEND_SECONDS, signal.pthread_kill, target).start()
     else:
-        sys.__unraisablehook__(swallowed)
+        sys.__unraisablehook__(unraisable)
 
 
 def leave_if_interrupted() -> None:
-    """After Ctrl-C, leave at once with its code.
+    """Exit at once with code 130 if Ctrl-C was received.
 
-    Python would kill this process by a second SIGINT if an exec() was hit, and it would wait for threads, such as those
-    of a download.
+    Python would otherwise wait for threads, such as those of a download, and would end itself by a second SIGINT if
+    Ctrl-C arrived in an exec().
     """
     if _received:
         sys.stdout.flush()

@@ -3,11 +3,9 @@
 import contextlib
 import json
 import shlex
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +189,7 @@ class RunLoop:
         """Train until every experiment has ended; return each one's result, or the reason why it ended early."""
         first = self.experiments[0]
         config = first.config
-        with asked_to_stop() as asked, contextlib.ExitStack() as at_the_end:
+        with interrupts.stop_signals() as asked, contextlib.ExitStack() as at_the_end:
             interrupts.check()
             for experiment in self.experiments:
                 at_the_end.callback(experiment.close)
@@ -290,25 +288,3 @@ def interrupted(experiment: Experiment, done: int, number: int) -> Interrupted:
     if needed := configuration.needed_objects(config):
         command = f"fmr.load({str(path)!r}).resume({needed}) in Python, with the same in place of the dots"
     return Interrupted(f"stopped after round {done} of {config.rounds}, saved; go on with: {command}", 128 + number)
-
-
-@contextlib.contextmanager
-def asked_to_stop() -> Iterator[list[int]]:
-    """Yield a list that receives the number of the first stop signal; the second one stops at once."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked  # signals reach the main thread only
-        return
-
-    def note(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        print("\nstopping after the rounds under way (once more: at once) ...", file=sys.stderr)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,40 +1,51 @@
-"""One run of a sweep, or several seeds in one program, as a process that is attended to its end."""
+"""One run of a sweep, or several seeds in one program, as a process of its own.
+
+    python -m fedjax_mr.sweep.process MODULE [ARGUMENT ...]
+
+runs a module as ``python -m MODULE`` does, but stops with the process that started it. The starter keeps the writing
+end of this process's standard input. The operating system closes it when the starter exits, even if it is killed; then
+this process sends itself SIGTERM, so the run writes its checkpoint.
+"""
 
 import contextlib
+import functools
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from fedjax_mr.errors import TakenError, UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.folder import is_remains, run_state
 from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.plan import PlannedRun
 
-SECONDS_PER_LOOK = 0.5  # how often the bar looks at the metrics of the run under way
-ABORTED = 1  # the exit code for runs that ended in no foreseen way
+SECONDS_PER_LOOK = 0.5  # how often the progress bar reads the metrics of the current run
+ABORTED = 1  # the exit code of runs that a signal has killed
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_in_process(runs: Sequence[PlannedRun], look: Callable[[], None]) -> int:
-    """Train a run, or several seeds in one program, in a process of its own to the end, and return its exit code.
+    """Train a run, or several seeds in one program, in a process of its own, and return its exit code.
 
-    Signals to stop are passed on, so that the process can write checkpoints. It also stops if this process is killed.
+    Stop signals are forwarded, so the process can write checkpoints. It also stops if this process is killed.
 
     Args:
-      runs: go on from their last checkpoint if they have one.
-      look: called twice a second meanwhile.
+      runs: the run, or the seeds. They resume from their last checkpoint, if there is one.
+      look: called twice a second while the process runs.
 
     Raises:
-      Interrupted: the user asked to stop; the run has written its checkpoint.
+      Interrupted: a stop signal was received; the run has written its checkpoint.
     """
     first = runs[0]
     module = "fedjax_mr.main" if len(runs) == 1 else "fedjax_mr.sweep"
-    command = [sys.executable, "-m", "fedjax_mr.experiment.attended", module]
+    command = [sys.executable, "-m", "fedjax_mr.sweep.process", module]
     command += [*configuration.to_flags(first.config), "--noprogress"]
     if len(runs) == 1:
         command.append(f"--run_dir={first.folder}")
@@ -49,9 +60,9 @@ def run_in_process(runs: Sequence[PlannedRun], look: Callable[[], None]) -> int:
     out_of_memory = _kills_for_memory()
     with (
         log_of(first).open("w", encoding="utf-8") as log,
-        # A process group of its own: Ctrl-C in a terminal reaches the sweep alone, and the run exactly once.
+        # A process group of its own: Ctrl-C in a terminal reaches only the sweep, which forwards it once.
         subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.PIPE, process_group=0) as process,
-        _passed_on(process) as stopped,
+        interrupts.stop_signals(functools.partial(_forward, process), STOP_SIGNALS) as stopped,
     ):
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -59,19 +70,19 @@ def run_in_process(runs: Sequence[PlannedRun], look: Callable[[], None]) -> int:
                 break
             look()
         if code < 0 and not stopped:
-            with contextlib.suppress(OSError):  # the process cannot say it any more; nor can a full disk take it
+            with contextlib.suppress(OSError):  # the disk may be full
                 os.write(log.fileno(), f"fedjax-mr: {_killed(-code, out_of_memory)}\n".encode())
     if stopped:
-        raise Interrupted("stopped; the same command goes on", 128 + stopped[0])
+        raise Interrupted("stopped; run the same command again to continue", 128 + stopped[0])
     return code if code >= 0 else ABORTED
 
 
 def _killed(number: int, out_of_memory: int | None) -> str:
-    """Say which signal ended a process, and whether it was for lack of memory.
+    """Describe the signal that ended a process, and whether memory was exhausted.
 
     Args:
-      number: of the signal.
-      out_of_memory: `_kills_for_memory` when the process began.
+      number: number of the signal.
+      out_of_memory: `_kills_for_memory` at the start of the process.
     """
     try:
         name = signal.Signals(number).name
@@ -83,9 +94,9 @@ def _killed(number: int, out_of_memory: int | None) -> str:
 
 
 def _kills_for_memory() -> int | None:
-    """Return how many processes Linux has killed because memory ran out, in a container also those outside it.
+    """Number of processes that Linux has killed because memory ran out, also outside of this container.
 
-    None where the system does not tell.
+    None if the system does not report it.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
@@ -94,40 +105,28 @@ def _kills_for_memory() -> int | None:
     return None
 
 
-@contextlib.contextmanager
-def _passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
-    """Pass signals to stop on to a process, the second as a kill; yield the list that receives their numbers."""
-    stopped: list[int] = []
+def _forward(process: subprocess.Popen, count: int) -> None:
+    """Forward the first stop request as SIGTERM and the second as SIGKILL.
 
-    def pass_on(number: int, frame: Any) -> None:
-        stopped.append(number)
-        # Always SIGTERM: what a shell starts in the background, and what that starts, ignores SIGINT.
-        process.send_signal(signal.SIGKILL if len(stopped) > 1 else signal.SIGTERM)
-        print("\nstopping after the rounds under way (once more: at once) ...", file=sys.stderr)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    SIGINT would not do: a shell's background jobs, and the processes that they start, ignore it.
+    """
+    process.send_signal(signal.SIGKILL if count > 1 else signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def claimed(run: PlannedRun) -> Iterator[None]:
-    """Keep other sweeps from a run, by its log: the run's process takes the folder only seconds after its start.
+    """Reserve a run for this sweep by locking its log, because the run's process locks its folder only seconds later.
 
     Raises:
-      UserError: its folder cannot be written.
-      TakenError: another process is at work in it, or about to be.
+      UserError: the run's folder cannot be written.
+      TakenError: another process uses the folder, or is about to.
     """
     try:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write into {run.folder.parent} ({error.strerror})") from None
     descriptor = lock_file(log_of(run))
-    try:  # the lock goes with the first descriptor of the log that is closed, which is after the run
+    try:  # closing any descriptor of the log releases the lock; the first one is closed after the run
         if is_taken(run.folder):
             raise TakenError(f"another process is at work in {run.folder}")
         yield
@@ -136,12 +135,31 @@ def claimed(run: PlannedRun) -> Iterator[None]:
 
 
 def log_of(run: PlannedRun) -> Path:
-    """Return the file with what a run says, beside its folder."""
+    """The log of a run: the file beside its folder with all that its process prints."""
     return run.folder.with_name(f"{run.folder.name}.log")
 
 
 def last_words(run: PlannedRun) -> str:
-    """Return the last line of a run's log."""
+    """The last line of a run's log."""
     lines = log_of(run).read_text(encoding="utf-8", errors="replace").split("\n")
     words = [line.strip() for line in lines if line.strip()]
     return words[-1].removeprefix("fedjax-mr: ") if words else "it said nothing"
+
+
+# --- The process -----------------------------------------------------------------------------------------------------
+
+
+def _main() -> None:
+    threading.Thread(target=_stop_with_starter, daemon=True).start()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _stop_with_starter() -> None:
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    _main()

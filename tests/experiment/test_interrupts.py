@@ -74,7 +74,7 @@ def test_only_commands_change_what_ctrl_c_does(monkeypatch, first, command_line,
     monkeypatch.setattr(interrupts.atexit, "register", lambda function: None)
     monkeypatch.setattr(interrupts.streams, "prepare", lambda: None)
     interrupts.begin()
-    assert (signal.getsignal(signal.SIGINT) is interrupts._leave) == expected
+    assert (signal.getsignal(signal.SIGINT) is interrupts._exit_at_once) == expected
 
 
 @pytest.mark.parametrize("words", ["main --help", "sweep --help", "analysis", "deploy --help"])
