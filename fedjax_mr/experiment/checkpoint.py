@@ -1,8 +1,10 @@
-"""Checkpoints: everything that the next round needs, written by orbax, whole or not at all, and checked when read.
+"""Checkpoints: the state that the next round needs, written by orbax and verified when it is read.
 
-A checkpoint is the folder ``ROUND`` with orbax's files and a manifest of their checksums. It is written under another
-name and renamed when all of it is on the disk; only then an older one is removed. So a process may die, and the power
-fail, at any moment. The checksums are our own because neither orbax nor TensorStore notices every flipped byte.
+Fills: neither orbax nor TensorStore detects every flipped byte, and orbax has no fallback to an older checkpoint.
+
+A checkpoint is the folder ``ROUND`` with orbax's files and a manifest of their checksums. It is written under a
+temporary name and renamed after all of it has reached the disk. Older checkpoints are removed after that. So the
+process may be killed, or the power may fail, at any moment.
 """
 
 import contextlib
@@ -14,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -40,9 +41,9 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Attributes:
-      folder: holds one folder per checkpoint, named by its round; made at the first `save`.
-      keep: how many of the newest checkpoints stay.
-      processes: those that save and restore together; all of them see the same folder.
+      folder: contains one folder per checkpoint, named by its round. Created by the first `save`.
+      keep: number of newest checkpoints to keep.
+      processes: the processes that save and restore together. All of them see the same folder.
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 2, processes: Processes = ALONE):
@@ -51,44 +52,44 @@ class Checkpoints:
         self.processes = processes
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a checkpoint, ascending; damage inside is found when it is read."""
+        """The rounds that have a checkpoint, ascending. Damage is detected only when a checkpoint is read."""
         return [round for round in self._numbered() if (self.folder / str(round) / MANIFEST).exists()]
 
     def _numbered(self) -> list[int]:
-        """Return the numbers that are names of folders, ascending."""
+        """The folder names that are numbers, ascending."""
         names = (path.name for path in self.folder.glob("*/"))
         return sorted(int(name) for name in names if _ROUND.fullmatch(name))
 
-    def alone(self) -> bool:
-        """Return whether the folder holds, to go by the names, nothing but checkpoints: perhaps only half of one."""
+    def has_nothing_else(self) -> bool:
+        """Whether all names in the folder are names of checkpoints, complete or not."""
         return self.folder.is_dir() and all(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
 
     def latest(self) -> int | None:
-        """Return the newest round that has a checkpoint, or None."""
+        """The newest round that has a checkpoint, or None."""
         return max(self.rounds(), default=None)
 
     def meta(self, round: int) -> dict[str, Any]:
-        """Return the dictionary that was saved with a checkpoint, whose arrays are not read; {} if it is damaged."""
+        """The dictionary that was saved with a checkpoint, or {} if it is damaged. The arrays are not read."""
         try:
             return _manifest(self.folder / str(round))["meta"]
         except _DamageError:
             return {}
 
     def save(self, round: int, tree: Any, meta: dict[str, Any], *, also: Collection[int] = ()) -> None:
-        """Write a checkpoint; when this returns it is on the disk, and the oldest ones beyond ``keep`` are gone.
+        """Write a checkpoint to the disk, then remove all but the newest ``keep``.
 
-        A checkpoint of the same round is replaced; those of later rounds belong to a history that was given up, and
-        are removed.
+        A checkpoint of the same round is replaced. Those of later rounds belong to an abandoned history and are
+        removed.
 
         Args:
-          round: the number of rounds trained.
+          round: number of rounds trained.
           tree: a pytree of arrays (dicts, NamedTuples, tuples, None).
-          meta: a small dictionary that JSON can hold.
-          also: earlier rounds whose checkpoints stay, if they are there, whatever their age.
+          meta: a small dictionary that JSON can represent.
+          also: earlier rounds whose checkpoints are kept regardless of their age.
 
         Raises:
-          UserError: the disk is full, the folder cannot be written, or what was written cannot be read; older
-            checkpoints are still there then.
+          UserError: the disk is full, the folder cannot be written, or orbax cannot read the new checkpoint. Older
+            checkpoints are kept in this case.
         """
         leaves = _named(tree)
         partial = self.folder / f"{_PARTIAL}{round}"
@@ -96,10 +97,10 @@ class Checkpoints:
 
         def prepare() -> None:
             if not self.folder.is_dir():
-                self.folder.mkdir()  # not those above it: a run folder that was removed is not made again
+                self.folder.mkdir()  # without parents, so a removed run folder is not created again
                 files.sync(self.folder.parent)
             self._sweep()
-            # Asked before orbax is: in its threads a full disk ends in many pages of tracebacks.
+            # Checked before orbax writes, because its threads would answer a full disk with pages of tracebacks.
             needed, free = sum(leaf.nbytes for leaf in filled.values()), shutil.disk_usage(self.folder).free
             if needed > free:
                 raise OSError(errno.ENOSPC, f"it takes {needed:,} bytes and {free:,} are free")
@@ -107,7 +108,7 @@ class Checkpoints:
 
         def write() -> None:
             if filled:
-                with _silent():
+                with _without_logs():
                     _orbax().save(partial / "arrays", filled)
 
         def complete() -> None:
@@ -119,33 +120,33 @@ class Checkpoints:
                 "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
                 "files": {str(path.relative_to(partial)): _checksum(path) for path in _files(partial)},
             }
-            manifest = {"content": content, "checksum": _seal(content)}
+            manifest = {"content": content, "checksum": _content_checksum(content)}
             (partial / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-            # Every process's TensorStore has synced its own files, but nobody the others, the manifest and the names.
+            # Each process's TensorStore has synced its own files, but not the manifest and the names.
             files.sync_tree(partial)
-            self._set_aside(round)
+            self._discard(round)
             partial.rename(self.folder / str(round))
             files.sync(self.folder)
             known = [each for each in self.rounds() if each <= round]
             kept = {*known[-self.keep :], *(each for each in known if each in also)}
             for each in set(self.rounds()) - kept:
-                self._set_aside(each)
+                self._discard(each)
             self._sweep()
 
         try:
-            self.processes.on_first(lambda: self._told(prepare))
-            self.processes.together(lambda: self._told(write))
-            self.processes.on_first(lambda: self._told(complete))
+            self.processes.on_first(lambda: self._in_one_line(prepare))
+            self.processes.together(lambda: self._in_one_line(write))
+            self.processes.on_first(lambda: self._in_one_line(complete))
         except UserError:
-            if self.processes.writes:  # half a checkpoint would keep a full disk full
-                _remove_under_way(partial)
+            if self.processes.writes:  # an incomplete checkpoint would keep a full disk full
+                _remove_incomplete(partial)
             raise
 
     def _saveable(self, leaf: Any) -> Any:
-        """Return a leaf for orbax: one process writes it whole, of several each writes its own part."""
+        """A leaf for orbax. A single process writes all of it; each of several processes writes its own part."""
         return _host(leaf) if self.processes.count == 1 or not isinstance(leaf, jax.Array) else leaf
 
-    def _told(self, function: Callable[[], None]) -> None:
+    def _in_one_line(self, function: Callable[[], None]) -> None:
         try:
             function()
         except (OSError, ValueError) as error:
@@ -154,24 +155,25 @@ class Checkpoints:
                 raise
             raise UserError(f"cannot write a checkpoint into {self.folder} ({reason})") from error
 
-    def _set_aside(self, round: int) -> None:
-        """Rename a checkpoint before it is removed, so that no half of it is ever taken for a whole one."""
+    def _discard(self, round: int) -> None:
+        """Rename a checkpoint, so it is not taken for a complete one while `_sweep` removes it."""
         folder = self.folder / str(round)
         if folder.exists():
             folder.rename(self.folder / f"{_DISCARDED}{round}")
 
     def _sweep(self) -> None:
         for leftover in self.folder.iterdir():
-            if _LEFTOVER.fullmatch(leftover.name):  # other names are not ours to remove
+            if _LEFTOVER.fullmatch(leftover.name):  # other files belong to the user
                 shutil.rmtree(leftover)
 
-    def newest_whole(self) -> tuple[int, list[str]]:
-        """Return the newest round whose checkpoint is whole, and a line on each damaged one that is newer.
+    def newest_intact(self) -> tuple[int, list[str]]:
+        """Find the newest intact checkpoint; return its round and a line about each damaged checkpoint that is newer.
 
-        Damaged ones are renamed ``damaged-ROUND``: kept, but never read again. All processes get the same answer.
+        Damaged checkpoints are renamed ``damaged-ROUND``; they are kept, but not read again. All processes get the
+        same result.
 
         Raises:
-          UserError: there is no whole checkpoint, and none was renamed; or one cannot be renamed.
+          UserError: there is no intact checkpoint (then none is renamed), or a damaged one cannot be renamed.
         """
 
         def find() -> tuple[int, list[str]]:
@@ -182,9 +184,9 @@ class Checkpoints:
                 except _DamageError as damage:
                     damaged[round] = str(damage)
                 else:
-                    aside = {each: self._keep_aside(each) for each in damaged}
+                    names = {each: self._rename_damaged(each) for each in damaged}
                     return round, [
-                        f"checkpoint {self.folder / str(each)} is damaged ({damaged[each]}) and kept as {aside[each]}"
+                        f"checkpoint {self.folder / str(each)} is damaged ({damaged[each]}) and kept as {names[each]}"
                         for each in damaged
                     ]
             if not damaged:
@@ -195,7 +197,7 @@ class Checkpoints:
         round, notes = self.processes.on_first(find)
         return round, notes
 
-    def _keep_aside(self, round: int) -> str:
+    def _rename_damaged(self, round: int) -> str:
         """Rename a damaged checkpoint and return its new name."""
         name = f"{_DAMAGED}{round}"
         for number in itertools.count(2):
@@ -210,18 +212,18 @@ class Checkpoints:
         return name
 
     def restore(self, template: Any, round: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Return the tree and the meta dictionary of a checkpoint, bit for bit as saved.
+        """Read a checkpoint, bit for bit as saved.
 
         Args:
-          template: a tree of arrays with the structure, shapes and dtypes that are expected; a
-            ``jax.ShapeDtypeStruct`` will do for all but typed keys.
-          round: which checkpoint; None takes the newest.
+          template: a tree with the expected structure, shapes and dtypes. Leaves may be ``jax.ShapeDtypeStruct``,
+            except for typed keys.
+          round: round of the checkpoint. Default: the newest.
 
         Returns:
-          A tree like the template with NumPy leaves (typed keys as such), and the dictionary that was saved with it.
+          A tree like the template with NumPy leaves (typed keys stay typed), and the dictionary that was saved with it.
 
         Raises:
-          UserError: there is no such checkpoint, it is damaged, or it does not fit the template.
+          UserError: the checkpoint does not exist, is damaged, or does not fit the template.
         """
         rounds = self.rounds()
         if not rounds or (round is not None and round not in rounds):
@@ -237,7 +239,7 @@ class Checkpoints:
             filled = {name: leaf for name, leaf in blank.items() if leaf.size}
             saved = {**blank, **(_arrays(folder / "arrays", filled) if filled else {})}
         except _DamageError as damage:
-            remedy = "--resume goes on from the previous checkpoint"
+            remedy = "--resume continues from the previous checkpoint"
             if round == rounds[0]:
                 remedy = "there is no earlier one, so start anew"
             raise UserError(f"checkpoint {folder} is damaged ({damage}): {remedy}") from None
@@ -246,7 +248,7 @@ class Checkpoints:
 
 
 def _arrays(folder: Path, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint, given some of the same shapes and dtypes."""
+    """Read the arrays of a checkpoint; ``filled`` has the same shapes and dtypes."""
     try:
         return _orbax().restore(folder, filled)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -254,13 +256,13 @@ def _arrays(folder: Path, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray
 
 
 def save_arrays(folder: Path, tree: Any) -> None:
-    """Write a tree of arrays as ``orbax.checkpoint.StandardCheckpointer().restore(folder)`` reads it.
+    """Write a tree of arrays in the format that ``orbax.checkpoint.StandardCheckpointer().restore(folder)`` reads.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the folder cannot be written.
     """
     try:
-        with _silent():
+        with _without_logs():
             _orbax().save(folder.absolute(), jax.tree.map(_host, tree))
     except ValueError as error:
         raise OSError(errno.EIO, _system_error(error) or str(error)) from None
@@ -268,49 +270,40 @@ def save_arrays(folder: Path, tree: Any) -> None:
 
 
 def _require_readable(arrays: Path, saved: dict[str, Any]) -> None:
-    """Ask orbax what it has written, before an older checkpoint is given up for it.
+    """Check that orbax finds all arrays that it has written, before an older checkpoint is removed.
 
     Raises:
-      OSError: not everything can be found; orbax itself only warns where it leaves a checkpoint in pieces.
+      OSError: an array is missing. Orbax itself only warns if it cannot merge the parts of a checkpoint.
     """
-    found = _orbax().metadata(arrays).item_metadata
-    if found is None or set(found.tree) != set(saved):
+    written = _orbax().metadata(arrays).item_metadata
+    if written is None or set(written.tree) != set(saved):
         raise OSError("orbax cannot read what it has written")
 
 
-def _system_error(error: ValueError) -> str | None:
-    """Return the system's words where TensorStore failed to write, of which it tells by a ValueError; else None."""
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(found[1])) if found else None
+def _system_error(error: BaseException | None) -> str | None:
+    """The system's message if TensorStore failed to write, which it reports as a ValueError; otherwise None."""
+    code = re.search(r"os_error_code='(\d+)'", str(error)) if isinstance(error, ValueError) else None
+    return os.strerror(int(code[1])) if code else None
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep orbax and TensorStore from printing a failure in their threads, which `Checkpoints.save` reports."""
-    log, tasks, hook = logging.getLogger("absl"), logging.getLogger("asyncio"), sys.unraisablehook
-
-    def unless_reported(record: logging.LogRecord) -> bool:
-        """Leave out tasks that failed as the write did: asyncio tells of those that nobody asked."""
-        error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, ValueError) and _system_error(error))
-
-    def unless_late(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
-
-    disabled, log.disabled, sys.unraisablehook = log.disabled, True, unless_late
-    tasks.addFilter(unless_reported)
+def _without_logs() -> Iterator[None]:
+    """Keep orbax from logging a failure, because `Checkpoints.save` reports it."""
+    log = logging.getLogger("absl")
+    disabled, log.disabled = log.disabled, True
     try:
         yield
-        # Not after a failure: other threads and tasks then end later than the loop that has it.
-        sys.unraisablehook = hook
-        tasks.removeFilter(unless_reported)
     finally:
         log.disabled = disabled
 
 
-def _remove_under_way(folder: Path) -> None:
-    """Remove a folder, if possible, although TensorStore's threads go on to write into it for a moment."""
+def _is_not_reported(record: logging.LogRecord) -> bool:
+    """Filter of asyncio's log, where further arrays that could not be written appear after the first one has failed."""
+    return _system_error(record.exc_info[1] if record.exc_info else None) is None
+
+
+def _remove_incomplete(folder: Path) -> None:
+    """Try for two seconds to remove a folder into which TensorStore's threads may still write."""
     for _ in range(40):
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)
@@ -319,19 +312,21 @@ def _remove_under_way(folder: Path) -> None:
 
 
 class _DamageError(Exception):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from the one that was written."""
 
 
 @functools.cache
 def _orbax() -> Any:
-    """Return orbax's synchronous checkpointer; the import takes half a second, so it waits until it is needed."""
+    """Orbax's synchronous checkpointer, imported on first use because that takes half a second."""
     import orbax.checkpoint
+
+    logging.getLogger("asyncio").addFilter(_is_not_reported)
 
     return orbax.checkpoint.Checkpointer(orbax.checkpoint.StandardCheckpointHandler())
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """Return the leaves by path, such as ``state/models/params/conv1/kernel``, in the order of ``jax.tree.leaves``."""
+    """The leaves by path, such as ``state/models/params/conv1/kernel``, in the order of ``jax.tree.leaves``."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="/") or "tree": leaf for path, leaf in paths}
     if len(named) < len(paths):
@@ -375,7 +370,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _checksum(path: Path) -> int:
-    if path.exists() and not path.is_file():  # a named pipe has no end
+    if path.exists() and not path.is_file():  # reading a named pipe would never end
         raise _DamageError(f"{path.name} is not a file")
     checksum = 0
     with path.open("rb") as file:
@@ -384,16 +379,16 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _seal(content: dict[str, Any]) -> int:
+def _content_checksum(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of the manifest after checking it."""
+    """Read and check the manifest."""
     try:
         manifest = files.parse_json(files.read_text(folder / MANIFEST))
         content = manifest["content"]
-        if manifest["checksum"] != _seal(content):
+        if manifest["checksum"] != _content_checksum(content):
             raise _DamageError(f"{MANIFEST} was changed")
         if missing := [name for name in ("meta", "leaves", "files") if not isinstance(content.get(name), dict)]:
             raise _DamageError(f"{MANIFEST} has no {' and no '.join(missing)}")
@@ -407,7 +402,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """Return the content of the manifest after checking it and every file that it names."""
+    """Read and check the manifest and all files that it lists."""
     content = _manifest(folder)
     try:
         for name, checksum in content["files"].items():

@@ -122,7 +122,7 @@ class Experiment:
             self._save(progress, 0)
             self.folder.to_keep = True
             return progress, 0
-        round, notes = self.checkpoints.newest_whole()
+        round, notes = self.checkpoints.newest_intact()
         if self.processes.writes:
             for note in notes:
                 print(f"fedjax-mr: {note}; going on from round {round}", file=sys.stderr)

@@ -353,9 +353,11 @@ def run_state(folder: Path | str) -> str:
 
 
 def is_remains(folder: Path | str) -> bool:
-    """Return whether a folder holds only checkpoints: its run was at work on one while the run folder was removed."""
+    """Whether a folder contains only checkpoints, because its run folder was removed while one was written."""
     folder = Path(folder)
-    return folder.is_dir() and _visible_names(folder) == ["checkpoints"] and Checkpoints(folder / "checkpoints").alone()
+    if not folder.is_dir() or _visible_names(folder) != ["checkpoints"]:
+        return False
+    return Checkpoints(folder / "checkpoints").has_nothing_else()
 
 
 def saved_round(folder: Path | str) -> int | None:

@@ -118,11 +118,14 @@ def _exit_at_once(number: int, frame: Any) -> None:
 
 
 def _resend(unraisable: Any) -> None:
-    """Send Ctrl-C again if Python has dropped it; report any other error that Python cannot raise."""
+    """Send Ctrl-C again if Python has dropped it, and report any other error that Python cannot raise.
+
+    One kind is not reported: threads of TensorStore that end after a failed write, which the command reports itself.
+    """
     if unraisable.exc_type is KeyboardInterrupt:
         target = threading.get_ident(), signal.SIGINT  # the main thread, so the signal also ends a wait
         threading.Timer(RESEND_SECONDS, signal.pthread_kill, target).start()
-    else:
+    elif str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -272,7 +271,7 @@ def test_damage_to_any_file_is_found(two_checkpoints, tmp_path, damage):
             message = error_of(Checkpoints(folder).restore, state())
             assert f"{folder / '2'} is damaged" in message
             assert str(name.relative_to("2")) in message
-            assert "--resume goes on from the previous checkpoint" in message
+            assert "--resume continues from the previous checkpoint" in message
             shutil.rmtree(folder / "2")
         assert Checkpoints(folder).restore(state())[1] == {"round": 1}
         shutil.rmtree(folder)
@@ -299,7 +298,7 @@ def reseal(path, change):
     """Change the content of a manifest as somebody would who forges its checksum too."""
     content = json.loads(path.read_text())["content"]
     change(content)
-    path.write_text(json.dumps({"content": content, "checksum": checkpoint._seal(content)}))
+    path.write_text(json.dumps({"content": content, "checksum": checkpoint._content_checksum(content)}))
 
 
 def pipe(path):
@@ -338,10 +337,10 @@ def test_a_damaged_newest_checkpoint_is_kept_aside(two_checkpoints, tmp_path, ca
     folder = Path(shutil.copytree(two_checkpoints, tmp_path / "copy"))
     damage(folder / "2" / MANIFEST)
     held = sorted(path.relative_to(folder / "2") for path in (folder / "2").rglob("*"))
-    round, (note,) = Checkpoints(folder).newest_whole()
+    round, (note,) = Checkpoints(folder).newest_intact()
     assert round == 1 and "\n" not in note
     assert f"{folder / '2'} is damaged (" in note and reason in note and "kept as damaged-2" in note
-    assert Checkpoints(folder).rounds() == [1] and Checkpoints(folder).newest_whole() == (1, [])
+    assert Checkpoints(folder).rounds() == [1] and Checkpoints(folder).newest_intact() == (1, [])
     assert sorted(path.relative_to(folder / "damaged-2") for path in (folder / "damaged-2").rglob("*")) == held
 
 
@@ -350,15 +349,15 @@ def test_every_damaged_checkpoint_stays(two_checkpoints, tmp_path):
     for name in ("damaged-2", "damaged-2-2", "damaged-2-3"):
         shutil.copytree(two_checkpoints / "2", folder / "2", dirs_exist_ok=True)
         truncate(folder / "2" / MANIFEST)
-        assert name in Checkpoints(folder).newest_whole()[1][0]
+        assert name in Checkpoints(folder).newest_intact()[1][0]
     Checkpoints(folder, keep=1).save(3, state(3), {})
     names = ["3", "damaged-2", "damaged-2-2", "damaged-2-3"]
     assert sorted(path.name for path in folder.iterdir()) == names
     truncate(folder / "3" / MANIFEST)
-    message = error_of(Checkpoints(folder).newest_whole)
+    message = error_of(Checkpoints(folder).newest_intact)
     assert "all checkpoints in" in message and "start anew with --overwrite" in message
     assert sorted(path.name for path in folder.iterdir()) == names  # nothing to go on from, nothing to set aside
-    assert "no checkpoint" in error_of(Checkpoints(tmp_path / "none").newest_whole)
+    assert "no checkpoint" in error_of(Checkpoints(tmp_path / "none").newest_intact)
 
 
 def test_a_forged_manifest_of_no_files_is_one_line(two_checkpoints, tmp_path):
@@ -429,28 +428,10 @@ def test_tensorstores_full_disk_is_one_line(tmp_path, monkeypatch):
             )
 
     monkeypatch.setattr(checkpoint, "_orbax", Full)
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored after the test
     with pytest.raises(UserError, match=r"cannot write .*No space left on device\)$"):
         checkpoints.save(2, {"a": np.arange(3)}, {})
     assert checkpoints.rounds() == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["1"]  # half a checkpoint would keep the disk full
-
-
-def test_threads_that_end_after_a_failure_are_not_heard(monkeypatch):
-    heard = []
-    monkeypatch.setattr(sys, "unraisablehook", heard.append)
-
-    def report(message):
-        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(message)))
-
-    with checkpoint._silent():
-        pass
-    report("Event loop is closed")
-    with pytest.raises(ValueError), checkpoint._silent():
-        raise ValueError
-    report("Event loop is closed")
-    report("another error")
-    assert [str(each.exc_value) for each in heard] == ["Event loop is closed", "another error"]
 
 
 def test_everything_is_on_the_disk_before_the_rename_and_that_before_the_older_goes(tmp_path, monkeypatch):
@@ -485,6 +466,7 @@ LIMITED = """
 import resource, sys
 import numpy as np
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.checkpoint import Checkpoints, shutil
 
 folder, limit, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -495,11 +477,15 @@ checkpoints = Checkpoints(folder)
 checkpoints.save(0, {"0": tree(0)["0"][:100]}, {})
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    for round in range(1, last):
-        checkpoints.save(round, tree(round), {})
-except UserError as error:
-    sys.exit(str(error))
+
+def main():
+    try:
+        for round in range(1, last):
+            checkpoints.save(round, tree(round), {})
+    except UserError as error:
+        print(error, file=sys.stderr)
+
+interrupts.run(main)
 """
 
 
@@ -514,7 +500,7 @@ def test_a_limit_of_file_size_is_one_line(tmp_path, limit):
     ended = write_under_a_limit(tmp_path / "c", limit=limit)
     assert ended.stderr == f"cannot write a checkpoint into {tmp_path / 'c'} (File too large)\n"
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["0"]
-    assert Checkpoints(tmp_path / "c").newest_whole() == (0, [])
+    assert Checkpoints(tmp_path / "c").newest_intact() == (0, [])
 
 
 @pytest.mark.slow
@@ -531,7 +517,7 @@ def test_a_disk_that_fills_while_it_is_written_is_one_line(tmp_path, size):
         full = f"cannot write a checkpoint into {disk / 'c'} (No space left on device)\n"
         assert ended.stderr == ("" if size > 1200 else full)
         rounds = Checkpoints(disk / "c").rounds()
-        assert Checkpoints(disk / "c").newest_whole() == (rounds[-1], [])
+        assert Checkpoints(disk / "c").newest_intact() == (rounds[-1], [])
         assert sorted(path.name for path in (disk / "c").iterdir()) == [str(round) for round in rounds]
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -123,7 +123,7 @@ def test_a_folder_of_version_0_2_without_checksums_goes_on_with_the_same_numbers
     for path in (run / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
         del manifest["content"]["meta"]["checksums"]
-        manifest["checksum"] = fmr.experiment.checkpoint._seal(manifest["content"])
+        manifest["checksum"] = fmr.experiment.checkpoint._content_checksum(manifest["content"])
         path.write_text(json.dumps(manifest))
     assert fmr.load("run").summary["rounds"] == 6
     assert main.main([*FLAGS, "--rounds=8", "--run_dir=run", "--resume"]) == 0

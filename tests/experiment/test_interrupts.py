@@ -50,6 +50,16 @@ def test_ctrl_c_is_one_line(main, capfd):
     assert capfd.readouterr() == ("", "fedjax-mr: interrupted\n")
 
 
+@pytest.mark.parametrize(("message", "reported"), [("Event loop is closed", False), ("another error", True)])
+def test_threads_that_end_after_a_failed_write_are_not_reported(message, reported, capfd):
+    class Garbage:
+        def __del__(self):
+            raise RuntimeError(message)
+
+    assert interrupts.run(lambda: Garbage() and None) is None
+    assert (message in capfd.readouterr().err) == reported
+
+
 def test_without_ctrl_c_nothing_changes():
     interrupts.check()
     assert interrupts.run(lambda: 3) == 3

@@ -117,7 +117,7 @@ def test_all_take_the_checkpoint_that_the_first_process_finds_whole(service, tmp
     for round in (1, 2):
         Checkpoints(tmp_path).save(round, {"a": np.arange(3)}, {})
     (tmp_path / "2" / "manifest.json").write_text("")
-    first, *others = in_each(service, 3, lambda processes: Checkpoints(tmp_path, processes=processes).newest_whole())
+    first, *others = in_each(service, 3, lambda processes: Checkpoints(tmp_path, processes=processes).newest_intact())
     assert first[0] == 1 and "kept as damaged-2" in first[1][0]
     assert others == [first] * 2
 
