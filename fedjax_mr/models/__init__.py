@@ -1,4 +1,4 @@
-"""Networks by name, ``build("lenet5", ...)``: each family in its own file, each network an ordered list of blocks."""
+"""Networks by name: ``build("lenet5", ...)``. One file per family; each network is an ordered list of blocks."""
 
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ from fedjax_mr.registry import Registry
 
 @dataclasses.dataclass(frozen=True)
 class ModelRow:
-    """A registered network; one's own needs no more than the first field: ``MODELS["mine"] = ModelRow(MyNetwork)``.
+    """A registered network. Only the first field is required: ``MODELS["mine"] = ModelRow(MyNetwork)``.
 
     Attributes:
-      network: called with ``num_classes`` and others of a `BlockNet`'s attributes, as far as it takes them; or a Flax
-        module.
-      input_shape: the sample that its source describes, for the table; (): it is not in the table.
-      num_classes: C of the same source.
-      source: where the network comes from.
+      network: a Flax module, or a function that makes one. The function is called with ``num_classes`` and with those
+        of ``initialisation`` and ``projection`` that it accepts.
+      input_shape: shape of one sample in the source, for the table of networks. (): the table omits the network.
+      num_classes: C in the source.
+      source: the paper or code that the network comes from.
       input_dtype: float32 for images and vectors, int32 for token sequences.
     """
 
@@ -41,14 +41,14 @@ class ModelRow:
 CIFAR, GREY, TEXT = (32, 32, 3), (28, 28, 1), (80,)
 
 SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
-"""Relatives of a small network, for clients of different ones."""
+"""Variants of a small network, for experiments in which clients have different networks."""
 
 
 def check_row(name: str, row: Any) -> None:
-    """Check the row of a network from outside the package.
+    """Check a user's row of `MODELS`.
 
     Raises:
-      UserError: it is no `ModelRow`.
+      UserError: the row is not a `ModelRow`.
     """
     if not isinstance(row, ModelRow) or not (isinstance(row.network, nn.Module) or callable(row.network)):
         raise UserError(f"fmr.MODELS[{name!r}] takes fmr.ModelRow(MyNetwork)")
@@ -110,7 +110,7 @@ def build(
     authors_state: bool = False,
     projection: int = 0,
 ) -> Model:
-    """Return the network ``name`` for samples of ``input_shape``.
+    """Build the network ``name`` for samples of ``input_shape``.
 
     Args:
       name: a key of `MODELS`.
@@ -118,15 +118,15 @@ def build(
       num_classes: C.
       input_dtype: float32 for images and vectors, int32 for token sequences.
       init: ``torch`` (the authors' initialisation) or ``flax``.
-      norm: ``batch`` or ``group``, in networks that normalise.
-      authors_state: whether the state holds the tensors of the authors' that change no output: BatchNorm's batch
-        counters and the final BatchNorm of ``resnet20``.
-
-      projection: width of a projection head in front of the classifier (Li et al., MOON, CVPR 2021: 256); 0: none.
+      norm: ``batch`` or ``group``, for networks with normalisation.
+      authors_state: whether the state includes the tensors of the released code that affect no output: BatchNorm's
+        batch counters and the final BatchNorm of ``resnet20``.
+      projection: width of a projection head in front of the classifier (Li et al., MOON, CVPR 2021: 256). 0 disables
+        it.
 
     Raises:
-      UserError: no network has this name, an option is unknown or means nothing to the network, or the samples do not
-        fit it; all this before anything is compiled.
+      UserError: the name is unknown, an option is unknown or does not apply to the network, or the samples do not fit
+        the network. All checks run before anything is compiled.
     """
     if registry.is_supplied(name):
         raise registry.not_passed("model", name)
@@ -137,44 +137,47 @@ def build(
     if norm not in ("batch", "group"):
         raise unknown_name("norm", norm, ("batch", "group"))
     if authors_state and norm != "batch":
-        raise UserError(f"the authors' state has batch normalisation, not norm={norm}; drop one of the two")
-    network = _made(name, num_classes=num_classes, initialisation=init, projection=projection)
+        raise UserError(f"authors_state=True needs batch normalisation, not norm={norm}; drop one of the two")
+    network = _network(name, num_classes=num_classes, initialisation=init, projection=projection)
     if not isinstance(network, BlockNet):
         return of_module(
             network, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name, norm=norm,
             authors_state=authors_state, projection=projection,
         )  # fmt: skip
     if projection and not network.has_representation:
-        raise UserError(f"--projection={projection}: {name} has no representation to project; use another model, or 0")
+        raise UserError(f"projection={projection}: {name} has no representation to project; use another model, or 0")
     options: dict[str, Any] = {"norm": norm} if norm != "batch" else {}
     options |= {"authors_state": True} if authors_state else {}
     for option, value in options.items():
         if not hasattr(network, option):
-            raise UserError(f"{option}={value} means nothing to the model {name}; leave it out")
+            raise UserError(f"{option}={value} does not apply to the model {name}; leave it out")
     network = network.clone(**options)
     model = Model(network, tuple(input_shape), input_dtype, name)
     _check_fit(model, network.takes)
     return model
 
 
-def _made(name: str, **options: Any) -> nn.Module:
-    """Return the module of a row, made with those of the options that it takes."""
+def _network(name: str, **options: Any) -> nn.Module:
+    """The module of a row, built with the options that its function accepts."""
     row = MODELS[name]
     network = getattr(row, "network", None)
     if isinstance(network, nn.Module):
         return network
     if not callable(network):
-        raise UserError(f"MODELS[{name!r}] is no ModelRow: write MODELS[{name!r}] = ModelRow(MyNetwork)")
+        raise UserError(f"MODELS[{name!r}] is not a ModelRow: write MODELS[{name!r}] = ModelRow(MyNetwork)")
     parameters = inspect.signature(network).parameters
-    lacking = [
+    missing = [
         each.name
         for each in parameters.values()
         if each.default is each.empty and each.kind is not each.VAR_KEYWORD and each.name not in options
     ]
-    if lacking:
-        raise UserError(f"MODELS[{name!r}] needs {', '.join(lacking)}, too: give it a function of num_classes alone")
-    made: Any = network(**{option: value for option, value in options.items() if option in parameters})
-    return made
+    if missing:
+        raise UserError(
+            f"MODELS[{name!r}] is called without {', '.join(missing)}: give these arguments defaults, or wrap the "
+            "network in a function of num_classes"
+        )
+    module: Any = network(**{option: value for option, value in options.items() if option in parameters})
+    return module
 
 
 def of_module(
@@ -188,10 +191,10 @@ def of_module(
     projection: int = 0,
     name: str = "",
 ) -> Model:
-    """Return a Flax module, or a `Model` of one, as a network for samples of ``input_shape``; see `user_module.bind`.
+    """Wrap a Flax module, or a `Model` of one, as a network for samples of ``input_shape``; see `user_module.bind`.
 
     Raises:
-      UserError: it does not fit the samples, or an option is set that is for our networks alone.
+      UserError: the module does not fit the samples, or an option is set that only applies to built-in networks.
     """
     if isinstance(module, Model):
         module, name = module.module, name or module.name
@@ -199,7 +202,7 @@ def of_module(
         ("norm", norm, "batch"), ("authors_state", authors_state, False), ("projection", projection, 0),
     ):  # fmt: skip
         if value != default:
-            raise UserError(f"--{option}={value} is for the networks in MODELS: build it into the module instead")
+            raise UserError(f"{option}={value} only applies to built-in networks: build it into the module instead")
     return user_module.bind(
         module, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name
     )
@@ -210,19 +213,19 @@ def _check_fit(model: Model, takes: str) -> None:
     sample = describe(model.input_shape, model.input_dtype)
     integer = jnp.issubdtype(model.input_dtype, jnp.integer)
     if takes == "tokens" and not (integer and len(shape) == 1):
-        raise UserError(f"{model.name} wants token sequences [T] of integers, but the samples are {sample}")
+        raise UserError(f"{model.name} needs token sequences [T] of integers, but the samples are {sample}")
     if takes != "tokens" and integer:
         raise UserError(
-            f"{model.name} wants {takes}, but the samples are token sequences ({sample}); use an lstm model"
+            f"{model.name} needs {takes}, but the samples are token sequences ({sample}); use an lstm model"
         )
     if takes == "images" and len(shape) != 3:
         raise UserError(
-            f"{model.name} wants images [height, width, channels], but the samples are {sample}; mlp and logistic take "
+            f"{model.name} needs images [height, width, channels], but the samples are {sample}; mlp and logistic take "
             "numbers of any shape"
         )
     if takes == "images" and shape[0] in (1, 3) and shape[-1] > 4:
         raise UserError(
-            f"{model.name} wants images with the channels last, but the samples are {sample}; transpose them"
+            f"{model.name} needs images with the channels last, but the samples are {sample}; transpose them"
         )
     try:
         model.shapes()

@@ -1,4 +1,4 @@
-"""Print the table of all networks: ``python -m fedjax_mr.models``."""
+"""The command ``python -m fedjax_mr.models``: print the table of all networks."""
 
 import argparse
 import math
@@ -18,7 +18,7 @@ COLUMNS = ("model", "sample", "classes", "layers", "leaves", "parameters", "stat
 
 
 def row(name: str) -> tuple[str, ...]:
-    """Return the table's cells for one network on the samples of its source."""
+    """One row of the table: a network, for samples as in its source."""
     entry = MODELS[name]
     shape, dtype = entry.input_shape, entry.input_dtype
     model = build(name, input_shape=shape, num_classes=entry.num_classes, input_dtype=dtype)
@@ -35,7 +35,7 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def multiply_adds(model: Model) -> int:
-    """Return the multiplications of one sample's forward pass in convolutions and matrix products."""
+    """Number of multiply-adds of the forward pass of one sample, in convolutions and matrix products."""
     sample = jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
     return _multiply_adds(jax.make_jaxpr(model.apply)(model.shapes(), sample).jaxpr)
 
@@ -57,7 +57,7 @@ def _multiply_adds(jaxpr: core.Jaxpr) -> int:
 
 
 def _is_our_convolution(equation: core.JaxprEqn) -> bool:
-    """Return whether it is that of the layers, which may multiply by zeros as well, depending on the platform."""
+    """Whether the equation is a call of `windows.conv`, whose inner program depends on the platform."""
     operands: list[Any] = [variable.aval for variable in equation.invars]
     ranks = [operand.ndim for operand in operands]
     return equation.primitive.name == "custom_vjp_call" and ranks == [4, 4]
@@ -65,13 +65,13 @@ def _is_our_convolution(equation: core.JaxprEqn) -> bool:
 
 def _inner(params: dict) -> Iterator[core.Jaxpr]:
     for value in params.values():
-        jaxpr = getattr(value, "jaxpr", value)  # until JAX 0.10 there are two kinds, and a closed one holds the other
+        jaxpr = getattr(value, "jaxpr", value)  # before JAX 0.10 a closed jaxpr contains the jaxpr
         if isinstance(jaxpr, core.Jaxpr):
             yield jaxpr
 
 
 def network_table() -> str:
-    """Return the table of all networks as text."""
+    """The table of all networks as text."""
     rows = [COLUMNS, *(row(name) for name, entry in MODELS.items() if entry.input_shape)]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(COLUMNS))]
     left = {0, 1, len(COLUMNS) - 1}
@@ -87,16 +87,18 @@ def network_table() -> str:
 
 
 def main() -> int:
-    """Print the table and return the exit code: 0, or 2 for bad input."""
+    """Print the table. The exit code is 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m fedjax_mr.models", description="Print the table of all networks.")
-    parser.add_argument("--import", dest="imports", action="append", default=[], help="Python file with own networks")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], help="Python file that registers networks"
+    )
     try:
         imports.load(parser.parse_args().imports)
         print(network_table())
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code
-    print("Multiply-adds: of one sample, forward. State bytes: parameters and normalisation statistics, float32.")
+    print("Multiply-adds: forward pass of one sample. State bytes: parameters and normalisation statistics in float32.")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The interface of a network: an ordered list of named blocks behind pure functions of its variables.
+"""The interface of a network: an ordered list of named blocks, used through pure functions of its variables.
 
-A `Model` is a zoo of one: what takes several networks (`models.zoo.Zoo`) asks a model for its ``networks``, packs and
-unpacks variables and switches on the architecture, and for a single network all of that is the identity.
+A `Model` is also a zoo of one network, so that code for several networks (`models.zoo.Zoo`) works with every model. For
+a single network ``pack``, ``unpack``, ``switch`` and ``train_compact`` change nothing.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from fedjax_mr.models.blocks import Projection
 Variables = dict[str, Any]
 """All Flax collections of a network: ``params`` and, with BatchNorm, ``batch_stats``."""
 
-# PyTorch lists the tensors of a layer in this order; papers and released code count leaves so.
+# PyTorch's order of the tensors of a layer. Papers and released code count leaves in this order.
 LEAF_ORDER = ("embedding", "kernel", "recurrent_kernel", "bias", "recurrent_bias")
 NORM_LEAF_ORDER = ("scale", "bias", "mean", "var", "count")
 
@@ -30,15 +30,15 @@ NORM_LEAF_ORDER = ("scale", "bias", "mean", "var", "count")
 class BlockNet(nn.Module):
     """An ordered list of named blocks; the last one is the head (the classifier's dense layer).
 
-    A family overrides ``blocks``. Every block is a module called as ``block(x, train=..., mask=...)``:
-    ``train`` switches BatchNorm and dropout, ``mask`` [B] is 1 for true samples and 0 for padding (None: all true).
+    A family overrides ``blocks``. Every block is a module called as ``block(x, train=..., mask=...)``; ``train`` sets
+    the mode of BatchNorm and dropout. ``mask`` [B] is 1 for samples and 0 for padding, or None without padding.
 
     Attributes:
       num_classes: C, the width of the logits.
-      initialisation: ``torch`` (the authors': PyTorch's defaults, or what the network's own source sets) or ``flax``.
-      projection: width of MOON's projection head (dense, ReLU, dense) in front of the classifier; 0: none.
-      takes: what a sample has to be: ``images`` [H, W, channels], ``tokens`` [T] or ``numbers`` of any shape.
-      has_representation: whether something is computed before the head.
+      initialisation: ``torch`` (PyTorch's defaults, or those of the network's source code) or ``flax``.
+      projection: width of MOON's projection head (dense, ReLU, dense) in front of the classifier. 0 disables it.
+      takes: the kind of samples: ``images`` [H, W, channels], ``tokens`` [T] or ``numbers`` of any shape.
+      has_representation: whether any layer precedes the head.
     """
 
     num_classes: int
@@ -48,48 +48,48 @@ class BlockNet(nn.Module):
     has_representation: ClassVar[bool] = True
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         raise NotImplementedError
 
     def setup(self) -> None:
-        """Make each block a submodule under its name."""
+        """Register each block as a submodule under its name."""
         blocks = self.blocks()
         if self.projection:
-            between = ("projector", Projection(self.projection, self.initialisation))
-            blocks = (*blocks[:-1], between, blocks[-1])
+            projector = ("projector", Projection(self.projection, self.initialisation))
+            blocks = (*blocks[:-1], projector, blocks[-1])
         self.block_names = tuple(name for name, _ in blocks)
         for name, block in blocks:
             setattr(self, name, block)
 
     def features(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the representation [B, F]: everything before the head."""
+        """Compute the representation [B, F] of a batch: all blocks before the head."""
         for name in self.block_names[:-1]:
             x = getattr(self, name)(x, train=train, mask=mask)
         return x
 
     def head(self, z: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the logits [B, C] of a representation [B, F]."""
+        """Compute the logits [B, C] of a representation [B, F]."""
         return getattr(self, self.block_names[-1])(z, train=train, mask=mask)
 
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the logits [B, C] of a batch [B, ...]."""
+        """Compute the logits [B, C] of a batch [B, ...]."""
         return self.head(self.features(x, train=train, mask=mask), train=train, mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A network bound to its input: pure functions over ``Variables``.
+    """A network for samples of one shape: pure functions of ``Variables``.
 
     Any Flax module is accepted (`calls` says how it is called, `user_module.bind` what is checked). ``features`` and
     ``head`` need methods of these names, which every `BlockNet` has.
 
     Attributes:
       module: the Flax module.
-      input_shape: the shape of one sample, without the batch axis.
+      input_shape: shape of one sample, without the batch axis.
       input_dtype: float32 for images and vectors, int32 for token sequences.
-      name: the network's name in error messages.
+      name: name of the network in error messages.
 
-    All functions of samples raise a UserError, while they are traced, when the samples are of another shape or kind.
+    All functions of samples raise a UserError during tracing if the samples have another shape or kind.
     """
 
     module: nn.Module
@@ -99,16 +99,16 @@ class Model:
 
     @property
     def networks(self) -> tuple["Model", ...]:
-        """The networks that variables may be of, by architecture number; A of them."""
+        """The A networks, ordered by architecture number."""
         return (self,)
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
-        """Return fresh variables of a network; consumes ``key``."""
+        """Initialise the variables of one network; consumes ``key``."""
         x = jnp.zeros((1, *self.input_shape), self.input_dtype)
         return calls.init(self.module, key, x)
 
     def apply(self, variables: Variables, x: jax.Array) -> jax.Array:
-        """Return the logits [B, C] in evaluation mode."""
+        """Compute the logits [B, C] in evaluation mode."""
         return self._apply(variables, x, train=False, mask=None)
 
     def train_apply(
@@ -121,13 +121,13 @@ class Model:
         key: jax.Array,
         method: str = "__call__",
     ) -> tuple[jax.Array, Variables]:
-        """Return the output in training mode and the new non-trainable collections.
+        """Compute the output in training mode and the new non-trainable collections.
 
         Args:
           params: the trainable collection.
           state: the other collections ({} without BatchNorm).
           x: a batch [B, ...].
-          mask: [B], 1 for true samples.
+          mask: [B], 1 for samples, 0 for padding.
           key: consumed by dropout.
           method: the module's method to call: ``__call__``, ``features`` or ``head``.
         """
@@ -142,29 +142,29 @@ class Model:
         )
 
     def features(self, variables: Variables, x: jax.Array) -> jax.Array:
-        """Return the representation [B, F] in evaluation mode."""
+        """Compute the representation [B, F] in evaluation mode."""
         return self._apply(variables, x, train=False, mask=None, method="features")
 
     def head(self, variables: Variables, z: jax.Array) -> jax.Array:
-        """Return the logits [B, C] of a representation [B, F] in evaluation mode."""
+        """Compute the logits [B, C] of a representation [B, F] in evaluation mode."""
         return self._apply(variables, z, train=False, mask=None, method="head")
 
     def architecture(self, variables: Variables) -> jax.Array:
-        """Return which network variables are of, int32; of stacked ones [R, ...] of each [R]."""
+        """Number (int32) of the network that the variables belong to; [R] for stacked variables [R, ...]."""
         return jnp.zeros((), jnp.int32)
 
     def pack(self, variables: Variables, architecture: int) -> Variables:
-        """Return a network's own variables, as Flax has them, in the form that all networks share."""
+        """Convert the variables of one network, in Flax's form, to the form that all networks share."""
         return variables
 
     def unpack(self, variables: Variables, architecture: int) -> Variables:
-        """Undo `pack`."""
+        """Convert variables back to Flax's form: the inverse of `pack`."""
         return variables
 
     def switch(self, variables: Variables, function: Callable, *operands: Any) -> Any:
-        """Return ``function(number, network, own variables, *operands)`` for the network that the variables are of.
+        """Call ``function(number, network, variables in Flax's form, *operands)`` for the network of the variables.
 
-        The results of all networks have the same structure and shapes; `pack` gives variables these.
+        The results must have the same structure and shapes for all networks. `pack` gives variables such a form.
         """
         return function(0, self, variables, *operands)
 
@@ -183,39 +183,39 @@ class Model:
         return train(loss, variables)
 
     def num_bytes(self) -> np.ndarray:
-        """Return the bytes of each network's variables [A]."""
+        """Bytes of the variables of each network [A]."""
         leaves = [jax.tree.leaves(network.shapes()) for network in self.networks]
         return np.array([sum(leaf.size * leaf.dtype.itemsize for leaf in each) for each in leaves])
 
     def shapes(self) -> Variables:
-        """Return the variables' shapes and dtypes without computing them."""
-        return jax.tree.map(lambda leaf: leaf, self._shapes)  # a tree of the caller's own
+        """Shapes and dtypes of the variables. Nothing is computed."""
+        return jax.tree.map(lambda leaf: leaf, self._shapes)  # a copy: the caller may change its dictionaries
 
     @functools.cached_property
     def _shapes(self) -> Variables:
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def layers(self) -> tuple["Layer", ...]:
-        """Return the layers in forward order, found by tracing one forward pass."""
+        """The layers in forward order, determined by tracing one forward pass."""
         return forward_layers(self.module, self.shapes(), self.input_shape, self.input_dtype)
 
     def num_parameters(self) -> int:
-        """Return the number of trainable numbers."""
+        """Number of trainable parameters."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes()["params"]))
 
     def head_name(self) -> str:
-        """Return the name of the submodule that is all of the head.
+        """Name of the submodule that is the head.
 
         Raises:
-          UserError: the module has no ``head``, or its head is made of several submodules.
+          UserError: the module has no ``head``, or its head consists of several submodules.
         """
         z = jax.eval_shape(self.features, self.shapes(), jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype))
         owners = _modules_called(lambda: jax.eval_shape(self.head, self.shapes(), z))
         names = list(dict.fromkeys(path[0] for path in owners if path and path[0] in self.shapes()["params"]))
         if len(names) != 1:
             raise UserError(
-                f"the head of {self.name} is not one submodule ({', '.join(names) or 'none has parameters'}): let its "
-                "method head call a single one"
+                f"the head of {self.name} is not one submodule ({', '.join(names) or 'none has parameters'}): its "
+                "method head must call exactly one submodule"
             )
         return names[0]
 
@@ -224,8 +224,8 @@ class Model:
             self._check(x)
         if not hasattr(self.module, method):
             raise UserError(
-                f"{self.name} has no method {method!r}, which is needed here: give the module both features(x), all "
-                "before its last layer [B, F], and head(z), the last layer's logits [B, C], and let __call__ return "
+                f"{self.name} has no method {method!r}, which is needed here: define features(x) (all layers before "
+                "the last one, [B, F]) and head(z) (the logits of the last layer, [B, C]), and let __call__ return "
                 "head(features(x))"
             )
         return calls.apply(self.module, variables, x, method=method, **options)
@@ -235,12 +235,12 @@ class Model:
         if tuple(x.shape[1:]) != tuple(self.input_shape) or not same_kind:
             raise UserError(
                 f"{self.name} was built for samples {describe(self.input_shape, self.input_dtype)}, "
-                f"but received {describe(x.shape[1:], x.dtype)}; build it with the shape of the data"
+                f"but received {describe(x.shape[1:], x.dtype)}; build it for the shape of the data"
             )
 
 
 def describe(shape: tuple[int, ...], dtype: Any) -> str:
-    """Return a sample's shape and type in words, such as ``28x28x1 of float32``."""
+    """Shape and type of a sample in words, such as ``28x28x1 of float32``."""
     return f"{'x'.join(map(str, shape)) or 'scalars'} of {np.dtype(dtype).name}"
 
 
@@ -249,9 +249,9 @@ class Layer:
     """A module that owns tensors.
 
     Attributes:
-      name: the module's path, such as ``conv1/conv``.
+      name: path of the module, such as ``conv1/conv``.
       leaves: positions of its tensors in ``jax.tree.leaves(variables)``, in PyTorch's order inside the layer.
-      names: the tensors' names in the same order.
+      names: names of the tensors in the same order.
     """
 
     name: str
@@ -262,20 +262,20 @@ class Layer:
 def forward_layers(
     module: nn.Module, shapes: Variables, input_shape: tuple[int, ...], input_dtype: Any
 ) -> tuple[Layer, ...]:
-    """Return the layers of ``module`` in the order in which a forward pass first calls them.
+    """The layers of ``module`` in the order in which a forward pass first calls them.
 
-    JAX flattens dictionaries alphabetically, so the forward order has to be recorded: segments (FedMR-p) and the
-    released FedCross similarity depend on it.
+    JAX flattens dictionaries alphabetically, so the forward order must be recorded: segments (FedMR-p) and the
+    similarity of the released FedCross code depend on it.
     """
     leaves: dict[tuple[str, ...], dict[str, int]] = {}
     for position, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
-        keys = tuple(str(entry.key) for entry in path)  # NNX counts the modules of a list: its keys are integers
+        keys = tuple(str(entry.key) for entry in path)  # NNX numbers the modules of a list: these keys are integers
         leaves.setdefault(keys[1:-1], {})[keys[-1]] = position
 
     x = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)
     forward = functools.partial(calls.apply, module, train=False, mask=None, method="__call__")
     order = [path for path in _modules_called(lambda: jax.eval_shape(forward, shapes, x)) if path in leaves]
-    order += [path for path in leaves if path not in order]  # tensors that no forward pass reads stay at the end
+    order += [path for path in leaves if path not in order]  # tensors that the forward pass does not read come last
 
     def layer(path: tuple[str, ...]) -> Layer:
         names = sorted(leaves[path], key=lambda name: _leaf_rank(name, leaves[path]))
@@ -285,7 +285,7 @@ def forward_layers(
 
 
 def _modules_called(trace: Callable[[], Any]) -> list[tuple[str, ...]]:
-    """Return the paths of the modules that are called while something is traced, in the order of the first calls."""
+    """Paths of the modules that ``trace`` calls, in the order of their first calls."""
     order: dict[tuple[str, ...], None] = {}
 
     def record(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:

@@ -1,4 +1,4 @@
-"""The blocks that most networks are made of: a convolution or a dense layer with what belongs to it."""
+"""The blocks of most networks: a convolution or a dense layer, with normalisation, pooling, activation and dropout."""
 
 import flax.linen as nn
 import jax
@@ -7,18 +7,18 @@ from fedjax_mr.models import layers, windows
 
 
 class ConvBlock(nn.Module):
-    """Convolution, normalisation, max-pooling, ReLU, dropout of whole channels; all but the first optional.
+    """Convolution, then optionally normalisation, max-pooling, ReLU and dropout of channels.
 
-    Pooling comes before ReLU whatever the papers write: the two commute, and this order has fewer values to rectify.
+    Pooling always precedes ReLU, also where a paper has the reverse order: the two commute, and ReLU is cheaper here.
 
     Attributes:
-      features, kernel_size, strides, padding, initialisation: those of `layers.Conv`.
-      norm: ``batch``, ``group`` or "" (none).
-      counted: that of `layers.BatchNorm`.
-      pool: the window of max-pooling; 0 for none.
-      pool_strides: the step of max-pooling; the window by default.
+      features, kernel_size, strides, padding, initialisation: see `layers.Conv`.
+      norm: ``batch``, ``group`` or "" (no normalisation).
+      counted: see `layers.BatchNorm`.
+      pool: window of max-pooling. 0 disables it.
+      pool_strides: step of max-pooling. Default: the window.
       relu: whether ReLU follows.
-      channel_dropout: the rate at which output channels are dropped.
+      channel_dropout: probability of dropping an output channel.
     """
 
     features: int
@@ -35,7 +35,7 @@ class ConvBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the feature maps [B, H', W', features] of [B, H, W, I]."""
+        """Compute the feature maps [B, H', W', features] of [B, H, W, I]."""
         x = layers.Conv(
             self.features,
             self.kernel_size,
@@ -58,12 +58,12 @@ class ConvBlock(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """Dropout of the inputs, dense layer, ReLU; flattens what it receives.
+    """Flattening, dropout, dense layer, ReLU.
 
     Attributes:
-      features: the width of the output.
-      initialisation: that of `layers.Dense`.
-      dropout: the rate at which inputs are dropped.
+      features: width of the output.
+      initialisation: see `layers.Dense`.
+      dropout: probability of dropping an input.
       relu: whether ReLU follows.
     """
 
@@ -74,7 +74,7 @@ class DenseBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the vectors [B, features] of [B, ...]."""
+        """Compute the vectors [B, features] of [B, ...]."""
         x = x.reshape(x.shape[0], -1)
         if self.dropout:
             x = nn.Dropout(self.dropout)(x, deterministic=not train)
@@ -83,16 +83,16 @@ class DenseBlock(nn.Module):
 
 
 def head(num_classes: int, *, initialisation: str, dropout: float = 0.0) -> DenseBlock:
-    """Return the classifier: a dense block [B, F] -> [B, C] without ReLU."""
+    """The classifier: a dense block [B, F] -> [B, C] without ReLU."""
     return DenseBlock(num_classes, initialisation=initialisation, dropout=dropout, relu=False)
 
 
 class Flatten(nn.Module):
-    """Make one vector of each sample."""
+    """Flatten each sample to a vector."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the vectors [B, F] of [B, ...]."""
+        """Reshape [B, ...] to [B, F]."""
         return x.reshape(x.shape[0], -1)
 
 
@@ -104,7 +104,7 @@ class Projection(nn.Module):
 
     @nn.compact
     def __call__(self, z: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the projection [B, features] of a representation [B, ...]."""
+        """Compute the projection [B, features] of a representation [B, ...]."""
         z = z.reshape(z.shape[0], -1)
         z = nn.relu(layers.Dense(z.shape[-1], self.initialisation, name="hidden")(z))
         return layers.Dense(self.features, self.initialisation, name="dense")(z)

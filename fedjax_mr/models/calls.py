@@ -1,6 +1,7 @@
-"""Calls of Flax modules, ours and the users' own: what a module is told beside its input follows from its signature.
+"""Calls of Flax modules. The signature of a module decides which arguments it receives besides its input.
 
-Ours are called as ``module(x, train=..., mask=...)``. Others name the switch of training in their way, or have none.
+Built-in modules are called as ``module(x, train=..., mask=...)``. Modules of users may have another name for the switch
+between training and evaluation, or none.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-TRAINING = ("train", "training", "is_training")  # names of a switch that is on while training
-EVALUATION = ("deterministic", "use_running_average", "eval", "inference")  # and that is off
+TRAINING = ("train", "training", "is_training")  # switches that are True in training mode
+EVALUATION = ("deterministic", "use_running_average", "eval", "inference")  # switches that are False in training mode
 SWITCHES = dict.fromkeys(TRAINING, True) | dict.fromkeys(EVALUATION, False)
 
 
 @functools.cache
 def accepted(kind: type, method: str) -> tuple[str, ...]:
-    """Return the names of the arguments that a class's method takes."""
+    """Names of the arguments that a method of a class accepts."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(getattr(kind, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind in kinds)
@@ -29,14 +30,14 @@ def accepted(kind: type, method: str) -> tuple[str, ...]:
 
 @functools.cache
 def is_open(kind: type, method: str) -> bool:
-    """Return whether a class's method takes any keyword, ``**kwargs``."""
+    """Whether a method of a class has ``**kwargs``."""
     parameters = inspect.signature(getattr(kind, method)).parameters.values()
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def init(module: nn.Module, key: jax.Array, x: jax.Array) -> dict[str, Any]:
-    """Return fresh variables, made in evaluation mode; consumes ``key``."""
-    streams = {"params": key, "dropout": jax.random.fold_in(key, 1)}  # NNX's dropout wants its stream at init, too
+    """Initialise the variables of a module, in evaluation mode; consumes ``key``."""
+    streams = {"params": key, "dropout": jax.random.fold_in(key, 1)}  # NNX's dropout needs its stream at init, too
     return dict(
         in_mode(lambda module, **switches: module.init(streams, x, **switches), module, "__call__", train=False)
     )
@@ -45,17 +46,18 @@ def init(module: nn.Module, key: jax.Array, x: jax.Array) -> dict[str, Any]:
 def apply(
     module: nn.Module, variables: Any, x: jax.Array, *, train: bool, mask: jax.Array | None, method: str, **options: Any
 ) -> Any:
-    """Return what a method of a module makes of ``x`` [B, ...].
+    """Call a method of a module on ``x`` [B, ...].
 
     Args:
-      module: the module; one that cannot be switched is called in the same way in both modes.
+      module: the module. One without a switch is called in the same way in both modes.
       variables: its variables.
       x: the input.
-      train: the mode, given as an argument or a field of the module with one of the names in `SWITCHES`.
-      mask: [B], 1 for true samples, 0 for padding; None: all are true. A method that takes no mask is called without;
-        then Flax's BatchNorm sees it where its input has B rows, so that padding never enters the statistics.
-      method: the method.
-      options: of ``module.apply``.
+      train: the mode, passed as an argument or a field of the module with a name in `SWITCHES`.
+      mask: [B], 1 for samples, 0 for padding, or None without padding. If the method takes no mask, the BatchNorm
+        layers of Flax inside it receive the mask wherever their input has B rows, so that the statistics exclude
+        padding.
+      method: name of the method.
+      options: further arguments of ``module.apply``.
     """
     takes_mask = "mask" in accepted(type(module), method)
     if takes_mask:
@@ -68,11 +70,10 @@ def apply(
 
 
 def in_mode(call: Callable, module: nn.Module, method: str, *, train: bool) -> Any:
-    """Return what ``call(module, **switches)`` returns for a module in training or evaluation mode.
+    """Call ``call(module, **switches)`` with a module in training or evaluation mode.
 
-    A method with ``**kwargs`` and no switch of its own is offered every name in `SWITCHES`. It may read one of them, or
-    pass all to a module inside that knows one: Python's TypeError names an unknown one, and the call is repeated
-    without it.
+    A method with ``**kwargs`` and no switch receives every name in `SWITCHES`: it may read one of them, or pass all on
+    to an inner module that accepts one. If Python's TypeError names an unexpected one, the call is repeated without it.
     """
     switched_module, switches = switched(module, method, train=train)
     may_withdraw = switched_module is module and not switches and is_open(type(module), method)
@@ -89,12 +90,12 @@ def in_mode(call: Callable, module: nn.Module, method: str, *, train: bool) -> A
 
 
 def switched(module: nn.Module, method: str, *, train: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a module in training or evaluation mode, and the arguments that tell its method so."""
+    """A module in training or evaluation mode, and the switches to pass to its method."""
     names = accepted(type(module), method)
     arguments = {name: train == on for name, on in SWITCHES.items() if name in names}
-    own = {} if arguments else {field.name for field in dataclasses.fields(module)}  # type: ignore[arg-type]
-    fields: dict[str, Any] = {name: train == on for name, on in SWITCHES.items() if name in own}
-    return (module.clone(**fields) if fields else module), arguments
+    fields = {} if arguments else {field.name for field in dataclasses.fields(module)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {name: train == on for name, on in SWITCHES.items() if name in fields}
+    return (module.clone(**changes) if changes else module), arguments
 
 
 def _with_mask(mask: jax.Array, call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Small convolutional networks, two dense ones, and the quickstart's.
+"""Small convolutional networks and two dense networks.
 
 Sources: McMahan et al., "Communication-efficient learning of deep networks from decentralized data" (AISTATS 2017) for
-`CNNMcMahan` and `MLP`; LeCun et al. (1998) for the shape of `LeNet5`; the widths of `LeNet5` and `CNNFEMNIST` are those
-of the networks that the authors of FedMR (KDD 2024) released under the name CNN.
+`CNNMcMahan` and `MLP`; LeCun et al. (1998) for the structure of `LeNet5`. The widths of `LeNet5` and `CNNFEMNIST` are
+those of the networks called CNN in the released code of FedMR (KDD 2024).
 """
 
 import functools
@@ -15,18 +15,18 @@ from fedjax_mr.models.blocks import ConvBlock, DenseBlock, Flatten, head
 
 
 class CNNDigits(BlockNet):
-    """Two 3x3 convolutions and two dense layers for 8x8 digits: 13,706 parameters at 10 classes.
+    """The network of the quickstart, for 8x8 digits: two 3x3 convolutions, two dense layers, 13,706 parameters.
 
     Attributes:
-      scale: factor of all widths.
-      deep: whether a third convolution follows.
+      scale: factor for all widths.
+      deep: whether to add a third convolution.
     """
 
     scale: float = 1.0
     deep: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         third = (("conv3", ConvBlock(int(64 * self.scale), initialisation=self.initialisation)),) if self.deep else ()
         return (
             ("conv1", ConvBlock(int(16 * self.scale), pool=2, initialisation=self.initialisation)),
@@ -38,18 +38,18 @@ class CNNDigits(BlockNet):
 
 
 class LeNet5(BlockNet):
-    """The CNN on CIFAR of the authors of FedMR and FedCross: 62,006 parameters at 10 classes.
+    """The CNN for CIFAR in the released code of FedMR and FedCross: 62,006 parameters at 10 classes.
 
     Attributes:
-      scale: factor of all widths.
-      deep: whether a third convolution (3x3, 32 channels) follows.
+      scale: factor for all widths.
+      deep: whether to add a third convolution (3x3, 32 channels).
     """
 
     scale: float = 1.0
     deep: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, kernel_size=5, padding="VALID", pool=2, initialisation=self.initialisation)
         third = (("conv3", ConvBlock(int(32 * self.scale), initialisation=self.initialisation)),) if self.deep else ()
         return (
@@ -63,16 +63,16 @@ class LeNet5(BlockNet):
 
 
 class CNNMcMahan(BlockNet):
-    """The CNN of the papers' text: two 5x5 convolutions of 32 and 64 channels, 512 hidden units.
+    """The CNN of McMahan et al.: two 5x5 convolutions of 32 and 64 channels, 512 hidden units.
 
     Attributes:
-      padding: ``SAME`` as in TensorFlow's tutorial that the paper followed, or ``VALID``.
+      padding: ``SAME``, as in the TensorFlow tutorial that the paper followed, or ``VALID``.
     """
 
     padding: str = "SAME"
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(
             ConvBlock, kernel_size=5, padding=self.padding, pool=2, initialisation=self.initialisation
         )
@@ -85,10 +85,10 @@ class CNNMcMahan(BlockNet):
 
 
 class CNNFEMNIST(BlockNet):
-    """The CNN on FEMNIST of the authors of FedMR: 160,510 parameters at 62 classes."""
+    """The CNN for FEMNIST in the released code of FedMR: 160,510 parameters at 62 classes."""
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, kernel_size=5, padding="VALID", pool=2, initialisation=self.initialisation)
         return (
             ("conv1", conv(16)),
@@ -104,7 +104,7 @@ class MLP(BlockNet):
     takes: ClassVar[str] = "numbers"
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         return (
             ("hidden1", DenseBlock(200, initialisation=self.initialisation)),
             ("hidden2", DenseBlock(200, initialisation=self.initialisation)),
@@ -113,29 +113,29 @@ class MLP(BlockNet):
 
 
 class Logistic(BlockNet):
-    """Multinomial logistic regression: the convex experiment."""
+    """Multinomial logistic regression, for convex experiments."""
 
     takes: ClassVar[str] = "numbers"
     has_representation: ClassVar[bool] = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         return (("flatten", Flatten()), ("classifier", head(self.num_classes, initialisation=self.initialisation)))
 
 
 class CNNFedMe(BlockNet):
-    """FedMe's networks for FEMNIST: one to four unpadded 3x3 convolutions, one pool, 128 hidden units.
+    """FedMe's networks for FEMNIST: one to four unpadded 3x3 convolutions, one pooling layer, 128 hidden units.
 
     Attributes:
-      depth: the number of convolutions, of 32, 64, 128 and 256 channels.
-      conv_relu: whether ReLU follows each convolution; not so in the authors' code.
+      depth: number of convolutions, of 32, 64, 128 and 256 channels.
+      conv_relu: whether ReLU follows each convolution. The released code has none.
     """
 
     depth: int = 2
     conv_relu: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, padding="VALID", relu=self.conv_relu, initialisation=self.initialisation)
         last = self.depth - 1
         return (
@@ -149,7 +149,7 @@ class CNNPfl(BlockNet):
     """The CIFAR-10 network of pfl-research's benchmarks (TensorFlow's tutorial network with two dropouts)."""
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, padding="VALID", initialisation=self.initialisation)
         return (
             ("conv1", conv(32)),

@@ -1,4 +1,4 @@
-"""Layers with parameters, with PyTorch's conventions where they differ from Flax's."""
+"""Layers with parameters. Where PyTorch and Flax differ, the conventions are PyTorch's."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ Initializer = Callable[..., jax.Array]
 
 
 def uniform_fan_in(fan_in: int) -> Initializer:
-    """Return the initializer U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's default for weights and biases."""
+    """The initializer U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's default for weights and biases."""
     bound = 1.0 / math.sqrt(fan_in)
 
     def initialize(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
@@ -27,7 +27,7 @@ def uniform_fan_in(fan_in: int) -> Initializer:
 
 
 def initializers(init: str, fan_in: int) -> tuple[Initializer, Initializer]:
-    """Return the initializers of kernel and bias.
+    """The initializers of kernel and bias.
 
     Args:
       init: ``torch`` (uniform by fan-in, bias too), ``flax`` (LeCun normal, zero bias) or
@@ -35,7 +35,7 @@ def initializers(init: str, fan_in: int) -> tuple[Initializer, Initializer]:
       fan_in: inputs per output.
 
     Raises:
-      UserError: no such initialisation.
+      UserError: the initialisation is unknown.
     """
     if init == "torch":
         return uniform_fan_in(fan_in), uniform_fan_in(fan_in)
@@ -50,16 +50,16 @@ class Conv(nn.Module):
     """A 2-D convolution with parameters ``kernel`` [h, w, I, O] and ``bias`` [O].
 
     Attributes:
-      features: O, the channels of the output.
+      features: O, the output channels.
       kernel_size: h and w.
-      strides: the step in both directions.
-      padding: see `windows.Padding`. PyTorch pads both sides by the same amount, which with strides differs from
-        ``"SAME"``.
+      strides: step in both directions.
+      padding: see `windows.Padding`. PyTorch pads both sides by the same amount, which differs from ``"SAME"`` if there
+        are strides.
       use_bias: whether there is a bias.
       initialisation: see `initializers`.
-      pool: the window of max-pooling, 0 for none. It comes before the bias: the two commute, even when rounded, and
-        this order has fewer values to add to.
-      pool_strides: the step of max-pooling; the window by default.
+      pool: window of max-pooling. 0 disables it. Pooling precedes the bias: the two commute, also in floating point,
+        and this order needs fewer additions.
+      pool_strides: step of max-pooling. Default: the window.
     """
 
     features: int
@@ -73,7 +73,7 @@ class Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the output [B, H', W', O] of images [B, H, W, I]."""
+        """Compute the output [B, H', W', O] for images [B, H, W, I]."""
         window = windows.pair(self.kernel_size)
         channels = x.shape[-1]
         kernel_init, bias_init = initializers(self.initialisation, math.prod(window) * channels)
@@ -99,7 +99,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the output [..., O] of vectors [..., I]."""
+        """Compute the output [..., O] for vectors [..., I]."""
         kernel_init, bias_init = initializers(self.initialisation, x.shape[-1])
         kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features), jnp.float32)
         bias = self.param("bias", bias_init, (self.features,), jnp.float32)
@@ -107,17 +107,18 @@ class Dense(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation over all axes but the last, with PyTorch's running statistics (its defaults).
+    """Batch normalisation over all axes but the last, with the running statistics and defaults of PyTorch.
 
-    Batch statistics normalise with the biased variance while the running variance takes the unbiased one (Flax keeps
-    the biased one). Parameters ``scale`` and ``bias`` [C], statistics ``mean`` and ``var`` [C] in ``batch_stats``.
+    Batches are normalised with the biased variance, and the running variance is updated with the unbiased one (Flax
+    uses the biased one for both). Parameters: ``scale`` and ``bias`` [channels]. Statistics in ``batch_stats``:
+    ``mean`` and ``var`` [channels].
 
     Attributes:
-      scale_init: the first value of ``scale``.
-      rate: the share of a new batch in the running statistics (Flax's momentum is 1 - rate).
+      scale_init: initial value of ``scale``.
+      rate: weight of a new batch in the running statistics (1 - momentum in Flax).
       epsilon: added to the variance.
-      counted: whether the statistics hold the number of batches seen, as PyTorch's do, without effect on the outputs: a
-        float32 ``count`` (PyTorch's is an integer of 8 bytes, whose mean over clients would not be one).
+      counted: whether the statistics include the number of batches, as in PyTorch. It does not affect the outputs. Here
+        it is a float32 ``count``; PyTorch's is an 8-byte integer, and a mean over clients is not an integer.
     """
 
     scale_init: float = 1.0
@@ -127,7 +128,7 @@ class BatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the normalised maps [B, ..., C]; only samples whose ``mask`` [B] is 1 enter the statistics."""
+        """Normalise maps [B, ..., channels]; only samples whose ``mask`` [B] is 1 enter the statistics."""
         channels = x.shape[-1]
         scale = self.param("scale", nn.initializers.constant(self.scale_init), (channels,), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (channels,), jnp.float32)
@@ -149,7 +150,7 @@ class BatchNorm(nn.Module):
         if train:
             count = weight.sum() * math.prod(x.shape[1:-1])
             if not self.is_initializing():
-                # A batch without any true sample leaves the statistics alone.
+                # A batch of padding alone leaves the statistics unchanged.
                 rate = jnp.where(count > 0, self.rate, 0.0)
                 unbiased = var * (count / jnp.maximum(count - 1, 1))
                 running_mean.value += rate * (mean - running_mean.value)
@@ -161,7 +162,7 @@ class BatchNorm(nn.Module):
 
 
 def masked_moments(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return mean and biased variance [C] of the samples of [B, ..., C] whose ``weight`` [B] is 1 rather than 0."""
+    """Mean and biased variance [channels] over the samples of [B, ..., channels] whose ``weight`` [B] is 1, not 0."""
     axes = tuple(range(x.ndim - 1))
     total, weight = _total(x, weight), _broadcast(weight, x)
     mean = (x * weight).sum(axes, keepdims=True) / total
@@ -173,11 +174,15 @@ def masked_moments(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Arra
 def normalise_batch(
     x: jax.Array, weight: jax.Array, scale: jax.Array, bias: jax.Array, near: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the normalised maps [B, ..., C] and the moments of `masked_moments`, in few passes over memory.
+    """Normalise maps [B, ..., channels] with the moments of `masked_moments`, in few passes over memory.
 
-    For accelerators, whose small networks wait for launches and for memory: mean and variance come from one pass
-    (around ``near`` [C], the running mean, where squares lose few digits), so do both sums of the gradient, and of the
-    forward pass nothing but x is kept. Compiled for an H200, ResNet-20's local step has 330 kernels rather than 407.
+    For accelerators, where small networks are limited by kernel launches and memory. One pass computes mean and
+    variance, relative to ``near`` [channels] (the running mean) so that squares lose few digits. Another computes both
+    sums of the gradient. Of the forward pass only x is stored. Compiled for an H200, the local step of ResNet-20 has
+    330 kernels instead of 407.
+
+    Returns:
+      The normalised maps, the mean and the biased variance.
     """
     return _normalise_batch_forward(x, weight, scale, bias, near, epsilon)[0]
 
@@ -218,7 +223,7 @@ def _normalise(
 
 
 def _total(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return the number of values per channel of the true samples, 1 at least."""
+    """Number of values per channel in samples that are not padding, at least 1."""
     return jnp.maximum(weight.sum() * math.prod(x.shape[1:-1]), 1)
 
 
@@ -231,7 +236,7 @@ def _per_channel(values: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalisation (Wu and He, ECCV 2018): statistics per sample, so nothing to average and nothing to mask.
+    """Group normalisation (Wu and He, ECCV 2018). Statistics are per sample, so there are none to average or to mask.
 
     Two groups, as in TensorFlow Federated's ResNets (Reddi et al., "Adaptive Federated Optimization", ICLR 2021).
     """
@@ -240,17 +245,17 @@ class GroupNorm(nn.GroupNorm):
     epsilon: float = 1e-5
 
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the normalised maps [B, ..., C]; ``train`` and ``mask`` change nothing."""
+        """Normalise maps [B, ..., channels]; ``train`` and ``mask`` have no effect."""
         return super().__call__(x)
 
 
 def norm_layer(
     kind: str, *, scale_init: float = 1.0, counted: bool = False, name: str | None = None
 ) -> BatchNorm | GroupNorm:
-    """Return a normalisation layer by name: ``batch`` or ``group``; ``counted`` concerns the former only.
+    """A normalisation layer by name: ``batch`` or ``group``. ``counted`` only applies to ``batch``.
 
     Raises:
-      UserError: no such normalisation.
+      UserError: the normalisation is unknown.
     """
     if kind == "batch":
         return BatchNorm(scale_init=scale_init, counted=counted, name=name)

@@ -1,8 +1,8 @@
 """Next-character networks: an embedding, stacked LSTM layers, and a classifier of the last step.
 
-Sources: Hochreiter and Schmidhuber, "Long short-term memory" (1997); McMahan et al. (AISTATS 2017) for the task; the
-sizes are those of FedMe's code (Matsuda et al., 2022). The cell is ours because Flax's has one bias per gate: PyTorch
-adds two, which the published parameter counts include and which makes the bias move twice as far per step of SGD.
+Sources: Hochreiter and Schmidhuber, "Long short-term memory" (1997); McMahan et al. (AISTATS 2017) for the task;
+FedMe's code (Matsuda et al., 2022) for the sizes. Flax's LSTM cell is not used because it has one bias per gate, and
+PyTorch's has two. The published parameter counts include both, and with two the bias moves twice as far per SGD step.
 """
 
 from typing import ClassVar
@@ -17,15 +17,15 @@ from fedjax_mr.models.base import BlockNet
 from fedjax_mr.models.blocks import head
 
 PADDING = 0
-"""The token that fills up short sequences: its embedding is zero and never learns."""
+"""The token that pads short sequences. Its embedding is zero and is not trained."""
 
 
 class Embedding(nn.Module):
-    """Vectors of tokens, with the parameter ``embedding`` [tokens, features].
+    """An embedding of tokens, with the parameter ``embedding`` [tokens, features].
 
     Attributes:
-      tokens: the size of the vocabulary, `PADDING` included.
-      features: the width of a vector.
+      tokens: size of the vocabulary, including `PADDING`.
+      features: width of a vector.
     """
 
     tokens: int
@@ -33,7 +33,7 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the vectors [B, T, features] of token sequences [B, T]."""
+        """Look up the vectors [B, T, features] of token sequences [B, T]."""
 
         def initialize(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
             return jax.random.normal(key, shape, jnp.float32).at[PADDING].set(0.0)
@@ -43,13 +43,13 @@ class Embedding(nn.Module):
 
 
 class LSTM(nn.Module):
-    """One LSTM layer that starts from zeros; PyTorch's parameters, gates in its order (input, forget, cell, output).
+    """One LSTM layer, started from zeros. Parameters and order of the gates are PyTorch's: input, forget, cell, output.
 
     Parameters: ``kernel`` [I, 4H], ``recurrent_kernel`` [H, 4H], ``bias`` and ``recurrent_bias`` [4H].
 
     Attributes:
       features: H.
-      initialisation: ``torch`` (uniform by H for every tensor) or ``flax`` (LeCun normal, orthogonal, zeros).
+      initialisation: ``torch`` (uniform with fan-in H for every tensor) or ``flax`` (LeCun normal, orthogonal, zeros).
     """
 
     features: int
@@ -57,7 +57,7 @@ class LSTM(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the outputs of every step [B, T, H] of a sequence of vectors [B, T, I]."""
+        """Compute the outputs of all steps [B, T, H] for sequences of vectors [B, T, I]."""
         kernel_init, bias_init = layers.initializers(self.initialisation, self.features)
         recurrent_init = nn.initializers.orthogonal() if self.initialisation == "flax" else kernel_init
         wide = 4 * self.features
@@ -66,8 +66,9 @@ class LSTM(nn.Module):
         bias = self.param("bias", bias_init, (wide,), jnp.float32)
         recurrent_bias = self.param("recurrent_bias", bias_init, (wide,), jnp.float32)
 
-        # The inputs' share of all steps in one product: only the recurrence has to be a loop. Time comes first before
-        # it, where vectors are narrower than the gates, and as rows of a matrix, whose gradient is a plain product.
+        # One product serves the inputs of all steps: only the recurrence must be a loop. Time becomes the first axis
+        # before the product, where vectors are narrower than the gates. Inputs are the rows of a matrix so that the
+        # gradient is a plain product, too.
         batch, steps, width = x.shape
         rows = jnp.swapaxes(x, 0, 1).reshape(-1, width) @ kernel + (bias + recurrent_bias).reshape(1, -1)
         inputs = rows.reshape(steps, batch, wide)
@@ -76,21 +77,21 @@ class LSTM(nn.Module):
 
 @jax.custom_vjp
 def recurrence(inputs: jax.Array, recurrent_kernel: jax.Array) -> jax.Array:
-    """Return an LSTM's outputs of every step [T, B, H], from zeros.
+    """Outputs of all steps of an LSTM [T, B, H], from a zero state.
 
-    Its gradient takes the weights' share of all steps in one product after the loop, where that of the loop would add
-    up a matrix [H, 4H] in every step.
+    The custom gradient computes the kernel's gradient for all steps in one product after the loop. JAX's gradient of
+    the loop would add a matrix [H, 4H] in every step.
 
     Args:
-      inputs: the inputs' share of the gates before their activation [T, B, 4H].
+      inputs: contribution of the inputs to the gates before activation [T, B, 4H].
       recurrent_kernel: [H, 4H].
     """
     return _forward(inputs, recurrent_kernel)[0]
 
 
 def _forward(inputs: jax.Array, recurrent_kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the outputs, and what the gradient needs: outputs, cells [T, B, H], gates [T, B, 4H] and the kernel."""
-    # sigmoid(z) = (1 + tanh(z/2)) / 2: one function for all four gates, so that they stay one array.
+    """The outputs, and the residuals of the gradient: outputs, cells [T, B, H], gates [T, B, 4H] and the kernel."""
+    # sigmoid(z) = (1 + tanh(z/2)) / 2, so all four gates use tanh and stay in one array.
     candidate = jnp.arange(inputs.shape[-1]) // recurrent_kernel.shape[0] == 2
     scale, shift = jnp.where(candidate, 1.0, 0.5).reshape(1, -1), jnp.where(candidate, 0.0, 0.5).reshape(1, -1)
 
@@ -143,16 +144,16 @@ class LastStep(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the representation [B, H] of a sequence [B, T, H]."""
+        """Select the last step [B, H] of sequences [B, T, H]."""
         return x[:, -1]
 
 
 class CharacterLSTM(BlockNet):
-    """FedMe's networks for Shakespeare: one to four LSTM layers; the vocabulary is the set of classes.
+    """FedMe's networks for Shakespeare: one to four LSTM layers. The vocabulary is the set of classes.
 
     Attributes:
-      depth: the number of LSTM layers.
-      embedding_width: the width of a character's vector.
+      depth: number of LSTM layers.
+      embedding_width: width of the vector of a character.
       hidden: H.
     """
 
@@ -162,7 +163,7 @@ class CharacterLSTM(BlockNet):
     hidden: int = 256
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         return (
             ("embedding", Embedding(self.num_classes, self.embedding_width)),
             *((f"lstm{i + 1}", LSTM(self.hidden, self.initialisation)) for i in range(self.depth)),

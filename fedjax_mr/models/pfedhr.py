@@ -1,7 +1,7 @@
-"""The four client networks of pFedHR (Wang et al., NeurIPS 2023), M1 to M4, as their code has them.
+"""The four client networks of pFedHR (Wang et al., NeurIPS 2023), M1 to M4, as in the released code.
 
-M2 is an exception: the released M2 is a copy of M1, and the network that the code leaves unused does not fit its
-images; ours keeps M1's convolutions and adds the third one, with a 3x3 kernel that fits.
+M2 is an exception. The released M2 is a copy of M1, and the unused network of that code does not fit the images. Here
+M2 is M1 with the third convolution of the unused network, with a 3x3 kernel, which fits.
 """
 
 import functools
@@ -16,7 +16,7 @@ class M1(BlockNet):
     """Two 5x5 convolutions and two dense layers: 97,384 parameters on 32x32x3 images and 10 classes."""
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, kernel_size=5, padding="VALID", initialisation=self.initialisation)
         return (
             ("conv1", conv(10, pool=2)),
@@ -30,7 +30,7 @@ class M2(BlockNet):
     """M1 with a third convolution: 251,240 parameters."""
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, kernel_size=5, padding="VALID", initialisation=self.initialisation)
         return (
             ("conv1", conv(10, pool=2)),
@@ -45,7 +45,7 @@ class M3(BlockNet):
     """Five 5x5 convolutions, the third one without ReLU, and four dense layers: 2,510,178 parameters."""
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, kernel_size=5, padding="VALID", initialisation=self.initialisation)
         return (
             ("conv1", conv(6)),
@@ -61,7 +61,7 @@ class M3(BlockNet):
 
 
 class M4(BlockNet):
-    """Six 3x3 convolutions, every other one normalised, and three dense layers: 5,852,170 parameters.
+    """Six 3x3 convolutions, every second one normalised, and three dense layers: 5,852,170 parameters.
 
     Attributes:
       norm: ``batch`` or ``group``.
@@ -72,7 +72,7 @@ class M4(BlockNet):
     authors_state: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, initialisation=self.initialisation)
         normed = functools.partial(conv, norm=self.norm, counted=self.authors_state)
         return (

@@ -1,10 +1,10 @@
-"""The platform that programs are traced for: the machine's own, or that of a machine that is only described.
+"""The platform that programs are traced for: this machine's, or that of an absent machine.
 
-Which formulation of a convolution or a maximum is fast depends on it. JAX's own ``jax.default_backend`` names the
-platform of the process, which may be another one where programs are compiled ahead for a described machine.
+The fastest formulation of a convolution or a maximum depends on the platform. ``jax.default_backend`` names the
+platform of the process, which differs if programs are compiled ahead of time for an absent machine.
 
-Where the compilers for accelerators are installed but no accelerator is there, JAX looks for one all the same and
-prints a screen of errors; `skip_absent_accelerators` keeps it from looking.
+If compilers for accelerators are installed without an accelerator, JAX searches for one and prints many errors;
+`skip_absent_accelerators` prevents the search.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ from pathlib import Path
 import jax
 
 COMPILERS = {"xla_cuda12", "xla_cuda13", "libtpu"}
-# Files in /dev of NVIDIA's GPUs (also those of a Jetson and of WSL) and of TPUs.
+# Files in /dev of NVIDIA GPUs (including Jetson and WSL) and of TPUs.
 ACCELERATORS = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "accel*", "vfio/[0-9]*")
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 
 
 def current() -> str:
-    """Return the platform of what is being traced: ``cpu``, ``gpu`` or ``tpu``."""
+    """The platform of the program that is being traced: ``cpu``, ``gpu`` or ``tpu``."""
     return _target.get() or jax.default_backend()
 
 
 @contextlib.contextmanager
 def tracing_for(platform: str | None) -> Iterator[None]:
-    """Trace for a platform in the body; None is the process's own."""
+    """Trace for a platform inside the ``with`` block. None means the platform of the process."""
     token = _target.set(platform)
     try:
         yield
@@ -40,13 +40,13 @@ def tracing_for(platform: str | None) -> Iterator[None]:
 
 
 def skip_absent_accelerators(dev: Path = Path("/dev")) -> None:
-    """Choose the CPU before JAX starts if compilers for accelerators are installed, but no accelerator is there.
+    """Choose the CPU before JAX starts if compilers for accelerators are installed, but no accelerator is present.
 
-    A platform that the user has chosen stays, and so does everything where a compiler is installed that is not in
-    `COMPILERS`: nobody here knows what its devices look like.
+    The function changes nothing if the user has chosen a platform, or if a compiler is installed that is not in
+    `COMPILERS`, because the names of its device files are unknown.
 
     Args:
-      dev: the folder of the devices' files.
+      dev: the folder of device files.
     """
     if jax.config.values["jax_platforms"]:
         return
@@ -56,8 +56,8 @@ def skip_absent_accelerators(dev: Path = Path("/dev")) -> None:
 
 
 def _compilers() -> set[str]:
-    """Return the names of JAX's installed plugins, found as JAX finds them."""
-    found = {entry.value.rpartition(".")[2] for entry in importlib.metadata.entry_points(group="jax_plugins")}
+    """Names of the installed JAX plugins, searched in the places where JAX searches."""
+    names = {entry.value.rpartition(".")[2] for entry in importlib.metadata.entry_points(group="jax_plugins")}
     if (namespace := importlib.util.find_spec("jax_plugins")) is not None:
-        found |= {module.name for module in pkgutil.iter_modules(namespace.submodule_search_locations)}
-    return found | ({"libtpu"} if importlib.util.find_spec("libtpu") else set())
+        names |= {module.name for module in pkgutil.iter_modules(namespace.submodule_search_locations)}
+    return names | ({"libtpu"} if importlib.util.find_spec("libtpu") else set())

@@ -1,8 +1,8 @@
-"""Residual networks of 20 layers: the one that the authors of FedMR ran, and He's.
+"""Residual networks of 20 layers: the one in the released code of FedMR, and that of He et al.
 
 Sources: He et al., "Deep residual learning for image recognition" (CVPR 2016) for `ResNet20He` and "Identity mappings
-in deep residual networks" (ECCV 2016) for the order of operations in `Bottleneck`. `ResNet20` follows the code that
-the authors of FedMR (KDD 2024) released, which is not the network of either paper.
+in deep residual networks" (ECCV 2016) for the order of operations in `Bottleneck`. `ResNet20` follows the released code
+of FedMR (KDD 2024), whose network differs from those of both papers.
 """
 
 import functools
@@ -17,13 +17,13 @@ from fedjax_mr.models.blocks import head
 
 
 class Bottleneck(nn.Module):
-    """Norm, ReLU and convolution three times (1x1, 3x3, 1x1 to four times the width), plus the input.
+    """Normalisation, ReLU and convolution three times (1x1, 3x3, 1x1 to four times the width), plus the shortcut.
 
     Attributes:
-      features: the width of the inner convolutions.
-      strides: the step of the 3x3 convolution and of the shortcut.
-      project: whether a 1x1 convolution of the raw input is the shortcut; else it is the input itself.
-      norm, counted, initialisation: those of `ResNet20`.
+      features: width of the inner convolutions.
+      strides: step of the 3x3 convolution and of the shortcut.
+      project: whether the shortcut is a 1x1 convolution of the input instead of the input.
+      norm, counted, initialisation: see `ResNet20`.
     """
 
     features: int
@@ -35,7 +35,7 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the feature maps [B, H', W', 4 features] of [B, H, W, I]."""
+        """Compute the feature maps [B, H', W', 4 features] of [B, H, W, I]."""
         conv = functools.partial(_conv, initialisation=self.initialisation)
 
         def rectified(y: jax.Array, name: str) -> jax.Array:
@@ -50,30 +50,30 @@ class Bottleneck(nn.Module):
 
 
 class Stem(nn.Module):
-    """The first convolution, for grey images followed by 3x3 max-pooling of step 1 (the authors' FEMNIST variant)."""
+    """The first convolution. For grey images 3x3 max-pooling with step 1 follows (the authors' FEMNIST variant)."""
 
     features: int
     initialisation: str
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the feature maps [B, H, W, features] of [B, H, W, I]."""
+        """Compute the feature maps [B, H, W, features] of [B, H, W, I]."""
         y = _conv(self.features, 3, initialisation=self.initialisation, name="conv")(x)
         return windows.max_pool(y, 3, strides=1, padding=1) if x.shape[-1] == 1 else y
 
 
 class Mean(nn.Module):
-    """The mean over the image, after which the authors' state has a BatchNorm that their forward pass never uses.
+    """The mean over the image. The released state has a BatchNorm behind it that the forward pass never uses.
 
     Attributes:
-      unused_norm: whether that BatchNorm is there: it travels with the rest of the state, and its outputs are dropped.
+      unused_norm: whether to include that BatchNorm. It is sent with the rest of the state; its outputs are discarded.
     """
 
     unused_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the representation [B, F] of feature maps [B, H, W, F]."""
+        """Compute the representation [B, F] of feature maps [B, H, W, F]."""
         if self.unused_norm:
             layers.BatchNorm(scale_init=0.5, counted=True, name="unused")(x, train=False)
         return x.mean((1, 2))
@@ -82,13 +82,13 @@ class Mean(nn.Module):
 class ResNet20(BlockNet):
     """The authors' pre-activation bottleneck network: three stages of two blocks, 219,482 parameters at 10 classes.
 
-    That count includes the final BatchNorm that they create and never use (512 parameters), here only with
-    ``authors_state``; without normalisation after the last sum, the head sees the mean of the raw maps.
+    This number includes the final BatchNorm (512 parameters), which the released code creates and never uses. Here it
+    is present only with ``authors_state``. No normalisation follows the last sum: the head receives its mean.
 
     Attributes:
       norm: ``batch`` or ``group``.
-      authors_state: whether the state is the released one, tensor by tensor: the unused BatchNorm and batch counters.
-      width: the features of the first stage.
+      authors_state: whether to include all tensors of the released state: the unused BatchNorm and batch counters.
+      width: features of the first stage.
     """
 
     norm: str = "batch"
@@ -96,7 +96,7 @@ class ResNet20(BlockNet):
     width: int = 16
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         block = functools.partial(
             Bottleneck, norm=self.norm, counted=self.authors_state, initialisation=self.initialisation
         )
@@ -117,14 +117,14 @@ class ResNet20(BlockNet):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions, each normalised, plus the input, then ReLU.
+    """Two 3x3 convolutions, each normalised, plus the shortcut, then ReLU.
 
-    Where the extent halves the shortcut takes every second pixel and appends channels of zeros (He's option A).
+    Where the image size halves, the shortcut takes every second pixel and appends channels of zeros (He's option A).
 
     Attributes:
       features: the width.
-      strides: the step of the first convolution and of the shortcut.
-      norm, initialisation: those of `ResNet20He`.
+      strides: step of the first convolution and of the shortcut.
+      norm, initialisation: see `ResNet20He`.
     """
 
     features: int
@@ -134,7 +134,7 @@ class BasicBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the feature maps [B, H', W', features] of [B, H, W, I]."""
+        """Compute the feature maps [B, H', W', features] of [B, H, W, I]."""
         conv = functools.partial(_conv, self.features, 3, initialisation=self.initialisation)
         y = conv(strides=self.strides, name="conv1")(x)
         y = nn.relu(layers.norm_layer(self.norm, name="norm1")(y, train=train, mask=mask))
@@ -146,7 +146,7 @@ class BasicBlock(nn.Module):
 
 
 class StemHe(nn.Module):
-    """The first convolution, normalised and rectified."""
+    """The first convolution, with normalisation and ReLU."""
 
     features: int
     norm: str
@@ -154,18 +154,18 @@ class StemHe(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the feature maps [B, H, W, features] of [B, H, W, I]."""
+        """Compute the feature maps [B, H, W, features] of [B, H, W, I]."""
         y = _conv(self.features, 3, initialisation=self.initialisation, name="conv")(x)
         return nn.relu(layers.norm_layer(self.norm, name="norm")(y, train=train, mask=mask))
 
 
 class ResNet20He(BlockNet):
-    """He's network for CIFAR with 6n + 2 layers, n = 3: 269,722 parameters at 10 classes.
+    """The network of He et al. for CIFAR with 6n + 2 layers, n = 3: 269,722 parameters at 10 classes.
 
     Attributes:
       norm: ``batch`` or ``group``.
-      width: the features of the first stage.
-      blocks_per_stage: He's n.
+      width: features of the first stage.
+      blocks_per_stage: n.
     """
 
     norm: str = "batch"
@@ -173,7 +173,7 @@ class ResNet20He(BlockNet):
     blocks_per_stage: int = 3
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         block = functools.partial(BasicBlock, norm=self.norm, initialisation=self.initialisation)
         stages = [
             (f"stage{stage + 1}_block{index + 1}", block(self.width * 2**stage, 2 if stage and not index else 1))
@@ -189,7 +189,7 @@ class ResNet20He(BlockNet):
 
 
 def _conv(features: int, kernel_size: int, *, initialisation: str, strides: int = 1, name: str) -> layers.Conv:
-    """Return a convolution without bias, padded by half its kernel on every side, He-normal as both sources set it."""
+    """A convolution without bias, padded by half its kernel on each side. Both sources use He-normal initialisation."""
     return layers.Conv(
         features,
         kernel_size,
@@ -202,6 +202,6 @@ def _conv(features: int, kernel_size: int, *, initialisation: str, strides: int 
 
 
 def _halved_norm(kind: str, *, counted: bool, initialisation: str, name: str) -> layers.BatchNorm | layers.GroupNorm:
-    """Return a normalisation whose scale starts at 0.5, as the authors set it."""
+    """A normalisation whose scale starts at 0.5, as in the released code."""
     scale = 0.5 if initialisation == "torch" else 1.0
     return layers.norm_layer(kind, scale_init=scale, counted=counted, name=name)

@@ -1,12 +1,12 @@
-"""Slices of a network: the first channels of its layers, the part that a weaker client holds of one shared network.
+"""Slices of a network: the first channels of its layers, the part of a shared network that a weaker client holds.
 
-A slice is written as the whole network with zeros outside, so that one compiled program serves slices of all levels,
-side by side in lanes too. It computes and trains as a network of its own size would: a channel whose weights in and out
-and normalisation are all zero gives zeros and gets no gradient. The price: on the machine that simulates it, a slice
-takes the multiply-adds of the whole network; `Slices.multiply_adds` counts those that it would take by itself.
+A slice is stored as the full network with zeros outside the slice, so that one compiled program serves slices of all
+levels, also in parallel lanes. It computes and trains like a network of its size: a channel whose incoming weights,
+outgoing weights and normalisation are zero outputs zeros and has no gradient. Limitation: the simulation of a slice
+costs the multiply-adds of the full network. `Slices.multiply_adds` counts those of the slice alone.
 
-Which inputs of a layer are part of a slice is found by running the network once with the other channels at zero. So it
-follows the flattening in front of a dense layer, shortcuts and concatenations without a word about any network.
+The inputs of a layer that belong to a slice are determined by running the network once with the other channels at zero.
+So flattening in front of a dense layer, shortcuts and concatenations need no code for any particular network.
 """
 
 import dataclasses
@@ -26,33 +26,32 @@ from fedjax_mr.models.base import Layer, Model, Variables
 
 Rounding = Callable[[float], int]
 Loss = Callable[..., Any]
-"""(params, ...) -> anything."""
+"""A function (params, ...) -> value."""
 
 
 class Level(NamedTuple):
-    """How much of a network a slice holds.
+    """The size of a slice.
 
     Attributes:
-      width: the share of its channels that every layer keeps, 0 < width <= 1; the last layer has all of its outputs.
-      whole: the share of the blocks before the last, rounded down and counted from the input on, that keep all of
-        theirs.
+      width: share of the channels that a layer keeps, 0 < width <= 1. The last layer keeps all of its outputs.
+      full: share of the blocks before the last, counted from the input and rounded down, that keep all channels.
     """
 
     width: float
-    whole: float = 0.0
+    full: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slices:
-    """The slices of one network, by the number of their level; A levels.
+    """The slices of one network at A levels, numbered 0 to A - 1.
 
     Attributes:
-      axes: of each leaf of the variables, in the order of ``jax.tree.leaves``, its axes that are cut with the indices
-        that a level holds: (axis, [A, size] truth values).
-      head: the positions of the last layer's leaves, whose last axis are the classes.
-      multiply_adds: of one sample's forward pass, which each slice takes by itself [A].
-      structure: of the variables.
-      shapes: the shapes of the leaves.
+      axes: for each leaf of the variables, in the order of ``jax.tree.leaves``, pairs (axis, [A, size] bool): an axis
+        that is cut, and the indices that each level keeps.
+      head: positions of the leaves of the last layer, whose last axis is the classes.
+      multiply_adds: multiply-adds of the forward pass of one sample in each slice alone [A].
+      structure: tree structure of the variables.
+      shapes: shapes of the leaves.
     """
 
     axes: tuple[tuple[tuple[int, np.ndarray], ...], ...]
@@ -62,39 +61,39 @@ class Slices:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
 
     def masks(self, level: jax.Array, *, classes: jax.Array | None = None) -> Any:
-        """Return where a slice holds numbers: truth values that broadcast to the leaves, with as many axes.
+        """Masks of a slice: for each leaf a bool array with the same number of axes, which broadcasts to the leaf.
 
         Args:
           level: scalar int32.
-          classes: the classes of which the head is part of the slice [C]; None: all.
+          classes: [C] bool, classes of the head that belong to the slice. Default: all.
         """
         masks = []
         for position, (cuts, leaf) in enumerate(zip(self.axes, self.shapes, strict=True)):
-            held = {axis: jnp.asarray(table)[level] for axis, table in cuts}
+            kept = {axis: jnp.asarray(table)[level] for axis, table in cuts}
             if classes is not None and position in self.head:
-                held[len(leaf.shape) - 1] = classes
+                kept[len(leaf.shape) - 1] = classes
             mask = jnp.ones((1,) * len(leaf.shape), bool)
-            for axis, indices in held.items():
+            for axis, indices in kept.items():
                 mask &= indices.reshape(*(-1 if each == axis else 1 for each in range(len(leaf.shape))))
             masks.append(mask)
         return jax.tree.unflatten(self.structure, masks)
 
     def cut(self, variables: Variables, level: jax.Array) -> Variables:
-        """Return the slice of a level: the variables with zeros outside."""
+        """The slice of a level: the variables with zeros outside the slice."""
         keep = lambda leaf, mask: jnp.where(mask, leaf, jnp.zeros_like(leaf))
         return jax.tree.map(keep, variables, self.masks(level))
 
     def confine(self, loss: Loss, level: jax.Array) -> Loss:
-        """Return a loss of the parameters in a slice alone: those outside get no gradient.
+        """A loss of the parameters inside a slice: those outside have no gradient.
 
-        Where a shortcut is wider than what it is added to, some would.
+        This is needed where a shortcut is wider than the output that it is added to.
         """
         masks = self.masks(level)["params"]
         keep = lambda leaf, mask: jnp.where(mask, leaf, jnp.zeros_like(leaf))
         return lambda params, *rest: loss(jax.tree.map(keep, params, masks), *rest)
 
     def numbers(self, *, collections: tuple[str, ...] | None = None) -> np.ndarray:
-        """Return how many numbers each slice holds [A], in some of Flax's collections or in all."""
+        """Number of variables in each slice [A], in the named collections of Flax. Default: in all collections."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self.structure.unflatten(self.shapes))]
         total = np.zeros(len(self.multiply_adds), np.int64)
         for path, cuts, leaf in zip(paths, self.axes, self.shapes, strict=True):
@@ -104,7 +103,7 @@ class Slices:
         return total
 
     def within(self) -> np.ndarray:
-        """Return whether each slice is part of each other one [A, A]."""
+        """Whether slice i is part of slice j, at [i, j] of [A, A]."""
         count = len(self.multiply_adds)
         inside = np.ones((count, count), bool)
         for cuts in self.axes:
@@ -114,26 +113,26 @@ class Slices:
 
 
 def floor(channels: float) -> int:
-    """Return a number of channels rounded down, 1 at least."""
+    """A number of channels, rounded down, at least 1."""
     return max(math.floor(channels + 1e-9), 1)
 
 
 def ceil(channels: float) -> int:
-    """Return a number of channels rounded up."""
+    """A number of channels, rounded up."""
     return math.ceil(channels - 1e-9)
 
 
 @functools.lru_cache(maxsize=64)
 def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil) -> Slices:
-    """Return the slices of a network; found by one small program, for which later calls do not ask again.
+    """The slices of a network, computed by one small program. Results are cached.
 
     Args:
       model: the network.
-      levels: A of them.
-      rounding: (share x channels) -> channels.
+      levels: A levels.
+      rounding: converts share x channels to a number of channels.
 
     Raises:
-      UserError: a layer is no convolution, dense layer or BatchNorm, or normalises over its channels.
+      UserError: a layer is not a convolution, dense layer or BatchNorm, or normalises over its channels.
     """
     shapes, structure = jax.tree.flatten(model.shapes())
     owners = {layer.name: layer for layer in model.layers()}
@@ -145,12 +144,12 @@ def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil
     last = kernels[-1].name
 
     def outputs(name: str, level: Level) -> np.ndarray:
-        whole = name.partition("/")[0] in blocks[: math.floor(level.whole * len(blocks) + 1e-9)]
-        count = widths[name] if whole or name == last else rounding(level.width * widths[name])
+        full = name.partition("/")[0] in blocks[: math.floor(level.full * len(blocks) + 1e-9)]
+        count = widths[name] if full or name == last else rounding(level.width * widths[name])
         return np.arange(widths[name]) < count
 
-    held = {name: np.stack([outputs(name, level) for level in levels]) for name in widths}
-    inputs, positions = _inputs(model, owners, held)
+    kept = {name: np.stack([outputs(name, level) for level in levels]) for name in widths}
+    inputs, positions = _inputs(model, owners, kept)
 
     axes: list[tuple[tuple[int, np.ndarray], ...]] = [()] * len(shapes)
     multiply_adds = np.zeros(len(levels), np.int64)
@@ -158,11 +157,11 @@ def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil
         for leaf, name in zip(layer.leaves, layer.names, strict=True):
             rank = len(shapes[leaf].shape)
             if name == "kernel":
-                axes[leaf] = ((rank - 2, inputs[layer.name]), (rank - 1, held[layer.name]))
-                each = inputs[layer.name].sum(axis=1) * held[layer.name].sum(axis=1)
+                axes[leaf] = ((rank - 2, inputs[layer.name]), (rank - 1, kept[layer.name]))
+                each = inputs[layer.name].sum(axis=1) * kept[layer.name].sum(axis=1)
                 multiply_adds += positions[layer.name] * math.prod(shapes[leaf].shape[:-2]) * each
             elif rank and layer.name in inputs:
-                axes[leaf] = ((0, held[layer.name] if layer.name in held else inputs[layer.name]),)
+                axes[leaf] = ((0, kept[layer.name] if layer.name in kept else inputs[layer.name]),)
     return Slices(tuple(axes), kernels[-1].leaves, multiply_adds, structure, tuple(shapes))
 
 
@@ -170,27 +169,27 @@ def _require_cut(model: Model, layer: Layer) -> None:
     """Check that a layer can be cut.
 
     Raises:
-      UserError: it cannot.
+      UserError: the layer cannot be cut.
     """
     names = set(layer.names)
     if (names <= {"kernel", "bias"} and "kernel" in names) or {"mean", "var"} <= names:
         return
-    reason = "it normalises over its channels: take --norm=batch" if "scale" in names else "take another network"
+    reason = "it normalises over its channels: use norm=batch" if "scale" in names else "use another network"
     raise UserError(
-        f"{model.name} cannot be narrowed: its layer {layer.name} is no convolution, dense layer or BatchNorm; {reason}"
+        f"{model.name} cannot be narrowed: layer {layer.name} is not a convolution, dense layer or BatchNorm; {reason}"
     )
 
 
 def _inputs(
-    model: Model, owners: dict[str, Layer], held: dict[str, np.ndarray]
+    model: Model, owners: dict[str, Layer], kept: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Return which inputs of each layer are part of a slice [A, I], and at how many places its kernel is applied.
+    """Inputs of each layer that belong to a slice [A, I], and the number of positions where its kernel is applied.
 
-    The network is run on ones; what stays zero is no part.
+    The network runs on ones. Inputs that are zero do not belong to the slice.
     """
     positions: dict[str, int] = {}
 
-    def probe(held: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def probe(kept: dict[str, jax.Array]) -> dict[str, jax.Array]:
         reached: dict[str, jax.Array] = {}
 
         def watch(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -199,35 +198,35 @@ def _inputs(
             if name in owners and context.method_name == "__call__" and name not in reached:
                 x = args[0]
                 reached[name] = jnp.any(x != 0, axis=tuple(range(x.ndim - 1)))
-                if name in held:
-                    positions[name] = _places(context.module, x, out)
+                if name in kept:
+                    positions[name] = _num_positions(context.module, x, out)
             return out
 
         with nn.intercept_methods(watch):
-            model.apply(_ones(model, owners, held), jnp.ones((1, *model.input_shape), model.input_dtype))
+            model.apply(_ones(model, owners, kept), jnp.ones((1, *model.input_shape), model.input_dtype))
         return reached
 
-    # Compiled before it is called, because a strategy may be built inside a program that is being traced.
-    program = jax.jit(lambda held: jax.lax.map(probe, held)).lower(held).compile()
-    return jax.tree.map(np.asarray, program(held)), positions
+    # Compiled explicitly, because a strategy may be built while another program is traced.
+    program = jax.jit(lambda kept: jax.lax.map(probe, kept)).lower(kept).compile()
+    return jax.tree.map(np.asarray, program(kept)), positions
 
 
-def _ones(model: Model, owners: dict[str, Layer], held: dict[str, jax.Array]) -> Variables:
-    """Return variables of which a channel that a slice holds gives something positive, and any other gives zero."""
+def _ones(model: Model, owners: dict[str, Layer], kept: dict[str, jax.Array]) -> Variables:
+    """Variables with which channels of the slice output positive values, and all others output zero."""
     leaves, structure = jax.tree.flatten(model.shapes())
     for layer in owners.values():
         for leaf, name in zip(layer.leaves, layer.names, strict=True):
             shape = leaves[leaf].shape
             filled = jnp.full(shape, {"scale": 1.0, "var": 1.0}.get(name, 0.0), jnp.float32)
             if name == "kernel":
-                row = held[layer.name].astype(jnp.float32) / math.prod(shape[:-1])
+                row = kept[layer.name].astype(jnp.float32) / math.prod(shape[:-1])
                 filled = jnp.broadcast_to(row.reshape(*(1,) * (len(shape) - 1), -1), shape)
             leaves[leaf] = filled
     return jax.tree.unflatten(structure, leaves)
 
 
-def _places(module: nn.Module, x: jax.Array, out: jax.Array) -> int:
-    """Return at how many places of one sample a kernel is applied; ours pools what it has convolved."""
+def _num_positions(module: nn.Module, x: jax.Array, out: jax.Array) -> int:
+    """Number of positions in one sample where a kernel is applied, before the pooling of `layers.Conv`."""
     if not isinstance(module, layers.Conv):
         return out.size // out.shape[-1]
     kernel = jax.ShapeDtypeStruct((*windows.pair(module.kernel_size), x.shape[-1], 1), x.dtype)

@@ -1,4 +1,4 @@
-"""Flax modules that are not ours: bound to samples, tried before anything is compiled, known by their content."""
+"""Flax modules of users: bound to samples, checked before anything is compiled, and identified by their content."""
 
 import dataclasses
 import hashlib
@@ -16,40 +16,39 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import calls
 from fedjax_mr.models.base import Model, Variables, describe
 
-BATCH = 2  # samples of the trial, which is traced and never computed
+BATCH = 2  # samples in the check, which is traced and never computed
 STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
 
 
 def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_dtype: Any, name: str = "") -> Model:
-    """Return a Flax module as a network for samples of ``input_shape``.
+    """Wrap a Flax module as a network for samples of ``input_shape``.
 
     Args:
-      module: an instance of ``flax.linen.Module`` from samples [B, ...] to logits [B, C], with or without BatchNorm
-        and dropout. It may take a switch of training (``train``, ``deterministic`` and the like: `calls.SWITCHES`) as
-        an argument or have one as a field, and take a ``mask`` [B]. ``features`` and ``head`` are methods that some
-        strategies need.
-      input_shape: of one sample.
+      module: an instance of ``flax.linen.Module`` that maps samples [B, ...] to logits [B, C], with or without
+        BatchNorm and dropout. A switch between training and evaluation (`calls.SWITCHES`) may be an argument or a
+        field. The module may accept a ``mask`` [B]. Some strategies need the methods ``features`` and ``head``.
+      input_shape: shape of one sample.
       num_classes: C.
       input_dtype: float32 for images and vectors, int32 for token sequences.
-      name: in messages; "": the name of its class.
+      name: name in messages. Default: the name of the class.
 
     Raises:
-      UserError: it is no such module, cannot be called on such samples, or returns something else than logits [B, C].
+      UserError: the object is not such a module, cannot be called on the samples, or does not return logits [B, C].
     """
     if not isinstance(module, nn.Module):
-        hint = f"; make one: {module.__name__}(...)" if isinstance(module, type) else ""
-        raise UserError(f"model= takes an instance of flax.linen.Module, not {_kind(module)}{hint}")
+        hint = f"; write {module.__name__}(...)" if isinstance(module, type) else ""
+        raise UserError(f"the model must be an instance of flax.linen.Module, not {_kind(module)}{hint}")
     name = name or type(module).__name__
     model = Model(_hashable(module, name), tuple(input_shape), input_dtype, name)
-    _try(model, num_classes)
+    _check(model, num_classes)
     return model
 
 
 def recorded_name(model: Model) -> str:
-    """Return the name under which a network that was given in Python is recorded, ``given:NAME:HASH``.
+    """The name that a run folder records for a network passed from Python: ``given:NAME:HASH``.
 
-    The hash is of the class's name, of all fields (functions by their names) and of the shapes of the variables. It
-    does not see the code: an activation that is changed inside ``__call__`` changes no shape and no hash.
+    The hash covers the name of the class, all fields (functions by name) and the shapes of the variables. It does not
+    cover the code: another activation inside ``__call__`` does not change the hash.
     """
     shapes = [(jax.tree_util.keystr(path), str(leaf.shape), str(leaf.dtype)) for path, leaf in _leaves(model.shapes())]
     content = f"{_content(model.module)} {shapes} {model.input_shape}"
@@ -57,11 +56,11 @@ def recorded_name(model: Model) -> str:
 
 
 def _content(value: Any) -> str:
-    """Return a text about a value that is the same in every process: no addresses, no modules of Python."""
+    """Describe a value by a text that is the same in every process: without addresses and Python modules."""
     if isinstance(value, nn.Module):
-        own = [each for each in dataclasses.fields(value) if each.name not in ("parent", "name")]  # type: ignore[arg-type]
-        fields = ", ".join(f"{each.name}={_content(getattr(value, each.name, None))}" for each in own)
-        return f"{type(value).__qualname__}({fields})"
+        fields = [each for each in dataclasses.fields(value) if each.name not in ("parent", "name")]  # type: ignore[arg-type]
+        values = ", ".join(f"{each.name}={_content(getattr(value, each.name, None))}" for each in fields)
+        return f"{type(value).__qualname__}({values})"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_content, value))})"
     if isinstance(value, np.ndarray | jax.Array):
@@ -72,7 +71,7 @@ def _content(value: Any) -> str:
 
 
 def _hashable(module: nn.Module, name: str) -> nn.Module:
-    """Return the module with tuples for lists, since JAX knows a program by the hash of the network."""
+    """Replace lists by tuples: JAX caches programs by the hash of the network."""
     try:
         hash(module)
         return module
@@ -81,14 +80,14 @@ def _hashable(module: nn.Module, name: str) -> nn.Module:
     try:
         hash(frozen)
     except TypeError:
-        raise UserError(f"{name} has a field that cannot be hashed, such as an array: make it a tuple") from None
+        raise UserError(f"{name} has a field that cannot be hashed, such as an array: use a tuple") from None
     return frozen
 
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, nn.Module):
-        own = [each.name for each in dataclasses.fields(value) if each.init and each.name not in ("parent", "name")]  # type: ignore[arg-type]
-        return value.clone(**{name: _frozen(getattr(value, name)) for name in own})
+        fields = [each for each in dataclasses.fields(value) if each.name not in ("parent", "name")]  # type: ignore[arg-type]
+        return value.clone(**{each.name: _frozen(getattr(value, each.name)) for each in fields if each.init})
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return tuple(map(_frozen, value))
     if isinstance(value, dict):
@@ -96,16 +95,16 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def _try(model: Model, num_classes: int) -> None:
-    """Trace a module in both modes; nothing is computed.
+def _check(model: Model, num_classes: int) -> None:
+    """Trace a module in both modes. Nothing is computed.
 
     Raises:
-      UserError: says what is wrong.
+      UserError: names the first fault.
     """
     name, sample = model.name, describe(model.input_shape, model.input_dtype)
     x = jax.ShapeDtypeStruct((BATCH, *model.input_shape), model.input_dtype)
     key, mask = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((BATCH,), np.float32)
-    switch = "does it need a switch of training, __call__(self, x, train)?"
+    switch = "does it need a switch between training and evaluation, __call__(self, x, train)?"
     shapes = _traced(model.shapes, f"{name} cannot be initialised for samples {sample}")
     params, state = shapes.get("params", {}), {name: tree for name, tree in shapes.items() if name != "params"}
     if not jax.tree.leaves(params):
@@ -113,35 +112,33 @@ def _try(model: Model, num_classes: int) -> None:
     for path, leaf in _leaves(shapes):
         if leaf.dtype != np.float32:
             low = jnp.issubdtype(leaf.dtype, jnp.floating)
-            remedy = (
-                f"; Flax's dtype=jnp.{leaf.dtype}, in place of param_dtype, computes with such numbers" if low else ""
-            )
+            remedy = f"; for computation in {leaf.dtype} set Flax's dtype, not param_dtype" if low else ""
             raise UserError(
                 f"{name} has variables of {leaf.dtype} ({jax.tree_util.keystr(path)}), but all variables are averaged "
                 f"over clients and must be float32{remedy}"
             )
     out = _traced(lambda: jax.eval_shape(model.apply, shapes, x), f"{name} cannot be evaluated", switch)
     if getattr(out, "shape", None) != (BATCH, num_classes) or not jnp.issubdtype(out.dtype, jnp.floating):
-        found = describe(out.shape[1:], out.dtype) if hasattr(out, "shape") else f"a {_kind(out)}"
-        raise UserError(f"{name} returns {found} for a sample, but the data need {num_classes} logits, one per class")
+        output = describe(out.shape[1:], out.dtype) if hasattr(out, "shape") else f"a {_kind(out)}"
+        raise UserError(f"{name} returns {output} for a sample, but the data need {num_classes} logits, one per class")
     train = lambda params, state, x, mask, key: model.train_apply(params, state, x, mask=mask, key=key)
     trained = _traced(lambda: jax.eval_shape(train, params, state, x, mask, key), f"{name} cannot be trained")
     if jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), trained) != jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), (out, state)
     ):
-        raise UserError(f"{name} returns other shapes, or other variables, while it trains than in evaluation")
+        raise UserError(f"{name} returns other shapes or other variables in training than in evaluation")
     _check_statistics(model, shapes, x, mask, key)
 
 
 def _check_statistics(model: Model, shapes: Variables, x: Any, mask: Any, key: Any) -> None:
-    """Check that BatchNorm's statistics move in training, all of them, and nowhere else.
+    """Check that training updates all statistics of BatchNorm, and that evaluation updates none.
 
     Raises:
-      UserError: the module does not hand the mode on to its BatchNorm.
+      UserError: the module does not pass the mode on to its BatchNorm.
     """
 
-    def moved(*, train: bool) -> dict[str, bool]:
-        found: dict[str, bool] = {}
+    def updated(*, train: bool) -> dict[str, bool]:
+        changes: dict[str, bool] = {}
 
         def call(variables: Variables, x: jax.Array, mask: jax.Array, key: jax.Array) -> None:
             state = [name for name in variables if name != "params"]
@@ -150,24 +147,26 @@ def _check_statistics(model: Model, shapes: Variables, x: Any, mask: Any, key: A
                 model.module, variables, x, train=train, mask=mask if train else None, method="__call__", **options
             )
             old = dict(_leaves(variables[STATISTICS]))
-            found.update((jax.tree_util.keystr(path), leaf is not old[path]) for path, leaf in _leaves(new[STATISTICS]))
+            changes.update(
+                (jax.tree_util.keystr(path), leaf is not old[path]) for path, leaf in _leaves(new[STATISTICS])
+            )
 
         jax.eval_shape(call, shapes, x, mask, key)
-        return found
+        return changes
 
     if STATISTICS not in shapes:
         return
     remedy = "pass the mode on, as in nn.BatchNorm(use_running_average=not train) of __call__(self, x, train)"
-    fixed = [path for path, moves in moved(train=True).items() if not moves]
+    fixed = [path for path, changed in updated(train=True).items() if not changed]
     if fixed:
-        raise UserError(f"{model.name} does not update its batch_stats{fixed[0]} while it trains: {remedy}")
-    moving = [path for path, moves in moved(train=False).items() if moves]
+        raise UserError(f"{model.name} does not update its batch_stats{fixed[0]} in training: {remedy}")
+    moving = [path for path, changed in updated(train=False).items() if changed]
     if moving:
-        raise UserError(f"{model.name} updates its batch_stats{moving[0]} in evaluation, too: {remedy}")
+        raise UserError(f"{model.name} also updates its batch_stats{moving[0]} in evaluation: {remedy}")
 
 
 def _traced(function: Any, what: str, hint: str = "") -> Any:
-    """Return what a function returns that calls the user's code; whatever that raises becomes one line."""
+    """Call a function that runs code of the user. Every exception becomes a UserError of one line."""
     try:
         return function()
     except UserError:

@@ -1,8 +1,8 @@
-"""VGG networks: stacks of 3x3 convolutions with pooling between them, in the variants that federated papers ran.
+"""VGG networks: stacks of 3x3 convolutions with pooling in between, in the variants of federated papers.
 
 Sources: Simonyan and Zisserman, "Very deep convolutional networks for large-scale image recognition" (ICLR 2015) for
-the stacks; the code of the authors of FedMR (KDD 2024) for `VGG16` and `VGGFEMNIST`; for `VGGFedMA` the code of FedMe
-(Matsuda et al., 2022), which took the small head from FedMA (Wang et al., ICLR 2020).
+the stacks; the released code of FedMR (KDD 2024) for `VGG16` and `VGGFEMNIST`; the code of FedMe (Matsuda et al., 2022)
+for `VGGFedMA`, whose small head comes from FedMA (Wang et al., ICLR 2020).
 """
 
 import functools
@@ -21,7 +21,7 @@ STAGES = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2,
 
 
 def stack(depth: int, width: int, conv: Callable[..., ConvBlock]) -> list[tuple[str, nn.Module]]:
-    """Return the convolutions of VGG by ``depth``: widths double up to eight times ``width``, stages end in a pool."""
+    """The convolutions of VGG by ``depth``. Widths double up to eight times ``width``; each stage ends with pooling."""
     blocks = []
     for stage, count in enumerate(STAGES[depth]):
         for index in range(count):
@@ -31,13 +31,13 @@ def stack(depth: int, width: int, conv: Callable[..., ConvBlock]) -> list[tuple[
 
 
 class VGG16(BlockNet):
-    """The authors' VGG-16 for CIFAR, with normalisation: 33,646,666 parameters at 10 classes.
+    """The VGG-16 for CIFAR in the released code of FedMR, with normalisation: 33,646,666 parameters at 10 classes.
 
     Attributes:
       norm: ``batch`` or ``group``.
       authors_state: whether BatchNorm counts its batches, as in the released state.
-      width: the features of the first stage.
-      hidden: the width of the two dense layers.
+      width: features of the first stage.
+      hidden: width of the two dense layers.
     """
 
     norm: str = "batch"
@@ -46,7 +46,7 @@ class VGG16(BlockNet):
     hidden: int = 4096
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(
             ConvBlock, norm=self.norm, counted=self.authors_state, initialisation=self.initialisation
         )
@@ -59,12 +59,12 @@ class VGG16(BlockNet):
 
 
 class VGGFedMA(BlockNet):
-    """FedMe's VGG-11/13/16/19 for CIFAR, without normalisation and with a head of 512 units.
+    """FedMe's VGG-11/13/16/19 for CIFAR, without normalisation, with a head of 512 units.
 
     Attributes:
       depth: 11, 13, 16 or 19.
-      width: the features of the first stage.
-      hidden: the width of the two dense layers.
+      width: features of the first stage.
+      hidden: width of the two dense layers.
     """
 
     depth: int = 16
@@ -72,7 +72,7 @@ class VGGFedMA(BlockNet):
     hidden: int = 512
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         he = "he" if self.initialisation == "torch" else self.initialisation
         dense = functools.partial(DenseBlock, self.hidden, dropout=0.5, initialisation=self.initialisation)
         return (
@@ -84,16 +84,16 @@ class VGGFedMA(BlockNet):
 
 
 class VGGFEMNIST(BlockNet):
-    """The VGG-16 on FEMNIST of the authors of FedMR: seven layers, 8,024,958 parameters at 62 classes.
+    """The network called VGG-16 for FEMNIST in the released code of FedMR: seven layers, 8,024,958 parameters.
 
     Attributes:
-      width: the features of the first convolution.
+      width: features of the first convolution.
     """
 
     width: int = 64
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the named blocks in forward order."""
+        """The named blocks in forward order."""
         conv = functools.partial(ConvBlock, initialisation=self.initialisation)
         return (
             ("conv1", conv(self.width, 1, padding=1)),
@@ -108,23 +108,23 @@ class VGGFEMNIST(BlockNet):
 
 
 class MeanGrid(nn.Module):
-    """Means over a grid of equal extent for images of any size (PyTorch's adaptive average pooling).
+    """Means over a grid of fixed size, for images of any size (PyTorch's adaptive average pooling).
 
     Attributes:
-      size: the rows and columns of the grid.
+      size: rows and columns of the grid.
     """
 
     size: int
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return the means [B, size, size, I] of feature maps [B, H, W, I]."""
+        """Compute the means [B, size, size, I] of feature maps [B, H, W, I]."""
         rows, columns = (jnp.asarray(_shares(extent, self.size), x.dtype) for extent in x.shape[1:3])
         return jnp.einsum("rh,bhwi,cw->brci", rows, x, columns)
 
 
 def _shares(extent: int, size: int) -> np.ndarray:
-    """Return the matrix [size, extent] whose row r takes the mean of the pixels of cell r; cells may overlap."""
+    """The matrix [size, extent] whose row r averages the pixels of cell r; cells may overlap."""
     shares = np.zeros((size, extent))
     for cell in range(size):
         first, last = cell * extent // size, -(-(cell + 1) * extent // size)

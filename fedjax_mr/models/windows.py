@@ -1,10 +1,10 @@
 """Convolution and pooling of images that stay fast inside compiled loops.
 
-XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC, and rewrites other orders into that
-one only outside of loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so
-the gradients here are written in the fast order. Even that order is slow with few channels, which small networks have:
-on CPU neighbouring columns of the image are folded into the channels, and the weight gradient takes the batch as its
-innermost axis. Pooling avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not
+XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC. It rewrites other orders to this one
+only outside loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so the
+gradients here are written in the fast order. That order is still slow for the few channels of small networks. On CPU,
+therefore, neighbouring columns of the image are folded into the channels, and the batch is the innermost axis of the
+weight gradient. Pooling avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not
 deterministic on GPU.
 """
 
@@ -29,12 +29,12 @@ Padding = str | int | Sequence[Pair]
 
 
 def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: Padding = "SAME") -> jax.Array:
-    """Return the convolution [B, H', W', O] of images [B, H, W, I] with a kernel [h, w, I, O].
+    """Convolution [B, H', W', O] of images [B, H, W, I] with a kernel [h, w, I, O].
 
-    The value is that of ``lax.conv_general_dilated``; the gradients (of any order, in reverse mode) are ordinary
+    The value is that of ``lax.conv_general_dilated``. The gradients (of any order, in reverse mode) are ordinary
     convolutions in the order NHWC, HWIO, NHWC, on CPU with columns folded into the channels, or products. Inside
-    ``shard_map`` a gradient asks for images and kernel that vary over the same mesh axes, which JAX checks. Second
-    derivatives through ``lax.scan`` fail in jax 0.10, which hands the backward pass the wrong arrays there.
+    ``shard_map``, gradients require that images and kernel vary over the same mesh axes; JAX checks it. Second
+    derivatives through ``lax.scan`` fail in jax 0.10, which passes wrong arrays to the backward pass.
 
     Raises:
       UserError: the images are smaller than the kernel.
@@ -43,7 +43,7 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
     pads = _explicit_padding(x.shape[1:3], kernel.shape[:2], strides, padding)
     _require_room("convolution", x.shape[1:3], kernel.shape[:2], pads)
     if kernel.shape[:2] == (1, 1) and not any(map(any, pads)):
-        # The strides leave out pixels; without strides the weight gradient is one product.
+        # Strides only skip pixels here; without them the weight gradient is one product.
         x, strides = x[:, :: strides[0], :: strides[1]], (1, 1)
     return _conv(x, kernel, strides, pads, (1, 1), (1, 1))
 
@@ -53,7 +53,7 @@ def _conv(
     x: jax.Array, kernel: jax.Array, strides: Pair, pads: tuple[Pair, Pair], x_dilation: Pair, kernel_dilation: Pair
 ) -> jax.Array:
     if kernel.shape[:2] == x.shape[1:3] and not any(map(any, pads)) and x_dilation == kernel_dilation == (1, 1):
-        # The weight gradient of a 1x1 convolution: one position, so one product, which saves ResNet-20 a sixth.
+        # The weight gradient of a 1x1 convolution has one position, so it is one product: ResNet-20 is a sixth faster.
         return jnp.einsum("bhwi,hwio->bo", x, kernel)[:, None, None]
     if math.prod(kernel.shape[:2]) > math.prod(x.shape[1:3]):
         return _product(x, kernel, strides, pads, x_dilation, kernel_dilation)
@@ -74,10 +74,10 @@ def _conv(
 def _product(
     x: jax.Array, kernel: jax.Array, strides: Pair, pads: tuple[Pair, Pair], x_dilation: Pair, kernel_dilation: Pair
 ) -> jax.Array:
-    """Return the convolution as one product of patches and kernel.
+    """Compute the convolution as one product of patches and kernel.
 
-    XLA exchanges images and kernel of a convolution whose kernel is the larger one, into an order that is slow again
-    (``SwapConvOperands`` in its algebraic simplifier). Images as small as that have few patches.
+    If the kernel is larger than the images, XLA swaps the two, which gives a slow order (``SwapConvOperands`` in its
+    algebraic simplifier). Such small images have few patches.
     """
     edges = tuple((*pad, dilation - 1) for pad, dilation in zip(pads, x_dilation, strict=True))
     x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
@@ -97,7 +97,7 @@ def _conv_forward(x, kernel, strides, pads, x_dilation, kernel_dilation):
 
 def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradient):
     x, kernel = residuals
-    # Extents once dilated: a gradient value meets the input at multiples of the stride, so strides become dilations.
+    # Dilated extents: gradient values align with the input at multiples of the stride, so strides become dilations.
     image = _dilated(x.shape[1:3], x_dilation)
     window = _dilated(kernel.shape[:2], kernel_dilation)
     output = _dilated(gradient.shape[1:3], strides)
@@ -105,7 +105,7 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
 
     folds = _folds(strides, x_dilation, kernel_dilation) and window[1] > 1
     if folds and image[0] * image[1] >= 1.5 * output[0] * output[1] and not any(map(any, pads)):
-        # A convolution over the padded gradient would do that much more work.
+        # A convolution over the padded gradient would do 1.5 times the work or more.
         x_gradient = _scattered(gradient, kernel)
     else:
         x_pads = tuple((w - 1 - p, i + p - o) for i, w, o, p in zip(image, window, output, low, strict=True))
@@ -114,7 +114,7 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
 
     if folds:
         return x_gradient, _kernel_gradient(x, pads, gradient, window)
-    # The batch takes the place of the input channels: images [I, H, W, B], kernel [H', W', B, O].
+    # The batch replaces the input channels: images [I, H, W, B], kernel [H', W', B, O].
     kernel_pads = tuple((p, o + w - 1 - i - p) for i, w, o, p in zip(image, window, output, low, strict=True))
     x_turned, gradient_turned = jnp.transpose(x, (3, 1, 2, 0)), jnp.transpose(gradient, (1, 2, 0, 3))
     kernel_gradient = _conv(x_turned, gradient_turned, kernel_dilation, kernel_pads, x_dilation, strides)
@@ -124,18 +124,18 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
 _conv.defvjp(_conv_forward, _conv_backward)
 
 
-# A run of n neighbouring output columns depends on n + w - 1 input columns through a banded (Toeplitz) matrix. Seen
-# that way, n x O channels come out of n x I, which is enough for vectors and caches, at the price of the zeros in the
-# band. It wins on CPU only; other devices keep their libraries' convolutions.
+# A run of n neighbouring output columns depends on n + w - 1 input columns through a banded (Toeplitz) matrix. This
+# makes n x O channels from n x I channels, enough for vector units and caches, at the cost of the zeros in the band. It
+# is faster on CPU only; other devices use the convolutions of their libraries.
 
 
 def _folds(*steps: Pair) -> bool:
-    """Return whether columns may be folded: on CPU, neither strides nor dilation."""
+    """Whether columns may be folded: on CPU, without strides and dilation."""
     return platforms.current() == "cpu" and all(step == (1, 1) for step in steps)
 
 
 def _columns(channels: int, features: int) -> int:
-    """Return how many columns to fold (measured for 1 to 64 channels of 5x5 and 3x3 kernels): 1, 2 or 4."""
+    """Number of columns to fold: 1, 2 or 4 (measured for 1 to 64 channels with 5x5 and 3x3 kernels)."""
     if channels >= 16:
         return 1
     return next(
@@ -144,19 +144,19 @@ def _columns(channels: int, features: int) -> int:
 
 
 def _pad(x: jax.Array, pads: tuple[Pair, Pair]) -> jax.Array:
-    """Return images with zeros around, or cropped where a padding is negative."""
+    """Pad images with zeros; a negative padding crops."""
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)))
 
 
 def _band(kernel: jax.Array, columns: int, width: int) -> jax.Array:
-    """Return the banded matrix [h, width, I, columns, O] that maps ``width`` input columns to ``columns`` outputs."""
+    """The banded matrix [h, width, I, columns, O] that maps ``width`` input columns to ``columns`` output columns."""
     spare = width - kernel.shape[1]
     shifted = [jnp.pad(kernel, ((0, 0), (column, spare - column), (0, 0), (0, 0))) for column in range(columns)]
     return jnp.stack(shifted, axis=3)
 
 
 def _folded(x: jax.Array, kernel: jax.Array, columns: int) -> jax.Array:
-    """Return the unpadded convolution with ``columns`` columns folded into the channels."""
+    """Compute the unpadded convolution with ``columns`` columns folded into the channels."""
     batch, height, width, channels = x.shape
     h, w, _, features = kernel.shape
     runs = -(-(width - w + 1) // columns)
@@ -173,10 +173,10 @@ def _folded(x: jax.Array, kernel: jax.Array, columns: int) -> jax.Array:
 
 
 def _kernel_gradient(x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array, window: Sequence[int]) -> jax.Array:
-    """Return the kernel's gradient [h, w, I, O]: a convolution per run of output columns, the band summed.
+    """Gradient of the kernel [h, w, I, O]: one convolution per run of output columns, then a sum over the band.
 
-    With the batch innermost, what a row of the kernel meets in one column is a single run of memory, and the next row
-    begins one batch later: a convolution in one dimension with the batch as stride, whose patches XLA never stores.
+    With the batch as innermost axis, the pixels of one image column are contiguous in memory, and each row starts one
+    batch after the previous one. So this is a 1-D convolution whose stride is the batch, and XLA stores no patches.
     """
     h, w = window
     batch, rows, width, features = gradient.shape
@@ -198,7 +198,7 @@ def _kernel_gradient(x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array,
             part, turned[run], (1, batch), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
-    # A loop, whose operands are computed once; each term of a written sum would compute x anew.
+    # In a loop the operands are computed once; in an unrolled sum, XLA computes x again for each term.
     band = lax.fori_loop(1, runs, lambda run, total: total + product(run), product(0))
     band = band.reshape(reach, channels, h, columns, features)
     kernel = functools.reduce(jnp.add, [band[column : column + w, :, :, column] for column in range(columns)])
@@ -206,7 +206,7 @@ def _kernel_gradient(x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array,
 
 
 def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return the images' gradient [B, H, W, I] of an unpadded convolution: products, added up where they overlap."""
+    """Gradient of the images [B, H, W, I] for an unpadded convolution: products, summed where they overlap."""
     batch, rows, width, features = gradient.shape
     h, w, channels, _ = kernel.shape
     runs = -(-width // 5)  # runs of at most five columns
@@ -217,10 +217,10 @@ def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
     parts = (gradient.reshape(-1, columns * features) @ band.T).reshape(batch, rows, runs, h, reach * channels)
     total = jnp.zeros((batch, rows + h - 1, (runs * columns + w - 1) * channels), gradient.dtype)
     for run, row in np.ndindex(runs, h):
-        # Slice, add and update in place: padding the parts and adding those would be three times slower.
+        # Slice, add and update in place: a sum of padded parts is three times slower.
         corner = (0, row, run * columns * channels)
-        before = lax.dynamic_slice(total, corner, (batch, rows, reach * channels))
-        total = lax.dynamic_update_slice(total, before + parts[:, :, run, row], corner)
+        current = lax.dynamic_slice(total, corner, (batch, rows, reach * channels))
+        total = lax.dynamic_update_slice(total, current + parts[:, :, run, row], corner)
     return total.reshape(batch, rows + h - 1, -1, channels)[:, :, : width + w - 1]
 
 
@@ -229,7 +229,7 @@ def _dilated(extent: Sequence[int], dilation: Pair) -> tuple[int, ...]:
 
 
 def pair(value: int | Sequence[int]) -> Pair:
-    """Return one number for rows and one for columns."""
+    """One number for rows and one for columns."""
     first, second = (value, value) if isinstance(value, int) else value
     return first, second
 
@@ -255,15 +255,15 @@ def _require_room(what: str, extent: Sequence[int], window: Sequence[int], pads:
 
 
 def max_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = None, padding: int = 0) -> jax.Array:
-    """Return the maxima [B, H', W', I] over windows of [B, H, W, I]; rows that fill no window are dropped.
+    """Maxima [B, H', W', I] over windows of [B, H, W, I]. Rows and columns that fill no window are ignored.
 
-    Of equal maxima the first one, row by row, takes the gradient, as in PyTorch.
+    Among equal maxima the first one in row-major order receives the gradient, as in PyTorch.
 
     Args:
       x: feature maps.
-      window: the window's extent.
-      strides: the step between windows; the window by default.
-      padding: rows and columns added on each side that never win.
+      window: size of the window.
+      strides: step between windows. Default: the window.
+      padding: rows and columns of minus infinity on each side.
 
     Raises:
       UserError: the maps are smaller than the window.
@@ -277,27 +277,27 @@ def max_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = N
 
 
 def avg_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = None, padding: int = 0) -> jax.Array:
-    """Return the means [B, H', W', I] over windows of [B, H, W, I]; padding counts as zeros.
+    """Means [B, H', W', I] over windows of [B, H, W, I]. Padding counts as zeros.
 
     Arguments and errors are those of `max_pool`.
     """
     return functools.reduce(jnp.add, _window_elements(x, window, strides, padding, 0.0)) / math.prod(pair(window))
 
 
-# XLA computes anew, wherever it is used, what it takes to be cheap, such as these maxima, but stores what a loop
-# returns. Hence, on CPU, loops over the samples: the maxima, and which element won, are found once for all their uses.
+# XLA recomputes operations that it considers cheap, such as these maxima, at each use, but it stores the results of a
+# loop. Hence the loops over samples on CPU: the maxima and their positions are computed once.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _tiled_max(x: jax.Array, window: Pair) -> jax.Array:
-    """Return the maxima [B, H', W', I] over windows that cover [B, H, W, I] without overlap."""
+    """Maxima [B, H', W', I] over windows that cover [B, H, W, I] without overlap."""
     return _tiled_max_forward(x, window)[0]
 
 
 def _tiled_max_forward(x: jax.Array, window: Pair) -> tuple[jax.Array, jax.Array]:
     def first_maxima(sample: jax.Array) -> tuple[jax.Array, jax.Array]:
         best, *others = _window_elements(sample[None], window, None, 0, -np.inf)
-        winner = jnp.zeros_like(best)  # a number of the images' type, which is faster than a small integer
+        winner = jnp.zeros_like(best)  # in the type of the images, which is faster than a small integer
         for number, other in enumerate(others, start=1):
             better = (other > best) | jnp.isnan(other)
             best, winner = jnp.where(better, other, best), jnp.where(better, number, winner)
@@ -322,10 +322,11 @@ _tiled_max.defvjp(_tiled_max_forward, _tiled_max_backward)
 
 
 def _first_maximum(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the greater array elementwise, ``a`` where equal, NaN where either is.
+    """Elementwise maximum: ``a`` where both are equal, NaN where one is NaN.
 
-    The gradients of ``jnp.max`` and ``jnp.maximum`` search for the elements equal to the maximum. XLA may compute the
-    elements a second time with another rounding and find none: NaN or nothing. A selection finds exactly one.
+    The gradients of ``jnp.max`` and ``jnp.maximum`` search for the elements that equal the maximum. XLA may recompute
+    the elements with another rounding, so that none is equal and the gradient is NaN or zero. A selection has exactly
+    one element.
     """
     return jnp.where((b > a) | jnp.isnan(b), b, a)
 
@@ -333,13 +334,13 @@ def _first_maximum(a: jax.Array, b: jax.Array) -> jax.Array:
 def _window_elements(
     x: jax.Array, window: int | Pair, strides: int | Pair | None, padding: int, fill: float
 ) -> list[jax.Array]:
-    """Return the first elements of all windows, the second ones, and so on: slices of [B, H', W', I] each."""
+    """The first elements of all windows, then the second elements, and so on: slices [B, H', W', I]."""
     window = pair(window)
     strides = window if strides is None else pair(strides)
     pads = ((padding, padding), (padding, padding))
     _require_room("pooling window", x.shape[1:3], window, pads)
     x = jnp.pad(x, ((0, 0), *pads, (0, 0)), constant_values=fill)
-    # From the first window's element to the last window's, exclusive.
+    # Distance from an element of the first window to the same element of the last window, plus one.
     height, width = (
         (size - wide) // step * step + 1 for size, wide, step in zip(x.shape[1:3], window, strides, strict=True)
     )

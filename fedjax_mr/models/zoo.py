@@ -1,10 +1,10 @@
-"""Networks of different architectures behind the face of one: which of them a set of variables is, is data.
+"""Networks of different architectures behind the interface of one network. The choice of the network is data.
 
-Clients of FedMe and pFedHR have different networks, and FedMe's change theirs while they train. Here the variables of
-every network are vectors as long as the largest network's, with a number that says which one it is, and
-`jax.lax.switch` picks the network inside the compiled step. So one program serves every assignment of networks to
-clients, one that changes in every round included, and whatever trains or tests a `Model` takes a `Zoo` unchanged. With
-one client at a time (one lane, the CPU's default) only the chosen network is computed; side by side, all of them are.
+Clients of FedMe and pFedHR have different networks, and clients of FedMe change theirs during training. Here the
+variables of every network are vectors as long as those of the largest network, plus the number of the network.
+`jax.lax.switch` selects the network inside the compiled step. So one program serves every assignment of networks to
+clients, even if it changes in every round, and code that trains or tests a `Model` also works with a `Zoo`. With one
+client at a time (one lane, the default on CPU) only the selected network is computed; with several lanes, all are.
 """
 
 import dataclasses
@@ -19,39 +19,39 @@ import numpy as np
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Model, Variables
 
-EVEN = 256  # so that the devices of a pod share a vector evenly; otherwise each would hold all of every client's
+EVEN = 256  # vectors of such multiples can be sharded evenly over the devices of a pod; others would be replicated
 
 
 @dataclasses.dataclass(frozen=True)
 class Zoo(Model):
     """A networks for the same samples and classes.
 
-    Their variables are ``{"params": {"vector": [P]}, "batch_stats": {"vector": [S]}, "architecture": []}``, P and S
-    those of the largest network, rounded up to a multiple of `EVEN` and filled up with zeros; ``batch_stats`` is there
-    if some network has BatchNorm.
+    Their variables are ``{"params": {"vector": [P]}, "batch_stats": {"vector": [S]}, "architecture": []}``. P and S are
+    the sizes of the largest network, rounded up to a multiple of `EVEN`; zeros pad smaller networks. ``batch_stats``
+    exists if any network has BatchNorm.
 
     Attributes:
-      members: the networks; ``module`` is the first one's.
+      members: the networks. ``module`` is that of the first one.
     """
 
     members: tuple[Model, ...] = ()
 
     @classmethod
     def of(cls, models: Sequence[Model]) -> "Zoo":
-        """Return the zoo of some networks.
+        """The zoo of several networks.
 
         Raises:
-          UserError: a network keeps numbers that are no floats.
+          UserError: a network has variables that are not floats.
         """
         for model in models:
             if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.shapes())):
-                raise UserError(f"{model.name} keeps numbers that are no floats; among several networks none may")
+                raise UserError(f"{model.name} has variables that are not floats, which several networks must not have")
         first = models[0]
         name = ",".join(model.name for model in models)
         return cls(first.module, first.input_shape, first.input_dtype, name, tuple(models))
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
-        """Return fresh variables of a network; consumes ``key``."""
+        """Initialise the variables of one network; consumes ``key``."""
         branches = [
             lambda key, number=number: self.pack(self.members[number].init(key), number) for number in self._numbers
         ]
@@ -59,15 +59,15 @@ class Zoo(Model):
 
     @property
     def networks(self) -> tuple[Model, ...]:
-        """The networks."""
+        """The A networks, ordered by architecture number."""
         return self.members
 
     def architecture(self, variables: Variables) -> jax.Array:
-        """Return which network variables are of, int32; of stacked ones [R, ...] of each [R]."""
+        """Number (int32) of the network that the variables belong to; [R] for stacked variables [R, ...]."""
         return variables["architecture"]
 
     def pack(self, variables: Variables, architecture: int) -> Variables:
-        """Return a network's own variables, as Flax has them, as those of the zoo."""
+        """Convert the variables of one network, in Flax's form, to those of the zoo."""
         return self._fill({name: {"vector": _ravel(tree)} for name, tree in variables.items()}, architecture)
 
     def train_compact(self, variables: Variables, loss: Callable, train: Callable) -> tuple[Variables, Any]:
@@ -91,48 +91,48 @@ class Zoo(Model):
         return range(len(self.members))
 
     def _cut(self, variables: Variables, architecture: int) -> Variables:
-        """Return vectors without what fills them up, and without the number of the network."""
+        """Remove the padding of the vectors and the number of the network."""
         sizes = self._sizes(architecture)
         return {name: {"vector": variables[name]["vector"][:size]} for name, size in sizes.items()}
 
     def _fill(self, variables: Variables, architecture: int) -> Variables:
-        """Undo `_cut`."""
-        filled = {}
+        """Add the padding and the number of the network: the inverse of `_cut`."""
+        padded = {}
         for name, size in self._sizes().items():
             vector = variables[name]["vector"] if name in variables else jnp.zeros(0)
-            filled[name] = {"vector": jnp.pad(vector, (0, size - vector.size))}
-        return filled | {"architecture": jnp.asarray(architecture, jnp.int32)}
+            padded[name] = {"vector": jnp.pad(vector, (0, size - vector.size))}
+        return padded | {"architecture": jnp.asarray(architecture, jnp.int32)}
 
     def unpack(self, variables: Variables, architecture: int) -> Variables:
-        """Return the variables of network number ``architecture`` as Flax has them."""
+        """Convert the variables of network number ``architecture`` to Flax's form."""
         shapes = self.members[architecture].shapes()
         return {name: _unpack(variables[name]["vector"], shapes[name]) for name in shapes}
 
     def num_parameters(self) -> int:
-        """Return the trainable numbers of the largest network."""
+        """Number of trainable parameters of the largest network."""
         return max(model.num_parameters() for model in self.members)
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return no layer: different networks have none in common."""
+        """Empty: different networks have no layers in common."""
         return ()
 
     def features(self, variables: Variables, x: jax.Array) -> jax.Array:
-        """Return the representation [B, F] in evaluation mode, F that of the widest network; zeros fill it up."""
+        """Compute the representation [B, F] in evaluation mode, padded with zeros to the largest width."""
         widths = self.feature_widths()
 
-        def filled(number: int, network: Model, own: Variables, x: jax.Array) -> jax.Array:
+        def padded(number: int, network: Model, own: Variables, x: jax.Array) -> jax.Array:
             z = network.features(own, x).reshape(x.shape[0], -1)
             return jnp.pad(z, ((0, 0), (0, max(widths) - widths[number])))
 
-        return self.switch(variables, filled, x)
+        return self.switch(variables, padded, x)
 
     def head(self, variables: Variables, z: jax.Array) -> jax.Array:
-        """Return the logits [B, C] of a representation [B, F] in evaluation mode; what fills it up is left out."""
+        """Compute the logits [B, C] of a representation [B, F] in evaluation mode, ignoring its padding."""
         widths = self.feature_widths()
         return self.switch(variables, lambda number, network, own, z: network.head(own, z[:, : widths[number]]), z)
 
     def feature_widths(self) -> tuple[int, ...]:
-        """Return the width of each network's representation [A]."""
+        """Width of the representation of each network [A]."""
         sample = jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype)
         return tuple(
             math.prod(jax.eval_shape(model.features, model.shapes(), sample).shape[1:]) for model in self.members
@@ -149,7 +149,7 @@ class Zoo(Model):
         return self.switch(variables, one, x)
 
     def switch(self, variables: Variables, function: Callable, *operands: Any) -> Any:
-        """Return ``function(number, network, own variables, *operands)`` for the network that the variables are of."""
+        """Call ``function(number, network, variables in Flax's form, *operands)`` for the network of the variables."""
 
         def branch(number: int) -> Callable:
             return lambda variables, *operands: function(
@@ -159,7 +159,7 @@ class Zoo(Model):
         return _switch(variables["architecture"], [branch(number) for number in self._numbers], variables, *operands)
 
     def _sizes(self, architecture: int | None = None) -> dict[str, int]:
-        """Return the numbers in each collection of a network, empty ones left out; without a network, P and S."""
+        """Size of each collection of a network; without a network, P and S."""
         sizes: dict[str, int] = {}
         for model in self.members if architecture is None else (self.members[architecture],):
             for name, tree in model.shapes().items():
@@ -168,13 +168,13 @@ class Zoo(Model):
 
 
 def _switch(number: Any, branches: Sequence[Callable], *operands: Any) -> Any:
-    if isinstance(number, int | np.integer):  # known while tracing
+    if isinstance(number, int | np.integer):  # known during tracing
         return branches[int(number)](*operands)
     return jax.lax.switch(number, branches, *operands)
 
 
 def _ravel(tree: Any, size: int | None = None) -> jax.Array:
-    """Return all numbers of a tree as one vector, filled up with zeros to ``size``."""
+    """Concatenate all leaves of a tree to one vector, padded with zeros to ``size``."""
     vector = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(leaf) for leaf in jax.tree.leaves(tree))])
     return vector if size is None else jnp.pad(vector, (0, size - vector.size))
 

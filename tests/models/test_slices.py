@@ -12,7 +12,7 @@ from fedjax_mr.models import MODELS, Model
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.models.slices import Level, floor, slices
 
-HALVES = Level(1.0), Level(0.5), Level(0.3, whole=0.5)
+HALVES = Level(1.0), Level(0.5), Level(0.3, full=0.5)
 SHARES = Level(1.0), Level(0.5), Level(0.3)
 
 
@@ -131,9 +131,9 @@ class Embedded(nn.Module):
         return nn.Dense(3)(nn.Embed(5, 4)(x).mean(1))
 
 
-@pytest.mark.parametrize("module, message", [(Grouped(), "--norm=batch"), (Embedded(), "take another network")])
+@pytest.mark.parametrize("module, message", [(Grouped(), "norm=batch"), (Embedded(), "use another network")])
 def test_what_cannot_be_narrowed_is_refused_with_one_line(module, message):
     model = Model(module, (4,), np.int32 if isinstance(module, Embedded) else np.float32, name="net")
-    with pytest.raises(UserError, match=f"net cannot be narrowed: its layer .* {message}") as refused:
+    with pytest.raises(UserError, match=f"net cannot be narrowed: layer .* {message}") as refused:
         slices(model, HALVES)
     assert "\n" not in str(refused.value)

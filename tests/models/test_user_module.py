@@ -197,7 +197,7 @@ class WithArray(Plain):
 
 
 REFUSED = {
-    "a class": (Net, "takes an instance of flax.linen.Module, not the class Net; make one: Net(...)"),
+    "a class": (Net, "must be an instance of flax.linen.Module, not the class Net; write Net(...)"),
     "no module": ("mlp", "not str"),
     "too few classes": (nn.Dense(2), "Dense returns 2 of float32 for a sample, but the data need 3 logits"),
     "a tuple": (Softmaxes(), "returns a tuple for a sample, but the data need 3 logits"),
@@ -205,7 +205,7 @@ REFUSED = {
     "no switch": (Unswitched(), "cannot be evaluated (ModifyScopeVariableError"),
     "statistics that never move": (
         NeverMoving(),
-        "does not update its batch_stats['BatchNorm_0']['mean'] while it trains",
+        "does not update its batch_stats['BatchNorm_0']['mean'] in training",
     ),
     "statistics that always move": (
         nnx.bridge.ToLinen(AlwaysMoving),
@@ -213,7 +213,7 @@ REFUSED = {
     ),
     "bfloat16": (
         nn.Dense(3, dtype=jnp.float32, param_dtype=jnp.bfloat16),
-        "must be float32; Flax's dtype=jnp.bfloat16, in place of param",
+        "must be float32; for computation in bfloat16 set Flax's dtype",
     ),
     "int8": (
         WithTable(),
@@ -258,9 +258,9 @@ def test_a_row_of_ones_own(monkeypatch):
     monkeypatch.setitem(models.MODELS, "bare", Parts)
     assert [models.build(name, **FACTS).num_parameters() for name in ("mine", "sized")] == [43, 15]
     for name, options, message in (
-        ("lacking", {}, "needs features, too"),
-        ("bare", {}, "is no ModelRow: write MODELS['bare'] = ModelRow(MyNetwork)"),
-        ("mine", {"projection": 4}, "--projection=4 is for the networks in MODELS"),
+        ("lacking", {}, "is called without features"),
+        ("bare", {}, "is not a ModelRow: write MODELS['bare'] = ModelRow(MyNetwork)"),
+        ("mine", {"projection": 4}, "projection=4 only applies to built-in networks"),
         ("given:mine:12345678", {}, "cannot be found by name"),
     ):
         with pytest.raises(UserError) as error:

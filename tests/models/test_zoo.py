@@ -115,7 +115,7 @@ class Counting(nn.Module):
 
 
 def test_whole_numbers_among_the_variables_are_refused():
-    with pytest.raises(UserError, match="counting keeps numbers that are no floats"):
+    with pytest.raises(UserError, match="counting has variables that are not floats"):
         models.Zoo.of([models.Model(Counting(), (4, 4, 1), name="counting")])
 
 
