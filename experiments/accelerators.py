@@ -38,7 +38,7 @@ from hlo import Module, collectives, launches
 from jax.sharding import Mesh
 
 import fedjax_mr as fmr
-from fedjax_mr import data, trees
+from fedjax_mr import trees
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.engine.evaluation import Evaluation
@@ -47,6 +47,7 @@ from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model, build_rounds, samples
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import platforms
 from fedjax_mr.models.__main__ import multiply_adds
 
@@ -199,7 +200,7 @@ def federation(config: fmr.Config, count: int | None = None) -> FederatedData:
     shape = SHAPES.get(config.model.split(",")[0], (32, 32, 3))
     count = count or 20 * config.clients
     x = rng.integers(0, 256, (count, *shape), np.uint8)
-    return data.federated_data(config, dataset=fmr.from_arrays(x, rng.integers(0, 10, count), num_classes=10))
+    return federated_data(config, dataset=fmr.from_arrays(x, rng.integers(0, 10, count), num_classes=10))
 
 
 def compile_round(

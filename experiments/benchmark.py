@@ -45,13 +45,13 @@ import peers
 import products
 
 import fedjax_mr as fmr
-from fedjax_mr import data
 from fedjax_mr.engine.clients import assign, client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, build_rounds, samples
 from fedjax_mr.experiment.experiment import peak_memory_bytes
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import MODELS, windows
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.strategies import fedme
@@ -122,7 +122,7 @@ class Contestant:
         layout = {"devices": None, "lanes": None} | layout
         axis = client_axis(cohort_size=config.cohort, **layout)
         self.config = config
-        self.federated = data.federated_data(config, dataset=dataset)
+        self.federated = federated_data(config, dataset=dataset)
         self.model = build_model(config, self.federated)
         with plain_layers() if plain else mock.MagicMock():
             self.engine = build_rounds(config, self.federated, self.model, axis)

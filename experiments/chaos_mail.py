@@ -18,12 +18,12 @@ import numpy as np
 from chaos_messages import ODD
 from chaos_runs import World, Wrong
 
-from fedjax_mr import data
 from fedjax_mr.deploy import client, facts, flower, mail, server
 from fedjax_mr.deploy.roll import Roll, Terms
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import resolve
 
 CLIENTS = 4
 STEPS = ("join", "begin", "train", "evaluate")
@@ -50,8 +50,8 @@ class Place:
             "--validation_share=0.2", "--devices=1", "--lanes=1", "--import=none",
         ]  # fmt: skip
         self.folder, self.flags = folder, shlex.join(flags)
-        config = complete(configuration.parse(flags))
-        facts.divide(data.federated_data(config), folder)
+        config = resolve(configuration.parse(flags)).config
+        facts.divide(federated_data(config), folder)
         samples = facts.ServerSamples.read(folder / "server.npz")
         model = facts.network_of(config, samples.facts)
         self.request = facts.Request("ab" * 8, samples.facts, facts.agreement(config, model), label_counts=False)

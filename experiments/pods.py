@@ -33,6 +33,7 @@ from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.federation import federated_data
 
 SHAPES = {"lenet5": (32, 32, 3), "resnet20": (32, 32, 3), "vgg16": (32, 32, 3), "logistic": (8, 8, 1)}
 
@@ -63,7 +64,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     config = fmr.Config(
         strategy=strategy, model=model, cohort=cohort, clients=2 * cohort, partition="iid", local_epochs=1
     )
-    federated = data.federated_data(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
+    federated = federated_data(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
     axis = client_axis(devices=devices, lanes=1, cohort_size=cohort)
     network = build_model(config, federated)
     # One program for whole rounds, as on accelerators; it is only compiled.
@@ -84,7 +85,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
         "state_bytes": trees.num_bytes(engine.constants.problem.model.shapes()),
     }
     if timed:
-        federated = data.federated_data(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))
+        federated = federated_data(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))
         row["seconds_per_round"] = seconds_per_round(build_rounds(config, federated, network, axis))
     return row
 

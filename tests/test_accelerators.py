@@ -21,10 +21,11 @@ from hlo import Module, collectives, launches, num_bytes
 from jax.sharding import Mesh, PartitionSpec
 
 import fedjax_mr as fmr
-from fedjax_mr import data, models, trees
+from fedjax_mr import models, trees
 from fedjax_mr.engine.clients import ClientAxis, client_axis
 from fedjax_mr.engine.program import memory_needed
 from fedjax_mr.experiment import build
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import platforms, windows
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.strategies import STRATEGIES
@@ -205,7 +206,7 @@ def test_lanes_are_halved_until_they_fit(limit, lanes):
 def test_the_default_is_as_many_lanes_as_the_memory_holds(monkeypatch):
     """On a device that tells its memory, here the processor made to; what is asked for is never changed."""
     config = fmr.Config(strategy="fedavg", dataset="digits", clients=8, cohort=8, devices=1)
-    federated = data.federated_data(config)
+    federated = federated_data(config)
     model = build.build_model(config, federated)
     of_lanes = lambda *, lanes, **constants: client_axis(lanes=lanes or config.cohort, **constants)
     monkeypatch.setattr(build, "client_axis", of_lanes)

@@ -6,9 +6,10 @@ import pytest
 from fedjax_mr import models
 from fedjax_mr.engine.devices import memory_by_name
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import checks, settings
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import settings
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.settings import DEEPEST_FLAG_FILES
 from fedjax_mr.strategies import STRATEGIES
 
@@ -81,7 +82,7 @@ def test_all_that_names_a_file_or_folder_is_a_path():
     ],
 )
 def test_bad_flags_through_the_whole_configuration(arguments, part):
-    assert part in refusal(lambda: configuration.validate(configuration.parse(arguments.split())))
+    assert part in refusal(lambda: resolve(configuration.parse(arguments.split())))
 
 
 def test_a_long_chain_of_flag_files_is_refused(tmp_path):
@@ -101,14 +102,15 @@ def test_a_long_chain_of_flag_files_is_refused(tmp_path):
         ("", None),
         ("--strategy=fedme --public_share=0.1", None),
         ("--strategy=fedavg --public_share=0.1", "fedavg takes no public data: the samples of --public_share=0.1"),
-        ("--strategy=fedme --public_max=100", "without --public_share there is no public set"),
+        ("--strategy=fedavg --public_max=100", "without --public_share there is no public set"),
         ("--strategy=fedavg --nopublic_labels", "without --public_share there is no public set"),
-        ("--strategy=pfedhr --public_from=mnist", "without --public_share there is no public set"),
+        ("--strategy=fedavg --public_from=mnist", "without --public_share there is no public set"),
+        ("--strategy=fedme --public_max=100", "fedme needs public data: 0.1 of the training samples"),
         ("--strategy=fedme --public_max=100 --partition_file=x.npz", None),
     ],
 )
 def test_public_settings_without_effect_are_told(arguments, part):
-    notes = list(checks.without_effect(configuration.parse(arguments.split())))
+    notes = resolve(configuration.parse(arguments.split())).notes
     assert len(notes) == (part is not None)
     assert all(note.startswith(part) for note in notes)
 

@@ -22,6 +22,7 @@ from fedjax_mr import sweep
 from fedjax_mr.analysis import papers
 from fedjax_mr.analysis.__main__ import COMMANDS
 from fedjax_mr.experiment import config
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import STRATEGIES, Row, by_group
 
 ROOT = Path(__file__).parent.parent
@@ -217,7 +218,7 @@ def test_every_flag_file_is_valid_and_names_its_sources(path, monkeypatch):
     else:
         flags = [f"--flagfile=exp/{path.name}"]
         several = "," in config.parse(flags).model  # networks that the default strategy cannot mix
-        config.validate(config.parse([*flags, "--strategy=local"] if several else flags))
+        resolve(config.parse([*flags, "--strategy=local"] if several else flags))
     assert "python -m fedjax_mr." in text or "included by" in text
     assert "ource" in text
 

@@ -2,8 +2,8 @@
 
 import drawings
 
-from fedjax_mr import data
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.federation import federated_data
 
 CLIENTS = 20
 
@@ -18,7 +18,7 @@ def picture(*flags: str) -> str:
     Args:
       flags: of the partition.
     """
-    federated = data.federated_data(configuration.parse([*flags, f"--clients={CLIENTS}", "--seed=0"]))
+    federated = federated_data(configuration.parse([*flags, f"--clients={CLIENTS}", "--seed=0"]))
     counts = federated.label_counts()
     scale, parts = 150 / counts.sum(axis=1).max(), []
     for client, row in enumerate(counts):

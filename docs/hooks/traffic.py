@@ -5,12 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_mr import data, trees
+from fedjax_mr import trees
 from fedjax_mr.engine import rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, build_rounds
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import usual_traffic
 
@@ -49,7 +50,7 @@ def flags(strategy: str) -> list[str]:
 def count(strategy: str) -> Bytes:
     """Return the bytes of a method; its rounds are traced, and nothing is trained."""
     config = configuration.parse(flags(strategy))
-    federated = data.federated_data(config)
+    federated = federated_data(config)
     model = build_model(config, federated)
     engine = build_rounds(config, federated, model, client_axis(devices=1, lanes=1, cohort_size=config.cohort))
 

@@ -4,11 +4,11 @@ import contest
 import jax
 
 import fedjax_mr as fmr
-from fedjax_mr import data
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.experiment.build import build_model, build_rounds, samples
+from fedjax_mr.experiment.federation import federated_data
 
 job = contest.job()
 set_up_jax(devices=None, cohort_size=job.cohort)
@@ -19,7 +19,7 @@ config = fmr.Config(
     strategy="fedavg", model="lenet5", partition="iid", clients=len(y), cohort=job.cohort, local_epochs=job.epochs,
     batch_size=job.batch, lr=job.lr, momentum=job.momentum,
 )  # fmt: skip
-federated = data.federated_data(config, dataset=dataset)
+federated = federated_data(config, dataset=dataset)
 model = build_model(config, federated)
 engine = build_rounds(config, federated, model, client_axis(cohort_size=job.cohort, devices=None, lanes=None))
 evaluation = Evaluation(model, samples(federated, test_x, test_y), engine.axis)

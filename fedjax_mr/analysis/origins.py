@@ -17,12 +17,12 @@ import argparse
 import jax
 import numpy as np
 
-from fedjax_mr import data
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.engine.round import SERVER
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.base import unit_permutations
 
@@ -65,7 +65,7 @@ def replay(run: runs.RunRecord, *, last: int, back: int, data_dir: str | None = 
     if last < 0:
         raise UserError(f"--round={last} is too small: at least 0")
     config = run.config if data_dir is None else runs.with_data_dir(run.config, data_dir)
-    model = build_model(config, data.federated_data(config))
+    model = build_model(config, federated_data(config))
     units, count = fedmr.recombination_units(hyper, model.layers()), config.cohort
     origins = np.tile(np.arange(count), (len(units), 1))
     found = [origins]

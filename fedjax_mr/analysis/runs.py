@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr import data
 from fedjax_mr.analysis import plots
 from fedjax_mr.data import FederatedData, files
 from fedjax_mr.engine.clients import client_axis
@@ -21,6 +20,7 @@ from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.build import build_model, build_rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary
 from fedjax_mr.models import Model, Variables
 
@@ -184,7 +184,7 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False)
     config = configuration.load_code(run.path, trust=trust)
     config = config if data_dir is None else with_data_dir(config, data_dir)
     set_up_jax(devices=1, cohort_size=1)
-    federated = data.federated_data(config)
+    federated = federated_data(config)
     model = build_model(config, federated)
     axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
     return Rebuilt(config, federated, model, build_rounds(config, federated, model, axis))

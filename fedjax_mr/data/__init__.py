@@ -3,13 +3,11 @@
 A new source is one file and one row of `SOURCES`.
 """
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fedjax_mr import registry
-from fedjax_mr.data import divide
 from fedjax_mr.data.divide import federate
 from fedjax_mr.data.federated import DataRequest, Dataset, FederatedData, Split
 from fedjax_mr.data.sources import arrays, digits, leaf, tfds
@@ -18,7 +16,7 @@ from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.registry import Registry
 
 __all__ = [
-    "SOURCES", "Dataset", "FederatedData", "Split", "federate", "federated_data", "from_arrays", "is_file", "load",
+    "SOURCES", "Dataset", "FederatedData", "Split", "federate", "from_arrays", "is_file", "load",
 ]  # fmt: skip
 
 
@@ -51,7 +49,7 @@ LABEL_MODES = {"cifar100": ("fine", "coarse")}
 
 
 def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", offline: bool = False) -> Dataset:
-    """Return the samples of a data set.
+    """Load the samples of a dataset.
 
     Args:
       name: a name of `SOURCES`, one of a family such as ``emnist/letters``, or the path of an .npz file.
@@ -66,7 +64,7 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
         raise registry.not_passed("dataset", name)
     base = name.partition("/")[0]
     if label_mode not in LABEL_MODES.get(base, ("fine",)):
-        raise UserError(f"{name} has no {label_mode} labels; --label_mode={label_mode} is for {', '.join(LABEL_MODES)}")
+        raise UserError(f"{name} has no {label_mode} labels; label_mode={label_mode} is for {', '.join(LABEL_MODES)}")
     if is_file(name):
         return arrays.load(name)
     if name not in SOURCES and Path(name).exists():
@@ -74,33 +72,3 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("data set", name, SOURCES)
     return SOURCES[base](DataRequest(name, data_dir, label_mode, offline)).check()
-
-
-def federated_data(config: Any, *, dataset: Dataset | None = None) -> FederatedData:
-    """Load the data set of a configuration and divide it among the clients.
-
-    Args:
-      config: an object with the fields ``dataset``, ``clients``, ``partition_seed`` (None: ``seed``) and any of the
-        keyword arguments of `load` and `federate`.
-      dataset: samples to take in place of the configuration's data set.
-
-    Raises:
-      UserError: whatever is wrong with the data or its division.
-    """
-
-    def named(function: Callable, **given: Any) -> dict[str, Any]:
-        """Return the keyword arguments of a function that the configuration has, and the given ones."""
-        names = inspect.signature(function).parameters
-        return {name: getattr(config, name) for name in names if hasattr(config, name)} | given
-
-    seed = config.partition_seed if config.partition_seed is not None else config.seed
-    dataset = load(config.dataset, **named(load)) if dataset is None else dataset.check()
-    federated = federate(**named(federate, num_clients=config.clients, seed=seed, dataset=dataset))
-    if getattr(config, "public_from", None):
-        if federated.public is None:
-            raise UserError("--public_from replaces public samples: give --public_share, too")
-        other = load(config.public_from, **named(load, label_mode="fine"))
-        federated = divide.with_public(federated, other, labels=config.public_labels, seed=seed)
-    if getattr(config, "cohort", 1) > federated.num_clients:
-        raise UserError(f"--cohort={config.cohort} is more than the {federated.num_clients} clients of {dataset.name}")
-    return federated

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_mr import data
 from fedjax_mr.analysis import plots
 from fedjax_mr.data import partition_file
 from fedjax_mr.data.federated import DataRequest
@@ -14,8 +13,9 @@ from fedjax_mr.data.sources import tfds
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts, titles
-from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.experiment.resolve import public_share, resolve
 
 DIVISIONS = "runs/data"  # where divisions without --run_dir are kept
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
@@ -49,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(arguments: list[str]) -> None:
-    # No client trains: the method must not refuse several networks, nor the cohort be larger than the federation.
-    config = complete(configuration.parse(arguments))
-    config = dataclasses.replace(config, strategy="local", hyper=None, cohort=1)
-    configuration.validate(config)
+    # No client trains, so the method must not refuse several networks, nor the cohort be larger than the federation.
+    config = configuration.parse(arguments)
+    as_local = {"strategy": "local", "hyper": None, "cohort": 1, "public_share": public_share(config)}
+    config = resolve(dataclasses.replace(config, **as_local)).config
     with flags_in_errors(config.strategy):
-        federated = data.federated_data(config)
+        federated = federated_data(config)
     words = [Path(config.dataset).stem, Path(config.partition_file or config.partition).stem, federated.hash()[:8]]
     folder = Path(config.run_dir or f"{DIVISIONS}/{'-'.join(words)}")
     pictured = folder / f"partition.{config.picture_format}"

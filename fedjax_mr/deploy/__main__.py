@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedjax_mr import data
 from fedjax_mr.data import files
 from fedjax_mr.deploy import check, facts, keys
 from fedjax_mr.deploy.server import Setting, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts
-from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.settings import help_of, settings_of
 
 COMMAND = "python -m fedjax_mr.deploy"
@@ -45,8 +45,8 @@ def new(arguments: Sequence[str]) -> None:
       UserError: the configuration cannot be run by real clients, or the folder holds something else.
     """
     folder, flags = _folder("new", arguments)
-    asked, setting = configuration.parse_command(flags, Setting)
-    config = complete(asked)
+    config, setting = configuration.parse_command(flags, Setting)
+    config = resolve(config).config
     check_deployable(config)
     for each in settings_of(Setting):
         each.check(getattr(setting, each.name))
@@ -74,10 +74,9 @@ def divide(arguments: Sequence[str]) -> None:
       UserError: whatever is wrong with the data or their division.
     """
     folder, flags = _folder("divide", arguments)
-    config = complete(configuration.parse_command(flags, Setting)[0])
-    configuration.validate(config)
+    config = resolve(configuration.parse_command(flags, Setting)[0]).config
     with flags_in_errors(config.strategy):
-        paths = facts.divide(data.federated_data(config), folder)
+        paths = facts.divide(federated_data(config), folder)
     print(*paths, sep="\n")
 
 

@@ -35,8 +35,8 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
-from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.models import Model
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy
 from fedjax_mr.strategies.hyper import HIGHEST, LARGEST_INT32
@@ -334,7 +334,8 @@ def _payload(strategy: Strategy, problem: Problem) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _config(flags: tuple[str, ...]) -> Config:
-    return complete(configuration.parse(flags))
+    config = configuration.parse(flags)
+    return resolve(dataclasses.replace(config, log=None, tensorboard=False)).config  # the server alone writes logs
 
 
 @functools.lru_cache(maxsize=8)

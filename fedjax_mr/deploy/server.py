@@ -48,11 +48,11 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
-from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_clients, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
 from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import Interrupted, RunLoop
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.models import Model
@@ -109,7 +109,7 @@ def serve(post: Post, run_settings: Mapping[str, Any]) -> None:
       UserError: bad input, or clients that do not come or are lost, where the terms do not allow it.
       DivergedError: a loss or weight is not finite.
     """
-    config = complete(configuration.parse(shlex.split(str(run_settings["flags"]))))
+    config = resolve(configuration.parse(shlex.split(str(run_settings["flags"])))).config
     try:
         with flags_in_errors(config.strategy):
             run(post, config, Setting.of(run_settings))
@@ -123,7 +123,6 @@ def check_deployable(config: Config) -> None:
     Raises:
       UserError: it cannot.
     """
-    configuration.validate(config)
     if reason := STRATEGIES[config.strategy].only_simulated:
         raise UserError(f"{config.strategy} cannot run on real clients: {reason}")
     if registry.is_supplied(config.dataset) or registry.is_supplied(config.model):

@@ -13,7 +13,6 @@ from fedjax_mr.data import SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import imports, settings
-from fedjax_mr.experiment.checks import LOGS, check_together, with_imports
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.registry import USER_OBJECTS, is_supplied
@@ -21,6 +20,8 @@ from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, LARGEST_INT32, field
 
 COMMAND = "python -m fedjax_mr.main"
+LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""The values of ``--log``, each also an extra of this package, and the package that each needs."""
 GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Evaluation and records", "Engine")
 
 _data, _partition, _model, _training, _federation, _evaluation, _engine = (
@@ -228,6 +229,17 @@ class Config:
 
     hyper: Any = None
 
+    @property
+    def networks(self) -> list[str]:
+        """The names in ``model``."""
+        return self.model.split(",")
+
+    @property
+    def logs(self) -> list[str]:
+        """The programs that the metrics are also written to: the names in ``log``, and ``tensorboard``."""
+        names = self.log.split(",") if self.log is not None else []
+        return list(dict.fromkeys([*names, *(["tensorboard"] if self.tensorboard else [])]))
+
 
 # --- The settings of a run -------------------------------------------------------------------------------------------
 
@@ -259,8 +271,8 @@ def _known(strategies: Collection[str] | None = None) -> Iterator[Setting]:
             yield from settings.settings_of(row.hyper, f"{name}_")
 
 
-def _values(config: Config) -> Iterator[tuple[Setting, Any]]:
-    """Yield each setting of the run with its value, the chosen strategy's own last."""
+def setting_values(config: Config) -> Iterator[tuple[Setting, Any]]:
+    """Yield each setting of a run with its value; those of the strategy come last."""
     yield from settings.values_of(config)
     known = config.hyper is not None or config.strategy in STRATEGIES  # not so in the folder of somebody's own method
     yield from settings.values_of(hyper(config) if known else None, f"{config.strategy}_")
@@ -321,38 +333,12 @@ def _read(arguments: Sequence[str], own: Sequence[Setting] = ()) -> tuple[Config
     values = settings.parse(arguments, [*map(unset, _known()), *own])
     if values["clients"] is None:
         values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else Config.clients
-    return with_imports(_build(values)), values
+    return _build(values), values
 
 
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:
     """Return the flags that decide about runs of these strategies (None: all); others name folders and the like."""
     return [setting.flag for setting in _known(strategies) if setting.info.affects_results]
-
-
-# --- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def validate(config: Config, *, in_python: Collection[str] = ()) -> None:
-    """Check names, types and ranges.
-
-    Args:
-      config: the configuration.
-      in_python: as in `checks.check_together`.
-
-    Raises:
-      UserError: something is wrong; the message names the flag, its value and what is allowed.
-    """
-    own = _hyper_type(config.strategy)
-    if config.hyper is not None and type(config.hyper) is not own:
-        wanted = "has no settings of its own" if own is None else f"takes {_full_name(own)}"
-        raise UserError(f"strategy {config.strategy!r} {wanted}, but hyper is a {_full_name(type(config.hyper))}")
-    for setting, value in _values(config):
-        setting.check(value)
-    check_together(config, in_python=in_python)
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # --- The copy in the run folder --------------------------------------------------------------------------------------
@@ -363,12 +349,12 @@ _ABOUT_THIS_TIME = ("run_dir", "resume", "overwrite", "coordinator", "num_proces
 
 def to_json(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values, flag by flag."""
-    return {setting.flag: setting.plain(value) for setting, value in _values(config)}
+    return {setting.flag: setting.plain(value) for setting, value in setting_values(config)}
 
 
 def to_flags(config: Config) -> list[str]:
     """Return the flags that make this configuration again, in another run folder."""
-    kept = ((setting, value) for setting, value in _values(config) if setting.flag not in _ABOUT_THIS_TIME)
+    kept = ((setting, value) for setting, value in setting_values(config) if setting.flag not in _ABOUT_THIS_TIME)
     return [line for setting, value in kept for line in setting.as_flags(value)]
 
 
@@ -411,11 +397,11 @@ def load(folder: Path | str) -> Config:
         raise UserError(f"{folder} is not a run folder: it has no config.json") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())})") from None
-    known = {setting.flag for setting, _ in _values(config)}
+    known = {setting.flag for setting, _ in setting_values(config)}
     if unknown := [flag for flag in values if flag not in known]:
         raise UserError(f"{path} has settings that this version does not know: {', '.join(unknown)}")
     try:
-        for setting, value in _values(config):
+        for setting, value in setting_values(config):
             setting.check(value)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -449,4 +435,6 @@ def digest(config: Config) -> str:
 
 def decisive(config: Config) -> dict[str, Any]:
     """Return, as plain values by flag, the settings that can change results."""
-    return {setting.flag: setting.plain(value) for setting, value in _values(config) if setting.info.affects_results}
+    return {
+        setting.flag: setting.plain(value) for setting, value in setting_values(config) if setting.info.affects_results
+    }

@@ -148,7 +148,7 @@ class Experiment:
         return self.rounds.place(progress), done
 
     def _open_logs(self) -> None:
-        self.logs.open(self.config, self.folder)
+        self.logs.open(self.config.logs, configuration.to_json(self.config), self.folder)
 
     def _begin(self) -> None:
         """Write what is known before the first round into the run folder: configuration and partition."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import data, registry
+from fedjax_mr import registry
 from fedjax_mr.data import Dataset, FederatedData, Split, files, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, Public
@@ -25,6 +25,7 @@ from fedjax_mr.experiment.build import build_rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, damaged_files, read_rows, read_summary
 from fedjax_mr.experiment.rows import best_row
 from fedjax_mr.experiment.run import run
@@ -64,15 +65,16 @@ def load(
         run.
     """
     files.refuse_links(folder)
-    config, own = configuration.load_code(folder, trust=trust), UserObjects.of(dataset, model)
-    for flag in own.flags:
-        if not registry.is_supplied(name := getattr(config, flag)):
-            raise UserError(f"{folder} was made with --{flag}={name}: leave out {flag}=")
+    config, user_objects = configuration.load_code(folder, trust=trust), UserObjects.of(dataset, model)
+    for argument, supplied in (("dataset", dataset), ("model", model)):
+        if supplied is not None and not registry.is_supplied(name := getattr(config, argument)):
+            raise UserError(f"{folder} was made with --{argument}={name}: leave out {argument}=")
+    config = dataclasses.replace(config, dataset=user_objects.dataset_name(config.dataset))
     if data_dir is not None:
         config = dataclasses.replace(config, data_dir=data_dir)
     if best:
         round = _best_round(Path(folder), round)
-    return SavedRun(Path(folder), own.named(config), own, round)
+    return SavedRun(Path(folder), config, user_objects, round)
 
 
 def _best_round(folder: Path, round: int | None) -> int:
@@ -101,13 +103,13 @@ class SavedRun:
     Attributes:
       folder: the run folder.
       config: the configuration that it was made with.
-      own: the samples and networks that were given in Python.
+      user_objects: the user-supplied samples and networks.
       wanted: the round of the checkpoint; None: the newest.
     """
 
     folder: Path
     config: Config
-    own: UserObjects
+    user_objects: UserObjects
     wanted: int | None = None
 
     @property
@@ -125,17 +127,17 @@ class SavedRun:
         """The kind of the samples and their normalisation."""
         self._require_whole("samples.json")
         found = Facts.read(self.folder)  # runs of earlier versions kept none: then the data set is needed after all
-        return found or Facts.of(data.federated_data(self.config, dataset=self.own.dataset).dataset)
+        return found or Facts.of(federated_data(self.config, dataset=self.user_objects.dataset).dataset)
 
     @functools.cached_property
     def model(self) -> Model:
         """The network, or the `Zoo` of several."""
-        if registry.is_supplied(self.config.model) and not self.own.modules:
+        if registry.is_supplied(self.config.model) and not self.user_objects.modules:
             name = registry.shown(self.config.model)
             raise UserError(
                 f"the network {name} of {self.folder} was given in Python: fmr.load({str(self.folder)!r}, model=...)"
             )
-        return self.own.build(self.config, self._template)[1]
+        return self.user_objects.build(self.config, self._template)[1]
 
     @property
     def round(self) -> int:
@@ -176,12 +178,12 @@ class SavedRun:
         try:
             variables = self._personal(rounds, progress, client, samples=_Absent())
         except _NeedsSamplesError:
-            if registry.is_supplied(self.config.dataset) and self.own.dataset is None:
+            if registry.is_supplied(self.config.dataset) and self.user_objects.dataset is None:
                 raise UserError(
                     f"a client's model of {self.config.strategy} depends on the client's samples, which were given in "
                     f"Python: fmr.load({str(self.folder)!r}, dataset=...)"
                 ) from None
-            federated = data.federated_data(self.config, dataset=self.own.dataset)
+            federated = federated_data(self.config, dataset=self.user_objects.dataset)
             variables = self._personal(self._built(federated), progress, client)
         return self._trained(variables, client=client)
 
@@ -196,10 +198,10 @@ class SavedRun:
           UserError: as `run`.
         """
         config = dataclasses.replace(self.config, run_dir=str(self.folder), resume=True, overwrite=False)
-        modules = self.own.modules or None
+        modules = self.user_objects.modules or None
         return run(
             config,
-            dataset=self.own.dataset if dataset is None else dataset,
+            dataset=self.user_objects.dataset if dataset is None else dataset,
             model=modules if model is None else model,
         )
 

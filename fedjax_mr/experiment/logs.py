@@ -12,15 +12,12 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.checks import log_names
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, plain_numbers, read_summary, run_state
 
 OnRow = Callable[[MetricsRow], object]
@@ -48,7 +45,7 @@ class Log(Protocol):
 class TensorBoard:
     """Event files in ``tensorboard`` of the run folder."""
 
-    def __init__(self, config: Config, folder: Path, id: str | None, done: int) -> None:
+    def __init__(self, settings: Mapping[str, Any], folder: Path, id: str | None, done: int) -> None:
         """Open an event file in which nothing after ``done`` rounds counts that older files say."""
         from tensorboardX import SummaryWriter
 
@@ -69,7 +66,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of Weights & Biases; the horizontal axis of its metrics is the round."""
 
-    def __init__(self, config: Config, folder: Path, id: str | None, done: int) -> None:
+    def __init__(self, settings: Mapping[str, Any], folder: Path, id: str | None, done: int) -> None:
         """Begin a run, or go on with the one that has this ``id``."""
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -79,7 +76,7 @@ class WeightsAndBiases:
             name=folder.name,
             id=self.id,
             resume="allow",
-            config=configuration.to_json(config),
+            config=dict(settings),
             reinit="create_new",
             settings=wandb.Settings(console="off"),  # our progress bar is no log
         )
@@ -99,7 +96,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow, by its client, which keeps several runs of a process apart."""
 
-    def __init__(self, config: Config, folder: Path, id: str | None, done: int) -> None:
+    def __init__(self, settings: Mapping[str, Any], folder: Path, id: str | None, done: int) -> None:
         """Begin a run, or go on with the one that has this ``id``."""
         from mlflow import entities  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -112,8 +109,7 @@ class MLflow:
             return
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self.id = self._client.create_run(experiment, run_name=folder.name).info.run_id
-        settings = configuration.to_json(config).items()
-        params = [entities.Param(flag, "none" if value is None else str(value)) for flag, value in settings]
+        params = [entities.Param(flag, "none" if value is None else str(value)) for flag, value in settings.items()]
         for start in range(0, len(params), LONGEST_BATCH):
             self._client.log_batch(self.id, params=params[start : start + LONGEST_BATCH])
 
@@ -143,34 +139,39 @@ class MLflow:
         self._written.update(values)
 
 
-LOGS: dict[str, Callable[[Config, Path, str | None, int], Log]] = {
+LOGS: dict[str, Callable[[Mapping[str, Any], Path, str | None, int], Log]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-"""The values of ``--log``; `checks.LOGS` has the packages that they need."""
+"""The values of ``--log``; `config.LOGS` has the packages that they need."""
 
 
 class Logs:
     """The logs of one run. One that fails later is told once and left: the metrics are in the run folder."""
 
     def __init__(self) -> None:
-        """Hold none; `open` takes those of a configuration."""
+        """Begin without any; `open` begins them."""
         self._open: dict[str, Log] = {}
         self._folder: Path | None = None
 
-    def open(self, config: Config, folder: RunFolder) -> None:
-        """Begin all logs of a run, or go on with them; one that is new gets the evaluations so far.
+    def open(self, names: Sequence[str], settings: Mapping[str, Any], folder: RunFolder) -> None:
+        """Begin the logs of a run, or go on with them; a new one receives the evaluations so far.
+
+        Args:
+          names: of `LOGS`.
+          settings: of the run, by flag.
+          folder: of the run.
 
         Raises:
           UserError: one of them cannot begin.
         """
-        if not (names := log_names(config)):
+        if not names:
             return
         self._folder, known, rows = folder.path, _read_ids(folder.path), folder.rows()
         for name in names:
             try:
-                log = LOGS[name](config, folder.path, known.get(name), rows[-1]["round"] if rows else 0)
+                log = LOGS[name](settings, folder.path, known.get(name), rows[-1]["round"] if rows else 0)
                 self._open[name] = log
                 for row in () if name in known else rows:
                     log.write(row)

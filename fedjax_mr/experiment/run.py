@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from fedjax_mr import data, registry
+from fedjax_mr import registry
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_by_name, set_up_jax
@@ -21,14 +21,14 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.build import build_rounds, layout
-from fedjax_mr.experiment.checks import added, complete, without_effect
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RunFolder
 from fedjax_mr.experiment.logs import OnRow
 from fedjax_mr.experiment.processes import Processes, join_processes
 from fedjax_mr.experiment.report import ProgressBar
-from fedjax_mr.experiment.user_objects import UserObjects
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
@@ -79,10 +79,7 @@ def run(
       Interrupted: Ctrl-C or a termination signal; a checkpoint was written.
       LostError: another process of the run is out of reach.
     """
-    own = UserObjects.of(dataset, model)
-    asked = own.named(config)
-    config = complete(asked)
-    configuration.validate(config, in_python=own.flags)
+    config, user_objects, notes = resolve(config, dataset=dataset, model=model)
     if on_row is not None and not callable(on_row):
         raise UserError(f"on_row is {on_row!r}, but must be a function of one row")
     processes = join_processes(
@@ -92,14 +89,14 @@ def run(
         join_timeout=config.join_timeout,
     )
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
-    federated = processes.together(lambda: data.federated_data(config, dataset=own.dataset))
-    config, network = processes.together(lambda: own.build(config, federated))
+    federated = processes.together(lambda: federated_data(config, dataset=user_objects.dataset))
+    config, network = processes.together(lambda: user_objects.build(config, federated))
     processes.agree({"data": federated.hash()} | versions() | shared(config))
     interrupts.check()
     with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
         at_the_end.callback(give_back_memory)
         experiment = set_up(
-            config, federated, network, processes, at_the_end, notes=added(asked, config), on_row=on_row, record=record
+            config, federated, network, processes, at_the_end, notes=notes, on_row=on_row, record=record
         )
         try:
             (end,) = RunLoop([experiment]).run()
@@ -135,7 +132,7 @@ def set_up(
     folder = open_folder(config, processes)
     at_the_end.callback(folder.withdraw)
     if config.progress and processes.writes:
-        notes = [*notes, *federated.notes, *without_effect(config)]
+        notes = [*notes, *federated.notes]
         if federated.holdout is not None and rounds.strategy.global_model is None:
             notes.append(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "

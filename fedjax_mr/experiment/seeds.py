@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from fedjax_mr import data
 from fedjax_mr.data import Dataset
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
@@ -15,12 +14,12 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import SeedRounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.processes import ALONE
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import RunLoop, set_up
-from fedjax_mr.experiment.user_objects import UserObjects
 
 
 def run_seeds(
@@ -41,11 +40,10 @@ def run_seeds(
         or folders to resume that are at different rounds.
       Interrupted: Ctrl-C or a termination signal; checkpoints were written.
     """
-    own = UserObjects.of(dataset, model)
-    configs = [complete(own.named(config)) for config in configs]
+    resolved = [resolve(config, dataset=dataset, model=model) for config in configs]
+    configs, user_objects = [each.config for each in resolved], resolved[0].user_objects
     first = configs[0]
     for config in configs:
-        configuration.validate(config, in_python=own.flags)
         apart = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
         if different := configuration.differences(dataclasses.replace(first, **apart), config):
             raise UserError(f"seeds in one program differ in nothing else: {'; '.join(different)}")
@@ -53,11 +51,11 @@ def run_seeds(
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
     with contextlib.ExitStack() as at_the_end:
-        divided = [data.federated_data(config, dataset=own.dataset) for config in configs]
-        built = [own.build(config, federated) for config, federated in zip(configs, divided, strict=True)]
+        divided = [federated_data(config, dataset=user_objects.dataset) for config in configs]
+        built = [user_objects.build(config, federated) for config, federated in zip(configs, divided, strict=True)]
         experiments = [
-            set_up(config, federated, network, ALONE, at_the_end)
-            for federated, (config, network) in zip(divided, built, strict=True)
+            set_up(config, federated, network, ALONE, at_the_end, notes=each.notes)
+            for each, federated, (config, network) in zip(resolved, divided, built, strict=True)
         ]
         rounds = experiments[0].rounds
         if rounds.on_host:

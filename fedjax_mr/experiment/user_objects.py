@@ -27,14 +27,14 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def of(cls, dataset: Any, model: Any) -> "UserObjects":
-        """Return what was given.
+        """Check the objects that a user passes.
 
         Args:
           dataset: a `Dataset` or None.
           model: a Flax module, a `Model`, a list of several, or None.
 
         Raises:
-          UserError: it is something else.
+          UserError: an object of another kind.
         """
         if dataset is not None and not isinstance(dataset, Dataset):
             raise UserError(f"dataset= takes what fmr.from_arrays(x, y) returns, not a {type(dataset).__name__}")
@@ -50,44 +50,36 @@ class UserObjects(NamedTuple):
                 raise UserError(f"model= takes an instance of flax.linen.Module, such as MyNetwork(), not {kind}")
         return cls(dataset, modules)
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The flags that these take the place of."""
-        return ("dataset",) * (self.dataset is not None) + ("model",) * bool(self.modules)
+    def dataset_name(self, recorded: str) -> str:
+        """The name of the samples in the configuration, with a hash of user-supplied ones.
 
-    def named(self, config: Config) -> Config:
-        """Return the configuration with the samples by name and hash, and the networks by name alone so far.
+        Args:
+          recorded: the name that the configuration has. If it is one of user-supplied samples, their contents must be
+            the same.
 
         Raises:
-          UserError: the configuration is of other samples that were given in Python.
+          UserError: they are others.
         """
-        changes = {}
-        if self.dataset is not None:
-            changes["dataset"] = _same("dataset", self.dataset.recorded_name(), config.dataset)
-        if self.modules and not registry.is_supplied(config.model):
-            names = (module.name if isinstance(module, Model) else type(module).__name__ for module in self.modules)
-            changes["model"] = ",".join(map(registry.supplied_name, names))
-        return dataclasses.replace(config, **changes)
+        return recorded if self.dataset is None else _same("dataset", self.dataset.recorded_name(), recorded)
 
     def build(self, config: Config, federated: FederatedData) -> tuple[Config, Model]:
-        """Return the configuration with the networks by name and hash, and the network or `Zoo`.
+        """Build the network, or the `Zoo` of several, and record user-supplied ones by name and hash.
 
         Raises:
-          UserError: a network does not fit the samples, or the configuration is of others.
+          UserError: a network does not fit the samples, or the configuration records others.
         """
         model = build_model(config, federated, modules=self.modules)
         if not self.modules:
             return config, model
-        name = ",".join(map(user_module.recorded_name, model.networks))
-        whole = all(each.count(":") == 2 for each in config.model.split(","))
-        return dataclasses.replace(config, model=_same("model", name, config.model if whole else "")), model
+        name = _same("model", ",".join(map(user_module.recorded_name, model.networks)), config.model)
+        return dataclasses.replace(config, model=name), model
 
 
 def _same(argument: str, name: str, recorded: str) -> str:
-    """Return the name of what was given: the recorded one if there is one, and its content must be the same.
+    """The name of a user-supplied object. If the configuration records one, the contents must be the same.
 
     Raises:
-      UserError: it is not.
+      UserError: they differ.
     """
     if not registry.is_supplied(recorded):
         return name

@@ -7,7 +7,7 @@ from fedjax_mr.analysis import tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts, manual
-from fedjax_mr.experiment.checks import unequal_shares
+from fedjax_mr.experiment.resolve import unequal_shares
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.settings import help_of
 from fedjax_mr.sweep.costs import describe, estimate

@@ -9,10 +9,10 @@ from typing import Any
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.checks import complete
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_state, runs_by_settings
 from fedjax_mr.experiment.kept import Kept, portable
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.settings import settings_of, values_of
 from fedjax_mr.strategies.hyper import field
 from fedjax_mr.sweep import grids
@@ -109,8 +109,7 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
         chosen = dict(pair for pairs in values for pair in pairs)
         flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
         flags += [f"--{name}={value}" for name, value in chosen.items()]
-        one = complete(configuration.parse_command(flags, Sweep)[0])
-        configuration.validate(one)
+        one = resolve(configuration.parse_command(flags, Sweep)[0]).config
         plain, digest = configuration.to_json(one), configuration.digest(one)
         choice = {name: plain[name] for name in chosen if name in plain}
         words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]

@@ -7,8 +7,8 @@ import pytest
 
 from fedjax_mr import data
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.resolve import resolve
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (60, 6, 5), dtype=np.uint8)
@@ -196,7 +196,7 @@ def test_refuses_files(tmp_path):
     ],
 )
 def test_other_files_get_their_recipe(name, part):
-    for call in (data.load, lambda name: configuration.validate(Config(dataset=name)) or data.load(name)):
+    for call in (data.load, lambda name: (resolve(Config(dataset=name)), data.load(name))):
         with pytest.raises(UserError) as caught:
             call(name)
         assert part in str(caught.value) and "\n" not in str(caught.value)

@@ -13,6 +13,7 @@ from fedjax_mr.data.divide import STREAMS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.federation import federated_data
 
 
 def numbered(num_samples=1000, num_test=200, num_natural=0):
@@ -85,7 +86,7 @@ class TestShares:
     def test_what_pfedhrs_code_leaves_a_client_to_train_on(self, monkeypatch):
         monkeypatch.chdir(Path(__file__).parents[2])
         flags = ["--flagfile=exp/pfedhr_mnist_shards.flags", "--strategy=local"]
-        federated = data.federated_data(config.parse(flags), dataset=numbered(8000))
+        federated = federated_data(config.parse(flags), dataset=numbered(8000))
         assert (federated.sizes == 288).all() and (federated.test.sizes == 90).all() and federated.own_test
         assert len(federated.notes) == 1 and "1800 of 7200 samples unused" in federated.notes[0]
 
@@ -153,7 +154,7 @@ class TestSeeds:
 
     def test_configuration_changes_partitions_only_where_it_should(self):
         def hash_of(**changes):
-            return data.federated_data(Config(**changes)).hash()
+            return federated_data(Config(**changes)).hash()
 
         base = hash_of(seed=5)
         assert hash_of(seed=6, partition_seed=5) == base
@@ -355,8 +356,8 @@ def test_refuses_natural(settings, message):
 
 
 def test_cohort_of_natural_clients():
-    with pytest.raises(UserError, match="--cohort=31 is more than the 30 clients of numbered"):
-        data.federated_data(Config(partition="natural", clients=0, cohort=31), dataset=numbered(num_natural=30))
+    with pytest.raises(UserError, match=r"^cohort=31 is more than the 30 clients of numbered"):
+        federated_data(Config(partition="natural", clients=0, cohort=31), dataset=numbered(num_natural=30))
 
 
 class TestPublicFromElsewhere:
@@ -365,17 +366,17 @@ class TestPublicFromElsewhere:
         for name, value in (("own", 1.0), ("other", 2.0)):
             np.savez(tmp_path / name, x=np.full((200, 3), value, np.float32), y=rng.integers(0, 4, 200))
         given = dict(dataset=f"{tmp_path}/own.npz", clients=4, cohort=2, public_share=0.2, partition="iid")
-        own = data.federated_data(Config(**given))
-        replaced = data.federated_data(Config(**given, public_from=f"{tmp_path}/other.npz"))
+        own = federated_data(Config(**given))
+        replaced = federated_data(Config(**given, public_from=f"{tmp_path}/other.npz"))
         assert own.public.x.shape == replaced.public.x.shape
         assert (own.public.x == 1).all() and (replaced.public.x == 2).all()
         assert replaced.public.y.max() == 3
         np.testing.assert_array_equal(own.train.index, replaced.train.index)
         assert own.hash() != replaced.hash()
-        unlabelled = data.federated_data(Config(**given, public_from=f"{tmp_path}/other.npz", public_labels=False))
+        unlabelled = federated_data(Config(**given, public_from=f"{tmp_path}/other.npz", public_labels=False))
         assert unlabelled.public.y is None
-        with pytest.raises(UserError, match="give --public_share"):
-            data.federated_data(Config(**given | {"public_share": 0.0}, public_from=f"{tmp_path}/other.npz"))
+        with pytest.raises(UserError, match=r"pass public_share=0\.1"):
+            federated_data(Config(**given | {"public_share": 0.0}, public_from=f"{tmp_path}/other.npz"))
 
     def test_only_samples_of_the_same_kind_will_do(self):
         dataset = numbered()

@@ -8,13 +8,13 @@ import stat
 import numpy as np
 import pytest
 
-from fedjax_mr import data
 from fedjax_mr.deploy import client, facts, mail
 from fedjax_mr.deploy.keep import Keep
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
-from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import resolve
 
 FLAGS = (
     "--dataset=digits --model=mlp --strategy=scaffold --clients=4 --cohort=3 --rounds=2 --local_epochs=1 "
@@ -26,8 +26,8 @@ FLAGS = (
 def place(tmp_path_factory):
     """Return a folder with everybody's samples, what a request says of its run, and what `begin` tells."""
     folder = tmp_path_factory.mktemp("client")
-    config = complete(configuration.parse(shlex.split(FLAGS)))
-    federated = data.federated_data(config)
+    config = resolve(configuration.parse(shlex.split(FLAGS))).config
+    federated = federated_data(config)
     facts.divide(federated, folder)
     samples = facts.ServerSamples.read(folder / "server.npz")
     agreement = facts.agreement(config, facts.network_of(config, samples.facts))
@@ -175,7 +175,7 @@ def test_the_code_of_the_nodes_own_settings_runs(place, tmp_path, registries):
     code.write_text("import fedjax_mr as fmr\nfmr.MODELS['mlp_of_deploy'] = fmr.MODELS['mlp']\n")
     folder, run, _, _ = place
     flags = FLAGS.replace("--model=mlp", "--model=mlp_of_deploy").replace("--import=none", f"--import={code}")
-    config = complete(configuration.parse(shlex.split(flags)))
+    config = resolve(configuration.parse(shlex.split(flags))).config
     flags = flags.replace(str(code), config.imports[0].replace(str(tmp_path), "/of/the/server"))
     samples = facts.ServerSamples.read(folder / "server.npz")
     agreed = facts.agreement(config, facts.network_of(config, samples.facts))

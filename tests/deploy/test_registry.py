@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr import data
 from fedjax_mr.deploy import client, facts, mail, server
 from fedjax_mr.deploy.roll import Roll, Terms
 from fedjax_mr.engine.clients import client_axis
@@ -15,7 +14,9 @@ from fedjax_mr.engine.personal import PersonalEvaluation
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import build
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing.federations import tree_equal
 
@@ -40,8 +41,8 @@ class Real:
             *("--public_share=0.1", "--public_max=20", "--devices=1", "--lanes=1", "--join_timeout=60"),
             *flags,
         ]
-        self.config = complete(configuration.parse(self.flags))
-        self.federated = data.federated_data(self.config)
+        self.config = resolve(configuration.parse(self.flags)).config
+        self.federated = federated_data(self.config)
         facts.divide(self.federated, folder)
         self.folder = folder
         self.samples = facts.ServerSamples.read(folder / "server.npz")
@@ -101,7 +102,7 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
 def test_what_is_only_simulated_is_refused_by_its_reason(name):
     reason = re.escape(STRATEGIES[name].only_simulated)
     with pytest.raises(UserError, match=f"{name} cannot run on real clients: .*{reason}"):
-        server.check_deployable(complete(configuration.parse([f"--strategy={name}", "--clients=3", "--cohort=3"])))
+        server.check_deployable(Config(strategy=name, clients=3, cohort=3))
 
 
 def test_a_client_with_a_memory_is_not_drawn_twice(tmp_path):

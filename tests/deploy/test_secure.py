@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.data import federated_data
 from fedjax_mr.deploy import client, mail, relay, server
 from fedjax_mr.deploy.facts import divide
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import run
 from fedjax_mr.secure.envelopes import Identity
 
@@ -55,7 +55,7 @@ def real(folder, out, *, faults=None, lost="wait", choices="simulated", flags=""
     handlers = {
         100 + number: lambda message, number=number: client.answer(message, node(number), told) for number in range(3)
     }
-    config = complete(configuration.parse(shlex.split(flags)))
+    config = resolve(configuration.parse(shlex.split(flags))).config
     return server.run(mail.FakePost(handlers, faults), config, server.Setting.of(told))
 
 

@@ -13,6 +13,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import manual
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr, hyper
 
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.flags"
@@ -47,7 +48,7 @@ def test_no_flags_are_the_defaults():
         "dirichlet",
     )
     assert (config.alpha, config.clients, config.cohort) == (0.5, 20, 5)
-    configuration.validate(config)
+    resolve(config)
 
 
 def test_the_quickstart_file_spells_out_the_defaults():
@@ -75,7 +76,7 @@ def test_each_strategy_reads_its_own_flags_and_ignores_the_others():
     assert configuration.parse(shared).hyper == fedmr.Hyper(unit="segment", segment=0.25)
     assert configuration.parse(["--strategy=fedavg", *shared]).hyper == fedavg.Hyper(weights="uniform")
     assert configuration.parse(["--strategy=indep", *shared]).hyper is None
-    configuration.validate(configuration.parse(["--strategy=fedavg", "--fedmr_segment=-1"]))
+    resolve(configuration.parse(["--strategy=fedavg", "--fedmr_segment=-1"]))
 
 
 def test_a_new_strategy_brings_its_flags(monkeypatch):
@@ -94,8 +95,8 @@ def test_a_new_strategy_brings_its_flags(monkeypatch):
     assert configuration.parse(configuration.to_flags(config)) == config
     assert "--mine_private" not in manual.all_flags()
     assert "Strategy mine (Nobody, 2030)" in manual.all_flags()
-    assert "--mine_mu=0 is out of range" in error_of(configuration.validate, Config(strategy="mine", hyper=Hyper(0)))
-    assert "--mine_powers=-1" in error_of(configuration.validate, Config(strategy="mine", hyper=Hyper(powers=(-1,))))
+    assert "--mine_mu=0 is out of range" in error_of(resolve, Config(strategy="mine", hyper=Hyper(0)))
+    assert "--mine_powers=-1" in error_of(resolve, Config(strategy="mine", hyper=Hyper(powers=(-1,))))
 
 
 @pytest.mark.parametrize(
@@ -152,26 +153,26 @@ def test_bad_flags(arguments, parts):
     ],
 )
 def test_bad_values(changes, parts):
-    message = error_of(configuration.validate, Config(**changes))
+    message = error_of(resolve, Config(**changes))
     for part in parts:
         assert part in message
 
 
 def test_methods_of_one_network_refuse_several():
     with pytest.raises(UserError, match=r"fedmr needs the same network for all clients, but --model names 2; .* local"):
-        configuration.validate(Config(strategy="fedmr", model="logistic,mlp"))
+        resolve(Config(strategy="fedmr", model="logistic,mlp"))
 
 
 def test_a_path_is_a_data_set():
-    configuration.validate(Config(dataset="somewhere/own.npz"))
-    configuration.validate(Config(dataset="own.npz"))
+    resolve(Config(dataset="somewhere/own.npz"))
+    resolve(Config(dataset="own.npz"))
 
 
 def test_numpy_numbers_are_numbers():
     import numpy as np
 
     config = Config(lr=np.float32(0.5), rounds=np.int64(3))  # type: ignore[arg-type]
-    configuration.validate(config)
+    resolve(config)
     assert configuration.digest(config) == configuration.digest(Config(lr=0.5, rounds=3))
 
 

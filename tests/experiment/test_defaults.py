@@ -5,12 +5,12 @@ import functools
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr import data
 from fedjax_mr.engine.clients import client_axis
-from fedjax_mr.experiment import checks
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, build_rounds, build_strategy
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import public_share, resolve
 from fedjax_mr.strategies import STRATEGIES, fedme
 
 NEED_PUBLIC = ("fedme", "pfedhr", "fedmd", "fedkemf", "fccl")
@@ -20,19 +20,17 @@ NEED_PUBLIC = ("fedme", "pfedhr", "fedmd", "fedkemf", "fccl")
 def problem(public_share):
     """Return the problem of the embedded job, which is the same for all methods but for the public set."""
     config = Config(strategy="fedavg", public_share=public_share)
-    federated = data.federated_data(config)
+    federated = federated_data(config)
     axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
     return build_rounds(config, federated, build_model(config, federated), axis).constants.problem
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_name_is_enough_to_build_it(strategy):
-    before = configuration.parse([f"--strategy={strategy}"])
-    config = checks.complete(before)
-    configuration.validate(config)
+    config, _, notes = resolve(configuration.parse([f"--strategy={strategy}"]))
     assert config.public_share == (0.1 if strategy in NEED_PUBLIC else 0.0)
-    assert [strategy in line and "0.1" in line for line in checks.added(before, config)] == [True] * (before != config)
-    assert list(checks.without_effect(config)) == []
+    assert [strategy in line and "0.1" in line for line in notes] == [True] * (strategy in NEED_PUBLIC)
+    assert resolve(config) == (config, (None, ()), ())
     federation = problem(config.public_share)
     assert (federation.public is not None) == (strategy in NEED_PUBLIC)
     assert build_strategy(config, federation).init is not None
@@ -48,7 +46,7 @@ def test_the_name_is_enough_to_build_it(strategy):
     ],
 )
 def test_who_gets_public_data(changes, share):
-    assert checks.complete(Config(**changes)).public_share == share
+    assert public_share(Config(**changes)) == share
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from fedjax_mr.analysis.__main__ import main as analysis
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
-from fedjax_mr.experiment.checks import complete
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RunFolder
+from fedjax_mr.experiment.resolve import resolve
 
 METHOD = """
 import dataclasses
@@ -74,6 +75,10 @@ def forget():
     imports._IMPORTED.clear()
 
 
+def resolved(flags):
+    return resolve(configuration.parse(flags)).config
+
+
 def refusal(call, *arguments):
     with pytest.raises(UserError) as caught:
         call(*arguments)
@@ -84,32 +89,29 @@ def refusal(call, *arguments):
 
 def test_a_method_of_ones_own_has_flags_help_and_checks():
     flags = ["--import=my_method.py", "--strategy=further", "--further_further=1.5"]
-    config = configuration.parse(flags)
+    config = resolved(flags)
     assert config.hyper.further == 1.5 and config.hyper.steps == (1, 2)
     (value,) = config.imports
     name, hash = value.split("#")
     assert name == str(Path("my_method.py").absolute()) and len(hash) == 12
-    assert configuration.parse(configuration.to_flags(config)) == config
-    assert "--further_further=-1.0 is out of range" in refusal(
-        configuration.validate, configuration.parse([*flags, "--further_further=-1"])
-    )
+    assert resolved(configuration.to_flags(config)) == config
+    assert "--further_further=-1.0 is out of range" in refusal(resolved, [*flags, "--further_further=-1"])
     assert "did you mean --further_further?" in refusal(configuration.parse, [*flags, "--further_furthr=1"])
 
 
 def test_imports_stand_in_flag_files_and_are_lists():
     Path("job.flags").write_text("# mine\n--flagfile=inner.flags\n--strategy=further\n--further_further=3")
     Path("inner.flags").write_text("--import=others.py,my_method.py\n--partition=halves")
-    config = configuration.parse(["--rounds=2", "--flagfile=job.flags", "--dataset=mine", "--model=small"])
+    config = resolved(["--rounds=2", "--flagfile=job.flags", "--dataset=mine", "--model=small"])
     assert (config.hyper.further, config.partition, len(config.imports)) == (3.0, "halves", 2)
-    configuration.validate(config)
-    federated = fmr.data.federated_data(config)
+    federated = federated_data(config)
     assert federated.num_clients == 20 and federated.dataset.name == "digits"
-    assert configuration.parse(["--import", "my_method.py", "--strategy=further"]).imports == config.imports[1:]
+    assert resolved(["--import", "my_method.py", "--strategy=further"]).imports == config.imports[1:]
 
 
 def test_a_run_that_uses_nothing_of_an_import_does_not_keep_it():
-    assert configuration.parse(["--import=my_method.py", "--strategy=fedavg"]).imports == ()
-    assert configuration.parse(["--import=my_method.py", "--import=none"]).imports == ()
+    assert resolved(["--import=my_method.py", "--strategy=fedavg"]).imports == ()
+    assert resolved(["--import=my_method.py", "--import=none"]).imports == ()
 
 
 def test_modules_by_their_dotted_names_and_entry_points(monkeypatch, capsys):
@@ -118,14 +120,14 @@ def test_modules_by_their_dotted_names_and_entry_points(monkeypatch, capsys):
     Path("package/method.py").write_text(METHOD)
     Path("broken.py").write_text("import no_such_thing")
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    (value,) = configuration.parse(["--import=package.method", "--strategy=further"]).imports
+    (value,) = resolved(["--import=package.method", "--strategy=further"]).imports
     assert value.startswith("package.method#")
     forget()
     entries = [metadata.EntryPoint("mine", "package.method", "fedjax_mr")]
     entries.append(metadata.EntryPoint("theirs", "broken", "fedjax_mr"))
     monkeypatch.setattr(imports.metadata, "entry_points", lambda group: entries if group == "fedjax_mr" else [])
     imports._load_entry_points.cache_clear()
-    assert configuration.parse(["--strategy=further"]).imports == (value,)
+    assert resolved(["--strategy=further"]).imports == (value,)
     assert "broken" in (told := capsys.readouterr().err) and told.count("\n") == 1
     imports._load_entry_points.cache_clear()
 
@@ -178,7 +180,7 @@ def test_a_bad_file_is_one_line_and_leaves_nothing_behind(text, part):
     ],
 )
 def test_bad_values(flags, part):
-    assert part in refusal(lambda: configuration.validate(configuration.parse(flags.split())))
+    assert part in refusal(lambda: resolve(configuration.parse(flags.split())))
 
 
 def test_two_files_cannot_register_one_name():
@@ -212,7 +214,7 @@ def row(round, accuracy):
 
 def finished(path, *flags):
     """Make a run folder of a method that is not ours, without training."""
-    config = configuration.parse(["--import=my_method.py", "--strategy=further", f"--run_dir={path}", *flags])
+    config = resolved(["--import=my_method.py", "--strategy=further", f"--run_dir={path}", *flags])
     folder = RunFolder.open(config)
     folder.begin(config)
     folder.append(row(5, 0.5) | {"bytes_down": 1, "bytes_up": 1})
@@ -235,9 +237,7 @@ def test_the_run_folder_keeps_path_hash_and_copy():
     forget()
     Path("my_method.py").unlink()
     assert "my_method.py: there is no such file" in refusal(configuration.parse, [f"--flagfile={path}/run.flags"])
-    again = configuration.parse(
-        [f"--flagfile={path}/run.flags", "--import=none", f"--import={path}/imports/my_method.py"]
-    )
+    again = resolved([f"--flagfile={path}/run.flags", "--import=none", f"--import={path}/imports/my_method.py"])
     assert imports.hashes(again.imports) == imports.hashes([value])
 
 
@@ -282,7 +282,7 @@ def test_code_in_a_run_folder_runs_only_if_it_is_trusted_or_named(tmp_path, caps
     forget()
     imports.load([str(own)])  # as --import=my_method.py does
     assert fmr.load(path).config.hyper.steps == (1, 2)
-    assert imports.hashes(complete(fmr.load(path).config).imports) == [digest]
+    assert imports.hashes(resolve(fmr.load(path).config).config.imports) == [digest]
 
 
 def test_what_the_users_own_script_has_imported_needs_no_trust(monkeypatch):
@@ -306,7 +306,7 @@ def test_the_hash_of_a_module_is_checked_before_it_or_its_package_is_imported(mo
     Path("package/method.py").write_text(METHOD)
     Path("package/other.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    config = configuration.parse(["--import=package.method", "--strategy=further", "--run_dir=run"])
+    config = resolved(["--import=package.method", "--strategy=further", "--run_dir=run"])
     RunFolder.open(config).begin(config)
     digest = imports.hashes(config.imports)[0]
     assert Path("package_ran").exists() and Path("run/imports/method.py").read_text() == METHOD

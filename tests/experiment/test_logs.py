@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import checks, logs
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import logs, resolve
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows
 
@@ -48,16 +48,16 @@ def begun(config=None):
     ],
 )
 def test_refused_before_anything_is_read(monkeypatch, flags, part):
-    monkeypatch.setattr(checks, "LOGS", {"tensorboard": "json", "wandb": "nothing_of_this_name", "mlflow": "json"})
+    monkeypatch.setattr(resolve, "LOGS", {"tensorboard": "json", "wandb": "nothing_of_this_name", "mlflow": "json"})
     with pytest.raises(UserError) as caught:
-        configuration.validate(configuration.parse(flags))
+        resolve.resolve(configuration.parse(flags))
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_tensorboard_has_a_flag_of_its_own():
-    assert checks.log_names(Config(tensorboard=True, log="wandb,tensorboard")) == ["wandb", "tensorboard"]
-    assert checks.log_names(Config(tensorboard=True)) == ["tensorboard"]
-    assert set(checks.LOGS) == set(logs.LOGS)
+    assert Config(tensorboard=True, log="wandb,tensorboard").logs == ["wandb", "tensorboard"]
+    assert Config(tensorboard=True).logs == ["tensorboard"]
+    assert set(configuration.LOGS) == set(logs.LOGS)
     without = configuration.digest(Config())
     assert configuration.digest(Config(log="mlflow")) == without  # a run may be resumed with another one
 
@@ -68,7 +68,7 @@ def test_tensorboard_has_a_flag_of_its_own():
 class Kept:
     """A log that remembers."""
 
-    def __init__(self, config, folder, id, done):
+    def __init__(self, settings, folder, id, done):
         self.id, self.rounds, self.ended = id or "new", [], None
         self.begun = (id, done)
         self.all.append(self)
@@ -93,7 +93,7 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_a_new_log_gets_the_rows_so_fa
     folder = begun()
     for names, rounds in (("kept", (5, 10)), ("kept,broken", (15,))):
         one = logs.Logs()
-        one.open(Config(log=names), folder)
+        one.open(names.split(","), {}, folder)
         for number in rounds:
             folder.append(row(number))
             one.write(folder.rows()[-1])
@@ -106,12 +106,12 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_a_new_log_gets_the_rows_so_fa
     assert kept[0].ended == ("new", {})  # this folder has no checkpoint
     folder.write_summary({"accuracy_best": 0.5, "strategy": "fedmr", "loss_last": None})
     one = logs.Logs()
-    one.open(Config(log="kept"), folder)
+    one.open(["kept"], {}, folder)
     one.close()
     assert kept[-1].ended == ("finished", {"accuracy_best": 0.5})
     (folder.path / "logs.json").write_text("[")
     with pytest.raises(UserError, match=r"logs\.json cannot be read"):
-        logs.Logs().open(Config(log="kept"), folder)
+        logs.Logs().open(["kept"], {}, folder)
 
 
 @pytest.mark.parametrize("when", ["write", "close"])
@@ -121,7 +121,7 @@ def test_one_that_fails_is_told_once_and_left(kept, monkeypatch, capsys, when):
 
     monkeypatch.setattr(logs.LOGS["broken"], when, fail)
     one = logs.Logs()
-    one.open(Config(log="broken,kept"), begun())
+    one.open(["broken", "kept"], {}, begun())
     one.write(row(5))
     one.write(row(10))
     one.close()
@@ -137,7 +137,7 @@ def test_one_that_cannot_begin(kept, monkeypatch):
     monkeypatch.setitem(logs.LOGS, "broken", fail)
     one = logs.Logs()
     with pytest.raises(UserError, match=r"^--log=broken cannot begin: No API key configured$"):
-        one.open(Config(log="kept,broken"), begun())
+        one.open(["kept", "broken"], {}, begun())
     one.close()
     assert kept[0].ended
 
@@ -164,7 +164,7 @@ def events(folder):
 
 def test_tensorboard_event_files():
     pytest.importorskip("tensorboardX")
-    board = logs.TensorBoard(Config(), Path("a"), None, 0)
+    board = logs.TensorBoard({}, Path("a"), None, 0)
     board.write(row(5, loss=math.nan, extra=2))
     board.write(row(10))
     board.close("finished", {})
@@ -197,8 +197,8 @@ def python(*arguments, **environment):
 
 def stopped_and_resumed(name, end="os._exit(9)", **environment):
     """Run up to round 4, where the process dies before its checkpoint; go on to the end."""
-    if importlib.util.find_spec(checks.LOGS[name]) is None:
-        pytest.skip(f"{checks.LOGS[name]} is not installed (the extra '{name}')")
+    if importlib.util.find_spec(configuration.LOGS[name]) is None:
+        pytest.skip(f"{configuration.LOGS[name]} is not installed (the extra '{name}')")
     flags = [*FLAGS, f"--log={name}"]
     assert python("-c", STOP.format(end=end), *flags, **environment).returncode == 9
     done = python("-m", "fedjax_mr.main", *flags, "--resume", **environment)

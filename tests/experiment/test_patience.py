@@ -11,6 +11,7 @@ from fedjax_mr import main as command
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.sweep.__main__ import main as sweep
 
@@ -54,7 +55,7 @@ def test_withheld_samples_are_always_tested(placement):
 
     assert "personal_accuracy" not in result.rows[-1] and not Path("a/clients.csv").exists()
     assert {"validation_accuracy", "validation_loss"} <= set(result.rows[0])
-    federated = fmr.data.federated_data(fmr.Config(**SMALL))
+    federated = federated_data(fmr.Config(**SMALL))
     scores = []
     for client in range(6):
         rows = federated.validation.rows(client)

@@ -25,8 +25,8 @@ from fedjax_mr.analysis import plots
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import checks, logs
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import logs
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
@@ -332,7 +332,7 @@ def test_a_log_that_cannot_begin_leaves_nothing(monkeypatch):
     def fail(*arguments):
         raise ConnectionError("no route to host")
 
-    monkeypatch.setitem(checks.LOGS, "tensorboard", "json")
+    monkeypatch.setitem(configuration.LOGS, "tensorboard", "json")
     monkeypatch.setitem(logs.LOGS, "tensorboard", fail)
     with pytest.raises(UserError, match=r"^--log=tensorboard cannot begin: no route to host$"):
         fmr.run(fmr.Config(**SMALL, run_dir="a/b", log="tensorboard"))

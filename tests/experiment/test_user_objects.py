@@ -21,9 +21,10 @@ from fedjax_mr.analysis import groups, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.experiment import Experiment
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.rows import read_summary
 from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
-from fedjax_mr.experiment.user_objects import UserObjects
 
 SMALL: dict[str, Any] = dict(
     strategy="fedavg", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False
@@ -60,19 +61,20 @@ def refusal(function, *arguments, **options):
 
 
 def test_what_was_given_has_a_name_of_its_own():
-    own = UserObjects.of(MINE, [Net([4]), fmr.Model(Net([5]), (5,), name="a b")])
-    config = own.named(fmr.Config(strategy="local"))
+    networks = [Net([4]), fmr.Model(Net([5]), (5,), name="a b")]
+    config, user_objects, _ = resolve(fmr.Config(strategy="local"), dataset=MINE, model=networks)
     assert config.dataset == MINE.recorded_name() and config.dataset.startswith("given:my_blobs:")
-    assert config.model == "given:Net,given:a_b"
-    configuration.validate(config, in_python=own.flags)
-    assert own.named(config).dataset == config.dataset
+    named, model = user_objects.build(config, federated_data(config, dataset=user_objects.dataset))
+    assert [each.split(":")[:2] for each in named.networks] == [["given", "Net"], ["given", "a_b"]]
+    assert resolve(named, dataset=MINE, model=networks).config == named
+    assert user_objects.build(named, federated_data(named, dataset=MINE)) == (named, model)
     assert dataclasses.replace(MINE, name="else").recorded_name().split(":")[2] == config.dataset.split(":")[2]
     changed = [OTHER, dataclasses.replace(MINE, mean=(0.5,)), dataclasses.replace(MINE, test_y=MINE.test_y[::-1])]
     assert len({each.recorded_name() for each in [MINE, *changed]}) == 4
 
 
 def test_other_samples_are_refused():
-    config = UserObjects.of(MINE, None).named(fmr.Config(**SMALL))
+    config = resolve(fmr.Config(**SMALL), dataset=MINE).config
     message = refusal(fmr.run, config, dataset=OTHER)
     assert "dataset= is my_blobs:" in message and "but the configuration is of my_blobs:" in message
     assert "cannot be found by name: start such a run by fmr.run(config, dataset=...)" in refusal(fmr.run, config)
@@ -102,7 +104,8 @@ def test_other_things_are_refused(case):
 
 
 def test_the_kept_flags_and_the_last_line_say_what_they_need():
-    config = UserObjects.of(MINE, Net([4])).named(fmr.Config(**SMALL))
+    config, user_objects, _ = resolve(fmr.Config(**SMALL), dataset=MINE, model=Net([4]))
+    config, _ = user_objects.build(config, federated_data(config, dataset=MINE))
     configuration.save(config, Path())
     assert "In Python: fmr.run(config, dataset=..., model=...)" in Path("run.flags").read_text().splitlines()[0]
     assert configuration.to_json(configuration.load(Path())) == configuration.to_json(config)
@@ -114,7 +117,7 @@ def test_tables_keep_them_apart():
     for number, dataset in enumerate((MINE, OTHER, fmr.from_arrays(X, 2 - Y, name="mirrored"))):
         folder = Path(str(number))
         folder.mkdir()
-        configuration.save(UserObjects.of(dataset, None).named(fmr.Config(**SMALL)), folder)
+        configuration.save(resolve(fmr.Config(**SMALL), dataset=dataset).config, folder)
         (folder / "metrics.jsonl").write_text(
             json.dumps({"round": 2, "accuracy": 0.5, "loss": 1.0, "bytes_down": 1, "bytes_up": 1}) + "\n"
         )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_mr import data, sweep
+from fedjax_mr import sweep
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.sweep.__main__ import main
 
 TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", "--noprogress")
@@ -31,7 +32,7 @@ def test_five_trials_are_five_draws_of_the_clients():
     flags = ["--strategies=local,fedme", "--seeds=0:5", "--public_share=0.1", "--grid=lr=0.1,0.2"]
     _, runs = sweep.plan(flags)
     key = lambda config: (config.strategy, config.lr, config.seed)
-    hashes = {key(run.config): data.federated_data(run.config).hash() for run in runs}
+    hashes = {key(run.config): federated_data(run.config).hash() for run in runs}
     for (_, _, seed), found in hashes.items():
         assert found == hashes["local", 0.1, seed]
     assert len(set(hashes.values())) == 5

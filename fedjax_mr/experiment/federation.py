@@ -1,0 +1,53 @@
+"""The federation of a configuration: its dataset, divided among its clients."""
+
+from fedjax_mr import data
+from fedjax_mr.data import Dataset, FederatedData, divide
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.config import Config
+
+
+def federated_data(config: Config, *, dataset: Dataset | None = None) -> FederatedData:
+    """Load the dataset of a configuration and divide it among the clients.
+
+    Args:
+      config: the configuration.
+      dataset: samples to use in place of the dataset that ``config`` names.
+
+    Raises:
+      UserError: as `data.load` and `data.federate`; or a round has more clients than there are.
+    """
+    seed = config.seed if config.partition_seed is None else config.partition_seed
+    if dataset is None:
+        dataset = data.load(
+            config.dataset, data_dir=config.data_dir, label_mode=config.label_mode, offline=config.offline
+        )
+    else:
+        dataset = dataset.check()
+    federated = data.federate(
+        dataset,
+        num_clients=config.clients,
+        seed=seed,
+        partition=config.partition,
+        alpha=config.alpha,
+        alpha_size=config.alpha_size,
+        shards_per_client=config.shards_per_client,
+        shard_size=config.shard_size,
+        classes_per_client=config.classes_per_client,
+        quantity_power=config.quantity_power,
+        min_samples_per_client=config.min_samples_per_client,
+        holdout_clients=config.holdout_clients,
+        validation_share=config.validation_share,
+        client_test_share=config.client_test_share,
+        public_share=config.public_share,
+        public_max=config.public_max,
+        public_labels=config.public_labels,
+        partition_file=config.partition_file,
+    )
+    if config.public_from:
+        if federated.public is None:
+            raise UserError("public_from= replaces public samples: pass public_share=0.1, too")
+        other = data.load(config.public_from, data_dir=config.data_dir, offline=config.offline)
+        federated = divide.with_public(federated, other, labels=config.public_labels, seed=seed)
+    if config.cohort > federated.num_clients:
+        raise UserError(f"cohort={config.cohort} is more than the {federated.num_clients} clients of {dataset.name}")
+    return federated

@@ -1,0 +1,195 @@
+"""From the configuration that a user writes to a complete and checked one, once, before anything else is done.
+
+What a user leaves open is filled in here: the hyper-parameters of the method, a public set for a method that cannot do
+without one, the content hashes of imported files, and the name of user-supplied samples. The name of a user-supplied
+network has a hash of its shapes, which depend on the samples, so `UserObjects.build` adds it once they are loaded.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fedjax_mr import registry
+from fedjax_mr.data import SOURCES, Dataset, is_file
+from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports
+from fedjax_mr.experiment.config import LOGS, Config
+from fedjax_mr.experiment.user_objects import UserObjects
+from fedjax_mr.models import MODELS
+from fedjax_mr.strategies import STRATEGIES
+
+PUBLIC_SHARE = 0.1  # of methods that cannot do without public data, as in FedMe's and pFedHR's papers
+
+
+class Resolved(NamedTuple):
+    """A configuration that is complete and checked, and the user-supplied objects beside it.
+
+    Attributes:
+      config: all settings of the run.
+      user_objects: the samples and networks that replace those that ``config`` names.
+      notes: one line for each setting that was filled in, and for settings that have no effect.
+    """
+
+    config: Config
+    user_objects: UserObjects
+    notes: tuple[str, ...]
+
+
+def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None) -> Resolved:
+    """Complete and check a configuration, before any data are read.
+
+    Args:
+      config: as the user wrote it, by flags or in Python.
+      dataset: samples to use in place of the dataset that ``config`` names.
+      model: a network, or a list of several, to use in place of those that ``config`` names.
+
+    Raises:
+      UserError: a name is unknown, a value has the wrong type or is out of range, two settings contradict each other,
+        or as `imports.load`.
+    """
+    user_objects = UserObjects.of(dataset, model)
+    imports.load(config.imports)
+    config = dataclasses.replace(config, hyper=_hyper(config))
+    for setting, value in configuration.setting_values(config):
+        setting.check(value)
+    completed = dataclasses.replace(
+        config,
+        dataset=user_objects.dataset_name(config.dataset),
+        public_share=public_share(config),
+        imports=imports.recorded(config.imports, _rows_used(config)),
+    )
+    _check_together(completed, user_objects)
+    return Resolved(completed, user_objects, (*_filled_in(config, completed), *_without_effect(completed)))
+
+
+def _hyper(config: Config) -> Any:
+    """The hyper-parameters of the method, which are its defaults if the configuration has none."""
+    if config.strategy not in STRATEGIES:
+        raise unknown_name("strategy", config.strategy, STRATEGIES)
+    owner = STRATEGIES[config.strategy].hyper
+    if config.hyper is not None and type(config.hyper) is not owner:
+        wanted = "has no settings of its own" if owner is None else f"takes {_full_name(owner)}"
+        raise UserError(f"strategy {config.strategy!r} {wanted}, but hyper is a {_full_name(type(config.hyper))}")
+    return configuration.hyper(config)
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _rows_used(config: Config) -> imports.Names:
+    """The rows of the registries that a run uses."""
+    used = {("strategy", config.strategy), ("partition", config.partition)}
+    used |= {("model", name) for name in config.networks}
+    return used | {("data set", name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
+
+
+# --- Public data -----------------------------------------------------------------------------------------------------
+
+
+def public_share(config: Config) -> float:
+    """The share of public samples: the default of a method that needs some, if the configuration has none."""
+    return config.public_share or (PUBLIC_SHARE if _needs_public(config) else 0.0)
+
+
+def _needs_public(config: Config) -> bool:
+    """Whether the method needs public data and no partition file may hold some."""
+    row = STRATEGIES.get(config.strategy)
+    if row is None or config.partition_file:
+        return False
+    return row.needs_public(configuration.hyper(config)) if callable(row.needs_public) else row.needs_public
+
+
+def unequal_shares(configs: Sequence[Config]) -> Iterator[str]:
+    """Yield a line if methods are compared of which only some give up training samples for a public set."""
+    needing = dict.fromkeys(config.strategy for config in configs if _needs_public(config))
+    others = [config.public_share for config in configs if config.strategy not in needing]
+    if needing and others and not any(others):
+        share = f"--public_share={max(config.public_share for config in configs):g}"
+        yield f"{share} for {', '.join(needing)} and none for the others: given to all, the data are the same"
+
+
+# --- Checks across settings ------------------------------------------------------------------------------------------
+
+
+def _check_together(config: Config, user_objects: UserObjects) -> None:
+    """Check the names in a configuration, and settings that depend on each other.
+
+    Raises:
+      UserError: the message names the flag, its value and the values allowed.
+    """
+    for name, supplied in (("dataset", user_objects.dataset), ("model", user_objects.modules)):
+        if registry.is_supplied(recorded := getattr(config, name)) and not supplied:
+            raise UserError(f"--{registry.not_passed(name, recorded)}")
+    if config.dataset not in SOURCES and not registry.is_supplied(config.dataset) and not _is_path(config.dataset):
+        raise unknown_name("data set", config.dataset, SOURCES)
+    if config.partition not in PARTITIONS:
+        raise unknown_name("partition", config.partition, PARTITIONS)
+    _check_networks(config, user_objects)
+    _check_logs(config)
+    if 0 < config.clients < config.cohort:  # 0 clients: all of the dataset, which is not loaded yet
+        raise UserError(
+            f"--cohort={config.cohort} is more than --clients={config.clients}: at most all clients train in a round"
+        )
+    if config.resume and config.overwrite:
+        raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
+    number, count = config.process_id, config.num_processes
+    if number is not None and count is not None and number >= count:
+        raise UserError(f"--process_id={number} is not below --num_processes={count}: processes count from 0")
+
+
+def _check_networks(config: Config, user_objects: UserObjects) -> None:
+    for name in () if user_objects.modules else config.networks:
+        if name not in MODELS and not registry.is_supplied(name):
+            raise unknown_name("model", name, MODELS)
+    count = len(user_objects.modules or config.networks)
+    if count > 1 and not STRATEGIES[config.strategy].several:
+        able = ", ".join(name for name, row in STRATEGIES.items() if row.several)
+        raise UserError(
+            f"strategy {config.strategy} needs the same network for all clients, but --model names {count}; for "
+            f"clients of different networks there are {able}"
+        )
+    if len(config.architectures_from) not in (0, 1, count):
+        raise UserError(
+            f"--architectures_from names {len(config.architectures_from)} runs, but --model {count} networks: one run "
+            "for each network, in the same order, or one folder that holds them"
+        )
+
+
+def _check_logs(config: Config) -> None:
+    for name in config.logs:
+        if name not in LOGS:
+            raise unknown_name("value of --log", name, LOGS)
+        if importlib.util.find_spec(LOGS[name]) is None:
+            raise UserError(f"--log={name} needs {LOGS[name]}: pip install 'fedjax-mr[{name}]'")
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or "\\" in name or is_file(name)
+
+
+# --- Notes -----------------------------------------------------------------------------------------------------------
+
+
+def _filled_in(config: Config, completed: Config) -> Iterator[str]:
+    """Yield one line for each setting that was filled in and takes samples from the clients."""
+    if config.public_share != completed.public_share:
+        share = f"{completed.public_share:g} of the training samples (--public_share={completed.public_share:g})"
+        yield f"{completed.strategy} needs public data: {share}, which no client has"
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Yield one line for each group of settings without effect.
+
+    Such settings are allowed: methods that are compared share their data, including the settings of the public set.
+    """
+    public = "--public_share, --public_max, --public_labels and --public_from"
+    has_settings = config.public_max is not None or config.public_from or not config.public_labels
+    if config.public_share and not STRATEGIES[config.strategy].public:
+        share = f"--public_share={config.public_share:g}"
+        yield f"{config.strategy} takes no public data: the samples of {share} stay unused"
+    elif has_settings and not config.public_share and not config.partition_file:
+        yield f"without --public_share there is no public set: {public} have no effect"
