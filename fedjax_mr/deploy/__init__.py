@@ -1,1 +1,1 @@
-"""The same strategies on real clients, through Flower; needs the extra ``deploy`` and nothing of it in a simulation."""
+"""Strategies on real clients, through Flower (extra ``deploy``). Simulations do not need this package."""

@@ -1,7 +1,7 @@
-"""The command ``python -m fedjax_mr.deploy``: make the app of a federation of real clients, and what it needs.
+"""The command ``python -m fedjax_mr.deploy``: prepare a federation of real clients.
 
-``new`` writes the app and prints Flower's own commands that run it; ``divide`` writes the files of a server and of its
-clients from a data set, for a trial.
+``new`` writes the app and prints the Flower commands that run it. ``divide`` splits a dataset into files for the server
+and the clients, for a trial. ``keys`` makes a client's keys. ``check`` finds common mistakes on a machine.
 """
 
 import json
@@ -24,17 +24,17 @@ from fedjax_mr.experiment.settings import help_of, settings_of
 
 COMMAND = "python -m fedjax_mr.deploy"
 USAGE = f"""usage: {COMMAND} new FOLDER [--flag=value ...] [--flagfile=FILE ...]
-         writes the app of a federation into FOLDER and prints the commands that run it
+         write the app of a federation into FOLDER and print the commands that run it
        {COMMAND} divide FOLDER [--flag=value ...] [--flagfile=FILE ...]
-         divides a data set for a trial: FOLDER/server.npz, and FOLDER/client-0.npz and so on
+         divide a dataset for a trial: FOLDER/server.npz, FOLDER/client-0.npz, FOLDER/client-1.npz, ...
        {COMMAND} keys --client=NUMBER --out=FILE
-         makes a client's keys for secure recombination and prints its line of the roster
+         make a client's keys for secure recombination and print its line of the roster
        {COMMAND} check [--app=FOLDER ...]
-         finds the usual mistakes on this machine and says their remedies; check --help tells what it can look at
+         find common mistakes on this machine and print their remedies; check --help lists the options
 
-All flags of {configuration.COMMAND} (its --help=all lists them) describe the run, and these of `new` the server:
+The run is described by the flags of {configuration.COMMAND} (see its --help=all), and the server by these of `new`:
 """
-PORT, NODE_PORT = 8000, 9094  # Flower's own; the n-th node of one machine takes the n-th port from NODE_PORT on
+PORT, NODE_PORT = 8000, 9094  # Flower's defaults; node n of a machine uses the port NODE_PORT + n
 QUIET = "FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1"
 
 
@@ -42,17 +42,17 @@ def new(arguments: Sequence[str]) -> None:
     """Write the app of a federation and print the commands that run it.
 
     Raises:
-      UserError: the configuration cannot be run by real clients, or the folder holds something else.
+      UserError: real clients cannot run the configuration, or the folder holds other files.
     """
     folder, flags = _folder("new", arguments)
-    config, setting = configuration.parse_command(flags, Setting)
-    config = resolve(config).config
+    requested, setting = configuration.parse_command(flags, Setting)
+    config = resolve(requested).config
     check_deployable(config)
     for each in settings_of(Setting):
         each.check(getattr(setting, each.name))
     app = folder / "pyproject.toml"
     if folder.exists() and not app.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} holds something else already: choose another folder")
+        raise UserError(f"{folder} holds other files: choose another folder")
     server_data = Path(setting.server_data or folder / "data" / "server.npz").absolute()
     run_dir = Path(config.run_dir or folder / "run").absolute()
     text = _app(folder.absolute().name, config, setting, run_dir=run_dir, server_data=server_data)
@@ -60,7 +60,7 @@ def new(arguments: Sequence[str]) -> None:
         files.make_folder(folder)
         with files.atomic_write(app) as path:
             path.write_text(text, encoding="utf-8")
-        with files.atomic_write(folder / ".gitignore") as path:  # what Flower would otherwise send to every node
+        with files.atomic_write(folder / ".gitignore") as path:  # otherwise Flower sends these files to every node
             path.write_text("run/\ndata/\nstate-*/\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write into {folder} ({error.strerror})") from None
@@ -68,10 +68,10 @@ def new(arguments: Sequence[str]) -> None:
 
 
 def divide(arguments: Sequence[str]) -> None:
-    """Write the files of a server and of its clients from a data set.
+    """Split a dataset into files for the server and the clients.
 
     Raises:
-      UserError: whatever is wrong with the data or their division.
+      UserError: the dataset cannot be read, or its partition is not possible.
     """
     folder, flags = _folder("divide", arguments)
     config = resolve(configuration.parse_command(flags, Setting)[0]).config
@@ -81,12 +81,12 @@ def divide(arguments: Sequence[str]) -> None:
 
 
 def _app(name: str, config: Config, setting: Setting, *, run_dir: Path, server_data: Path) -> str:
-    """Return the ``pyproject.toml`` of the app; of TOML it takes what it shares with JSON."""
+    """The text of the app's ``pyproject.toml``; values are quoted as in JSON, which TOML reads too."""
     quoted = json.dumps
     flags = shlex.join([*configuration.to_flags(config), f"--run_dir={run_dir}", "--noprogress"])
     versions = [f"{package} = {quoted(version)}" for package, version in facts.common_versions().items()]
     lines = [
-        "# Made by: " + COMMAND + " new. All that the app runs is in the package fedjax_mr, installed at every node.",
+        "# Made by: " + COMMAND + " new. The app runs only code of the package fedjax_mr, which every node has.",
         "[project]",
         f"name = {quoted(_plain(name))}",
         'version = "1.0.0"',
@@ -116,11 +116,10 @@ def _app(name: str, config: Config, setting: Setting, *, run_dir: Path, server_d
 
 
 def _commands(folder: Path, config: Config, *, server_data: Path, run_dir: Path) -> str:
-    """Return Flower's commands for a trial on one machine."""
+    """Flower's commands for a trial on one machine."""
     name, data = _plain(folder.absolute().name), server_data.parent
-    code = (
-        f' import="{",".join(config.imports)}"' if config.imports else ""
-    )  # a client runs its operator's choice alone
+    # A client only runs code that its operator names.
+    code = f' import="{",".join(config.imports)}"' if config.imports else ""
     node = lambda client: (
         f'client-id={client} data="{data}/client-{client}.npz" state="{folder.absolute()}/state-{client}"{code}'
     )
@@ -131,38 +130,38 @@ def _commands(folder: Path, config: Config, *, server_data: Path, run_dir: Path)
     ]
     return "\n".join(
         [
-            f"The app is {folder / 'pyproject.toml'}; results will be in {run_dir}.",
+            f"The app is {folder / 'pyproject.toml'}. Results will be in {run_dir}.",
             "",
             f"# Once, for a trial: the samples of {config.clients} clients and of the server",
             f"{COMMAND} divide {shlex.quote(str(data))} {' '.join(_about_data(config))}",
             "",
-            "# Once: where the server is. In ~/.flwr/config.toml (or $FLWR_HOME/config.toml)",
+            "# Once: the address of the server, in ~/.flwr/config.toml (or $FLWR_HOME/config.toml)",
             f"[superlink.{name}]",
             f'address = "127.0.0.1:{PORT}"',
             "insecure = true",
             "",
-            "# The server's terminal. Who reaches the port runs code on every client: beyond one machine, see",
-            "# docs/recipes/real_clients.md",
+            "# The server's terminal. Anyone who can reach the port can run code on every client; for several machines",
+            "# see docs/recipes/real_clients.md",
             f"{QUIET} flower-superlink --insecure --host 127.0.0.1 --port {PORT} "
             "--disable-runtime-dependency-installation",
             "",
             "# Each client's terminal",
             *nodes,
             "",
-            "# The run; the same command goes on with it",
+            "# The run; the same command resumes it",
             f"{QUIET} flwr run {shlex.quote(str(folder))} {name} --stream",
         ]
     )
 
 
 def _about_data(config: Config) -> list[str]:
-    """Return the flags of a configuration that differ from the defaults, without those of places."""
+    """The flags of a configuration that differ from the defaults."""
     plain = set(configuration.to_flags(Config()))
     return [shlex.quote(flag) for flag in configuration.to_flags(config) if flag not in plain]
 
 
 def _plain(name: str) -> str:
-    """Return a name as Flower takes it: lower-case letters, digits and hyphens."""
+    """Turn a name into one that Flower accepts: lower-case letters, digits and hyphens."""
     kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower()).strip("-")
     return kept or "federation"
 
@@ -186,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code: 0, or 2 for bad input.
 
     Args:
-      arguments: without the program's name; None reads the command line.
+      arguments: arguments without the name of the program. Default: those of the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own_help = arguments[:1] in (["keys"], ["check"])

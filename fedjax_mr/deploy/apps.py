@@ -1,4 +1,4 @@
-"""Flower's two apps, by the names that the ``pyproject.toml`` of a federation says."""
+"""Flower's two apps, under the names that the ``pyproject.toml`` of a federation refers to."""
 
 from fedjax_mr.deploy import flower
 from fedjax_mr.deploy.client import answer

@@ -1,6 +1,6 @@
-"""Messages through Flower: its two apps, and its Grid as the carrier of mail.py.
+"""Flower (flwr 1.41): its two apps, and its Grid as the carrier of messages (mail.py).
 
-This file alone knows Flower (flwr 1.41). All else sees the records of wire.py.
+No other file imports Flower. The others see the records of wire.py.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from fedjax_mr.deploy.mail import ENVELOPE, Failure, Lost, Message, Post, envelo
 from fedjax_mr.deploy.wire import SMALL, Content, Record, one_line
 from fedjax_mr.errors import UserError
 
-MOST_RECORDS = 16  # of one message; ours have at most five
+MOST_RECORDS = 16  # in one message; this package sends at most five
 
 
 def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]], Content]) -> Any:
-    """Return Flower's ClientApp that answers every message with ``answer(message, node_config, run_config)``.
+    """Make Flower's ClientApp, which answers every message with ``answer(message, node_config, run_config)``.
 
     Raises:
       UserError: flwr is not installed.
@@ -45,7 +45,7 @@ def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]],
 
 
 def server_app(serve: Callable[[Post, Mapping[str, Any]], None]) -> Any:
-    """Return Flower's ServerApp that runs ``serve(post, run_config)``; a `UserError` there is one line of its log.
+    """Make Flower's ServerApp, which runs ``serve(post, run_config)``; a `UserError` there is one line of its log.
 
     Raises:
       UserError: flwr is not installed.
@@ -60,16 +60,16 @@ def server_app(serve: Callable[[Post, Mapping[str, Any]], None]) -> Any:
     return app
 
 
-def FlowerPost(grid: Any) -> Post:  # noqa: N802 - reads as the kind of post that it makes
-    """Return the post that goes through Flower's Grid."""
+def FlowerPost(grid: Any) -> Post:  # noqa: N802 - named like a kind of `Post`
+    """A `Post` that sends through Flower's Grid."""
     return Post(_Flower(grid))
 
 
 class _Flower:
     """Flower's Grid as a carrier.
 
-    Replies are pulled object by object in place of ``grid.pull_messages``, which reads whatever a node has sent, waits
-    up to three minutes for a node that stops in the middle of its reply, and loses all replies if one is damaged.
+    Replies are pulled object by object instead of by ``grid.pull_messages``, which reads replies of any size, waits up
+    to three minutes for a node that stops in the middle of its reply, and loses all replies if one is damaged.
     """
 
     def __init__(self, grid: Any) -> None:
@@ -77,8 +77,8 @@ class _Flower:
         self._module = _flower()
         self._runtime = grid._runtime_client
         self._runtime._client.event_hooks["response"].append(self._refuse_large)
-        self._coming: dict[str, _Coming] = {}  # replies of which parts are still to be pulled, by the message's name
-        self._room: int | None = None  # bytes that the next object may have
+        self._coming: dict[str, _Coming] = {}  # replies that are not complete yet, by message
+        self._room: int | None = None  # bytes allowed in the next object
 
     def nodes(self) -> dict[int, str]:
         lines = {node.node_id: bytes(node.public_key).decode().splitlines() for node in self._grid.get_nodes()}
@@ -109,7 +109,7 @@ class _Flower:
             coming = self._coming[name]
             try:
                 found = self._reply(coming, most)
-            except self._module.TransportError:  # the SuperLink is out of reach, which no client is to blame for
+            except self._module.TransportError:  # the SuperLink is unreachable, which is no client's fault
                 raise
             except Exception as error:  # broad: see `mail.malformed`
                 found = malformed(error)
@@ -131,11 +131,11 @@ class _Flower:
         return time.monotonic()
 
     def _reply(self, coming: "_Coming", most: int) -> Content | Failure | None:
-        """Return a reply; None: some of its objects are not there yet.
+        """A reply, or None if some of its objects have not arrived yet.
 
         Raises:
-          UserError: it is larger than allowed.
-          Exception: of any kind; it is malformed.
+          UserError: the reply is larger than allowed.
+          Exception: of any kind: the reply is malformed.
         """
         flower, objects = self._module, coming.objects
         wanted = list(dict.fromkeys(each.object_id for each in flower.iterate_object_tree(coming.tree)))
@@ -170,12 +170,12 @@ class _Flower:
         return Failure(f"{name}{': ' if last else ''}{last}", passing=message.error.code not in lasting)
 
     def _refuse_large(self, response: Any) -> None:
-        """Refuse an answer of the SuperLink by the length that it announces, before its content is read."""
+        """Reject a response of the SuperLink by its announced length, before its content is read."""
         if self._room is not None and int(response.headers.get("content-length", math.inf)) > self._room + SMALL:
             raise _TooLarge
 
     def _confirm(self, coming: "_Coming") -> None:
-        """Let the SuperLink forget a reply."""
+        """Let the SuperLink delete a reply."""
         self._runtime.ConfirmMessageReceived(
             self._module.ConfirmMessageReceivedRequest(
                 node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=coming.message
@@ -183,35 +183,35 @@ class _Flower:
         )
 
 
-_LEAST_OBJECT = 2**12  # bytes that an object of a reply counts at least, for each is a request to the SuperLink
+_LEAST_OBJECT = 2**12  # bytes; smaller objects of a reply count as many, because each costs a request
 
 
 class _TooLarge(Exception):
-    """A reply holds more than was asked for."""
+    """A reply is larger than allowed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Coming:
-    """A reply of which the SuperLink has told."""
+    """A reply that the SuperLink has announced."""
 
-    message: str  # the name of its outermost object
-    tree: Any  # of the names of its objects
-    objects: dict[str, bytes]  # those that were pulled
+    message: str  # identifier of its outermost object
+    tree: Any  # the identifiers of its objects
+    objects: dict[str, bytes]  # the objects pulled so far
 
 
 def _inflated(flower: Any, objects: Mapping[str, bytes]) -> int:
-    """Return the bytes of all arrays of a reply: an array may name the same chunk any number of times."""
+    """The bytes of all arrays in a reply; an array may contain the same chunk any number of times."""
     total = 0
     for content in objects.values():
         kind, chunks, _ = flower.get_object_head_values_from_object_content(content)
         if kind == "Array":
-            told = json.loads(flower.get_object_body(content, flower.Array))
-            total += sum(len(objects[chunks[place]]) for place in told["arraychunk_ids"])
+            body = json.loads(flower.get_object_body(content, flower.Array))
+            total += sum(len(objects[chunks[place]]) for place in body["arraychunk_ids"])
     return total
 
 
 def _received(message: Any) -> Message | UserError:
-    """Return the server's message; a `UserError` in its place says what is wrong with it."""
+    """The server's message, or a `UserError` that says what is wrong with it."""
     try:
         content = _content(message.content)
         envelope = dict(content.pop(ENVELOPE, {}))
@@ -219,9 +219,9 @@ def _received(message: Any) -> Message | UserError:
         if (type(kind), type(round), type(attempt)) != (str, int, int):
             raise KeyError
     except KeyError:
-        return UserError("a message that is none of this package's")
+        return UserError("the message is not one of this package")
     except Exception as error:  # broad: the server chooses all bytes, as in `mail.malformed`
-        return UserError(f"a message that cannot be read ({type(error).__name__}: {one_line(str(error))})")
+        return UserError(f"the message cannot be read ({type(error).__name__}: {one_line(str(error))})")
     return Message(kind, message.metadata.dst_node_id, round, attempt, content)
 
 
@@ -236,14 +236,14 @@ def _records(content: Content) -> Any:
 
 
 def _content(records: Any, most: float = math.inf) -> dict[str, Record]:
-    """Return the records of a message.
+    """The records of a message.
 
     Args:
-      records: Flower's; nothing about them is trusted.
-      most: bytes of all arrays together; one array may have several names.
+      records: Flower's records; nothing about them is trusted.
+      most: bytes allowed in all arrays together; one array may have several names.
 
     Raises:
-      UserError: there are more records or bytes than any message of ours has, or an array is damaged.
+      UserError: there are more records or bytes than allowed, or an array is damaged.
     """
     arrays, content = _flower().ArrayRecord, {}
     if len(records) > MOST_RECORDS:
@@ -260,17 +260,17 @@ def _content(records: Any, most: float = math.inf) -> dict[str, Record]:
 
 
 def _array(name: str, data: bytes) -> np.ndarray:
-    """Return the array of .npy data, whose header must fit their length.
+    """Read the array in .npy data.
 
     Raises:
-      UserError: it does not, or the data hold something other than numbers.
+      UserError: the header does not match the length of the data, or they hold something other than numbers.
     """
     try:
         array = npz.read_array(io.BytesIO(data), name="it", size=len(data))
     except Exception as error:  # broad, as in `mail.malformed`: the sender chooses all bytes
         raise UserError(f"the array {name[:80]!r} is damaged: {error}") from None
     if array.dtype.kind not in "biufc":
-        raise UserError(f"the array {name[:80]!r} holds {array.dtype}, no numbers")
+        raise UserError(f"the array {name[:80]!r} holds {array.dtype} instead of numbers")
     return array
 
 
@@ -281,7 +281,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _flower() -> Any:
-    """Return the names of flwr that are used here; only real clients need it."""
+    """The names of flwr that this file uses. Imported late: only real clients need flwr."""
     try:
         import flwr.app  # pyright: ignore[reportMissingImports]
         import flwr.clientapp  # pyright: ignore[reportMissingImports]

@@ -1,7 +1,7 @@
 """``python -m fedjax_mr.deploy keys --client=3 --out=client-3.key``: a client's keys for secure recombination.
 
-The private keys go to a file that only its owner can read, and the client's line of the roster is printed. Everybody's
-lines in one file, spread by the operators and not by the server, are the roster.
+The command writes the private keys to a file that only its owner can read, and prints the client's line of the roster.
+The roster is one file with the lines of all clients. The operators distribute it, not the server.
 """
 
 import argparse
@@ -15,14 +15,14 @@ def main(arguments: Sequence[str]) -> None:
     """Make the keys of one client.
 
     Raises:
-      UserError: the number is below 0, or the file is there already or cannot be written.
+      UserError: the number is negative, or the file exists or cannot be written.
     """
     parser = argparse.ArgumentParser("python -m fedjax_mr.deploy keys", description=__doc__)
-    parser.add_argument("--client", type=int, required=True, help="the client's number, from 0")
-    parser.add_argument("--out", required=True, metavar="FILE", help="a new file for the private keys")
-    told = parser.parse_args(arguments)
-    if told.client < 0:
-        raise UserError(f"--client is a number from 0, not {told.client}")
-    identity = Identity.new(told.client)
-    identity.write(told.out)
+    parser.add_argument("--client", type=int, required=True, help="number of the client, from 0")
+    parser.add_argument("--out", required=True, metavar="FILE", help="new file for the private keys")
+    options = parser.parse_args(arguments)
+    if options.client < 0:
+        raise UserError(f"--client must be 0 or larger, not {options.client}")
+    identity = Identity.new(options.client)
+    identity.write(options.out)
     print(identity.public.line())

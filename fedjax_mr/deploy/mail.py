@@ -1,13 +1,13 @@
-"""Messages between the server and the nodes of real clients: sent again after errors, until a deadline.
+"""Messages from the server to the nodes of real clients, sent again after errors until a deadline.
 
-The loop is `Asking`, which `Post` starts; a `Carrier` is what it sends with: Flower's Grid, or `Fake`, which loses,
-doubles and spoils replies for tests (flower.py has the first).
+`Asking` is the loop, and `Post` starts it. A `Carrier` moves the messages: Flower's Grid (flower.py), or a fake one for
+tests that loses, repeats and corrupts replies.
 
-Flower's own loop asks every 3 s; this one every 0.3 s. A node's answer to a message that it got twice has to be the
-same: clients keep what they answered by round and attempt (keep.py).
+Flower's own loop polls every 3 s; this one every 0.3 s. A node that receives a message twice must give the same answer
+twice: clients store their answers by round and attempt (keep.py).
 
-Replies are not trusted. A reply that is larger than its question allows is refused before it is read, and a reply that
-cannot be read, for whatever reason, is that one node's malformed answer (`Lost`).
+Replies are not trusted. A reply that is larger than allowed is rejected before it is read. A reply that cannot be read,
+for whatever reason, counts as a malformed answer of that node (`Lost`).
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from fedjax_mr.deploy.wire import SMALL, Content, one_line
 from fedjax_mr.errors import UserError
 
 POLL_SECONDS = 0.3
-PAUSE_SECONDS = 2.0  # before a message is sent again after an error
-ENVELOPE = "fedjax_mr"  # the record that names a message; in a reply also a refusal
+PAUSE_SECONDS = 2.0  # between an error and the next attempt to send a message
+ENVELOPE = "fedjax_mr"  # the record that identifies a message; in a reply it also holds a refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,43 +37,43 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """What stands in the place of a reply."""
+    """The reason why there is no usable reply."""
 
     reason: str  # one line
-    refused: bool = False  # the client said no, or sent something malformed, and would again
-    moved: bool = False  # the node is gone, and another has come that may be the same client's
+    refused: bool = False  # the client refused, or its reply is malformed; asking again would not help
+    moved: bool = False  # the node has disconnected, and a new one, perhaps of the same client, has connected
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An error that a carrier reports instead of a reply."""
+    """An error that the carrier reports instead of a reply."""
 
     reason: str
-    passing: bool  # whether sending again may help
+    passing: bool  # whether sending the message again may help
 
 
 class Carrier(Protocol):
-    """What moves messages."""
+    """Moves messages to nodes and replies back."""
 
     def nodes(self) -> Mapping[int, str]:
-        """Return the nodes that are connected, and the public key that each has, in base 64."""
+        """The connected nodes and their public keys in base 64."""
         ...
 
     def push(self, messages: Sequence[Message], lasting: float) -> Sequence[str]:
-        """Send messages that are worth ``lasting`` seconds; return a distinct name for each, "" where it failed."""
+        """Send messages that expire after ``lasting`` seconds; return an identifier for each, "" where it failed."""
         ...
 
     def pull(self, names: Iterable[str], most: int) -> Mapping[str, Content | Failure | Lost]:
-        """Return the replies to the named messages that have come and were not pulled before.
+        """The replies to some messages that have arrived and were not pulled before.
 
         Args:
-          names: of the messages.
-          most: bytes of one reply; a larger one is not read but `Lost`.
+          names: identifiers of the messages.
+          most: bytes allowed in one reply; a larger one is not read but `Lost`.
         """
         ...
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let go of replies to the named messages, which nobody waits for any more."""
+        """Discard later replies to these messages."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -86,19 +86,19 @@ class Carrier(Protocol):
 
 
 class Post:
-    """The server's way to its nodes."""
+    """Sends the server's messages to nodes and collects their replies."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
 
     def nodes(self) -> list[int]:
-        """Return the nodes that are connected now."""
+        """The nodes that are connected now."""
         return list(self._carrier.nodes())
 
     def owner(self, node: int) -> str:
-        """Return the public key of a connected node, in base 64; "" if it is not connected.
+        """The public key of a node in base 64, or "" if it is not connected.
 
-        A SuperNode that was given none makes a new one whenever it starts, and gets another number.
+        A SuperNode that is started without a key creates a new one, and gets a new number.
         """
         return self._carrier.nodes().get(node, "")
 
@@ -111,7 +111,7 @@ class Post:
         return self._carrier.now()
 
     def ask(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> dict[int, Content | Lost]:
-        """Return the reply of every node asked, or why there is none after ``timeout`` seconds; see `Asking`."""
+        """The reply of each node, or the reason why there is none after ``timeout`` seconds; see `Asking`."""
         asking, answers = self.send(messages, timeout, most), {}
         while True:
             answers |= asking.look()
@@ -120,26 +120,26 @@ class Post:
             self._carrier.wait(POLL_SECONDS)
 
     def send(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> "Asking":
-        """Ask some nodes without waiting for them; the arguments are those of `Asking`."""
+        """Send messages without waiting for the replies; the arguments are those of `Asking`."""
         return Asking(self._carrier, messages, timeout, most)
 
 
 class Asking:
-    """Messages on their way, each until its reply is here or its time is over.
+    """Messages whose replies are awaited until a deadline.
 
-    A message whose node or client program failed is sent again; one that the client refused (a `UserError` there), or
-    where its program raised an error, is not. Nor is one whose node is gone if a new node has come since: a SuperNode
-    without a key of its own has another number when it comes back.
+    A message is sent again if its node was unavailable or the client's process crashed. It is not sent again if the
+    client refused it (a `UserError` there) or its program raised another error, nor if the node has disconnected and a
+    new node has connected since: a SuperNode without a key of its own gets a new number when it restarts.
     """
 
     def __init__(self, carrier: Carrier, messages: Sequence[Message], timeout: float, most: int) -> None:
-        """Send nothing yet: `look` does.
+        """Prepare the messages; `look` sends them.
 
         Args:
           carrier: moves the messages.
           messages: at most one per node.
-          timeout: seconds after which a reply is late.
-          most: bytes of one reply.
+          timeout: seconds allowed for a reply.
+          most: bytes allowed in one reply.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
@@ -147,22 +147,22 @@ class Asking:
         self._carrier, self._timeout, self._most, self._deadline = carrier, timeout, most, now + timeout
         self._before = set(carrier.nodes())
         self._reasons: dict[int, str] = {}
-        self._due = {message.node: (now, message) for message in messages}  # to be sent from then on
+        self._due = {message.node: (now, message) for message in messages}  # when to send each message
         self._sent: dict[str, Message] = {}
         self._open = set(self._due)
 
     @property
     def nodes(self) -> set[int]:
-        """The nodes whose answers `look` has not returned yet."""
+        """The nodes whose replies `look` has not returned yet."""
         return set(self._open)
 
     def look(self) -> dict[int, Content | Lost]:
-        """Send what is due, and return the answers that have come since the last look, by node."""
+        """Send the messages that are due, and return the replies that have arrived since the last call, by node."""
         answers: dict[int, Content | Lost] = {}
         self._send()
         for name, reply in self._carrier.pull(list(self._sent), self._most).items():
             message = self._sent.pop(name, None)
-            if message is None:  # not a reply to any of these messages
+            if message is None:  # a reply to another message
                 continue
             found = self._failed(message, reply) if isinstance(reply, Failure) else _opened(reply, message)
             if found is None:
@@ -190,16 +190,16 @@ class Asking:
                 self._due[message.node] = (now + PAUSE_SECONDS, message)
 
     def _failed(self, message: Message, failure: Failure) -> Lost | None:
-        """Return what an error means for its message; None: send it again."""
+        """The consequence of an error for its message: None to send it again."""
         reason = self._reasons[message.node] = one_line(failure.reason)
         there = set(self._carrier.nodes())
         if message.node not in there and there - self._before:
-            return Lost(f"its node is gone ({reason}), a new one has come", moved=True)
+            return Lost(f"its node has disconnected ({reason}), and a new one has connected", moved=True)
         return None if failure.passing else Lost(reason)
 
 
 def reply(message: Message, answer: Callable[[Message], Content]) -> Content:
-    """Return what a node sends back: the answer, or the line of the `UserError` that it raised, with its envelope."""
+    """The reply of a node: the answer, or the message of the `UserError` that ``answer`` raised, with its envelope."""
     envelope = envelope_of(message)
     try:
         return {**answer(message), ENVELOPE: envelope}
@@ -208,19 +208,19 @@ def reply(message: Message, answer: Callable[[Message], Content]) -> Content:
 
 
 def envelope_of(message: Message) -> dict[str, str | int]:
-    """Return the record that names a message."""
+    """The record that identifies a message."""
     return {"kind": message.kind, "round": message.round, "attempt": message.attempt}
 
 
 def _opened(reply: Content | Lost, message: Message) -> Content | Lost:
-    """Return the records of a reply; `Lost` if it is a refusal or malformed."""
+    """The records of a reply, or `Lost` if it is a refusal or malformed."""
     if isinstance(reply, Lost):
         return reply
     try:
         envelope = dict(reply.get(ENVELOPE, {}))
         refused = envelope.pop("refused", None)
         if set(envelope) != {"kind", "round", "attempt"} or envelope != envelope_of(message):
-            return Lost("its reply is to another message", refused=True)
+            return Lost("its reply answers another message", refused=True)
         if refused is not None:
             return Lost(one_line(str(refused)), refused=True)
         return {name: record for name, record in reply.items() if name != ENVELOPE}
@@ -229,18 +229,18 @@ def _opened(reply: Content | Lost, message: Message) -> Content | Lost:
 
 
 def malformed(error: Exception) -> Lost:
-    """Return the loss of a node whose reply could not be read.
+    """The `Lost` of a node whose reply cannot be read.
 
-    Its callers catch every exception. A client chooses all bytes of its reply, and the parsers of NumPy, JSON, zip and
-    Flower raise many kinds, among them MemoryError; none may end the server, whose other clients did nothing wrong.
+    Callers catch every exception. A client chooses all bytes of its reply, and the parsers of NumPy, JSON, zip and
+    Flower raise many kinds of errors, among them MemoryError. None of them may stop the server for the other clients.
     """
     what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return Lost(one_line(f"its reply cannot be read ({what})"), refused=True)
 
 
 def too_large(most: int) -> UserError:
-    """Return the error of a reply that has more bytes than its question allows."""
-    return UserError(f"it is larger than the {most:,} bytes that such a reply may have")
+    """The error about a reply that has more bytes than allowed."""
+    return UserError(f"it is larger than the {most:,} bytes allowed for this reply")
 
 
 # --- For tests -------------------------------------------------------------------------------------------------------
@@ -251,13 +251,13 @@ Fault = str | Callable[[Content], Content] | None
 def FakePost(  # noqa: N802
     handlers: Mapping[int, Callable[[Message], Content]], faults: Callable[[Message, int], Fault] | None = None
 ) -> Post:
-    """Return a post without processes or Flower, whose time passes at once; for tests.
+    """A post without processes and without Flower, whose time passes instantly; for tests.
 
     Args:
-      handlers: the answering function of every node.
-      faults: says for a message and how often it was sent before (0, 1, ...) what happens to it: None, "lose" (there
-        is never a reply), "gone" (an error comes), "crash" (the node has worked, but an error comes), "double" (the
-        node works twice), or a function that spoils the reply.
+      handlers: the function of each node that answers messages.
+      faults: (message, how often it was sent before: 0, 1, ...) -> what happens to it: None, "lose" (no reply ever),
+        "gone" (an error instead of a reply), "crash" (the node did its work, then an error), "double" (the node does
+        its work twice), or a function that corrupts the reply.
     """
     return Post(_Fake(handlers, faults or (lambda message, before: None)))
 
@@ -317,13 +317,13 @@ class _Fake:
 
 
 def _size(content: Any) -> int:
-    """Return the bytes of all arrays of a reply, which may be anything."""
+    """The bytes of all arrays in a reply, which may be any object."""
     records = [each for each in content.values() if isinstance(each, Mapping)] if isinstance(content, Mapping) else []
     return sum(value.nbytes for record in records for value in record.values() if isinstance(value, np.ndarray))
 
 
 def _copied(content: Content) -> Content:
-    """Return what would come out of the other end, so that no two sides of a test share an array."""
+    """A copy of a content, so that the two sides of a test share no array."""
     return {
         name: {key: np.array(value) if isinstance(value, np.ndarray) else value for key, value in record.items()}
         for name, record in content.items()

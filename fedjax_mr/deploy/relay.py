@@ -1,21 +1,21 @@
-"""Secure recombination among real clients: the server carries what they exchange, and opens only what they upload.
+"""Secure recombination among real clients: the server forwards their exchanged layers and opens only their uploads.
 
-The clients of a round are `messages.Party`s. A client reaches another one through the server alone, so what it sends is
-in an envelope (envelopes.py) that only its receiver opens: the layers inside are sealed for the server, which would
-otherwise see each with its owner. Everybody sends everybody one bundle of the same length at every stage, full or
-empty, or lengths would betray who sent which layer where.
+Each client of a round is a `messages.Party`. Clients reach each other only through the server. Therefore a client puts
+the sealed layers that it sends into an envelope (envelopes.py) that only the receiver can open; otherwise the server
+would see which layer is whose. In every step, each client sends each other client one bundle of the same length,
+whether it is full or empty, because lengths would reveal who sent which layer to whom.
 
-A round with R repetitions takes 1 + 2 R messages to each client, the steps 0 to 2 R: send; give back; take back, and
-send again or, in the last step, upload. A bundle is as long as a sealed model, so a step moves K (K - 1) models.
+A round with R repetitions takes 1 + 2 R messages to each client, the steps 0 to 2 R: send; give back; take back, then
+send again or, in the last step, upload. A bundle is as long as a sealed model, so a step transfers K (K - 1) models.
 
-An envelope names run, round, attempt, the server's announcement, step, sender and receiver. If a client drops out, the
-attempt is over: the next one has another key of the server and other parties, and the server never opens what was
-sealed for the old one. A client stores what it has to answer before it answers, so a repeated message has the same
-reply, and it goes on where it was after its process died.
+An envelope authenticates run, round, attempt, the server's announcement, step, sender and receiver. If a client drops
+out, the attempt fails. The next attempt has a new server key and new parties, and the server never opens layers that
+were sealed for the old one. A client stores its reply before it sends it. Therefore a repeated message gets the same
+reply, and a client whose process died continues where it was.
 
-Protected is whose layer is whose from a curious but honest server, with no client in league with it, at the odds of
-messages.py. Not protected is anything from a server that breaks the rules (that takes up again an attempt which was
-over, with another key, or invents clients; it cannot invent lines of the roster).
+Protected: which layer is whose, against a server that is curious but follows the protocol and colludes with no client,
+with the probabilities of messages.py. Not protected: anything against a server that breaks the protocol, for example by
+resuming a failed attempt with another key, or by inventing clients. It cannot invent lines of the roster.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ _FILE = "relay.npz"
 
 
 class Broken(Exception):
-    """An attempt that is over because clients were lost; ``lost`` says whom and why."""
+    """An attempt failed because clients were lost; ``lost`` maps them to the reasons."""
 
     def __init__(self, lost: Mapping[int, Lost]) -> None:
         super().__init__("; ".join(f"client {client}: {each.reason}" for client, each in lost.items()))
@@ -72,23 +72,23 @@ def recombine(
     timeout: float,
     beside: Content | None = None,
 ) -> list[Variables]:
-    """Let the clients of a round exchange the layers of their trained models, and return the models that they upload.
+    """Let the clients of a round exchange layers of their trained models, and return the uploaded models.
 
     Args:
-      post: to the nodes.
-      nodes: the node of every client, in the order of the cohort.
-      run: a name of this run that no other has.
+      post: sends messages to the nodes.
+      nodes: the node of each client, in the order of the cohort.
+      run: unique name of the run.
       round: the round, from 0.
-      attempt: how often the round was tried before.
-      shapes: of one model.
-      layers: of the model.
-      repetitions: exchanges.
-      key: for clients whose operator chose to simulate the choices; the others draw their own.
-      timeout: seconds for every message.
-      beside: further records of every message.
+      attempt: number of the attempt, larger than those before it.
+      shapes: shapes and dtypes of one model.
+      layers: layers of the model.
+      repetitions: number of exchanges.
+      key: key for the clients whose operator chose simulated choices; the others draw their own.
+      timeout: seconds allowed for each reply.
+      beside: further records for every message.
 
     Raises:
-      Broken: clients were lost, or sent what they should not have.
+      Broken: clients were lost, or sent invalid bundles or uploads.
     """
     clients = tuple(nodes)
     leaves = jax.tree.leaves(shapes)
@@ -106,7 +106,7 @@ def recombine(
     }
     bundle = jax.ShapeDtypeStruct((_bundle_length(announcement),), np.uint8)
     most = wire.room([bundle] * len(clients) + [np.uint8(0)] * len(layers))  # a reply has bundles, or one of each layer
-    boxes: dict[int, dict[str, np.ndarray]] = {client: {} for client in clients}  # what is to be carried to whom
+    boxes: dict[int, dict[str, np.ndarray]] = {client: {} for client in clients}  # the bundles to forward, by receiver
     for step in range(2 * repetitions + 1):
         same = {**(beside or {}), "relay": {"run": run, "step": step}, **opening}
         asked = [Message(KIND, nodes[client], round, attempt, {**same, "bundles": boxes[client]}) for client in clients]
@@ -142,10 +142,10 @@ def recombine(
 
 
 def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) -> dict[int, dict[str, np.ndarray]]:
-    """Return by receiver, and sender as text, the bundles that clients sent.
+    """The bundles that clients sent, by receiver and then by sender (as text).
 
     Raises:
-      Broken: somebody sent not exactly one bundle of the right length to each other client.
+      Broken: a client did not send exactly one bundle of the right length to each other client.
     """
     length, clients = _bundle_length(announcement), tuple(answers)
     wrong = {}
@@ -160,7 +160,7 @@ def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) 
                 for each in bundles.values()
             )
         ):
-            wrong[client] = Lost("it sent not one bundle of the agreed length to each other client", refused=True)
+            wrong[client] = Lost("it did not send one bundle of the agreed length to each other client", refused=True)
     if wrong:
         raise Broken(wrong)
     return {
@@ -170,16 +170,16 @@ def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) 
 
 
 def _upload(client: int, reply: Content, round: int) -> Upload:
-    """Return what a client uploaded in the form that `messages.SecureServer` checks.
+    """A client's upload in the form that `messages.SecureServer` checks.
 
     Raises:
-      SecureError: it is no record of bytes.
+      SecureError: the upload is not a record of bytes.
     """
     sealed = reply.get("upload", {})
     if not isinstance(sealed, Mapping) or not all(
         isinstance(each, np.ndarray) and each.dtype == np.uint8 for each in sealed.values()
     ):
-        raise MalformedMessage(f"client {client} uploaded something that is no bytes")
+        raise MalformedMessage(f"client {client} uploaded something other than bytes")
     return Upload(round, client, tuple(SealedLayer(round, name, each.tobytes()) for name, each in sealed.items()))
 
 
@@ -197,21 +197,21 @@ def answer(
     share: float,
     repetitions: int,
 ) -> Content:
-    """Return a client's reply to one message of an exchange.
+    """A client's reply to one message of an exchange.
 
     Args:
-      message: of the kind `KIND`.
-      node: the node's settings: the files ``key`` and ``roster``; and ``choices``, "simulated" in tests alone.
-      folder: the client's own folder, where it keeps the attempt that it is in.
-      client: its number.
-      model: returns its trained model of the round.
-      layers: of the model.
-      share: the probability with which a layer is sent.
-      repetitions: exchanges.
+      message: message of the kind `KIND`.
+      node: settings of the node: the files ``key`` and ``roster``, and ``choices``, which is "simulated" only in tests.
+      folder: the client's folder, which holds the state of its current attempt.
+      client: the client's number.
+      model: returns the client's trained model of the round.
+      layers: layers of the model.
+      share: probability with which a layer is sent.
+      repetitions: number of exchanges.
 
     Raises:
-      UserError: the message is malformed, not for this step or of an attempt that is over; somebody has tampered with a
-        bundle; a key or the roster is wrong; the model has numbers that are not finite.
+      UserError: the message is malformed, or belongs to another step or to a failed attempt; a bundle was tampered
+        with; a key or the roster is wrong; the model has numbers that are not finite.
     """
     path = Path(folder) / _FILE
     try:
@@ -233,7 +233,9 @@ def answer(
     try:
         me, roster = Identity.read(str(node["key"])), read_roster(str(node["roster"]))
     except KeyError as error:
-        raise UserError(f"client {client} has no {error} among its node's settings, a file for the exchange") from None
+        raise UserError(
+            f"the node settings of client {client} have no {error}, a file that the exchange needs"
+        ) from None
     try:
         if stored is None or step == 0:
             announcement, secret = _announced(message)
@@ -242,13 +244,13 @@ def answer(
             secret, party = stored.secret, messages.Party.restored(*stored.party)
         _check_keys(me, roster, party)
         party.choices = _choices(node, secret, party, step, share=share, repetitions=repetitions)
-        about = _About(attempt, party.announcement)
+        context = _Context(attempt, party.announcement)
         if step > 0:
-            _take(party, step, bundles, me, roster, about)
+            _take(party, step, bundles, me, roster, context)
         if step == 2 * repetitions:
             reply = {"upload": {layer.name: _as_array(layer.sealed) for layer in party.upload().layers}}
         else:
-            reply = {"bundles": _bundles(party, step, me, roster, about)}
+            reply = {"bundles": _bundles(party, step, me, roster, context)}
     except SecureError as error:
         raise UserError(f"client {client}: {error}") from None
     stored = _Stored(attempt, step, secret, party.saved(), reply)
@@ -263,10 +265,10 @@ def _packed(model: Variables, layers: Sequence[Layer], client: int) -> dict[str,
 
 
 def _announced(message: Message) -> tuple[messages.Announcement, np.ndarray]:
-    """Return the server's announcement, which `messages.Party` checks, and its key for simulated choices.
+    """The server's announcement, which `messages.Party` checks, and its key for simulated choices.
 
     Raises:
-      MalformedMessage: it is none.
+      MalformedMessage: the message has no valid announcement.
     """
     try:
         about = message.content["announcement"]
@@ -274,12 +276,12 @@ def _announced(message: Message) -> tuple[messages.Announcement, np.ndarray]:
         announcement = messages.Announcement(message.round, about["public_key"], tuple(about["clients"]), sizes)
         return announcement, np.asarray(message.content["choices"]["key"], np.uint32)
     except (KeyError, TypeError, ValueError):
-        raise MalformedMessage("the server announced no exchange") from None
+        raise MalformedMessage("the server's announcement of the exchange is malformed") from None
 
 
 def _check_keys(me: Identity, roster: Mapping[int, PublicKeys], party: messages.Party) -> None:
     if roster.get(party.client) != me.public or me.client != party.client:
-        raise UserError(f"client {party.client} has other keys of its own than its line of the roster says")
+        raise UserError(f"the keys of client {party.client} are not those in its line of the roster")
     if missing := [other for other in party.announcement.clients if other not in roster]:
         raise UserError(f"the roster of client {party.client} has no line for client {missing[0]}")
 
@@ -287,21 +289,21 @@ def _check_keys(me: Identity, roster: Mapping[int, PublicKeys], party: messages.
 # --- Bundles ---------------------------------------------------------------------------------------------------------
 
 
-class _About:
-    """What the envelopes of an attempt authenticate; everybody who agreed to the same announcement has the same."""
+class _Context:
+    """The context that the envelopes of an attempt authenticate; equal for all clients with the same announcement."""
 
     def __init__(self, attempt: tuple[str, int, int], announcement: messages.Announcement) -> None:
-        told = dataclasses.asdict(announcement) | {"public_key": announcement.public_key.hex()}
-        self._digest = hashlib.sha256(json.dumps([attempt, told], sort_keys=True).encode()).digest()
+        fields = dataclasses.asdict(announcement) | {"public_key": announcement.public_key.hex()}
+        self._digest = hashlib.sha256(json.dumps([attempt, fields], sort_keys=True).encode()).digest()
 
     def __call__(self, step: int, sender: int, receiver: int) -> bytes:
         return self._digest + b"".join(number.to_bytes(8, "big") for number in (step, sender, receiver))
 
 
 def _bundles(
-    party: messages.Party, step: int, me: Identity, roster: Mapping[int, PublicKeys], about: _About
+    party: messages.Party, step: int, me: Identity, roster: Mapping[int, PublicKeys], context: _Context
 ) -> dict[str, np.ndarray]:
-    """Return by receiver the bundle of what this client sends in a step."""
+    """The bundles that this client sends in a step, by receiver."""
     names = [name for name, _ in party.announcement.sizes]
     by_receiver: dict[int, list[SealedLayer]] = {
         other: [] for other in party.announcement.clients if other != party.client
@@ -313,7 +315,7 @@ def _bundles(
         entries = [len(layers).to_bytes(4, "big")]
         entries += [names.index(layer.name).to_bytes(4, "big") + layer.sealed for layer in layers]
         padded = b"".join(entries).ljust(_bundle_bytes(party.announcement), b"\0")
-        bundles[str(other)] = _as_array(me.seal(padded, roster[other], about(step, party.client, other)))
+        bundles[str(other)] = _as_array(me.seal(padded, roster[other], context(step, party.client, other)))
     return bundles
 
 
@@ -323,37 +325,37 @@ def _take(
     bundles: Mapping[int, bytes],
     me: Identity,
     roster: Mapping[int, PublicKeys],
-    about: _About,
+    context: _Context,
 ) -> None:
-    """Open everybody's bundles of the step before, in the order of the clients, and give the party what is inside.
+    """Open the other clients' bundles of the previous step, in the order of the clients, and pass on their layers.
 
     Raises:
-      SecureError: a bundle is missing or not what its sender made for this client and step.
+      SecureError: a bundle is missing, or was not made by its sender for this client and step.
     """
     announcement, sizes = party.announcement, party.announcement.sizes
     kind: Any
     accept: Callable[[Any], None]
-    kind, accept = (Sent, party.receive) if step % 2 == 1 else (Returned, party.take_back)  # of the step before
+    kind, accept = (Sent, party.receive) if step % 2 == 1 else (Returned, party.take_back)  # the previous step
     if set(bundles) != set(announcement.clients) - {party.client}:
-        raise MalformedMessage("the server carried not one bundle from each other client")
+        raise MalformedMessage("the server did not forward one bundle from each other client")
     for sender in (other for other in announcement.clients if other != party.client):
-        rest = io.BytesIO(me.open(bundles[sender], roster[sender], about(step - 1, sender, party.client)))
+        rest = io.BytesIO(me.open(bundles[sender], roster[sender], context(step - 1, sender, party.client)))
         for _ in range(int.from_bytes(rest.read(4), "big")):
             number = int.from_bytes(rest.read(4), "big")
             if number >= len(sizes):
-                raise MalformedMessage(f"the bundle of client {sender} holds no layers")
+                raise MalformedMessage(f"the bundle of client {sender} is malformed")
             name, size = sizes[number]
             layer = SealedLayer(announcement.round, name, rest.read(size + OVERHEAD))
             accept(kind(announcement.round, (step - 1) // 2, sender, party.client, layer))
 
 
 def _bundle_bytes(announcement: messages.Announcement) -> int:
-    """Return the bytes of a bundle that holds every layer."""
+    """The bytes of a bundle that holds every layer."""
     return 4 + sum(4 + size + OVERHEAD for _, size in announcement.sizes)
 
 
 def _bundle_length(announcement: messages.Announcement) -> int:
-    """Return the bytes of such a bundle in its envelope."""
+    """The bytes of such a bundle in its envelope."""
     return envelopes.OVERHEAD + _bundle_bytes(announcement)
 
 
@@ -371,7 +373,7 @@ def _choices(
     if kind == "random":
         return messages.RandomChoices(share)
     if kind != "simulated":
-        raise UserError(f"choices={kind!r} among the node's settings of client {party.client}: random or simulated")
+        raise UserError(f"choices={kind!r} in the node settings of client {party.client}: must be random or simulated")
     keys = jax.random.split(jax.random.wrap_key_data(jnp.asarray(secret)), repetitions)
     clients, names = party.announcement.clients, tuple(name for name, _ in party.announcement.sizes)
     key = keys[min(step // 2, repetitions - 1)]  # in the last step nothing is drawn
@@ -380,7 +382,7 @@ def _choices(
 
 
 class Simulated(NamedTuple):
-    """The choices of one client in an exchange that was drawn for all: for tests, because the server could draw it."""
+    """The choices of one client in an exchange drawn for all clients. For tests only: the server can draw it too."""
 
     row: int
     clients: tuple[int, ...]
@@ -388,12 +390,12 @@ class Simulated(NamedTuple):
     exchange: Repetition
 
     def receivers(self, names: Sequence[str], others: Sequence[int]) -> dict[str, int]:
-        """Return the drawn receivers."""
+        """The drawn receivers, by layer."""
         holders = self.exchange.holders[:, self.row].tolist()
         return {name: self.clients[row] for name, row in zip(self.names, holders, strict=True) if row != self.row}
 
     def order(self, name: str, count: int) -> list[int]:
-        """Return the order that gives everybody the drawn copy; a buffer holds the client's own before the others'."""
+        """The order in which each client gets its drawn copy; a buffer has the client's own copy before the others'."""
         unit = self.names.index(name)
         met = np.flatnonzero(self.exchange.holders[unit] == self.row).tolist()
         senders, own = [row for row in met if row != self.row], [row for row in met if row == self.row]
@@ -405,7 +407,7 @@ class Simulated(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Where a client is in an exchange, and the reply that it gave there."""
+    """The state of a client in an exchange, and its last reply."""
 
     attempt: tuple[str, int, int]  # run, round, attempt
     step: int
@@ -417,8 +419,8 @@ class _Stored(NamedTuple):
 def _write(path: Path, stored: _Stored) -> None:
     facts, sealed = stored.party
     ((kind, record),) = stored.reply.items()
-    told = [stored.attempt, stored.step, facts, kind, list(record)]
-    arrays = {"told": _as_array(json.dumps(told).encode()), "secret": stored.secret}
+    state = [stored.attempt, stored.step, facts, kind, list(record)]
+    arrays = {"told": _as_array(json.dumps(state).encode()), "secret": stored.secret}
     arrays |= {f"sealed{place}": _as_array(each) for place, each in enumerate(sealed)}
     arrays |= {f"reply{place}": each for place, each in enumerate(record.values())}
     with atomic_write(path) as temporary:
@@ -427,7 +429,7 @@ def _write(path: Path, stored: _Stored) -> None:
 
 
 def _read(path: Path) -> _Stored | None:
-    """Return what `_write` wrote last, if anything.
+    """Read the state that `_write` wrote, or return None if there is none.
 
     Raises:
       UserError: the file is damaged.
@@ -441,4 +443,4 @@ def _read(path: Path) -> _Stored | None:
             reply = {kind: {name: file[f"reply{place}"] for place, name in enumerate(names)}}
             return _Stored((attempt[0], attempt[1], attempt[2]), step, file["secret"], (facts, sealed), reply)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"cannot read {path}, what a client keeps of an exchange ({error})") from None
+        raise UserError(f"cannot read {path}, the client's state of an exchange ({error})") from None

@@ -1,8 +1,8 @@
-"""The server's clients: who is there, by which node, and what comes of asking them.
+"""The server's clients: their nodes, their admission to the run, and requests to them.
 
-A client has the number that its own operator gave it (``client-id``). Where nodes are authenticated, the number belongs
-to the key that first had it. A client whose reply is late, malformed or not finite is lost, and a line says so by its
-number; what then happens, the terms say. No round is ever a mean over fewer rows.
+A client's number is set by its operator (``client-id``). With node authentication, a number belongs to the node key
+that joined with it first. A client is lost if its reply is late, malformed or not finite; one line reports its number,
+and `Terms` decides what follows. A round never averages over fewer rows.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ from fedjax_mr.experiment.folder import REAL_CLIENTS
 from fedjax_mr.strategies.hyper import LARGEST_INT32
 
 SECONDS_BETWEEN_LOOKS = mail.POLL_SECONDS
-FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds before a node that did not join is asked again, doubled every time
-MOST_FALSE_REPLIES = 3  # of one client in one round, before the run ends for it
+FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds until a node that failed to join is asked again; doubled each time
+MOST_FALSE_REPLIES = 3  # invalid replies of one client in one round; then the run ends
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What is expected of clients.
+    """Rules for the clients of a run.
 
     Attributes:
-      lost: what follows if a client is lost: ``wait`` for it and ask again, go on with it ``untrained``, or ``stop``.
-      reply_timeout: seconds for one reply.
-      join_timeout: seconds for all clients to come at the start; a third of it is the time for one answer there.
-      node_keys: whether a client's number belongs to the key of the node that first had it. Without node authentication
-        a node has a new key at every start.
+      lost: action if a client is lost: ``wait`` for it and ask again, continue with it ``untrained``, or ``stop``.
+      reply_timeout: seconds allowed for one reply.
+      join_timeout: seconds until all clients must have joined at the start; one reply there may take a third of it.
+      node_keys: whether a client's number belongs to the node key that first joined with it. Requires node
+        authentication; without it, a node has a new key at every start.
     """
 
     lost: str = "wait"
@@ -46,7 +46,7 @@ class Terms:
 
     @property
     def at_the_roll_call(self) -> float:
-        """Seconds for one answer there: a client that dies while it sends its own leaves time to ask again."""
+        """Seconds allowed for one reply to ``join`` or ``begin``, so that time is left to retry."""
         return min(self.reply_timeout, self.join_timeout / 3)
 
 
@@ -54,75 +54,75 @@ class Roll:
     """The clients of a run.
 
     Attributes:
-      request: what every message says of the run.
-      members: what each client told of itself, by its number.
-      terms: what is expected of them.
+      request: the facts about the run in every message.
+      members: each client's facts about itself, by its number.
+      terms: rules for the clients.
     """
 
     def __init__(self, post: Post, request: Request, *, num_clients: int, terms: Terms) -> None:
-        """Know nobody yet.
+        """Start without any client.
 
         Args:
-          post: the way to the nodes.
-          request: what every message says of the run.
+          post: sends messages to the nodes.
+          request: the facts about the run in every message.
           num_clients: N.
-          terms: what is expected.
+          terms: rules for the clients.
         """
         self.request, self.terms = request, terms
         self.members: dict[int, Member] = {}
-        self._owners: dict[int, str] = {}  # the key that each client's node proved to have
+        self._owners: dict[int, str] = {}  # the authenticated key of each client's node
         self._post, self._record = post, request.record()
         self._num_clients = num_clients
-        self._nodes: dict[int, int] = {}  # of each client
+        self._nodes: dict[int, int] = {}  # the node of each client
         self._begin: Content | None = None
-        self._begun: set[tuple[int, int]] = set()  # clients and nodes that know the federation
-        self._open: list[tuple[Asking, Callable[[int, Content | Lost], None]]] = []  # and what follows from an answer
-        self._late: set[int] = set()  # clients whose node did not answer in time; another node may be theirs now
-        self._claims: set[int] = set()  # nodes that say to be a client whose former node is being asked
-        self._pauses: dict[
-            int, tuple[float, float]
-        ] = {}  # of nodes that did not join: when to ask again, and the pause
-        self._told: set[str] = set()  # lines that were printed
+        self._begun: set[tuple[int, int]] = set()  # (client, node) pairs that know the federation
+        self._open: list[tuple[Asking, Callable[[int, Content | Lost], None]]] = []  # with the handler of replies
+        self._late: set[int] = set()  # clients whose node did not reply in time; they may have another node now
+        self._claims: set[int] = set()  # nodes that claim a client whose former node is being checked
+        # For nodes that failed to join: when to ask again, and the length of the pause.
+        self._pauses: dict[int, tuple[float, float]] = {}
+        self._printed: set[str] = set()  # lines that were printed
 
-    # --- who is there
+    # --- admission
 
     def everybody(self) -> list[Member]:
-        """Return what all N clients told of themselves, having waited for them; at the start of a run.
+        """Wait for all N clients at the start of a run, and return their facts about themselves.
 
         Raises:
-          UserError: some did not come, or one number is claimed twice.
+          UserError: clients are missing, or one number is claimed twice.
         """
         self._gather(range(self._num_clients), self.terms.join_timeout)
         return [self.members[client] for client in range(self._num_clients)]
 
     def begin(self, content: Content) -> None:
-        """Tell all clients the facts of the federation, and from now on those that come anew."""
+        """Send the facts of the federation to all clients, and from now on to every client that reconnects."""
         self._begin = content
         self._gather(range(self._num_clients), self.terms.join_timeout)
 
     def _gather(self, clients: Collection[int], patience: float | None) -> None:
-        """Wait until these clients are connected and know what they need; None: however long it takes.
+        """Wait until these clients are ready; ``patience`` None waits without limit.
 
         Raises:
-          UserError: some did not come in ``patience`` seconds.
+          UserError: clients are missing after ``patience`` seconds.
         """
-        started = told = self._post.now()
+        started = reported = self._post.now()
         while missing := sorted(set(clients) - self._ready(clients)):
             now = self._post.now()
             if patience is not None and now - started > patience:
                 raise UserError(
-                    f"{len(clients) - len(missing)} of {len(clients)} clients are there after {patience:g} s; missing: "
-                    f"{', '.join(map(str, missing))} (their nodes' client-id; --join_timeout is how long to wait)"
+                    f"{len(clients) - len(missing)} of {len(clients)} clients have joined after {patience:g} s; "
+                    f"missing: {', '.join(map(str, missing))} (client-id of their nodes; --join_timeout sets how long "
+                    f"to wait)"
                 )
-            if patience is None and now - told >= self.terms.reply_timeout:
-                told = now
+            if patience is None and now - reported >= self.terms.reply_timeout:
+                reported = now
                 self._say(f"still waiting for client {', '.join(map(str, missing))}", again=True)
             self._post.wait(SECONDS_BETWEEN_LOOKS)
 
     def _ready_soon(self, clients: Collection[int]) -> set[int]:
-        """Return those of some clients that are connected and know what they need, after a wait for new nodes.
+        """The clients among these that are ready, after a wait for the replies of new nodes.
 
-        A node that failed to join before is not waited for, or a silent one would delay every round.
+        Nodes that failed to join before are not waited for, because a silent one would delay every round.
         """
         while set(clients) - (ready := self._ready(clients)):
             if not any(asking.nodes - self._pauses.keys() for asking, _ in self._open):
@@ -131,10 +131,10 @@ class Roll:
         return ready & set(clients)
 
     def _ready(self, clients: Collection[int]) -> set[int]:
-        """Return all clients that are connected and know what they need.
+        """All clients that are connected and know the federation; does not wait.
 
-        While one of the given clients is not among them, or was late, nodes that are new are asked who they are and
-        clients that are new are told what they need. Nobody is waited for here.
+        If one of ``clients`` is not among them, or was late, new nodes are asked to join and new clients are sent the
+        facts of the federation.
         """
         self._look()
         if set(clients) - self._prepared() or self._late.intersection(clients):
@@ -154,7 +154,7 @@ class Roll:
         return there if self._begin is None else {each for each in there if (each, self._nodes[each]) in self._begun}
 
     def _look(self) -> None:
-        """Take note of the answers that have come."""
+        """Handle the replies that have arrived."""
         for asking, then in list(self._open):
             for node, reply in asking.look().items():
                 then(node, reply)
@@ -163,7 +163,7 @@ class Roll:
     def _ask_nodes(
         self, kind: str, nodes: Collection[int], then: Callable[[int, Content | Lost], None], content: Content
     ) -> None:
-        """Ask nodes, except those that have not answered yet or failed a short while ago."""
+        """Send a message to nodes, except those whose reply is awaited and those that failed recently."""
         now, busy = self._post.now(), self._claims.union(*(asking.nodes for asking, _ in self._open))
         due = [node for node in sorted(set(nodes) - busy) if self._pauses.get(node, (now, 0.0))[0] <= now]
         messages = [Message(kind, node, 0, 0, {"run": self._record, **content}) for node in due]
@@ -171,7 +171,7 @@ class Roll:
             self._open.append((self._post.send(messages, self.terms.at_the_roll_call), then))
 
     def _joined(self, node: int, reply: Content | Lost) -> None:
-        """Enter a node's client into the roll, or say why not."""
+        """Admit a node's client, or print why not."""
         try:
             if isinstance(reply, Lost):
                 raise UserError(reply.reason)
@@ -189,7 +189,7 @@ class Roll:
             if isinstance(reply, Lost):
                 self._enter(node, member, owner)
             else:
-                claim = f"client {member.client} is already there, by node {other}: each needs a client-id of its own"
+                claim = f"node {other} already is client {member.client}; each node needs a client-id of its own"
                 self._pause(node, f"node {node} does not join: {claim}")
 
         self._claims.add(node)
@@ -205,16 +205,16 @@ class Roll:
                 self._begun.add((client, node))
 
     def _pause(self, node: int, line: str) -> None:
-        """Say what is wrong with a node, and leave it alone for a while that doubles every time."""
+        """Print what is wrong with a node, and do not ask it again for a pause that doubles each time."""
         self._say(line)
         pause = min(2 * self._pauses.get(node, (0.0, FIRST_PAUSE / 2))[1], LONGEST_PAUSE)
         self._pauses[node] = (self._post.now() + pause, pause)
 
     def _member(self, node: int, reply: Content) -> tuple[Member, str]:
-        """Return what a node's client tells of itself, and the key that its node has.
+        """A client's facts about itself, checked, and the key of its node.
 
         Raises:
-          UserError: its answer is malformed, or it is not the client that it says.
+          UserError: the reply is malformed, or the node is not the client that it claims to be.
         """
         try:
             member = Member.of(
@@ -229,12 +229,14 @@ class Roll:
             raise _malformed(error) from None
         client, owner = member.client, self._post.owner(node) if self.terms.node_keys else ""
         if self._owners.get(client, owner) != owner:
-            raise UserError(f"client {client} has had another node key in this run")
+            raise UserError(f"client {client} joined this run with another node key before")
         if self.members.get(client, member) != member:
-            raise UserError(f"client {client} tells other numbers of samples than before in this run")
+            raise UserError(f"client {client} reports other numbers of samples than before in this run")
         others = [each.samples for each in self.members.values() if each.client != client]
         if sum(others) + member.samples > LARGEST_INT32:
-            raise UserError(f"client {client} tells {member.samples:,} samples, and all together have at most 2^31 - 1")
+            raise UserError(
+                f"client {client} reports {member.samples:,} samples; all clients together have at most 2^31 - 1"
+            )
         return member, owner
 
     def _enter(self, node: int, member: Member, owner: str) -> None:
@@ -242,7 +244,7 @@ class Roll:
         self._pauses.pop(node, None)
         self.members[client], self._owners[client], self._nodes[client] = member, owner, node
 
-    # --- asking
+    # --- requests
 
     def ask(
         self,
@@ -252,17 +254,17 @@ class Roll:
         read: Callable[[int, Content], Any],
         most: int = SMALL,
     ) -> dict[int, Any]:
-        """Return what some clients answer, by their numbers; without those that are lost, which only some terms allow.
+        """Ask clients and return their answers by client number. Lost clients are missing if `Terms` allows it.
 
         Args:
-          kind: of the message.
-          round: of the run.
-          contents: what each client is asked.
-          read: (client, reply) -> what it means, checked; an error counts as a loss.
-          most: bytes of one reply.
+          kind: kind of the message.
+          round: round of the run.
+          contents: content of the message to each client.
+          read: (client, reply) -> the checked answer; after an error the client counts as lost.
+          most: bytes allowed in one reply.
 
         Raises:
-          UserError: a client is lost and the terms say to stop; or it answers falsely again and again.
+          UserError: a client is lost and `Terms` says to stop; or a client's replies are invalid several times.
         """
         answers: dict[int, Any] = {}
         false = dict.fromkeys(contents, 0)
@@ -286,7 +288,7 @@ class Roll:
                             self._late.add(client)
                         else:
                             false[client] += 1
-                            self._begun.discard((client, message.node))  # its disk may have lost what it needs
+                            self._begun.discard((client, message.node))  # its folder may be gone: send the facts again
                         raise UserError(reply.reason)
                     answers[client] = self._read(client, reply, read, false)
                 except UserError as error:
@@ -305,11 +307,11 @@ class Roll:
                 return answers
             for client in lost:
                 if false[client] >= MOST_FALSE_REPLIES:
-                    remedy = "--lost=untrained goes on without it"
+                    remedy = "--lost=untrained continues without it"
                     if self.terms.lost == "untrained":
-                        remedy = "no other client of the round answers, so the round has nothing to go on with"
+                        remedy = "no other client of the round replies, so the round cannot continue"
                     raise UserError(
-                        f"round {round + 1}: client {client} answers falsely {false[client]} times ({lost[client]}); "
+                        f"round {round + 1}: client {client} sent {false[client]} invalid replies ({lost[client]}); "
                         f"{remedy}"
                     )
             self._gather(sorted(lost), None)
@@ -325,16 +327,16 @@ class Roll:
             raise _malformed(error) from None
 
     def together(self, round: int, clients: Sequence[int], once: Callable[[Post, Mapping[int, int], int], Any]) -> Any:
-        """Return what comes of something that needs all clients of a round, tried until all of them stay to its end.
+        """Run something that needs all clients of a round, again until no client is lost, and return its result.
 
         Args:
-          round: of the run.
+          round: round of the run.
           clients: the cohort.
-          once: (post, the node of each client in the order of the cohort, number of the attempt) -> the result;
-            attempts have growing numbers, also after the server has started anew.
+          once: (post, the node of each client in the order of the cohort, number of the attempt) -> the result.
+            Numbers of attempts grow, also after a restart of the server.
 
         Raises:
-          UserError: a client is lost and the terms say to stop; or it answers falsely again and again.
+          UserError: a client is lost and `Terms` says to stop; or a client's replies are invalid several times.
         """
         attempt, false = 0, dict.fromkeys(clients, 0)
         while True:
@@ -353,15 +355,15 @@ class Roll:
         return Message(kind, self._nodes[client], round, attempt, {"run": self._record, **content})
 
     def _say(self, line: str, *, again: bool = False) -> None:
-        """Print a line, once if it is not about a single event."""
-        if again or line not in self._told:
+        """Print a line; without ``again`` only if it was not printed before."""
+        if again or line not in self._printed:
             print(f"fedjax-mr: {line}", file=sys.stderr)
-        self._told.add(line)
+        self._printed.add(line)
 
-    # --- in the run folder
+    # --- the run folder
 
     def save(self, folder: Path) -> None:
-        """Write who the clients are into the run folder."""
+        """Write the clients' facts and node keys into the run folder."""
         content = {
             "run": self.request.run,
             "clients": {
@@ -372,7 +374,7 @@ class Roll:
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def remember(self, folder: Path) -> None:
-        """Take over who the clients were when the run began.
+        """Restore the clients' facts and node keys from the run folder.
 
         Raises:
           UserError: the file is damaged.
@@ -392,10 +394,10 @@ def _malformed(error: Exception) -> UserError:
 
 
 def name_of_run(folder: Path) -> str | None:
-    """Return the name of the run that a run folder holds; None if real clients had no part in it.
+    """The name of the run in a run folder, or None if it is not a run of real clients.
 
     Raises:
-      UserError: the file that says so is damaged.
+      UserError: the file with the name is damaged.
     """
     try:
         return str(files.parse_json(files.read_text(folder / REAL_CLIENTS))["run"])

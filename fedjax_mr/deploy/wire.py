@@ -1,7 +1,7 @@
-"""Trees of arrays as named arrays and back, checked: what a message between server and clients holds.
+"""The content of messages between server and clients: trees of arrays as named arrays and back, with checks.
 
-A `Record` is either arrays by name or plain values by name, and a `Content` is records by name. No pickle is involved,
-so a message can hold false numbers but no code.
+A `Record` maps names to arrays, or names to plain values. A `Content` maps names to records. Nothing is pickled, so a
+message may contain wrong numbers but no code.
 """
 
 import math
@@ -13,40 +13,40 @@ import numpy as np
 
 from fedjax_mr.errors import UserError
 
-SMALL = 2**20  # bytes that a message may have beside its large arrays
-_ARRAY = 2**13  # bytes that an array may add beside its numbers: names, headers, hashes
+SMALL = 2**20  # bytes allowed in a message beside its large arrays
+_ARRAY = 2**13  # bytes allowed per array beside its numbers: names, headers, hashes
 LONGEST_LINE = 200  # characters
-Record = Mapping[str, Any]  # of arrays alone, or of plain values: int, float, str, bytes, bool and lists of these
+Record = Mapping[str, Any]  # only arrays, or only plain values: int, float, str, bytes, bool and lists of these
 Content = Mapping[str, Record]
 
 
 def pack(tree: Any) -> dict[str, np.ndarray]:
-    """Return a tree's arrays by the names of their places, such as ``params/Dense_0/kernel``."""
+    """Flatten a tree into arrays named by their paths, such as ``params/Dense_0/kernel``."""
     return {name: np.asarray(leaf) for name, leaf in _named(tree).items()}
 
 
 def unpack(record: Any, like: Any, *, who: str, finite: bool = True) -> Any:
-    """Return the tree that `pack` took apart, of NumPy arrays.
+    """Rebuild the tree that `pack` flattened, with NumPy arrays as leaves.
 
     Args:
-      record: what was received; nothing about it is trusted.
-      like: a tree of arrays, or of their shapes and dtypes, as the result has to be.
-      who: what this is and whose, such as "the upload of client 3"; errors begin with it.
-      finite: refuse numbers that are infinite or none.
+      record: the received record; nothing about it is trusted.
+      like: a tree of arrays, or of the shapes and dtypes that the result must have.
+      who: what is unpacked, such as "the upload of client 3"; errors begin with it.
+      finite: whether to reject NaN and infinite numbers.
 
     Raises:
       UserError: the record has other names, shapes or dtypes, or a number that is not finite.
     """
     wanted = _named(like)
     if not isinstance(record, Mapping):
-        raise UserError(f"{who} is no record of arrays")
+        raise UserError(f"{who} is not a record of arrays")
     if unlike := sorted(set(wanted) ^ set(map(str, record))):
         what = "lacks" if unlike[0] in wanted else "has an unknown"
         raise UserError(f"{who} {what} {unlike[0]!r}: {len(record)} arrays, expected {len(wanted)}")
     for name, leaf in wanted.items():
         found = record[name]
         if not isinstance(found, np.ndarray):
-            raise UserError(f"{who}: {name!r} is no array")
+            raise UserError(f"{who}: {name!r} is not an array")
         if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
             raise UserError(
                 f"{who}: {name!r} is {found.dtype}{list(found.shape)}, expected {leaf.dtype}{list(leaf.shape)}"
@@ -57,7 +57,7 @@ def unpack(record: Any, like: Any, *, who: str, finite: bool = True) -> Any:
 
 
 def room(like: Any) -> int:
-    """Return the bytes that a message with a tree may have.
+    """The bytes allowed in a message that contains a tree.
 
     Args:
       like: a tree of arrays, or of their shapes and dtypes.
@@ -67,7 +67,7 @@ def room(like: Any) -> int:
 
 
 def one_line(text: str) -> str:
-    """Return a text of the other side as one printable line of at most 200 characters, for a terminal or a log."""
+    """Turn a text from the other side into one printable line of at most 200 characters, for terminals and logs."""
     printable = "".join(each if each.isprintable() else "?" for each in " ".join(text[: 10 * LONGEST_LINE].split()))
     return printable if len(printable) <= LONGEST_LINE else printable[: LONGEST_LINE - 3] + "..."
 

@@ -1,10 +1,14 @@
-"""The contract that every strategy keeps, for methods of one's own, too.
+"""The contract: tests that every strategy must pass, including strategies registered by users.
 
     python -m fedjax_mr.testing --import=my_method.py
     pytest -p fedjax_mr_pytest --pyargs fedjax_mr.testing --import=my_method.py    # the same
 
-It tests what the files register (without ``--import``: all strategies) on tiny federations: shapes and dtypes, one
-trace, the same bits for any division into calls and after a checkpoint, the same numbers on all layouts, progress on an
-easy problem, statistics, traffic. Other options are pytest's: ``-k NAME``, ``-m 'not slow'`` for the quick half.
-pytest is needed here alone (extra ``test``). Dtype promotion is strict and warnings are errors, as in our own suite.
+The contract tests the strategies that the files register; without ``--import``, all strategies. On small federations it
+checks shapes and dtypes, that each program is traced once, equal bits for any division into calls and after a
+checkpoint, equal numbers on all layouts, progress on an easy problem, statistics, and traffic. If the default
+hyper-parameters of a strategy do not suit a few clients with a few samples, its row names others:
+``fmr.Row(build, Hyper, "paper", small=Hyper(...))``; `strategies.Row` documents further fields for the contract.
+
+Other options are pytest's, such as ``-k NAME``, or ``-m 'not slow'`` for the quick tests. Only this package needs pytest
+(extra ``test``). Dtype promotion is strict and warnings are errors.
 """

@@ -1,4 +1,4 @@
-"""The command ``python -m fedjax_mr.testing``: run the contract by pytest."""
+"""The command ``python -m fedjax_mr.testing``: run the contract with pytest."""
 
 import os
 import sys
@@ -8,9 +8,9 @@ from pathlib import Path
 from fedjax_mr.experiment import interrupts
 
 USAGE = """usage: python -m fedjax_mr.testing [--import=FILE ...] [pytest's options]
-  tests whether the strategies that FILE registers (without --import: all) keep the contract
-  -k NAME             only those of this name
-  -m 'not slow'       the quick half
+  test whether the strategies that FILE registers pass the contract. If --import is omitted: all strategies
+  -k NAME             only strategies whose name contains NAME
+  -m 'not slow'       only the quick tests
 """
 
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the contract and return pytest's exit code, or 2 for bad input.
 
     Args:
-      arguments: without the program's name; None reads the command line.
+      arguments: arguments without the name of the program. Default: those of the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(argument in ("--help", "-help", "-h") for argument in arguments):
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("fedjax-mr: the contract needs pytest: pip install 'fedjax-mr[test]'", file=sys.stderr)
         return 2
     folder = Path(__file__).parent
-    # No settings of a project around this folder: they may ask for plugins, or leave out tests.
+    # Ignore the pytest settings of the current project: they may require plugins or exclude tests.
     ours = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={Path.cwd()}"]
     ours += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]  # the package: this is a part
     return int(pytest.main([str(folder), *ours, *arguments]))

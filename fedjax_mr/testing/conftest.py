@@ -1,4 +1,4 @@
-"""What pytest needs to run the contract from an installed package: its option, its fixtures, a strict world."""
+"""Pytest's configuration for the contract in an installed package: option, fixtures, strict settings of JAX."""
 
 import contextlib
 import os
@@ -18,51 +18,53 @@ CHOSEN, ERROR = pytest.StashKey[list[str]](), pytest.StashKey[str | None]()
 
 
 def pytest_addoption(parser):
-    """Add ``--import``, unless the plugin that finds it before this folder is known has done so (fedjax_mr_pytest)."""
+    """Add ``--import``, unless the plugin ``fedjax_mr_pytest`` has added it (it loads before this folder is known)."""
     with contextlib.suppress(ValueError):
-        parser.addoption("--import", action="append", default=[], metavar="FILE", help="files that register strategies")
+        parser.addoption(
+            "--import", action="append", default=[], metavar="FILE", help="file that registers strategies; repeatable"
+        )
 
 
 def pytest_configure(config):
-    """Register what our own settings of pytest have, and see what the imports register."""
+    """Apply the settings of this project's own test suite, and import the files with strategies."""
     config.addinivalue_line("markers", "slow: runs for more than about ten seconds")
     config.addinivalue_line("filterwarnings", "error")
     add_xla_flags(QUICK_TO_COMPILE | PATIENT)
     set_up_jax(devices=2, cohort_size=2)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    given = config.getoption("--import", [])
+    requested = config.getoption("--import", [])
     try:
-        imports.load(given)
-        chosen, error = imports.strategies(given) if given else list(STRATEGIES), None
+        imports.load(requested)
+        chosen, error = imports.strategies(requested) if requested else list(STRATEGIES), None
         if not chosen:
-            raise UserError(f"--import={','.join(given)} registers no strategy")
+            raise UserError(f"--import={','.join(requested)} registers no strategy")
     except UserError as reason:
         chosen, error = [], str(reason)
     config.stash[CHOSEN], config.stash[ERROR] = chosen, error
 
 
 def pytest_generate_tests(metafunc):
-    """Run the contract over the strategies that the imports register, or over all."""
+    """Run the contract on the strategies that the imports register, or on all."""
     if "strategy" in metafunc.fixturenames:
         metafunc.parametrize("strategy", metafunc.config.stash[CHOSEN], scope="module")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave with one line if the imports failed; before, pytest would show where its own code was."""
+    """Exit with one line if an import failed. Earlier, pytest would print a traceback of its own code."""
     if config.stash[ERROR]:
         items.clear()
         pytest.exit(f"fedjax-mr: {config.stash[ERROR]}", returncode=2)
 
 
 def pytest_runtest_teardown(item):
-    """Keep a long session within the memory maps of a process."""
+    """Keep the number of memory maps of a long session below the limit of a process."""
     drop_programs()
 
 
 @pytest.fixture(scope="session")
 def engine():
-    """Return `federations.make_engine`."""
+    """The function `federations.make_engine`."""
     return make_engine
 
 

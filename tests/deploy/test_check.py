@@ -1,4 +1,4 @@
-"""Every finding of `deploy check`, and nothing found where all is well."""
+"""Every finding of `deploy check`, and no finding where all is well."""
 
 import datetime
 import os
@@ -50,7 +50,7 @@ def test_what_flower_tells_its_makers(variables, found):
 
 @pytest.mark.parametrize(
     ("version", "found"),
-    [("1.41.3", ""), ("1.42.0", "flwr is 1.42.0, and this package knows 1.41"), (None, "flwr is not")],
+    [("1.41.3", ""), ("1.42.0", "the version of flwr is 1.42.0; this package needs 1.41"), (None, "flwr is not")],
 )
 def test_flowers_version(monkeypatch, version, found):
     def installed(name):
@@ -66,7 +66,7 @@ def test_flowers_version(monkeypatch, version, found):
 def test_commands_of_another_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     lines = mistakes(check.commands())
-    assert len(lines) == 3 and "flwr on the PATH is nowhere" in lines[0]
+    assert len(lines) == 3 and "flwr on the PATH is missing" in lines[0]
     for name in ("flwr", "flower-superlink", "flower-supernode"):
         (tmp_path / name).touch(mode=0o755)
     assert str(tmp_path / "flower-supernode") in mistakes(check.commands())[2]
@@ -80,13 +80,13 @@ def test_commands_of_another_environment(monkeypatch, tmp_path):
         (LINK, QUIET, []),
         (NODE, None, []),
         ((*LINK[:3], AUTHENTICATED), QUIET, ["installs packages from the internet for every run"]),
-        ((*NODE, "--allow-runtime-dependency-installation"), QUIET, ["installs packages that an app names"]),
-        ((*LINK[:2], "--host=0.0.0.0", *LINK[3:]), QUIET, ["everybody who reaches the SuperLink"]),
-        ((*LINK[:2], "--host", "10.0.0.1", LINK[3], "--insecure"), QUIET, ["everybody who", "talks without TLS"]),
+        ((*NODE, "--allow-runtime-dependency-installation"), QUIET, ["installs packages that an app requests"]),
+        ((*LINK[:2], "--host=0.0.0.0", *LINK[3:]), QUIET, ["anyone who can reach the SuperLink"]),
+        ((*LINK[:2], "--host", "10.0.0.1", LINK[3], "--insecure"), QUIET, ["anyone who", "runs without TLS"]),
         ((*LINK, "--insecure"), QUIET, []),  # on the loopback address nobody listens
-        ((*NODE[:3], "--insecure"), QUIET, ["flower-supernode (process 7) talks without TLS"]),
-        (LINK[:4], QUIET, ["takes every node that reaches it"]),
-        (NODE[:5], QUIET, ["has no key of its own"]),
+        ((*NODE[:3], "--insecure"), QUIET, ["flower-supernode (process 7) runs without TLS"]),
+        (LINK[:4], QUIET, ["accepts any node that can reach it"]),
+        (NODE[:5], QUIET, ["has no key, so"]),
         (NODE, {}, ["telemetry", "updates"]),
     ],
 )
@@ -111,15 +111,15 @@ GOOD = 'client-id=3 data="{0}/mine.npz" state="{0}/state" key="{0}/3.key" roster
     ("change", "found"),
     [
         (("", ""), []),
-        (("client-id=3", "client-id=three"), ["client-id among the node's settings is no number", "not those of"]),
-        (("mine.npz", "yours.npz"), ["yours.npz' is no file"]),
-        (("/state", "/none/state"), ["/none/state' is no folder to write in"]),
-        (("3.key", "4.key"), ["this client's keys are not those of its line"]),
+        (("client-id=3", "client-id=three"), ["client-id in the node settings is not a number", "not those in"]),
+        (("mine.npz", "yours.npz"), ["yours.npz' is not a file"]),
+        (("/state", "/none/state"), ["/none/state' is not a writable folder"]),
+        (("3.key", "4.key"), ["this client's keys are not those in its line"]),
         (("3.key", "5.key"), ["5.key"]),
         (("/roster", "/list"), ["cannot read"]),
         (('client-id=3', 'client-id=3 choices="simulated"'), ["the server can compute this client's choices"]),
-        (('client-id=3', 'client-id'), ["is no list of NAME=VALUE"]),
-        (('key="', '"'), ["is no list of NAME=VALUE"]),
+        (('client-id=3', 'client-id'), ["is not a list of NAME=VALUE"]),
+        (('key="', '"'), ["is not a list of NAME=VALUE"]),
     ],
 )  # fmt: skip
 def test_a_nodes_settings(folder, change, found):
@@ -137,7 +137,7 @@ def test_a_state_folder_that_others_can_look_into(folder):
     (folder / "state").mkdir(mode=0o755)
     (folder / "state").chmod(0o755)
     (finding,) = check.node(GOOD.format(folder))
-    assert finding.mistake == f"others can look into {folder}/state" and finding.remedy == f"chmod 700 {folder}/state"
+    assert finding.mistake == f"others can open {folder}/state" and finding.remedy == f"chmod 700 {folder}/state"
 
 
 def test_keys_of_running_programs_that_others_can_read(tmp_path):
@@ -160,8 +160,8 @@ def made(tmp_path):
         ((f'jax = "{jax.__version__}"', 'jax = "0.1"'), f"jax {jax.__version__} here and 0.1 at the server"),
         (("--clients=4", "--clients=5"), " at the server"),
         (("--clients=4", "--no_flag=4"), "the flags of"),
-        (("[tool.fedjax_mr]", "[tool.another]"), "is no app of this package"),
-        (("flags =", "flags"), "is no app of this package"),
+        (("[tool.fedjax_mr]", "[tool.another]"), "is not an app of this package"),
+        (("flags =", "flags"), "is not an app of this package"),
     ],
 )
 def test_an_app_and_this_machine(made, change, found):
@@ -184,7 +184,7 @@ def test_an_apps_code_runs_only_if_this_machine_names_it(made, tmp_path):
 
 
 def test_no_app(tmp_path):
-    assert "is no app of this package" in mistakes(check.app(str(tmp_path)))[0]
+    assert "is not an app of this package" in mistakes(check.app(str(tmp_path)))[0]
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +202,8 @@ def certified(tmp_path_factory):
     ("host", "days", "found"),
     [
         ("127.0.0.1", 1, ""),
-        ("127.0.0.1", 40, "only"),
-        ("127.0.0.1", 61, "was valid until"),
+        ("127.0.0.1", 40, "server.crt expires on"),
+        ("127.0.0.1", 61, "server.crt expired on"),
         ("127.0.0.1", -1, "is not valid before"),
         ("fed.example.org", 1, "server.crt is for 127.0.0.1, not for fed.example.org"),
     ],
@@ -218,7 +218,7 @@ def test_a_certificates_dates_and_names(certified, host, days, found):
 
 def test_no_certificate(certified):
     assert (
-        "is no certificate"
+        "is not a certificate"
         in mistakes(check.certificate(str(certified / "server.key"), "a", datetime.datetime.now()))[0]
     )
 
@@ -228,8 +228,8 @@ def test_a_private_key(certified, tmp_path):
     key.chmod(0o600)
     assert list(check.private_key(str(key), str(certified / "server.crt"))) == []
     assert "is not the key of" in mistakes(check.private_key(str(key), str(certified / "ca.crt")))[0]
-    assert "is no private key" in mistakes(check.private_key(str(certified / "ca.crt"), None))[0]
-    curves = {"ed25519": "is no key that a node can have", "ecdsa": ""}
+    assert "is not a private key" in mistakes(check.private_key(str(certified / "ca.crt"), None))[0]
+    curves = {"ed25519": "is not a key for a node", "ecdsa": ""}
     for kind, found in curves.items():
         node.unlink(missing_ok=True)
         subprocess.run(
@@ -276,11 +276,11 @@ def server(certified):
 def test_a_superlink_with_tls(certified, server):
     trusted = str(certified / "ca.crt")
     assert list(check.superlink(f"127.0.0.1:{server}", trusted)) == []
-    assert mistakes(check.superlink(f"127.0.0.1:{server}", None)) == [f"127.0.0.1:{server} wants TLS"]
+    assert mistakes(check.superlink(f"127.0.0.1:{server}", None)) == [f"127.0.0.1:{server} requires TLS"]
     (line,) = mistakes(check.superlink(f"localhost:{server}", trusted))
     assert "Hostname mismatch" in line
     (line,) = mistakes(check.superlink(f"127.0.0.1:{server}", str(certified / "server.crt")))
-    assert "does not pass" in line
+    assert "is rejected" in line
 
 
 def test_a_superlink_out_of_reach(certified, monkeypatch):
@@ -299,10 +299,10 @@ def test_a_superlink_out_of_reach(certified, monkeypatch):
     monkeypatch.setattr(check, "_is_loopback_host", lambda host: False)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         (line,) = mistakes(check.superlink(f"127.0.0.1:{listening.getsockname()[1]}", None))
-        assert "can be read and changed on its way" in line
+        assert "can be read and changed on their way" in line
     assert "nothing answers" in mistakes(check.superlink(f"127.0.0.1:{number}", None))[0]
     for address in ("127.0.0.1", "https://fed.example.org"):
-        assert "is no HOST:PORT" in mistakes(check.superlink(address, None))[0]
+        assert "is not HOST:PORT" in mistakes(check.superlink(address, None))[0]
 
 
 def test_the_command_prints_findings_and_remedies(monkeypatch, capsys):
@@ -312,7 +312,7 @@ def test_the_command_prints_findings_and_remedies(monkeypatch, capsys):
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     check.main([])
-    assert capsys.readouterr().out == "nothing found\n"
+    assert capsys.readouterr().out == "no problems found\n"
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
     with pytest.raises(UserError, match="1 finding on this machine"):
         check.main([])

@@ -51,14 +51,14 @@ def test_every_node_answers():
             15,
         ),
         (lambda message, before: "double" if message.node == 7 else None, None, 2),
-        (lambda message, before: (lambda content: {}) if message.node == 7 else None, "to another message", 1),
+        (lambda message, before: (lambda content: {}) if message.node == 7 else None, "answers another message", 1),
         (
             lambda message, before: (
                 (lambda content: {**content, "fedjax_mr": {"kind": "train", "round": 2, "attempt": 0}})
                 if message.node == 7
                 else None
             ),
-            "its reply is to another message",
+            "its reply answers another message",
             1,
         ),
     ],
@@ -148,7 +148,7 @@ FORGED = {
     "zip": (b"PK\x03\x04" + bytes(60), "is damaged"),
     "none": (b"", "is damaged"),
     "objects": (npy("(1,)", "'|O'", bytes(8)), "Python objects"),
-    "text": (npy("(1,)", "'<U2'", bytes(8)), "no numbers"),
+    "text": (npy("(1,)", "'<U2'", bytes(8)), "instead of numbers"),
     "endless and empty": (npy(f"({10**30}, 0)"), "is damaged"),
     "negative": (npy("(-1, -4)", "'<f4'", bytes(16)), ""),
     "whole": (npy("(4,)", "'<f4'", bytes(16)), None),

@@ -178,7 +178,7 @@ def test_a_changed_bundle_is_refused(federation, change):
 
 @pytest.mark.parametrize("bundles", [{}, {"5": np.zeros(3, np.uint8)}])
 def test_a_missing_bundle_is_refused(federation, bundles):
-    with pytest.raises(relay.Broken, match="client 2: the server carried not one bundle from each other client"):
+    with pytest.raises(relay.Broken, match="client 2: the server did not forward one bundle from each other client"):
         federation.recombine(change=carried(lambda found, content: bundles))
 
 
@@ -221,11 +221,11 @@ def test_a_foreign_signature_is_refused(federation):
 @pytest.mark.parametrize(
     ("client", "setting", "line"),
     [
-        (2, {"key": "{folder}/9.key"}, "client 2 has other keys of its own than its line of the roster says"),
+        (2, {"key": "{folder}/9.key"}, "the keys of client 2 are not those in its line of the roster"),
         (2, {"key": "{folder}/none"}, "cannot read {folder}/none, the private keys of a client"),
         (2, {"key": "{folder}/roster"}, "{folder}/roster holds the keys of 3 clients, not of one"),
-        (2, {"roster": "{folder}/5.key"}, "client 2 has other keys of its own"),
-        (2, {"choices": "mine"}, "choices='mine' among the node's settings of client 2"),
+        (2, {"roster": "{folder}/5.key"}, "the keys of client 2 are not those"),
+        (2, {"choices": "mine"}, "choices='mine' in the node settings of client 2"),
     ],
 )
 def test_wrong_settings_of_a_node(federation, client, setting, line):
@@ -237,17 +237,17 @@ def test_wrong_settings_of_a_node(federation, client, setting, line):
 
 def test_a_node_without_settings_for_the_exchange(federation):
     del federation.nodes[5]["roster"]
-    with pytest.raises(relay.Broken, match="client 5 has no 'roster' among its node's settings"):
+    with pytest.raises(relay.Broken, match="the node settings of client 5 have no 'roster'"):
         federation.recombine()
 
 
 @pytest.mark.parametrize(
     ("spoil", "line"),
     [
-        (lambda content: content | {"bundles": {}}, "it sent not one bundle of the agreed length"),
+        (lambda content: content | {"bundles": {}}, "it did not send one bundle of the agreed length"),
         (lambda content: content | {"bundles": content["bundles"] | {"5": np.zeros(3, np.uint8)}}, "agreed length"),
         (lambda content: content | {"upload": {"conv": np.zeros(3, np.uint8)}}, "uploaded 1 layers, not 2"),
-        (lambda content: content | {"upload": {"conv": 3, "dense": 4}}, "uploaded something that is no bytes"),
+        (lambda content: content | {"upload": {"conv": 3, "dense": 4}}, "uploaded something other than bytes"),
         (lambda content: content | {"upload": {name: flipped(each, 0) for name, each in content["upload"].items()}},
          "is not what was sealed for round 3"),
     ],
@@ -270,8 +270,11 @@ def test_malformed_messages_are_refused(federation):
     for content, line in (
         ({}, "client 5 received a malformed message of an exchange"),
         ({"relay": {"run": "r", "step": 1}}, "client 5 is not at step 1"),
-        ({"relay": {"run": "r", "step": 0}}, "client 5: the server announced no exchange"),
-        ({"relay": {"run": "r", "step": 0}, "choices": {"key": [1, 2]}}, "client 5: the server announced no exchange"),
+        ({"relay": {"run": "r", "step": 0}}, "client 5: the server's announcement of the exchange is malformed"),
+        (
+            {"relay": {"run": "r", "step": 0}, "choices": {"key": [1, 2]}},
+            "client 5: the server's announcement of the exchange is malformed",
+        ),
     ):
         with pytest.raises(UserError, match=line):
             federation.answer(5, mail.Message(relay.KIND, 105, 0, 0, content))
@@ -312,5 +315,5 @@ def test_the_command_makes_keys_and_prints_their_line(tmp_path, capsys):
     assert read_roster(tmp_path / "roster") == {
         client: Identity.read(tmp_path / str(client)).public for client in (0, 3)
     }
-    with pytest.raises(UserError, match="--client is a number from 0"):
+    with pytest.raises(UserError, match="--client must be 0 or larger"):
         keys.main(["--client=-1", f"--out={tmp_path / 'negative'}"])

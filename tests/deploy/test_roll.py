@@ -145,7 +145,7 @@ def test_a_second_node_does_not_take_the_number_of_a_client_that_answers(capsys)
     nodes[105] = node(2)
     del nodes[101]
     assert roll.ask("train", 5, {0: {}, 1: {}, 2: {}}, read) == {0: 0, 2: 20}
-    assert roll._nodes[2] == 102 and "client 2 is already there, by node 102" in capsys.readouterr().err
+    assert roll._nodes[2] == 102 and "node 102 already is client 2" in capsys.readouterr().err
 
 
 class Greedy:
@@ -232,7 +232,7 @@ def refuse(message):
 @pytest.mark.parametrize("answer", [refuse, lambda message: {"said": {"number": -1}}], ids=["refuses", "malformed"])
 def test_a_client_that_answers_falsely_again_and_again_ends_the_run(answer, capsys):
     at_train = lambda message: {} if message.kind == "begin" else answer(message)
-    with pytest.raises(UserError, match=r"client 2 answers falsely 3 times .*--lost=untrained"):
+    with pytest.raises(UserError, match=r"client 2 sent 3 invalid replies .*--lost=untrained"):
         asked(roll_of([node(0), node(1), node(2, answer=at_train)]))
 
 
@@ -241,7 +241,7 @@ def test_a_client_that_answers_falsely_again_and_again_ends_the_run(answer, caps
     [
         ([node(0), node(1)], ""),
         ([node(0), node(1), node(3)], "it has the client-id 3, and clients are numbered 0 to 2"),
-        ([node(0), node(1), node(1)], "client 1 is already there, by node 101: each needs a client-id of its own"),
+        ([node(0), node(1), node(1)], "node 101 already is client 1; each node needs a client-id of its own"),
         ([node(0), node(1), node(2, size=0)], "sizes are whole numbers, of one sample at least"),
         ([node(0), node(1), lambda message: {"member": {"client": "2"}}], "its answer at the roll call is malformed"),
         (
@@ -254,7 +254,7 @@ def test_a_client_that_answers_falsely_again_and_again_ends_the_run(answer, caps
     ],
 )
 def test_without_all_clients_the_run_does_not_begin(nodes, said, capsys):
-    with pytest.raises(UserError, match=r"2 of 3 clients are there after 9 s; missing: 2"):
+    with pytest.raises(UserError, match=r"2 of 3 clients have joined after 9 s; missing: 2"):
         roll_of(nodes).everybody()
     assert said in capsys.readouterr().err
 
@@ -267,15 +267,17 @@ def test_a_client_of_other_sizes_or_another_node_is_not_the_one_of_the_run(tmp_p
     later.remember(tmp_path)
     with pytest.raises(UserError, match="missing: 2"):
         later.everybody()
-    assert "client 2 tells other numbers of samples than before" in capsys.readouterr().err
+    assert "client 2 reports other numbers of samples than before" in capsys.readouterr().err
 
 
 def test_all_clients_together_have_at_most_as_many_samples_as_32_bits_count(capsys):
     clients = [node(client, size=2**24) for client in range(129)]
     roll = Roll(mail.FakePost(dict(enumerate(clients))), REQUEST, num_clients=129, terms=Terms(join_timeout=9.0))
-    with pytest.raises(UserError, match=r"127 of 129 clients are there"):
+    with pytest.raises(UserError, match=r"127 of 129 clients have joined"):
         roll.everybody()
-    assert "client 127 tells 16,777,216 samples, and all together have at most 2^31 - 1" in capsys.readouterr().err
+    assert (
+        "client 127 reports 16,777,216 samples; all clients together have at most 2^31 - 1" in capsys.readouterr().err
+    )
 
 
 def test_a_clients_words_cannot_forge_the_servers_lines(capsys):

@@ -120,7 +120,7 @@ def test_a_drop_out_stops_the_run_if_it_is_to(place, tmp_path):
 def test_a_client_that_is_always_malformed_ends_the_run(place, tmp_path):
     folder, _ = place
     faults = lambda message, before: of_nothing if (message.kind, message.node) == (relay.KIND, 101) else None
-    with pytest.raises(UserError, match=r"client 1 is lost .it sent not one bundle"):
+    with pytest.raises(UserError, match=r"client 1 is lost .it did not send one bundle"):
         real(folder, tmp_path, faults=faults)
 
 

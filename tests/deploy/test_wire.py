@@ -26,7 +26,7 @@ def test_there_and_back():
     [
         ({"count": None}, "client 3's upload lacks 'count': 2 arrays, expected 3"),
         ({"more": np.zeros(1)}, "client 3's upload has an unknown 'more'"),
-        ({"count": 4}, "client 3's upload: 'count' is no array"),
+        ({"count": 4}, "client 3's upload: 'count' is not an array"),
         ({"count": np.asarray(4, np.float32)}, "client 3's upload: 'count' is float32[], expected int32[]"),
         ({"params/dense/bias": np.zeros(4, np.float32)}, "'params/dense/bias' is float32[4], expected float32[3]"),
         ({"params/dense/bias": np.full(3, np.nan, np.float32)}, "'params/dense/bias' has numbers that are not finite"),
@@ -41,7 +41,7 @@ def test_what_is_refused(change, line):
 
 def test_numbers_that_are_not_finite_can_be_let_through():
     assert np.isnan(wire.unpack({"tree": np.asarray(np.nan, np.float32)}, jnp.float32(0), who="mine", finite=False))
-    with pytest.raises(UserError, match="mine is no record"):
+    with pytest.raises(UserError, match="mine is not a record"):
         wire.unpack(None, TREE, who="mine")
 
 
