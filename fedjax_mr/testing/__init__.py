@@ -9,6 +9,6 @@ checkpoint, equal numbers on all layouts, progress on an easy problem, statistic
 hyper-parameters of a strategy do not suit a few clients with a few samples, its row names others:
 ``fmr.Row(build, Hyper, "paper", small=Hyper(...))``; `strategies.Row` documents further fields for the contract.
 
-Other options are pytest's, such as ``-k NAME``, or ``-m 'not slow'`` for the quick tests. Only this package needs pytest
-(extra ``test``). Dtype promotion is strict and warnings are errors.
+Other options are pytest's, such as ``-k NAME``, or ``-m 'not slow'`` for the quick tests. Only this package needs
+pytest (extra ``test``). Dtype promotion is strict and warnings are errors.
 """
