@@ -67,18 +67,18 @@ class Setting:
 
     lost: str = field(
         "wait",
-        "what follows if a client does not answer in time, or answers falsely: wait for it and ask again, go on with "
-        "it untrained (it counts as a client without samples), or stop",
+        "Reaction to a client whose reply is late or invalid: wait for it and ask again, continue with it untrained "
+        "(it counts as a client without samples), or stop",
         choices=("wait", "untrained", "stop"),
     )
-    reply_timeout: float = field(
-        600.0, "how long a client may take for one reply", unit="seconds", low=0, open_low=True
-    )
+    reply_timeout: float = field(600.0, "Time limit for one reply of a client", unit="seconds", low=0, open_low=True)
     node_keys: bool = field(
-        False, "the SuperLink authenticates nodes, and a client's number belongs to the node key that first had it"
+        False, "The SuperLink authenticates nodes. A client's number belongs to the node key that first used it"
     )
     server_data: str | None = field(
-        None, "the server's .npz file: the test set, the public set if any, and the kind of all samples", path=True
+        None,
+        "The server's .npz file: the test set, the public set if there is one, and the kind of all samples",
+        path=True,
     )
 
     @classmethod

@@ -42,189 +42,201 @@ class Config:
 
     # Of each setting: the default and the help, then the facts.
     # fmt: off
-    dataset: str = _data("digits", "data set by name, or the path of one's own .npz file", names=SOURCES, path=True)
+    dataset: str = _data("digits", "Dataset by name, or the path of a user's .npz file", names=SOURCES, path=True)
     data_dir: str | None = _data(
-        None, "folder that holds the data sets; none: each source's usual place", path=True, affects_results=False)
+        None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True,
+        affects_results=False)
     label_mode: str = _data(
-        "fine", "which labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"),
-        source="the data set's own labels; the FedMR authors' code trains on the coarse ones")
-    offline: bool = _data(False, "never use the network, not even to look for data", affects_results=False)
+        "fine", "Labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"),
+        source="the dataset's own labels; the FedMR authors' code trains on the coarse ones")
+    offline: bool = _data(False, "Never use the network, not even to look for data", affects_results=False)
     min_samples_per_client: int = _data(
-        0, "leave out natural clients with fewer samples, training and test together",
+        0, "Leave out natural clients with fewer samples, training and test samples counted together",
         unit="samples", low=0, source="all clients; the FedMR papers' FEMNIST: 100")
 
     partition: str = _partition(
-        "dirichlet", "how the training samples are divided among the clients", source="KDD'24", names=PARTITIONS)
+        "dirichlet", "Method that divides the training samples among the clients", source="KDD'24", names=PARTITIONS)
     alpha: float = _partition(
-        0.5, "concentration of the Dirichlet distribution: the smaller, the more the clients' labels differ",
+        0.5, "Concentration of the Dirichlet distribution. A smaller value makes the clients' labels differ more",
         low=0, open_low=True, source="KDD'24, the middle of its three settings")
     clients: int = _partition(
-        20, "N, how many clients train; 0: every natural client, or all of --partition_file, where this is the default "
-        "of the flag", unit="clients", low=0, source="our choice")
+        20, "Number of clients N. 0 uses every natural client of the dataset, or every client in --partition_file. "
+        "Default with natural clients or a file: 0", unit="clients", low=0, source="our choice")
     partition_seed: int | None = _partition(
-        None, "seed of the partition alone; none: the same as --seed", low=0, high=LARGEST_INT32)
+        None, "Seed of the partition alone. If omitted, --seed", low=0, high=LARGEST_INT32)
     alpha_size: float = _partition(
-        10.0, "dirichlet_size: concentration of the sizes", low=0, open_low=True, source="FedMe's code")
+        10.0, "dirichlet_size: concentration of the clients' sizes", low=0, open_low=True, source="FedMe's code")
     shards_per_client: int = _partition(
         2, "shards: label shards of each client", unit="shards", low=1, source="McMahan et al. 2017")
     shard_size: int | None = _partition(
-        None, "shards: size of each; none: no sample stays unused", unit="samples", low=1, source="pFedHR's code: 225")
+        None, "shards: samples per shard. If omitted, all samples are used", unit="samples", low=1,
+        source="pFedHR's code: 225")
     classes_per_client: int = _partition(
-        2, "classes: different classes of each client", unit="classes", low=1, source="pFedHR")
+        2, "classes: number of classes of each client", unit="classes", low=1, source="pFedHR")
     quantity_power: float = _partition(
         1.0, "quantity: the r-th largest client has about r^-power samples", low=0, source="our choice")
     partition_file: str | None = _partition(
-        None, "partition.npz of a run folder, which replaces all other settings of this group, or a JSON file of the "
-        "FedMR authors, which replaces --partition", path=True)
+        None, "The partition.npz of a run folder, which replaces all other settings of this group, or a JSON file of "
+        "the FedMR authors, which replaces --partition", path=True)
     holdout_clients: int = _partition(
-        0, "clients beside the N that never train; the deployed model, if the method has one, is also tested on them",
+        0, "Additional clients that never train. The deployed model, if the method has one, is also tested on them",
         unit="clients", low=0, source="our choice")
     validation_share: float = _partition(
-        0.0, "fraction of its training samples that a client keeps for validation",
+        0.0, "Fraction of a client's training samples that it keeps for validation",
         low=0, high=0.9, source="FedMR; FedMe: 0.2 (CIFAR-10), 0.3 (FEMNIST, Shakespeare)")
     client_test_share: float = _partition(
-        0.0, "fraction of its samples that becomes a client's own test set; 0: its natural test samples, or a part of "
-        "the test set with the client's label proportions", low=0, high=0.9, source="our choice; pFedHR: 0.2")
+        0.0, "Fraction of a client's samples that becomes its own test set. With 0, a client is tested on its natural "
+        "test samples, or on a part of the test set with its label proportions",
+        low=0, high=0.9, source="our choice; pFedHR: 0.2")
     public_share: float = _partition(
-        0.0, "fraction of the training samples that becomes the server's public set, before the partition",
+        0.0, "Fraction of the training samples that becomes the server's public set, before the partition. Methods "
+        "that require public data use 0.1 instead of 0",
         low=0, high=0.9, source="FedMR needs none; FedMe and pFedHR: 0.1")
     public_max: int | None = _partition(
-        None, "the largest public set; none: no limit", unit="samples", low=1, source="FedMe: 1000")
-    public_labels: bool = _partition(True, "the public set keeps its labels", source="FedMe: off")
+        None, "Maximum size of the public set. If omitted, no limit", unit="samples", low=1, source="FedMe: 1000")
+    public_labels: bool = _partition(True, "Keep the labels of the public set", source="FedMe: off")
     public_from: str | None = _partition(
-        None, "another data set, by name or .npz, whose training samples are public in place of as many of this "
-        "one's, which no client then has", path=True, source="pFedHR's poster has such a comparison")
+        None, "Another dataset, by name or .npz file. Its training samples replace those of the public set. The "
+        "clients have the same samples as without this setting",
+        path=True, source="pFedHR's poster has such a comparison")
 
     model: str = _model(
-        "cnn_digits", "network by name; several, with commas between them, for clients of different ones", names=MODELS)
+        "cnn_digits", "Network by name, or several separated by commas, for clients with different networks",
+        names=MODELS)
     architectures: str = _model(
-        "blocks", "which of several networks each client starts with: runs of clients (blocks), in turn (cyclic), at "
-        "random (random), or each client's number, counted from 0, with commas between them",
+        "blocks", "Network that each client starts with, if there are several: consecutive clients share one (blocks), "
+        "in turn (cyclic), at random (random), or a comma-separated list with the number of each client's network, "
+        "counted from 0",
         source="pFedHR: blocks of 3 clients; FedMe: each client's best one in a local run (--architectures_from)")
     architectures_from: tuple[str, ...] = _model(
-        (), "run folder with clients.csv, one for each network in order (repeat the flag), or one folder that holds "
-        "runs of --strategy=local with each network and the same clients, for all seeds: every client starts with the "
-        "network that had the best validation accuracy (else test accuracy) on its samples; replaces --architectures",
+        (), "Start every client with the network that had the best validation (or test) accuracy on its samples, which "
+        "replaces --architectures. Takes one run folder with clients.csv for each network, in order, or one folder "
+        "that holds runs of --strategy=local with each network and the same clients, for all seeds",
         path=True, source="FedMe")
     init: str = _model(
-        "torch", "initialisation of the network: PyTorch's defaults or what its source sets (torch), or Flax's "
-        "defaults", choices=("torch", "flax"), source="the FedMR authors' code")
+        "torch", "Initialisation of the network: as in PyTorch or in the network's source (torch), or Flax's defaults "
+        "(flax)", choices=("torch", "flax"), source="the FedMR authors' code")
     norm: str = _model(
-        "batch", "normalisation layers of networks that have some",
+        "batch", "Normalisation layers, for networks that have some",
         choices=("batch", "group"), source="the FedMR authors' code")
     authors_state: bool = _model(
-        False, "keep the tensors of the authors' ResNet-20 that change no output: a final BatchNorm and batch counters")
+        False, "Keep the tensors of the authors' ResNet-20 that change no output: a final BatchNorm and batch counters")
     projection: int = _model(
-        0, "width of a projection head (dense, ReLU, dense) in front of the classifier; 0: none",
+        0, "Width of a projection head (dense, ReLU, dense) before the classifier. 0 disables it",
         low=0, high=16_384, source="MOON's paper: 256; the FedCross authors' code: none")
 
     augment: str = _training(
-        "none", "random changes of the training images: cut out of a black frame and mirrored (crop_flip), or none",
+        "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",
         choices=("none", "crop_flip"), source="KDD'24: none")
     augment_pad: int = _training(
-        4, "crop_flip: width of the black frame",
+        4, "crop_flip: width of the black border from which the crop is taken",
         unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2")
     local_epochs: int = _training(
-        5, "passes of a client over its samples per round", unit="epochs", low=1, source="KDD'24")
-    batch_size: int = _training(10, "B, samples per step", unit="samples", low=1, high=LARGEST_BATCH)
+        5, "Epochs that a client trains in each round", unit="epochs", low=1, source="KDD'24")
+    batch_size: int = _training(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH)
     optimizer: str = _training(
-        "sgd", "the clients' optimizer; its state starts anew every round",
+        "sgd", "Optimizer of the clients. Its state is reset in every round",
         choices=("sgd", "adam", "adamw"), source="KDD'24")
-    lr: float = _training(0.05, "learning rate", low=0, open_low=True)
+    lr: float = _training(0.05, "Learning rate of the clients", low=0, open_low=True)
     momentum: float = _training(
-        0.5, "momentum of sgd", low=0, high=1, source="the FedMR authors' code (the paper prints 0.9)")
+        0.5, "Momentum of sgd", low=0, high=1, source="the FedMR authors' code (the paper prints 0.9)")
     weight_decay: float = _training(
-        0.0, "factor of the weights that is added to the gradient (sgd, adam) or decoupled from it (adamw)",
+        0.0, "Weight decay: added to the gradient (sgd, adam) or decoupled from it (adamw)",
         low=0, source="the FedMR authors' code")
     clip_norm: float | None = _training(
-        None, "largest L2 norm of a batch's gradient, which is scaled down to it; none: no limit",
+        None, "Maximum L2 norm of a batch's gradient. If omitted, gradients are not clipped",
         low=0, open_low=True, source="the FedMR authors' code")
 
     imports: tuple[str, ...] = _federation(
-        (), "Python file, or module by its dotted name, that registers methods, networks, data sets or partitions of "
-        "one's own; read before all other flags; #HASH behind it accepts that content alone, as run.flags has it",
-        flag="import", path=True, affects_results=False, source="our choice")
-    strategy: str = _federation("fedmr", "federated method by name", names=STRATEGIES)
-    cohort: int = _federation(5, "K, how many clients train in a round", unit="clients", low=1)
-    rounds: int = _federation(300, "how many rounds to train", unit="rounds", low=1)
-    seed: int = _federation(0, "seed of everything that is drawn at random", low=0, high=LARGEST_INT32)
+        (), "Python file, or module by its dotted name, that registers additional methods, networks, datasets or "
+        "partitions. It is read before all other flags. With #HASH appended, as in run.flags, only a file with this "
+        "content is accepted", flag="import", path=True, affects_results=False, source="our choice")
+    strategy: str = _federation("fedmr", "Federated method by name", names=STRATEGIES)
+    cohort: int = _federation(5, "Number of clients K that train in each round", unit="clients", low=1)
+    rounds: int = _federation(300, "Number of training rounds", unit="rounds", low=1)
+    seed: int = _federation(0, "Seed of all random numbers", low=0, high=LARGEST_INT32)
 
     server_optimizer: str = _federation(
-        "none", "optimizer of the server, which takes a round's change of the global model (of each of the K models, "
-        "for methods that keep several) as a negative gradient",
+        "none", "Optimizer of the server. It uses the change of the global model in a round as a negative gradient; "
+        "methods with K models use the change of each of them",
         choices=("none", "momentum", "adam", "yogi", "adagrad"),
         source="our choice; momentum: FedAvgM, Hsu et al. 2019; adam, yogi, adagrad: Reddi et al., ICLR 2021, "
                "Algorithm 2")
     server_lr: float | None = _federation(
-        None, "learning rate of --server_optimizer; none: 1 (momentum; 1 - --server_momentum for methods that keep "
+        None, "Learning rate of --server_optimizer. If omitted, 1 (momentum; 1 - --server_momentum for methods with "
         "several models), 0.1 (adam, adagrad) or 0.01 (yogi)", low=0, open_low=True,
         source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours")
     server_momentum: float = _federation(
-        0.9, "momentum's beta, and beta_1 of adam, yogi and adagrad",
+        0.9, "beta of momentum, and beta_1 of adam, yogi and adagrad, on the server",
         low=0, high=1, open_high=True, source="Hsu et al. 2019; Reddi et al. 2021")
     server_beta2: float = _federation(
-        0.99, "beta_2 of adam and yogi", low=0, high=1, open_high=True, source="Reddi et al. 2021")
+        0.99, "beta_2 of adam and yogi on the server", low=0, high=1, open_high=True, source="Reddi et al. 2021")
     server_tau: float = _federation(
-        1e-3, "tau of adam, yogi and adagrad, which bounds how far they adapt to a weight",
+        1e-3, "tau of adam, yogi and adagrad on the server: a larger value adapts less to single weights",
         low=0, open_low=True, source="Reddi et al. 2021")
 
     eval_every: int = _evaluation(
-        5, "rounds between two tests on the whole test set; the last round is always tested", unit="rounds", low=1)
+        5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1)
     eval_clients: bool = _evaluation(
-        False, "also test on each client's own test samples; methods with personal models always do")
+        False, "Also evaluate on each client's own test samples. Methods with personal models always do")
     finetune_epochs: int = _evaluation(
-        0, "after the last round, epochs in which each client trains a copy of its personal or the deployed model; "
-        "both are then tested on its own test samples", unit="epochs", low=0, source="FedMe: 2")
+        0, "Epochs of fine-tuning after the last round: each client trains a copy of its personal model, or of the "
+        "deployed one, and both are evaluated on its own test samples. 0 disables it",
+        unit="epochs", low=0, source="FedMe: 2")
     checkpoint_every: int | None = _records(
-        None, "rounds between two checkpoints; none: at every evaluation", unit="rounds", low=1)
+        None, "Rounds between checkpoints. If omitted, one at every evaluation", unit="rounds", low=1)
     keep_checkpoints: int = _records(
-        2, "how many of the newest checkpoints stay; analyses over the rounds need many", unit="checkpoints", low=1)
+        2, "Number of newest checkpoints to keep. Analyses over the rounds need many", unit="checkpoints", low=1)
     target_accuracy: float | None = _records(
-        None, "report the first round that reaches this test accuracy; does not stop", unit="fraction", low=0, high=1)
+        None, "Report the first round that reaches this test accuracy. Training continues",
+        unit="fraction", low=0, high=1)
     stop_at_accuracy: float | None = _evaluation(
-        None, "stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
+        None, "Stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
     patience: int | None = _evaluation(
-        None, "stop after so many evaluations in a row without a lower validation loss (without --validation_share "
-        "test loss); none: never. --local_patience stops clients of Local-only", unit="evaluations", low=1)
+        None, "Stop after this many consecutive evaluations without a lower validation loss (test loss if there are no "
+        "validation samples). If omitted, never. --local_patience stops single clients of Local-only",
+        unit="evaluations", low=1)
     keep_best: bool = _records(
-        False, "also keep the checkpoint of the best validation (without --validation_share test) accuracy")
+        False, "Also keep the checkpoint of the best validation accuracy (test accuracy if there are no validation "
+        "samples)")
     run_dir: str | None = _records(
-        None, "folder of the run; none: one in runs/ that is named from the configuration, with a counter", path=True)
+        None, "Run folder. If omitted, a new folder in runs/, named from the configuration and a counter", path=True)
     resume: bool = _records(
-        False, "go on from the last checkpoint of --run_dir, or of the newest run of the same configuration; with "
-        "other --rounds it ends earlier or later")
-    overwrite: bool = _records(False, "replace the run that --run_dir holds")
+        False, "Resume from the last checkpoint of --run_dir, or of the newest run with the same configuration. A "
+        "different --rounds ends the run earlier or later")
+    overwrite: bool = _records(False, "Replace the run in --run_dir")
     compare_to: tuple[str, ...] = _records(
-        (), "run folder whose curves are drawn beside this run's; repeat the flag for more", path=True)
-    picture_format: str = _records("png", "format of the run's pictures", choices=("png", "pdf", "svg"))
+        (), "Run folder whose curves are drawn beside those of this run", path=True)
+    picture_format: str = _records("png", "Format of the pictures", choices=("png", "pdf", "svg"))
     log: str | None = _records(
-        None, "also write the metrics to another program, each an extra of this package; several with commas between "
-        "them", names=LOGS)
-    tensorboard: bool = _records(False, "the same as --log=tensorboard")
-    progress: bool = _records(True, "show a progress bar")
-    allow_nonfinite: bool = _records(False, "go on when a loss is not finite instead of stopping at that round")
+        None, "Also write the metrics to other programs, separated by commas. Each is an extra of this package",
+        names=LOGS)
+    tensorboard: bool = _records(False, "Same as --log=tensorboard")
+    progress: bool = _records(True, "Show a progress bar")
+    allow_nonfinite: bool = _records(False, "Continue if a loss is not finite. By default the run stops at that round")
 
     lanes: int | None = _engine(
-        None, "clients that train side by side on a device; none: 1 on a CPU, elsewhere as many as its memory holds",
+        None, "Clients that train side by side on a device. If omitted, 1 on a CPU, elsewhere as many as its "
+        "memory holds",
         unit="clients", low=1)
     memory: str = _engine(
-        "auto", "where the memories of all N clients are kept; auto: on the host if they need over a third of a device",
-        choices=("auto", "device", "host"))
+        "auto", "Place of the memories that all N clients keep between rounds. auto uses the host if they need more "
+        "than a third of a device's memory", choices=("auto", "device", "host"))
     data_placement: str = _engine(
-        "auto", "where the clients' samples are kept; host: the cohort's are sent while the round before is trained, "
-        "each client filled up to the largest; auto: on the host if they need over a third of a device",
-        choices=("auto", "device", "host"))
+        "auto", "Place of the clients' samples. With host, the samples of the next cohort are transferred during a "
+        "round, each client padded to the largest. auto uses the host if the samples need more than a third of a "
+        "device's memory", choices=("auto", "device", "host"))
     devices: int | None = _engine(
-        None, "devices that share the clients, of all processes together; none: the smaller of cores and --cohort on "
-        "a CPU, all accelerators", unit="devices", low=1, high=65_536)
+        None, "Number of devices that share the clients, over all processes. If omitted, all accelerators; on a CPU "
+        "the smaller of its cores and --cohort", unit="devices", low=1, high=65_536)
     coordinator: str | None = _engine(
-        None, "host:port of process 0 when several processes share a run; none: as SLURM, Open MPI, Kubernetes or "
-        "Cloud TPU say, otherwise one process")
+        None, "host:port of process 0, if several processes share a run. If omitted, it is read from SLURM, Open MPI, "
+        "Kubernetes or Cloud TPU, and without these the run has one process")
     num_processes: int | None = _engine(
-        None, "how many processes share the run; 1: this one is alone, whatever the environment says",
+        None, "Number of processes that share the run. 1 ignores the environment and runs alone",
         unit="processes", low=1, high=65_536)
-    process_id: int | None = _engine(None, "number of this process, from 0", low=0)
-    join_timeout: int = _engine(300, "how long to wait for the other processes", unit="seconds", low=1, high=10**6)
+    process_id: int | None = _engine(None, "Number of this process, from 0", low=0)
+    join_timeout: int = _engine(300, "Time to wait for the other processes", unit="seconds", low=1, high=10**6)
     # fmt: on
 
     hyper: Any = None

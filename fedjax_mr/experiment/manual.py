@@ -115,7 +115,8 @@ def _one_line(setting: Setting, width: int) -> str:
     if setting.kind is bool:
         default = "on" if default else "off"
     ending = "" if default in (None, ()) else f" (default {default})"
-    text = textwrap.shorten(setting.info.help, max(20, width - 21 - len(ending)), placeholder=" ...")
+    first, _, _ = setting.info.help.partition(". ")
+    text = textwrap.shorten(first, max(20, width - 21 - len(ending)), placeholder=" ...")
     return f"  {f'--{setting.flag}'.ljust(19)}{text}{ending}"
 
 

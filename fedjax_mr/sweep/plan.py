@@ -22,33 +22,33 @@ from fedjax_mr.sweep import grids
 class Sweep:
     """The settings of a sweep, beside the configuration of its runs."""
 
-    strategies: str | None = field(None, "methods, separated by commas; none: the one of --strategy")
-    seeds: str | None = field(None, "seeds, such as 0,1,5 or 0:3 (which is 0,1,2); none: the one of --seed")
+    strategies: str | None = field(None, "Methods, separated by commas. If omitted, the one of --strategy")
+    seeds: str | None = field(None, "Seeds, such as 0,1,5 or 0:3 (which is 0,1,2). If omitted, the one of --seed")
     grid: tuple[str, ...] = field(
         (),
-        "a setting and its values, such as alpha=0.1,0.5; repeat the flag for a product; a value may bring others "
-        "along: partition=iid,dirichlet+alpha=0.1",
+        "A setting and its values, such as alpha=0.1,0.5. Several of these flags make the product of their values. A "
+        "value may set others: partition=iid,dirichlet+alpha=0.1",
     )
-    sweep_dir: str = field("runs/sweep", "folder of the run folders", path=True)
+    sweep_dir: str = field("runs/sweep", "Folder that holds the run folders", path=True)
     kept: str | None = field(
         None,
-        "folder of kept metrics, such as experiments/results (made by the command analysis results): runs that have "
-        "ended there are not trained again",
+        "Folder of kept metrics, such as experiments/results (made by the command analysis results). Runs in it "
+        "are not trained again",
         path=True,
     )
     batch_seeds: bool = field(
         False,
-        "train the seeds of a setting in one compiled program; for accelerators (a CPU gains nothing, and needs "
-        "--devices=1), and not for methods that work on the host between rounds",
+        "Train the seeds of a setting in one compiled program. This helps on accelerators; a CPU needs --devices=1 and "
+        "gains nothing. Not for methods that work on the host between rounds",
     )
     together: tuple[str, ...] = field(
         (),
-        "train in this process, in one program, the --seeds in these folders; --batch_seeds starts such processes",
+        "Train the --seeds in this process and in one program, in these folders. --batch_seeds starts such processes",
         path=True,
     )
-    dry_run: bool = field(False, "print the plan and train nothing")
+    dry_run: bool = field(False, "Print the plan and train nothing")
     calibrate: bool = field(
-        False, "with --dry_run: also estimate the time, from a few rounds of one run of each method and shape"
+        False, "With --dry_run, also estimate the time, from a few rounds of one run of each method and shape"
     )
 
 

@@ -143,7 +143,7 @@ def test_fedcross_with_momentum_is_momentum_per_model(transcription):
 
 def test_the_default_learning_rates_are_those_of_the_help():
     (setting,) = [each for each in dataclasses.fields(Config) if each.name == "server_lr"]
-    text = "none: 1 (momentum; 1 - --server_momentum for methods that keep several models), 0.1 (adam, adagrad) or 0.01"
+    text = "omitted, 1 (momentum; 1 - --server_momentum for methods with several models), 0.1 (adam, adagrad) or 0.01"
     assert text in setting.metadata["fedjax_mr"].help
     assert LEARNING_RATES == {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
     params, gradient = {"a": jnp.zeros(2)}, {"a": jnp.asarray([0.3, -0.2])}
