@@ -99,7 +99,7 @@ def attempt(world: World, row: Row, number: int, place: Path) -> dict:
     try:
         tried, what = row.function(world, number, place)
         return {"number": number, "tried": tried, "what": what, "wrong": None}
-    except Exception as error:
+    except Exception as error:  # broad: whatever a trial raises is reported, and the next one is made
         wrong = str(error) if isinstance(error, Wrong) else traceback.format_exc()
         return {"number": number, "tried": 1, "wrong": wrong}
     finally:

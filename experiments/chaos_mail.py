@@ -129,7 +129,7 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
         ended = str(error)
         if step in ("train", "evaluate") and lost == "untrained":
             raise Wrong(f"{tried}: it ended the run: {ended}") from None
-    except Exception:
+    except Exception:  # broad: any error other than a UserError is a failure of the trial, reported with its place
         raise Wrong(f"{tried}: {traceback.format_exc()}") from None
     for line in [*said.getvalue().splitlines(), *filter(None, [ended])]:
         if not line.isprintable() or len(line) > 400 or (line is not ended and not line.startswith("fedjax-mr: ")):
@@ -160,7 +160,7 @@ def _forged(chance: random.Random) -> tuple[int, str]:
         found = flower._array("x", forged)
     except UserError:
         return 1, "a forged array: refused"
-    except Exception:
+    except Exception:  # broad: any error other than a UserError is a failure of the trial, reported with its place
         raise Wrong(f"{forged[:200]!r}: {traceback.format_exc()}") from None
     if found.nbytes > len(forged):
         raise Wrong(f"{forged[:200]!r}: {found.nbytes} bytes from {len(forged)}")
@@ -190,7 +190,7 @@ def servers(world: World, number: int, folder: Path) -> tuple[int, str]:
     try:
         with contextlib.redirect_stderr(said):
             reply = mail.reply(message, lambda message: client.answer(message, node, {"flags": flags}))
-    except Exception:
+    except Exception:  # broad: any error other than a UserError is a failure of the trial, reported with its place
         raise Wrong(f"{tried}: {traceback.format_exc()}") from None
     refused = reply[mail.ENVELOPE].get("refused")
     if refused is not None and (not refused.isprintable() or not 10 < len(refused) <= 200):

@@ -93,7 +93,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
         _require_brief(str(error))
         if not accepted:
             raise Wrong(f"{tried}: was refused, but the honest exchange after it too:\n{error!r}") from None
-    except Exception as error:
+    except Exception as error:  # broad: any error other than a SecureError is a failure of the trial
         raise Wrong(f"{tried}: {error if isinstance(error, Wrong) else traceback.format_exc()}") from None
     return int(tried != UNTOUCHED), tried
 

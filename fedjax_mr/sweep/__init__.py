@@ -1,12 +1,12 @@
-"""Many runs by one command: the product of strategies, settings and seeds, one run folder each.
+"""Many runs with one command: the product of strategies, settings and seeds, with one run folder each.
 
     python -m fedjax_mr.sweep --flagfile=exp/quickstart.flags --strategies=fedavg,fedmr --seeds=0:3 --grid alpha=0.1,0.5
 
-Each run is a process of its own, ``python -m fedjax_mr.main``, which ends with the sweep: compiled programs take
-hundreds of memory maps each, of which Linux allows a process 65,530, and a process that aborts takes no other run with
-it. The compilation cache makes all but the first of a kind start quickly. The same command skips the runs that are
-finished and goes on with those that are not, whatever was added to the sweep in between: a run is known by the settings
-in its folder. (The digest in the folder's name keeps names apart.)
+Each run is a process, ``python -m fedjax_mr.main``, that stops with the sweep. One process for all runs would not do:
+each compiled program takes hundreds of memory maps, of which Linux allows 65,530 per process, and an aborted run would
+end all others. With the compilation cache, only the first run of a kind compiles. The same command skips finished runs
+and resumes the others, also after the sweep was extended: a run is identified by the settings in its folder. The digest
+in a folder's name only keeps names unique.
 """
 
 from fedjax_mr.sweep.plan import PlannedRun, Sweep, plan

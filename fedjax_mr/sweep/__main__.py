@@ -17,18 +17,18 @@ from fedjax_mr.sweep.runs import run_all, run_together
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
 
-Run the product of strategies, settings and seeds; the same command again skips the finished runs and goes on with the
-others. All flags of {configuration.COMMAND} (its --help=all lists them) describe the runs, and these the sweep:
+Run the product of strategies, settings and seeds. The same command again skips finished runs and resumes the others.
+The runs are described by the flags of {configuration.COMMAND} (see its --help=all), and the sweep by these:
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sweep and return the exit code.
 
-    0: all runs are finished; 1: one aborted; 2: bad input, here or in a run; 3: one diverged; 128 + n: signal n.
+    0: all runs are finished; 1: a run aborted; 2: bad input, here or in a run; 3: a run diverged; 128 + n: signal n.
 
     Args:
-      arguments: the flags, without the program's name; None reads the command line.
+      arguments: flags without the name of the program. Default: those of the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_together(config, sweep)
         sweep, runs = plan(arguments)
         if sweep.calibrate and not sweep.dry_run:
-            raise UserError("--calibrate estimates the time of a plan: give --dry_run, too")
+            raise UserError("--calibrate estimates the time of a plan: add --dry_run")
         for note in unequal_shares([run.config for run in runs]):
             print(note, file=sys.stderr)
         if sweep.dry_run:

@@ -15,7 +15,7 @@ class Bar:
     """A bar over the rounds of all runs on standard error, with the time left."""
 
     def __init__(self, runs: Sequence[PlannedRun]) -> None:
-        """Show the bar where the runs are."""
+        """Show the bar at the current progress of the runs."""
         self._ended = 0
         self._runs = len(runs)
         over = {run.folder: run_state(run.folder) in ("finished", "diverged") for run in runs}
@@ -32,24 +32,24 @@ class Bar:
         )
 
     def show(self, runs: Sequence[PlannedRun]) -> None:
-        """Move the bar to where the runs under way are."""
+        """Update the bar with the progress of the current runs."""
         for run in runs:
             self._move(run, run.done())
         first = runs[0].folder
         row = []
-        with contextlib.suppress(UserError):  # not there yet, or damaged: its own process says that
+        with contextlib.suppress(UserError):  # missing or damaged; the run's process reports that
             row = read_rows(first)[-1:]
         accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
         others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
         self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())
 
     def finish(self, run: PlannedRun) -> None:
-        """Count a run as ended, with all its rounds."""
+        """Count a run and all its rounds as finished."""
         self._ended += 1
         self._move(run, run.config.rounds)
 
     def leave(self, run: PlannedRun) -> None:
-        """Count a run that is another process's, or over since the start: the rounds it had to go take no time here."""
+        """Count a run that this sweep does not train; its remaining rounds take no time here and leave the total."""
         self._ended += 1
         self._bar.total -= run.config.rounds - self._done[run.folder]
         self._move(run, self._done[run.folder])
@@ -64,5 +64,5 @@ class Bar:
         self._bar.write(f"fedjax-mr: {line}", file=sys.stderr)
 
     def close(self) -> None:
-        """Leave the bar as it is and end its line."""
+        """Stop updating the bar and end its line."""
         self._bar.close()

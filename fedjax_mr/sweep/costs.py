@@ -1,4 +1,4 @@
-"""What the runs of a plan have to go, and how long that takes."""
+"""The remaining rounds of a plan's runs, and an estimate of their time."""
 
 import dataclasses
 import json
@@ -28,12 +28,12 @@ class Cost:
     evaluation: float
 
     def of(self, config: Config, rounds: int) -> float:
-        """Return the time of some rounds of a run."""
+        """The time of some rounds of a run, in seconds."""
         return self.start + rounds * self.round + -(-rounds // config.eval_every) * self.evaluation
 
 
 def calibrate(run: PlannedRun) -> Cost:
-    """Train a few rounds of a run in a folder that is thrown away, and return what they cost.
+    """Measure the costs of a run by training a few rounds in a temporary folder.
 
     Raises:
       UserError: the run cannot start.
@@ -53,35 +53,35 @@ def calibrate(run: PlannedRun) -> Cost:
 
 
 def estimate(runs: Sequence[PlannedRun]) -> dict[str, Cost]:
-    """Return the costs of all kinds of runs that have rounds to go, from one calibration of each."""
-    to_do = {run.kind: run for run in reversed(runs) if run_state(run.folder) in ("new", "started")}
-    bar = tqdm(to_do.items(), desc="calibrating", leave=False, disable=not sys.stderr.isatty())
+    """Measure one run of each kind that has rounds left, and return the costs by kind."""
+    unfinished = {run.kind: run for run in reversed(runs) if run_state(run.folder) in ("new", "started")}
+    bar = tqdm(unfinished.items(), desc="calibrating", leave=False, disable=not sys.stderr.isatty())
     return {kind: calibrate(run) for kind, run in bar}
 
 
 def describe(runs: Sequence[PlannedRun], costs: Mapping[str, Cost] | None = None) -> str:
-    """Return the plan as lines: folder, state, rounds to go and, where the costs are known, the time that they take."""
+    """The plan as text, one line per run: folder, state, remaining rounds and, if ``costs`` are known, their time."""
     width = max(len(run.folder.name) for run in runs)
-    lines, total, to_go = [], 0.0, 0
+    lines, total, remaining = [], 0.0, 0
     for run in runs:
         state = run_state(run.folder)
         line = f"  {run.folder.name.ljust(width)}  {state:<8}"
         if state in ("new", "started"):
             rounds = run.config.rounds - run.done()
-            line += f"  {rounds:>6,} rounds to go"
-            to_go += rounds
+            line += f"  {rounds:>6,} rounds left"
+            remaining += rounds
             if costs is not None:
                 seconds = costs[run.kind].of(run.config, rounds)
                 total += seconds
                 line += f", {duration(seconds)}"
         lines.append(line)
     if costs is None:
-        return "\n".join([*lines, f"together {to_go:,} rounds; --calibrate estimates their time"])
-    return "\n".join([*lines, f"together {duration(total)} on this machine as busy as it is now"])
+        return "\n".join([*lines, f"{remaining:,} rounds left in total; --calibrate estimates their time"])
+    return "\n".join([*lines, f"{duration(total)} in total on this machine at its current load"])
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words, such as ``about 2 h 05 min``."""
+    """A time in words, such as ``about 2 h 05 min``."""
     minutes, hours = round(seconds / 60), int(seconds // 3600)
     if seconds < 100:
         return f"about {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""What a sweep runs, from texts: lists, seeds, and the settings of ``--grid``."""
+"""Parsers of a sweep's flags: lists, seeds, and the settings of ``--grid``."""
 
 import re
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ OWN_FLAG = {"strategy": "strategies", "seed": "seeds"}
 
 
 def split(name: str, text: str | None, default: str) -> list[str]:
-    """Return the values of a list with commas; None stands for the default alone.
+    """Split a list at its commas; None gives the list of ``default`` alone.
 
     Raises:
-      UserError: one is empty.
+      UserError: a value is empty.
     """
     values = [default] if text is None else [value.strip() for value in text.split(",")]
     if "" in values:
@@ -23,7 +23,7 @@ def split(name: str, text: str | None, default: str) -> list[str]:
 
 
 def seeds_of(text: str | None) -> list[int]:
-    """Return the seeds of a text such as ``0,1,5`` or ``0:3``; None has none.
+    """Parse seeds such as ``0,1,5`` or ``0:3``; None gives no seeds.
 
     Raises:
       UserError: a part is neither a number nor a range.
@@ -32,24 +32,24 @@ def seeds_of(text: str | None) -> list[int]:
     for part in [] if text is None else text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", part)
         if match is None or (match[2] and int(match[2]) <= int(match[1])):
-            raise UserError(f"--seeds={text} has no seeds at {part!r}: write 0,1,5 or 0:3, which is 0,1,2")
+            raise UserError(f"--seeds={text}: {part!r} is not a seed or a range; write 0,1,5 or 0:3 (which is 0,1,2)")
         seeds += range(int(match[1]), int(match[2] or int(match[1]) + 1))
     return seeds
 
 
 def grid_of(entries: Sequence[str], strategies: Sequence[str]) -> list[list[Pairs]]:
-    """Return for each ``--grid`` its values; a value is the settings that it makes.
+    """Parse the ``--grid`` flags: for each, its values; each value as the settings that it stands for.
 
     Raises:
-      UserError: an entry has no values, an unknown flag, or one that is named twice.
+      UserError: an entry has no values or an unknown flag, or two entries have the same flag.
     """
     known = [name for name in configuration.flag_names(strategies) if name not in OWN_FLAG]
-    everything = configuration.flag_names()  # what a value brings along may concern methods that are not run
+    everything = configuration.flag_names()  # additional settings of a value may belong to other methods
     grid, seen = [], set()
     for entry in entries:
         name, equals, values = entry.partition("=")
         if not equals or not values:
-            raise UserError(f"--grid={entry} names no values: write --grid alpha=0.1,0.5")
+            raise UserError(f"--grid={entry} has no values: write, for example, --grid alpha=0.1,0.5")
         if name in OWN_FLAG:
             raise UserError(f"--grid={entry}: write --{OWN_FLAG[name]}={values}")
         grid.append([_pairs(name, value) for value in split(f"grid {name}", values, "")])
@@ -59,12 +59,12 @@ def grid_of(entries: Sequence[str], strategies: Sequence[str]) -> list[list[Pair
         if unknown := sorted(names - set(everything)):
             raise unknown_name("flag in --grid", unknown[0], known)
         if twice := sorted(names & seen):
-            raise UserError(f"--grid names {twice[0]} twice: write all values of it after one --grid")
+            raise UserError(f"--grid has {twice[0]} twice: list all its values in one --grid")
         seen |= names
     return grid
 
 
 def _pairs(name: str, value: str) -> Pairs:
-    """Return the settings of a value: ``dirichlet+alpha=0.1`` of partition also has alpha."""
-    first, *others = re.split(r"\+(?=[a-z]\w*=)", value)  # the plus of 1e+5 is none of these
+    """The settings of a value: for partition, ``dirichlet+alpha=0.1`` also sets alpha."""
+    first, *others = re.split(r"\+(?=[a-z]\w*=)", value)  # but not at the plus of 1e+5
     return [(name, first), *((other.partition("=")[0], other.partition("=")[2]) for other in others)]

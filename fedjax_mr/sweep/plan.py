@@ -1,4 +1,4 @@
-"""The plan of a sweep: its settings, and the runs that they mean."""
+"""The plan of a sweep: its settings and the resulting runs."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from fedjax_mr.sweep import grids
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The settings of a sweep, beside the configuration of its runs."""
+    """The settings of a sweep, in addition to the configuration of its runs."""
 
     strategies: str | None = field(None, "Methods, separated by commas. If omitted, the one of --strategy")
     seeds: str | None = field(None, "Seeds, such as 0,1,5 or 0:3 (which is 0,1,2). If omitted, the one of --seed")
@@ -57,9 +57,9 @@ class PlannedRun:
     """One run of a sweep.
 
     Attributes:
-      config: the configuration of the run, without its folder.
-      choice: the values of the grid, by flag.
-      folder: its run folder.
+      config: configuration of the run, without its folder.
+      choice: values of the grid, by flag.
+      folder: run folder.
     """
 
     config: Config
@@ -68,7 +68,7 @@ class PlannedRun:
 
     @property
     def kind(self) -> str:
-        """What decides about the run's time: method, shapes and epochs, but no rate, nor how the data are divided."""
+        """The settings that determine the time of a round: strategy, sizes and epochs, not rates or partition."""
         timeless = {each.flag for each in settings_of(configuration.Config) if each.info.group == "Partition"}
         coarse = [
             f"{name}={value}"
@@ -78,29 +78,29 @@ class PlannedRun:
         return " ".join([self.config.strategy, *coarse])
 
     def done(self) -> int:
-        """Return the rounds up to the last evaluation."""
+        """The number of rounds up to the last evaluation."""
         if not (self.folder / "metrics.jsonl").exists():
             return 0
         try:
             rows = read_rows(self.folder)
         except UserError:
-            return 0  # the run's own process says what is wrong
+            return 0  # the run's process reports what is wrong
         return rows[-1]["round"] if rows else 0
 
 
 def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
-    """Return the sweep that command-line flags describe and its runs, seed by seed within a setting.
+    """Parse a sweep and its runs from command-line flags. The runs of a setting are ordered by seed.
 
-    Settings that mean nothing to a strategy (``--grid fedmr_unit=...`` for FedAvg) do not multiply its runs.
+    Settings that do not apply to a strategy (``--grid fedmr_unit=...`` for FedAvg) do not multiply its runs.
 
     Raises:
-      UserError: a bad flag, or a bad value in any of the runs; nothing was started.
+      UserError: a bad flag, or a bad value in any of the runs; no run was started.
     """
     config, sweep = configuration.parse_command(arguments, Sweep)
     for setting, value in values_of(sweep):
         setting.check(value)
     if config.run_dir or config.overwrite:
-        raise UserError("a sweep names its run folders itself, in --sweep_dir; leave out --run_dir and --overwrite")
+        raise UserError("a sweep chooses its run folders inside --sweep_dir: remove --run_dir and --overwrite")
     strategies = grids.split("strategies", sweep.strategies, config.strategy)
     seeds = grids.seeds_of(sweep.seeds) or [config.seed]
     grid = grids.grid_of(sweep.grid, strategies)
@@ -115,7 +115,7 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
         words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
         runs.setdefault(digest, PlannedRun(one, choice, folder))
-    begun = runs_by_settings(sweep.sweep_dir)  # perhaps by a version with fewer options, or in another grid
+    begun = runs_by_settings(sweep.sweep_dir)  # also by older versions with fewer options, or in another grid
     kept = Kept(sweep.kept)
     for digest, run in runs.items():
         folders = [*kept.of(run.config), *begun.get(digest, [])]
@@ -126,10 +126,10 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
 
 
 def _require_whole(run: PlannedRun) -> None:
-    """Check that a run that is not trained again, because its folder says that it has ended, is what it should be.
+    """Check the folder of a run that has ended and is therefore not trained again.
 
     Raises:
-      UserError: its files are damaged, or of another run.
+      UserError: its files are damaged, or belong to another run.
     """
     state = run_state(run.folder)
     if state in ("finished", "diverged"):

@@ -128,7 +128,7 @@ def claimed(run: PlannedRun) -> Iterator[None]:
     descriptor = lock_file(log_of(run))
     try:  # closing any descriptor of the log releases the lock; the first one is closed after the run
         if is_taken(run.folder):
-            raise TakenError(f"another process is at work in {run.folder}")
+            raise TakenError(f"another process uses {run.folder}")
         yield
     finally:
         os.close(descriptor)
@@ -143,7 +143,7 @@ def last_words(run: PlannedRun) -> str:
     """The last line of a run's log."""
     lines = log_of(run).read_text(encoding="utf-8", errors="replace").split("\n")
     words = [line.strip() for line in lines if line.strip()]
-    return words[-1].removeprefix("fedjax-mr: ") if words else "it said nothing"
+    return words[-1].removeprefix("fedjax-mr: ") if words else "its log is empty"
 
 
 # --- The process -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All runs of a sweep, one process after the other."""
+"""The runs of a sweep, one process after the other."""
 
 import contextlib
 import dataclasses
@@ -22,11 +22,11 @@ def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False) -> int:
     """Train every run that is not finished, and return the exit code: 0, or that of the worst failure.
 
     Args:
-      runs: as `plan` returns them.
-      batch_seeds: train the seeds of a setting that are equally far in one program.
+      runs: the runs of `plan`.
+      batch_seeds: whether the seeds of a setting that have completed the same rounds are trained in one program.
 
     Raises:
-      Interrupted: the user asked to stop.
+      Interrupted: a stop signal was received.
     """
     codes: dict[Path, int] = {}
     bar = Bar(runs)
@@ -35,32 +35,33 @@ def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False) -> int:
             codes |= _run_batch(batch, bar)
     finally:
         bar.close()
-    # Another process may have finished by now what was left to it.
+    # Another process may have finished its runs by now.
     return min((code for folder, code in codes.items() if code and run_state(folder) != "finished"), default=0)
 
 
 def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
-    """Train the runs of a batch that are to be trained in one process, and return the exit codes by folder."""
-    codes, todo = {}, []
+    """Train the unfinished runs of a batch in one process, and return the exit codes by folder."""
+    codes, unfinished = {}, []
     with contextlib.ExitStack() as claims:
         for run in batch:
             if run_state(run.folder) == "diverged":
                 codes[run.folder] = 3
-                bar.say(f"{run.folder}: diverged before; remove its folder to try again")
+                bar.say(f"{run.folder}: diverged before; remove its folder to train it again")
             elif run_state(run.folder) != "finished":
                 try:
                     claims.enter_context(claimed(run))
-                    todo.append(run)
+                    unfinished.append(run)
                 except TakenError:
                     codes[run.folder] = 2
-                    bar.say(f"{run.folder}: another process is at work in it")
-        if todo:
-            code = run_in_process(todo, functools.partial(bar.show, todo))
-            codes |= {run.folder: _code(run, code) for run in todo}
-            for run in (run for run in todo if codes[run.folder]):
-                bar.say(f"{run.folder}: {_why(run, todo[0])} (exit code {codes[run.folder]}; {log_of(todo[0])})")
+                    bar.say(f"{run.folder}: another process uses it")
+        if unfinished:
+            code = run_in_process(unfinished, functools.partial(bar.show, unfinished))
+            codes |= {run.folder: _code(run, code) for run in unfinished}
+            log = log_of(unfinished[0])
+            for run in (run for run in unfinished if codes[run.folder]):
+                bar.say(f"{run.folder}: {_why(run, unfinished[0])} (exit code {codes[run.folder]}; {log})")
     for run in batch:
-        if run in todo:
+        if run in unfinished:
             bar.finish(run)
         else:
             bar.leave(run)
@@ -68,7 +69,7 @@ def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
 
 
 def batches(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """Return the runs, those together that differ in the seed alone and are equally far."""
+    """Group the runs that differ only in the seed and have completed the same rounds."""
     together: dict[str, list[PlannedRun]] = {}
     for run in runs:
         without_seed = dataclasses.replace(run.config, seed=0, partition_seed=None)
@@ -78,25 +79,25 @@ def batches(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 
 
 def _code(run: PlannedRun, code: int) -> int:
-    """Return the exit code of one run of a process that ended with ``code``."""
+    """The exit code of one run of a process that exited with ``code``."""
     return {"finished": 0, "diverged": 3}.get(run_state(run.folder), code or ABORTED)
 
 
 def _why(run: PlannedRun, first: PlannedRun) -> str:
-    """Return why a run did not finish; its process wrote the log of the ``first`` run."""
+    """The reason why a run did not finish; its process wrote the log of the ``first`` run."""
     note = run.folder / "diverged.txt"
     return note.read_text(encoding="utf-8").strip() if note.exists() else last_words(first)
 
 
 def run_together(config: Config, sweep: Sweep) -> int:
-    """Train several seeds in this process and in one program; return the exit code.
+    """Train several seeds in this process and in one program, and return the exit code.
 
     Raises:
-      UserError: bad input, or what `run_seeds` refuses.
+      UserError: bad input, or seeds that `run_seeds` cannot train together.
     """
     seeds = grids.seeds_of(sweep.seeds)
     if len(seeds) != len(sweep.together):
-        raise UserError(f"--together names {len(sweep.together)} folders for {len(seeds)} --seeds")
+        raise UserError(f"--together has {len(sweep.together)} folders for {len(seeds)} --seeds")
     pairs = zip(seeds, sweep.together, strict=True)
     with flags_in_errors(config.strategy):
         results = run_seeds([dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs])

@@ -31,7 +31,7 @@ def test_kinds_of_runs_are_timed_once(monkeypatch, capsys):
     assert main([*PRODUCT, *grid, "--dry_run", "--calibrate"]) == 0
     assert sorted(timed) == sorted(f"{name} local_epochs={epochs}" for name in ("fedavg", "fedmr") for epochs in (1, 2))
     out = capsys.readouterr().out
-    assert out.startswith("32 runs in runs") and "about 7 s" in out and "together about 4 min" in out
+    assert out.startswith("32 runs in runs") and "about 7 s" in out and "about 4 min in total" in out
     assert not Path("runs").exists()
 
 
@@ -39,8 +39,8 @@ def test_a_dry_run_prints_the_plan_at_once(monkeypatch, capsys):
     monkeypatch.setattr(costs, "calibrate", lambda run: pytest.fail("trained"))
     assert main(["--strategies=fedavg,pfedhr", "--seeds=0:2", "--rounds=1000", "--dry_run"]) == 0
     out, told = capsys.readouterr()
-    assert out.startswith("4 runs in runs") and "1,000 rounds to go\n" in out
-    assert out.endswith("together 4,000 rounds; --calibrate estimates their time\n")
+    assert out.startswith("4 runs in runs") and "1,000 rounds left\n" in out
+    assert out.endswith("\n4,000 rounds left in total; --calibrate estimates their time\n")
     assert told.startswith("--public_share=0.1 for pfedhr and none for the others: ") and told.count("\n") == 1
     assert main(["--calibrate"]) == 2
-    assert capsys.readouterr().err.endswith("give --dry_run, too\n")
+    assert capsys.readouterr().err.endswith("add --dry_run\n")

@@ -95,7 +95,7 @@ def test_a_diverged_run_is_not_tried_again(trained, capsys):
     assert main([*TINY, "--strategies=fedmr"]) == 3
     assert main([*TINY, "--strategies=fedmr"]) == 3
     assert len(asked) == 1
-    assert "remove its folder to try again" in capsys.readouterr().err
+    assert "remove its folder to train it again" in capsys.readouterr().err
 
 
 def test_the_remains_of_a_removed_folder_do_not_block_a_sweep():
@@ -126,7 +126,7 @@ def test_a_run_of_another_process_is_left_to_it(hold, place, trained, capsys):
         other.stdout.readline()
         assert main(TINY) == 2
         other.stdin.close()
-    assert "another process is at work in it" in capsys.readouterr().err
+    assert "another process uses it" in capsys.readouterr().err
     assert asked == []
     assert main(TINY) == 0 and asked
 
@@ -146,7 +146,7 @@ def test_a_run_that_another_process_finishes_meanwhile_is_no_failure(trained, mo
     assert main([*TINY, "--seeds=0:2"]) == 0
     assert [run.config.seed for run in asked] == [0, 1]
     out, told = capsys.readouterr()
-    assert "another process is at work in it" in told and out.splitlines()[-1].split()[:2] == ["fedmr", "2"]
+    assert "another process uses it" in told and out.splitlines()[-1].split()[:2] == ["fedmr", "2"]
 
 
 def test_seeds_of_a_setting_go_together(trained):
@@ -282,7 +282,7 @@ def test_seeds_in_one_real_process(capsys):
     assert run_in_process(runs, lambda: None) == 0
     assert [run_state(run.folder) for run in runs] == ["finished"] * 2
     assert main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
-    assert "names 1 folders for 2 --seeds" in capsys.readouterr().err
+    assert "has 1 folders for 2 --seeds" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ def test_two_sweeps_that_start_at_once_share_the_runs():
     said = [process.communicate(timeout=300)[1] for process in both]
     assert {process.returncode for process in both} <= {0, 2}, said
     for line in "".join(said).splitlines():
-        assert "another process is at work in it" in line
+        assert "another process uses it" in line
     _, runs = sweep.plan([*TINY, "--seeds=0:4"])
     assert [run_state(run.folder) for run in runs] == ["finished"] * 4
 
