@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--version" in arguments:
             print(manual.version())
             return 0
-        if (topic := manual.asked(arguments)) is not None:
+        if (topic := manual.help_topic(arguments)) is not None:
             config.read_imports(arguments)
             print(manual.page(topic))
             return 0

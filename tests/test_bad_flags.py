@@ -121,7 +121,7 @@ def test_methods_that_exchange_refuse_a_single_client(engine, strategy):
 
 
 def test_a_projection_needs_a_representation():
-    with pytest.raises(UserError, match="--projection=8: logistic has no representation to project"):
+    with pytest.raises(UserError, match="projection=8: logistic has no representation to project"):
         models.build("logistic", input_shape=(8, 8, 1), num_classes=10, projection=8)
 
 

@@ -35,7 +35,7 @@ def check(words):
         parser = argparse.ArgumentParser(exit_on_error=False)
         COMMANDS[flags[0]].add_arguments(parser)
         parser.parse_args(flags[1:])
-    elif module == "fedjax_mr.main" and (topic := manual.asked(flags)) is not None:
+    elif module == "fedjax_mr.main" and (topic := manual.help_topic(flags)) is not None:
         manual.page(topic)
     elif module in ("fedjax_mr.main", "fedjax_mr.data"):
         config.parse([flag for flag in flags if flag != "prepare"])

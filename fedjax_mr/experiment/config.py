@@ -1,4 +1,4 @@
-"""The configuration of a run: one dataclass, the checks across its fields, its flags, its copy in the run folder."""
+"""The configuration of a run: fields, flags, and the copy in the run folder. `resolve` completes and checks it."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 from fedjax_mr.data import SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, settings
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
@@ -21,7 +21,7 @@ from fedjax_mr.strategies.hyper import LARGEST_BATCH, LARGEST_INT32, field
 
 COMMAND = "python -m fedjax_mr.main"
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-"""The values of ``--log``, each also an extra of this package, and the package that each needs."""
+"""The values of ``--log``, which are also extras of this package, and the Python package that each needs."""
 GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Evaluation and records", "Engine")
 
 _data, _partition, _model, _training, _federation, _evaluation, _engine = (
@@ -32,15 +32,15 @@ _records = functools.partial(_evaluation, affects_results=False)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The configuration of a run; each field but ``hyper`` is a flag. The defaults are the main job.
+    """The configuration of a run. Every field except ``hyper`` is a flag; ``--help=all`` explains them.
 
-    ``python -m fedjax_mr.main --help=all`` explains the fields. A default without a source is our choice.
+    The defaults train FedMR on the embedded digits.
 
     Attributes:
-      hyper: the chosen strategy's own dataclass of settings; None takes its defaults.
+      hyper: the strategy's hyper-parameters, an instance of its dataclass. Default: its defaults.
     """
 
-    # Of each setting: the default and the help, then the facts.
+    # Each setting: default, help, then its range and the source of the default (none: our choice).
     # fmt: off
     dataset: str = _data("digits", "Dataset by name, or the path of a user's .npz file", names=SOURCES, path=True)
     data_dir: str | None = _data(
@@ -257,26 +257,13 @@ class Config:
 
 
 def hyper(config: Config) -> Any:
-    """Return the chosen strategy's settings: the configuration's, or the strategy's defaults (None if it has none).
-
-    Raises:
-      UserError: the strategy is unknown.
-    """
-    if config.hyper is not None:
-        return config.hyper
-    owner = _hyper_type(config.strategy)
-    return None if owner is None else owner()
+    """The strategy's hyper-parameters: those of the configuration, else the defaults. None if it has none."""
+    row = STRATEGIES.get(config.strategy)
+    return row.hyper() if config.hyper is None and row is not None and row.hyper is not None else config.hyper
 
 
-def _hyper_type(strategy: str) -> type | None:
-    """Return the dataclass of a strategy's own settings, or None if it has none."""
-    if strategy not in STRATEGIES:
-        raise unknown_name("strategy", strategy, STRATEGIES)
-    return STRATEGIES[strategy].hyper
-
-
-def _known(strategies: Collection[str] | None = None) -> Iterator[Setting]:
-    """Yield the settings of the configuration, then those of the given strategies (None: of all)."""
+def _all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting]:
+    """Yield the settings of the configuration, then those of some strategies. Default: of all strategies."""
     yield from settings.settings_of(Config)
     for name, row in STRATEGIES.items():
         if strategies is None or name in strategies:
@@ -286,87 +273,89 @@ def _known(strategies: Collection[str] | None = None) -> Iterator[Setting]:
 def setting_values(config: Config) -> Iterator[tuple[Setting, Any]]:
     """Yield each setting of a run with its value; those of the strategy come last."""
     yield from settings.values_of(config)
-    known = config.hyper is not None or config.strategy in STRATEGIES  # not so in the folder of somebody's own method
-    yield from settings.values_of(hyper(config) if known else None, f"{config.strategy}_")
+    yield from settings.values_of(hyper(config), f"{config.strategy}_")
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    """Return the configuration that has the given values, by flag; an unknown strategy has no settings of its own."""
+    """Make a configuration from values by flag. An unknown strategy has no hyper-parameters."""
     strategy = values["strategy"]
     owner = STRATEGIES[strategy].hyper if strategy in STRATEGIES else None
-    own = None if owner is None else settings.build(owner, values, f"{strategy}_")
-    return dataclasses.replace(settings.build(Config, values), hyper=own)
+    chosen = None if owner is None else settings.build(owner, values, f"{strategy}_")
+    return dataclasses.replace(settings.build(Config, values), hyper=chosen)
 
 
 # --- Flags -----------------------------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """Return the configuration that command-line flags describe (without the program's name).
+    """Read a configuration from command-line flags; `resolve` completes and checks it.
 
-    Flags of strategies other than the chosen one are read and ignored, so that methods can share flag files.
+    Flags of other strategies are read and ignored, so that methods can share flag files.
+
+    Args:
+      arguments: the flags, without the program's name.
 
     Raises:
-      UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `validate`'s concern.
+      UserError: an unknown flag, a missing flag file, a value that is not a number, or as `imports.load`.
     """
     return _read(arguments)[0]
 
 
-def parse_command(arguments: Sequence[str], own: type[Owner]) -> tuple[Config, Owner]:
-    """Return the configuration and the settings of a command that has flags of its own beside it.
+def parse_command(arguments: Sequence[str], owner: type[Owner]) -> tuple[Config, Owner]:
+    """Read a configuration and the settings of a command that has additional flags.
 
     Args:
       arguments: the flags, without the program's name.
-      own: the command's dataclass of settings, declared by `field`.
+      owner: the command's dataclass of settings, declared by `field`.
 
     Raises:
       UserError: as `parse`.
     """
-    config, values = _read(arguments, settings.settings_of(own))
-    return config, settings.build(own, values)
+    config, values = _read(arguments, settings.settings_of(owner))
+    return config, settings.build(owner, values)
 
 
 def read_imports(arguments: Sequence[str]) -> None:
-    """Import what the flags name by ``--import``, so that the registries have all names.
+    """Import the files and modules of ``--import``, which add names to the registries.
 
     Raises:
       UserError: a missing flag file, or as `imports.load`.
     """
-    imports.load(settings.given(arguments, "import"))
+    imports.load(settings.values_of_flag(arguments, "import"))
 
 
-def _read(arguments: Sequence[str], own: Sequence[Setting] = ()) -> tuple[Config, Mapping[str, Any]]:
-    """Return the configuration that flags describe, and all values by flag.
+def _read(arguments: Sequence[str], additional: Sequence[Setting] = ()) -> tuple[Config, Mapping[str, Any]]:
+    """Read a configuration and the values of all flags.
 
-    Clients that have a number of their own, natural ones or a partition file's, are all there by default.
+    By default, all natural clients and all clients of a partition file take part.
     """
     read_imports(arguments)
     unset = lambda setting: dataclasses.replace(setting, default=None) if setting.flag == "clients" else setting
-    values = settings.parse(arguments, [*map(unset, _known()), *own])
+    values = settings.parse(arguments, [*map(unset, _all_settings()), *additional])
     if values["clients"] is None:
         values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else Config.clients
     return _build(values), values
 
 
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:
-    """Return the flags that decide about runs of these strategies (None: all); others name folders and the like."""
-    return [setting.flag for setting in _known(strategies) if setting.info.affects_results]
+    """The flags that can change the results of some strategies. Default: of all strategies."""
+    return [setting.flag for setting in _all_settings(strategies) if setting.info.affects_results]
 
 
 # --- The copy in the run folder --------------------------------------------------------------------------------------
 
-# Where a run is kept and which process this is are no part of it: a flag file that repeats the run leaves these out.
-_ABOUT_THIS_TIME = ("run_dir", "resume", "overwrite", "coordinator", "num_processes", "process_id")
+# The folder of a run and the number of this process: a flag file that repeats the run leaves them out.
+_OF_THIS_PROCESS = ("run_dir", "resume", "overwrite", "coordinator", "num_processes", "process_id")
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain values, flag by flag."""
+    """The configuration as plain values by flag."""
     return {setting.flag: setting.plain(value) for setting, value in setting_values(config)}
 
 
 def to_flags(config: Config) -> list[str]:
-    """Return the flags that make this configuration again, in another run folder."""
-    kept = ((setting, value) for setting, value in setting_values(config) if setting.flag not in _ABOUT_THIS_TIME)
+    """The flags that repeat the run in another run folder."""
+    kept = ((setting, value) for setting, value in setting_values(config) if setting.flag not in _OF_THIS_PROCESS)
     return [line for setting, value in kept for line in setting.as_flags(value)]
 
 
@@ -376,11 +365,11 @@ def needed_objects(config: Config) -> str:
 
 
 def save(config: Config, folder: Path | str) -> None:
-    """Write the re-runnable ``run.flags``, by which a run folder is known, and then ``config.json`` into a folder."""
+    """Write ``run.flags``, which marks a run folder and repeats the run, and then ``config.json`` into a folder."""
     folder = Path(folder)
     how = f"{COMMAND} --flagfile={shlex.quote(str(folder / 'run.flags'))}"
     if needed := needed_objects(config):  # no flag can stand for them
-        how = f"In Python: fmr.run(config, {needed}). This file alone is refused, because it cannot hold them."
+        how = f"In Python: fmr.run(config, {needed}). This file alone is rejected, because it cannot hold them."
     lines = [f"# {how}", *to_flags(config)]
     with files.atomic_write(folder / "run.flags") as path:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -390,9 +379,9 @@ def save(config: Config, folder: Path | str) -> None:
 
 
 def load(folder: Path | str) -> Config:
-    """Return the configuration that a run folder was made with; settings that it lacks have their defaults.
+    """Read the configuration of a run folder; missing settings have their defaults.
 
-    The code of somebody's own method is not needed: its settings are those that the folder names.
+    The code of an imported method is not needed: its hyper-parameters are those that the folder names.
 
     Raises:
       UserError: the folder holds no readable ``config.json``.
@@ -421,7 +410,7 @@ def load(folder: Path | str) -> Config:
 
 
 def load_code(folder: Path | str, *, trust: bool = False) -> Config:
-    """Return the configuration of a run folder after importing the code that it needs, if ``trust`` allows it.
+    """Read the configuration of a run folder and import the code that it needs, if ``trust`` allows it.
 
     Raises:
       UserError: as `load` and `imports.load_recorded`.
@@ -431,7 +420,7 @@ def load_code(folder: Path | str, *, trust: bool = False) -> Config:
 
 
 def differences(config: Config, saved: Config) -> list[str]:
-    """Return, as ``lr: 0.1 (saved 0.05)``, the settings that can change results and differ."""
+    """The settings that can change results and differ, as ``lr: 0.1 (saved 0.05)``."""
     ours, theirs = decisive(config), decisive(saved)
     return [
         f"{flag}: {ours.get(flag, '-')} (saved {theirs.get(flag, '-')})"
@@ -441,12 +430,12 @@ def differences(config: Config, saved: Config) -> list[str]:
 
 
 def digest(config: Config) -> str:
-    """Return a short hash of all settings that can change results."""
+    """A short hash of all settings that can change results."""
     return hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def decisive(config: Config) -> dict[str, Any]:
-    """Return, as plain values by flag, the settings that can change results."""
+    """The settings that can change results, as plain values by flag."""
     return {
         setting.flag: setting.plain(value) for setting, value in setting_values(config) if setting.info.affects_results
     }

@@ -1,11 +1,11 @@
-"""Python files and modules of one's own that register methods, networks, data sets or partitions (``--import``).
+"""A user's Python files and modules that register methods, networks, datasets or partitions (``--import``).
 
-They are imported before the flags are made, because flags are made from the registries. An installed package is found
-by itself if it names such a module as an entry point of the group ``fedjax_mr``. A run that uses what they register
-keeps their paths, content hashes and copies, so that it is never repeated or continued with other code unnoticed.
+They are imported before the flags are defined, because flags are defined from the registries. An installed package is
+imported automatically if it names such a module as an entry point of the group ``fedjax_mr``. A run that uses
+their rows keeps their paths, content hashes and copies. Repeating or resuming it with other code is then an error.
 
-Code runs only if the user named it (``--import``, an ``import`` of his own, an installed package) or trusts the folder
-that records it (``trust=True``, ``--trust``): a folder from somebody else holds both the code and its hash.
+Code runs only if the user named it (``--import``, an ``import`` in a script, an installed package) or trusts the folder
+that records it (``trust=True``, ``--trust``): a folder from another person holds both the code and its hash.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import SETTINGS, STRATEGIES
 
 GROUP = "fedjax_mr"  # of entry points
-FOLDER = "imports"  # of a run folder: the copies
+FOLDER = "imports"  # in a run folder, with the copies
 REGISTRIES: tuple[Registry, ...] = (STRATEGIES, MODELS, SOURCES, PARTITIONS)
 _PINNED = re.compile(r"(.+)#([0-9a-f]{12})")
 Names = set[tuple[str, str]]  # the kind of a row and its name
@@ -39,13 +39,13 @@ Names = set[tuple[str, str]]  # the kind of a row and its name
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """A file or module that was imported.
+    """An imported file or module.
 
     Attributes:
       name: the absolute path of the file, or the dotted name.
       file: the path of its code.
-      code: the content of a single file; None of a package.
-      hash: of its content.
+      code: the content of a single file; None for a package.
+      hash: the content hash.
       names: the rows that it registered.
     """
 
@@ -74,144 +74,143 @@ _OURS = _all_names()
 # --- Before the flags are made ---------------------------------------------------------------------------------------
 
 
-def load(given: Iterable[str]) -> None:
+def load(values: Iterable[str]) -> None:
     """Import files and modules that the user names, each once, after the entry points of installed packages.
 
     Args:
-      given: paths of Python files and dotted names, several with commas between them; with ``#`` and a content hash
-        behind it, a file must have that content.
+      values: paths of Python files and dotted names, also several separated by commas. With ``#`` and a content hash
+        appended, a file must have this content.
 
     Raises:
-      UserError: a file is not there, has changed, fails to import, registers nothing, or takes a name that is taken.
+      UserError: a file is missing, has changed, fails to import, registers nothing, or registers a name again.
     """
     _load_entry_points()
-    for value in split(given):
+    for value in split(values):
         _load(value)
 
 
 def load_recorded(recorded: Iterable[str], copies: Path, *, trust: bool) -> None:
     """Import the files and modules that a run folder records, if their code may run.
 
-    The folder may come from somebody else, and so may the hashes in it. Therefore code runs only if the user trusts the
-    folder. Code that this process has imported already needs no trust: the user named it, or has installed it.
+    The folder and the hashes in it may come from another person. Therefore code runs only if the user trusts the
+    folder. Code that this process has already imported needs no trust: the user named it or installed it.
 
     Args:
       recorded: the imports in the folder's ``config.json``.
       copies: the folder of the run's own copies. A copy is used if the recorded file is gone or has changed.
-      trust: whether code may run that this process has not imported yet.
+      trust: allow code that this process has not imported yet.
 
     Raises:
-      UserError: code is needed and not trusted, is nowhere to be found with the recorded content, or as `load`.
+      UserError: code is needed and not trusted, or not found with the recorded content, or as `load`.
     """
     _load_entry_points()
     for value in split(recorded):
         place = None if _imported(value) else _place_of(value, copies)
         if place is None and "#" not in value:
-            raise UserError(
-                f"{copies.parent} records no content hash of its code: name it yourself by --import={value}"
-            )
+            raise UserError(f"{copies.parent} records no content hash of its code: name it by --import={value}")
         if place is not None:
             value, file = place
             if not (trust or _is_executed(value, file)):
                 raise UserError(
-                    f"{copies.parent} needs code of its own, and loading it would run {file}: read that file, then "
-                    f"allow it by --trust (in Python trust=True), or name it yourself by --import={file}"
+                    f"{copies.parent} needs imported code, and loading it would run {file}: read that file, then "
+                    f"allow it by --trust (in Python trust=True), or name it by --import={file}"
                 )
         _load(value)
 
 
-def split(given: Iterable[str]) -> list[str]:
-    """Return the single files and modules of the values of ``--import``."""
-    return [part.strip() for value in given for part in value.split(",") if part.strip()]
+def split(values: Iterable[str]) -> list[str]:
+    """The single files and modules in the values of ``--import``."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
-def _parted(value: str) -> tuple[str, str | None]:
-    """Return the path or dotted name of a value, and the content hash if it has one."""
-    found = _PINNED.fullmatch(value)
-    return (found[1], found[2]) if found else (value, None)
+def _source_and_hash(value: str) -> tuple[str, str | None]:
+    """The path or dotted name in a value, and the content hash if it has one."""
+    pinned = _PINNED.fullmatch(value)
+    return (pinned[1], pinned[2]) if pinned else (value, None)
 
 
-def _is_path(given: str) -> bool:
-    return given.endswith(".py") or "/" in given or "\\" in given
+def _is_path(source: str) -> bool:
+    return source.endswith(".py") or "/" in source or "\\" in source
 
 
-def _key(given: str) -> str:
-    """Return the name by which a file or module is kept."""
-    return str(Path(given).absolute()) if _is_path(given) else given
+def _key(source: str) -> str:
+    """The key of a file or module in the table of imports."""
+    return str(Path(source).absolute()) if _is_path(source) else source
 
 
 def _imported(value: str) -> Imported | None:
-    """Return what was imported by this name, or else with this content from another place."""
-    given, wanted = _parted(value)
+    """The import with this name, or with this content from another place; None if there is none."""
+    source, wanted = _source_and_hash(value)
     same = (each for each in _IMPORTED.values() if each.hash == wanted)
-    return _IMPORTED.get(_key(given)) or next(same, None)
+    return _IMPORTED.get(_key(source)) or next(same, None)
 
 
 def _load(value: str) -> None:
-    given, wanted = _parted(value)
-    is_path, name, imported = _is_path(given), _key(given), _imported(value)
+    source, wanted = _source_and_hash(value)
+    is_path, name, imported = _is_path(source), _key(source), _imported(value)
     if imported is not None:
         if wanted:
-            _refuse_other(given, wanted, imported.hash)
+            _require_hash(source, wanted, imported.hash)
         return
     if is_path and not Path(name).is_file():
-        raise UserError(f"--import={given}: there is no such file{_instead(given) if wanted else ''}")
+        raise UserError(f"--import={source}: there is no such file{_remedy(source) if wanted else ''}")
     if not is_path and not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"--import={given} is neither the path of a Python file nor the dotted name of a module")
+        raise UserError(f"--import={source} is neither the path of a Python file nor the dotted name of a module")
     if wanted:
         file = Path(name) if is_path else _file_of_module(name)
-        _refuse_other(given, wanted, "none" if file is None else _hash(file))  # before it runs
-    _IMPORTED[name] = _register(given, name, is_path=is_path)
+        _require_hash(source, wanted, "none" if file is None else _hash(file))  # before it runs
+    _IMPORTED[name] = _register(source, name, is_path=is_path)
 
 
 def _place_of(value: str, copies: Path) -> tuple[str, Path] | None:
-    """Return how to import the recorded content, and its file: at its own place, or the run's copy; None: nowhere."""
-    given, wanted = _parted(value)
-    copy = copies / _copy_name(given)
-    file = Path(_key(given)) if _is_path(given) else _file_of_module(given)
-    for name, place in ((given, file), (str(copy), copy)):
+    """The value that imports the recorded content, and its file: the original, the run's copy, or None."""
+    source, wanted = _source_and_hash(value)
+    copy = copies / _copy_name(source)
+    file = Path(_key(source)) if _is_path(source) else _file_of_module(source)
+    for name, place in ((source, file), (str(copy), copy)):
         if place is not None and place.is_file() and wanted == _hash(place):
             return f"{name}#{wanted}", place
     return None
 
 
-def _copy_name(given: str) -> str:
-    """Return the name of the copy of a file or module."""
-    return Path(given).name if _is_path(given) else f"{given.rpartition('.')[2]}.py"
+def _copy_name(source: str) -> str:
+    """The name of the copy of a file or module."""
+    return Path(source).name if _is_path(source) else f"{source.rpartition('.')[2]}.py"
 
 
 def _is_executed(value: str, file: Path) -> bool:
-    """Return whether an ``import`` of the user's own has executed a file already; `_load` does not execute it again."""
-    name = file.stem if _is_path(_parted(value)[0]) else _parted(value)[0]
+    """Whether an ``import`` in the user's script has executed a file already; `_load` does not execute it again."""
+    source, _ = _source_and_hash(value)
+    name = file.stem if _is_path(source) else source
     return getattr(sys.modules.get(name), "__file__", None) == str(file)
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Return the file of a module without importing anything, not even the packages that it is in; None: not found."""
+    """The file of a module, found without importing it or its packages; None if there is none."""
     path, spec, parts = None, None, name.split(".")
     for count in range(1, len(parts) + 1):
-        full, found = ".".join(parts[:count]), None
+        full, spec = ".".join(parts[:count]), None
         with contextlib.suppress(ImportError, KeyError):  # KeyError: a namespace within one that is not imported
-            found = next(filter(None, (finder.find_spec(full, path) for finder in sys.meta_path)), None)
-        if found is None:
+            spec = next(filter(None, (finder.find_spec(full, path) for finder in sys.meta_path)), None)
+        if spec is None:
             return None
-        spec, path = found, found.submodule_search_locations
+        path = spec.submodule_search_locations
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
-def _refuse_other(given: str, wanted: str, found: str) -> None:
-    if wanted != found:
-        raise UserError(f"--import={given} has changed (its content hash is {found}, not {wanted}){_instead(given)}")
+def _require_hash(source: str, wanted: str, actual: str) -> None:
+    if wanted != actual:
+        raise UserError(f"--import={source} has changed (its content hash is {actual}, not {wanted}){_remedy(source)}")
 
 
-def _instead(given: str) -> str:
-    """Return what to do if the file that a run was made with is not there."""
-    return f"; --import=none --import=RUN/{FOLDER}/{_copy_name(given)}, after the other flags, takes the run's own copy"
+def _remedy(source: str) -> str:
+    """The flags that use a run's copy of a file that is missing or has changed."""
+    return f"; --import=none --import=RUN/{FOLDER}/{_copy_name(source)}, after the other flags, uses the run's copy"
 
 
 @functools.cache
 def _load_entry_points() -> None:
-    """Import the modules that installed packages name; one that fails is told and left out, as no run asked for it."""
+    """Import the modules that installed packages name. One that fails is reported and ignored."""
     for entry in metadata.entry_points(group=GROUP):
         if entry.module in _IMPORTED:
             continue
@@ -219,18 +218,18 @@ def _load_entry_points() -> None:
             _IMPORTED[entry.module] = _register(entry.module, entry.module, is_path=False)
         except UserError as error:
             package = entry.dist.name if entry.dist else entry.value
-            print(f"fedjax-mr: the installed package {package} is left out: {error}", file=sys.stderr)
+            print(f"fedjax-mr: the installed package {package} is ignored: {error}", file=sys.stderr)
 
 
-def _register(given: str, name: str, *, is_path: bool) -> Imported:
-    """Import a file or module; if something is wrong, leave the registries as they were."""
+def _register(source: str, name: str, *, is_path: bool) -> Imported:
+    """Import a file or module; after an error the registries are unchanged."""
     before = {registry.kind: dict(registry) for registry in REGISTRIES}
     modules = set(sys.modules)
     claimed = _OURS.union(*(each.names for each in _IMPORTED.values()))
     try:
         with _guarded():
             module = _import_file(Path(name)) if is_path else _import_module(name)
-        names = _new_names(given, claimed, before)
+        names = _new_names(source, claimed, before)
     except BaseException:
         for registry in REGISTRIES:
             registry.clear()
@@ -246,7 +245,7 @@ def _register(given: str, name: str, *, is_path: bool) -> Imported:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Let the registries refuse names that are taken, and rows that are none."""
+    """Let the registries reject names that exist already and invalid rows."""
     for registry in REGISTRIES:
         registry.guarded = True
     try:
@@ -256,30 +255,30 @@ def _guarded() -> Iterator[None]:
             registry.guarded = False
 
 
-def _new_names(given: str, claimed: Collection[tuple[str, str]], before: dict[str, dict]) -> Names:
-    """Return what an import has registered.
+def _new_names(source: str, claimed: Collection[tuple[str, str]], before: dict[str, dict]) -> Names:
+    """The rows that an import has registered.
 
     Raises:
-      UserError: nothing, or it changed rows that are not its own.
+      UserError: it registered none, or changed rows that are not its own.
     """
     for registry in REGISTRIES:
         for name, row in before[registry.kind].items():
             if registry.get(name) is not row:
-                raise UserError(f"{given} changes the {registry.kind} {name!r}, which is there already")
+                raise UserError(f"{source} changes the {registry.kind} {name!r}, which exists already")
         for name, row in registry.items():
             if name not in before[registry.kind]:
                 registry.refuse_unless_row(name, row)
                 if registry is STRATEGIES:
                     _refuse_unless_flags(name, row.hyper)
-    # What an earlier `import` of the same module has registered is its own, too.
+    # Rows that an earlier `import` of the same module has registered are its own, too.
     if names := _all_names() - set(claimed):
         return names
     places = [registry.place for registry in REGISTRIES]
-    raise UserError(f"{given} registers nothing: no new name in {', '.join(places[:-1])} or {places[-1]}")
+    raise UserError(f"{source} registers nothing: no new name in {', '.join(places[:-1])} or {places[-1]}")
 
 
 def _refuse_unless_flags(strategy: str, hyper: type | None) -> None:
-    """Check that the settings of a strategy can be flags.
+    """Check that the hyper-parameters of a strategy can be flags.
 
     Raises:
       UserError: they cannot.
@@ -292,7 +291,7 @@ def _refuse_unless_flags(strategy: str, hyper: type | None) -> None:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file, under its own name unless another module has it; its folder is searched for what it imports."""
+    """Import a file, under its own name unless another module has it. Its folder is searched for its own imports."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     with contextlib.suppress(ImportError, ValueError):
@@ -302,12 +301,12 @@ def _import_file(path: Path) -> ModuleType:
     name = f"{GROUP}_import_{path.stem}_{_hash(path)}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
-        raise UserError(f"--import={path.name} is no Python file: its name ends with .py")
+        raise UserError(f"--import={path.name} is not a Python file: the name must end with .py")
     return _executed(path, name)
 
 
 def _executed(path: Path, name: str) -> ModuleType:
-    """Return the module of a file, executed unless it was before."""
+    """The module of a file, executed at its first import."""
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -317,7 +316,7 @@ def _executed(path: Path, name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise UserError(_told(error, path)) from error
+        raise UserError(_located(error, path)) from error
     return module
 
 
@@ -329,15 +328,15 @@ def _import_module(name: str) -> ModuleType:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.origin:
-        raise UserError(f"--import={name}: there is no such module in this folder, nor is one installed")
+        raise UserError(f"--import={name}: no such module is in this folder or installed")
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise UserError(_told(error, Path(spec.origin))) from error
+        raise UserError(_located(error, Path(spec.origin))) from error
 
 
 def _hash(file: Path) -> str:
-    """Return the content hash of a file, or of all Python files of a package."""
+    """The content hash of a file, or of all Python files of a package."""
     paths = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
     digest = hashlib.sha256()
     for path in paths:
@@ -349,14 +348,14 @@ def _hash(file: Path) -> str:
 
 
 def blame(error: BaseException) -> UserError | None:
-    """Return an error in the code of an imported file as one line with the place; None if it is not in one."""
+    """An error in the code of an imported file as one line with file and line number; None for other errors."""
     files = {str(each.file): each.file for each in _IMPORTED.values()}
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-    return UserError(_told(error, files[frames[-1]])) if frames else None
+    return UserError(_located(error, files[frames[-1]])) if frames else None
 
 
-def _told(error: BaseException, file: Path) -> str:
-    """Return an error with the line of the file where it arose."""
+def _located(error: BaseException, file: Path) -> str:
+    """The message of an error after the file and the line that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if isinstance(error, SyntaxError) and error.filename:
         file, lines = Path(error.filename), [error.lineno]
@@ -366,43 +365,43 @@ def _told(error: BaseException, file: Path) -> str:
 
 
 def _short(file: Path) -> str:
-    """Return a path as seen from the current folder if it is below that."""
+    """A path relative to the current folder if it is below it."""
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
 
 
-# --- What a run keeps ------------------------------------------------------------------------------------------------
+# --- In the run folder -----------------------------------------------------------------------------------------------
 
 
-def recorded(given: Iterable[str], used: Names) -> tuple[str, ...]:
-    """Return the imports that a run needs, with their content hashes: none if it uses nothing of theirs.
+def recorded(values: Iterable[str], used: Names) -> tuple[str, ...]:
+    """The imports that a run needs, with their content hashes; () if it uses none of their rows.
 
-    Files that are given together may build on each other, so all of them are kept if one is needed.
+    Files that are named together may import each other, so all of them are kept if one is needed.
 
     Args:
-      given: the values of ``--import``, which `load` has seen.
+      values: the values of ``--import``, after `load`.
       used: the rows that the run uses.
     """
-    chosen = [each for each in map(_imported, split(given)) if each is not None]
+    chosen = [each for each in map(_imported, split(values)) if each is not None]
     needed = chosen if any(each.names & used for each in chosen) else []
     left = used.difference(*(each.names for each in needed))
     needed += [each for each in _IMPORTED.values() if each.names & left]  # entry points, and those of earlier calls
     return tuple(dict.fromkeys(each.pinned for each in needed))
 
 
-def strategies(given: Iterable[str]) -> list[str]:
-    """Return the strategies that files and modules have registered, in order.
+def strategies(values: Iterable[str]) -> list[str]:
+    """The strategies that files and modules have registered, in order.
 
     Args:
-      given: the values of ``--import``, which `load` has seen.
+      values: the values of ``--import``, after `load`.
     """
-    asked = {_key(_parted(value)[0]) for value in split(given)}
-    names = set().union(*(each.names for name, each in _IMPORTED.items() if name in asked))
+    requested = {_key(_source_and_hash(value)[0]) for value in split(values)}
+    names = set().union(*(each.names for name, each in _IMPORTED.items() if name in requested))
     return [name for name in STRATEGIES if (STRATEGIES.kind, name) in names]
 
 
 def hashes(recorded: Iterable[str]) -> list[str]:
-    """Return the content hashes of recorded imports, wherever their files are."""
-    return [_parted(value)[1] or value for value in recorded]
+    """The content hashes of recorded imports, whatever their paths."""
+    return [_source_and_hash(value)[1] or value for value in recorded]
 
 
 def keep(recorded: Iterable[str], folder: Path) -> None:
@@ -411,7 +410,7 @@ def keep(recorded: Iterable[str], folder: Path) -> None:
     Raises:
       UserError: it cannot be written.
     """
-    for name in (_parted(value)[0] for value in recorded):
+    for name in (_source_and_hash(value)[0] for value in recorded):
         code = _IMPORTED[name].code if name in _IMPORTED else None
         if code is not None:
             try:

@@ -42,12 +42,12 @@ SHORT = (  # the flags of the short page
 
 
 def version() -> str:
-    """Return the line of ``--version``."""
+    """The line of ``--version``."""
     return f"fedjax_mr {__version__} (JAX {jax.__version__}, Python {platform.python_version()})"
 
 
-def asked(arguments: Sequence[str]) -> str | None:
-    """Return the topic of the help that the command line asks for, "" for the short page; None if it asks for none."""
+def help_topic(arguments: Sequence[str]) -> str | None:
+    """The topic of ``--help`` on the command line: "" for the short page, None without ``--help``."""
     for position, argument in enumerate(arguments):
         name, _, topic = argument.partition("=")
         if name in ("--help", "-help", "-h"):
@@ -57,10 +57,10 @@ def asked(arguments: Sequence[str]) -> str | None:
 
 
 def page(topic: str, width: int | None = None) -> str:
-    """Return the help on a topic: "" (the short page), "all", or the name of anything that has one.
+    """The help on a topic: "" (the short page), "all", or the name of a strategy, dataset, network, partition or flag.
 
     Raises:
-      UserError: there is no such thing; the message has the nearest names.
+      UserError: the topic is unknown; the message has the nearest names.
     """
     if topic in ("", "all"):
         return short_page(width) if not topic else all_flags(width)
@@ -81,7 +81,7 @@ def page(topic: str, width: int | None = None) -> str:
 
 
 def short_page(width: int | None = None) -> str:
-    """Return the commands, the flags that most runs need with their defaults, and how to see more."""
+    """The commands, the flags that most runs need with their defaults, and the topics of ``--help``."""
     width = settings.help_width(width)
     lines = [f"usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]", ""]
     lines += textwrap.wrap("Train a federation in one XLA program. Without flags: FedMR on the embedded digits.", width)
@@ -100,7 +100,7 @@ def short_page(width: int | None = None) -> str:
         *(
             line
             for group, names in by_group().items()
-            for line in _listed(f"strategies, {group or 'from outside'}", names, width)
+            for line in _listed(f"strategies, {group or 'imported'}", names, width)
         ),
         *_listed("data sets", SOURCES, width),
         *_listed("networks", MODELS, width),
@@ -129,19 +129,19 @@ def _listed(kind: str, names: Iterable[str], width: int) -> list[str]:
 
 
 def all_flags(width: int | None = None) -> str:
-    """Return every flag by group, with unit, range, default and its source."""
+    """Every flag by group, with unit, range, default and its source."""
     width = settings.help_width(width)
     groups: dict[str, list[Setting]] = {name: [] for name in GROUPS}
     for setting in settings.settings_of(Config):
         groups[setting.info.group].append(setting)
     for name, row in STRATEGIES.items():
-        if own := list(settings.settings_of(row.hyper, f"{name}_")):
-            groups[f"Strategy {name} ({row.paper})"] = own
+        if hyper := list(settings.settings_of(row.hyper, f"{name}_")):
+            groups[f"Strategy {name} ({row.paper})"] = hyper
 
     intro = (
         "Train a federation in one XLA program. Without flags: FedMR on the embedded digits. Flags are read from left "
-        "to right and the last value wins; --flagfile=FILE reads flags from a file at that place. A switch is set by "
-        "--name and cleared by --noname; 'none' clears a value that may be missing, and a list."
+        "to right and the last value wins. --flagfile=FILE inserts the flags of a file. A switch is set by --name and "
+        "cleared by --noname. The value 'none' clears an optional value or a list."
     )
     usage = f"usage: {COMMAND} [--help[=NAME]] [--flag=value ...] [--flagfile=FILE ...]"
     lines = [*textwrap.wrap(usage, width, subsequent_indent="  "), "", *textwrap.wrap(intro, width)]
@@ -151,7 +151,7 @@ def all_flags(width: int | None = None) -> str:
 
 
 def _flags() -> dict[str, Setting]:
-    """Return all flags by name."""
+    """All flags by name."""
     owners = [("", Config), *((f"{name}_", row.hyper) for name, row in STRATEGIES.items())]
     return {setting.flag: setting for prefix, owner in owners for setting in settings.settings_of(owner, prefix)}
 
@@ -163,12 +163,12 @@ def _strategy(name: str, width: int) -> str:
     row = STRATEGIES[name]
     facts = {
         "paper": row.paper,
-        "group": row.group or "methods from outside",
-        "networks": "clients may have different ones" if row.several else "the same for all clients",
-        "public data": "takes some (--public_share)" if row.public else "takes none",
+        "group": row.group or "imported methods",
+        "networks": "clients may have different networks" if row.several else "the same network for all clients",
+        "public data": "used (--public_share)" if row.public else "not used",
         "file": _file(row.build),
     }
-    return _page(f"--strategy={name}", _sentence(sys.modules.get(_module(row.build))), facts, width, _own_flags(name))
+    return _page(f"--strategy={name}", _sentence(sys.modules.get(_module(row.build))), facts, width, _flags_of(name))
 
 
 def _data_set(name: str, width: int) -> str:
@@ -205,7 +205,7 @@ def _flag(name: str, width: int) -> str:
     return "\n".join(_flags()[name].help(width))
 
 
-def _own_flags(strategy: str) -> list[str]:
+def _flags_of(strategy: str) -> list[str]:
     return [setting.flag for setting in settings.settings_of(STRATEGIES[strategy].hyper, f"{strategy}_")]
 
 
@@ -215,11 +215,11 @@ def _page(title: str, sentence: str, facts: dict[str, str], width: int, flags: I
     for name, text in facts.items():
         lines += textwrap.wrap(f"{name.ljust(16)}{text}", width, subsequent_indent=indent, break_long_words=False)
     entries = [line for flag in flags for line in _flags()[flag].help(width)]
-    return "\n".join([*lines, "", *(entries or ["  it has no flags of its own"])])
+    return "\n".join([*lines, "", *(entries or ["  no flags of its own"])])
 
 
 def _plain(function: Any) -> Any:
-    """Return the function or class behind partial applications."""
+    """The function or class behind partial applications."""
     return _plain(function.func) if isinstance(function, functools.partial) else function
 
 
@@ -228,7 +228,7 @@ def _module(function: Any) -> str:
 
 
 def _sentence(thing: Any) -> str:
-    """Return the first sentence of a docstring, or of its first paragraph what there is."""
+    """The first paragraph of a docstring as one line."""
     paragraph = (inspect.getdoc(thing) or "").partition("\n\n")[0]
     return re.sub(r"`+", "", " ".join(paragraph.split()))
 

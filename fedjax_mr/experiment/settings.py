@@ -22,7 +22,7 @@ from fedjax_mr.strategies.hyper import LARGEST_FLOAT32, LARGEST_INT32, Info, fie
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with room for the files in a folder
 OTHER_NAMES = {name: ("patience",) for name in ("early_stop", "early_stopping", "early_stopping_patience")}
-"""What flags are called elsewhere, in no way like here."""
+"""Names in other libraries of flags that have a different name here."""
 DEEPEST_FLAG_FILES = 16  # of flag files that include each other
 PACKAGE = Path(__file__).parents[1]  # exp/ in it links to experiments/; an installed package has copies there
 Owner = typing.TypeVar("Owner")
@@ -80,13 +80,13 @@ class Setting:
             self._check_number(value)
 
     def plain(self, value: Any) -> Any:
-        """Return a value as JSON can hold it: True, 1, 1.0, "text", None, or a list."""
+        """The value in a form for JSON: True, 1, 1.0, "text", None, or a list."""
         if self.repeated:
             return [self._single().plain(each) for each in value]
         return None if value is None else self.kind(value)
 
     def as_flags(self, value: Any) -> list[str]:
-        """Return the flags that make a value."""
+        """The flags that set a value."""
         plain = self.plain(value)
         if self.kind is bool:
             return [f"--{self.flag}" if plain else f"--no{self.flag}"]
@@ -95,7 +95,7 @@ class Setting:
         return [f"--{self.flag}={'none' if plain is None else plain}"]
 
     def help(self, width: int) -> list[str]:
-        """Return the lines of help about the setting, at most ``width`` characters each (long names aside)."""
+        """The lines of help about the setting, at most ``width`` characters each (except for long names)."""
         choices = self.info.choices or self.info.names
         facts = [self.info.unit, self.info.allowed(), f"one of {', '.join(choices)}" if choices else ""]
         facts.append("repeatable" if self.repeated else "")
@@ -115,7 +115,7 @@ class Setting:
         return [head.ljust(column) + body[0], *(" " * column + line for line in body[1:])]
 
     def _single(self) -> "Setting":
-        """Return the setting of one value of a repeated flag."""
+        """The setting of a single value of a repeated flag."""
         return dataclasses.replace(self, repeated=False)
 
     def _fits(self, value: Any) -> bool:
@@ -124,7 +124,7 @@ class Setting:
         return isinstance(value, _KINDS[self.kind][0])
 
     def _check_number(self, value: float) -> None:
-        """Check a number by its declaration, then by the bound that all numbers have."""
+        """Check a number by its declaration, then by the bound of all numbers."""
         ranges = [self.info]
         if self.info.high is None:
             largest = {int: LARGEST_INT32, float: LARGEST_FLOAT32}[self.kind]
@@ -154,11 +154,11 @@ class Setting:
 
 
 def settings_of(owner: Any, prefix: str = "") -> Sequence[Setting]:
-    """Return the settings of a dataclass in order; fields without `Info` are no settings.
+    """The settings of a dataclass, in order. Fields without `Info` are not settings.
 
     Args:
       owner: the dataclass or an instance of it; None has no settings.
-      prefix: of its flags.
+      prefix: the prefix of its flags.
     """
     if owner is None:
         return ()
@@ -169,15 +169,15 @@ def settings_of(owner: Any, prefix: str = "") -> Sequence[Setting]:
 def _settings_of(owner: type, prefix: str) -> tuple[Setting, ...]:
     hints, settings = typing.get_type_hints(owner), []
     for each in dataclasses.fields(owner):
-        found = info(each)
-        if found is None:
+        declared = info(each)
+        if declared is None:
             continue
         options = [hint for hint in _options(hints[each.name]) if hint is not types.NoneType]
         optional, hint = len(options) < len(_options(hints[each.name])), options[0]
         repeated = typing.get_origin(hint) is tuple
         kind = typing.get_args(hint)[0] if repeated else hint
-        flag = prefix + (found.flag or each.name)
-        settings.append(Setting(flag, each.name, kind, optional, repeated, each.default, found))
+        flag = prefix + (declared.flag or each.name)
+        settings.append(Setting(flag, each.name, kind, optional, repeated, each.default, declared))
     return tuple(settings)
 
 
@@ -188,20 +188,25 @@ def values_of(instance: Any, prefix: str = "") -> Iterator[tuple[Setting, Any]]:
 
 
 def build(owner: type[Owner], values: Mapping[str, Any], prefix: str = "") -> Owner:
-    """Return an instance of a dataclass.
+    """Make an instance of a dataclass.
 
     Args:
       owner: the dataclass.
-      values: by flag, as `parse` or JSON gives them; a setting without a value keeps its default, and values of other
-        flags do not matter.
-      prefix: of its flags.
+      values: by flag, as returned by `parse` or read from JSON. A setting without a value has its default. Values of
+        other flags are ignored.
+      prefix: the prefix of its flags.
     """
-    found = {setting.name: values[setting.flag] for setting in settings_of(owner, prefix) if setting.flag in values}
-    return owner(**{name: _uncleared(value) if isinstance(value, list) else value for name, value in found.items()})
+    named = {setting.name: values[setting.flag] for setting in settings_of(owner, prefix) if setting.flag in values}
+    return owner(**{name: _after_none(value) if isinstance(value, list) else value for name, value in named.items()})
 
 
 def recorded(values: Mapping[str, Any], prefix: str) -> Any:
-    """Return a dataclass with the settings that JSON has under a prefix, where their own is not there; None if none."""
+    """Settings in JSON whose dataclass is not available, as an instance of a new one; None if there are none.
+
+    Args:
+      values: by flag.
+      prefix: the prefix of the flags.
+    """
     fields = [
         (name.removeprefix(prefix), _kind_of(value), field(tuple(value) if isinstance(value, list) else value, ""))
         for name, value in values.items()
@@ -211,21 +216,21 @@ def recorded(values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the type of a setting that may have a value of JSON."""
+    """The type of a setting with this value."""
     if isinstance(value, list):
         return tuple[_kind_of(value[0]) if value else str, ...]
     if not isinstance(value, str | int | float | None):
-        raise TypeError(f"{value} is no value of a setting")
+        raise TypeError(f"{value} is not a valid value of a setting")
     return (str | None) if value is None else type(value)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the types that a union is made of; another type is the only one."""
+    """The types in a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
-def _uncleared(values: list[Any]) -> tuple[Any, ...]:
-    """Return the values of a repeated flag that stay; ``none`` clears those before it."""
+def _after_none(values: list[Any]) -> tuple[Any, ...]:
+    """The values of a repeated flag after the last ``none``, which clears those before it."""
     cleared = [position for position, value in enumerate(values) if value is None]
     return tuple(values[cleared[-1] + 1 :] if cleared else values)
 
@@ -234,35 +239,35 @@ def _uncleared(values: list[Any]) -> tuple[Any, ...]:
 
 
 def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, Any]:
-    """Return the values of all flags that settings make, by name; `build` makes them an instance of a dataclass.
+    """Read the values of all flags, by name; `build` makes an instance of a dataclass from them.
 
     Args:
-      arguments: the command line, without the program's name; flag files expand in place, and the last value wins.
-      settings: of one or more dataclasses.
+      arguments: the command line, without the program's name. Flag files expand in place, and the last value wins.
+      settings: those of one or more dataclasses.
 
     Raises:
-      UserError: an unknown flag, a missing flag file, a value that is no number; ranges are `Setting.check`'s concern.
+      UserError: an unknown flag, a missing flag file, a value that is not a number. `Setting.check` checks ranges.
     """
     values = _FlagValues()
     try:
         for setting in settings:
             _define(values, setting)
-        rest = values(["fedjax-mr", *arguments])[1:]
+        unexpected = values(["fedjax-mr", *arguments])[1:]
     except flags.UnrecognizedFlagError as error:
         raise _unknown_flag(error.flagname, list(values)) from None
     except flags.CantOpenFlagFileError as error:
         raise _no_flag_file(error) from None
     except (flags.Error, ValueError) as error:
         raise UserError(" ".join(str(error).split())) from None
-    if rest:
+    if unexpected:
         raise UserError(
-            f"unexpected argument {rest[0]!r}: every setting is a flag, --name=value (--help=all lists them)"
+            f"unexpected argument {unexpected[0]!r}: every setting is a flag, --name=value (--help=all lists them)"
         )
     return {name: values[name].value for name in values}
 
 
-def given(arguments: Sequence[str], flag: str) -> list[str]:
-    """Return all values that the command line and its flag files give to one flag, before the others are known.
+def values_of_flag(arguments: Sequence[str], flag: str) -> list[str]:
+    """All values of one flag on the command line and in its flag files, read before the other flags exist.
 
     Raises:
       UserError: a missing flag file.
@@ -274,12 +279,12 @@ def given(arguments: Sequence[str], flag: str) -> list[str]:
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from None
     words = words[: words.index("--")] if "--" in words else words
-    names, found = (f"-{flag}", f"--{flag}"), []
+    names, values = (f"-{flag}", f"--{flag}"), []
     for position, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in names:
-            found.append(value if equals else "".join(words[position + 1 : position + 2]))
-    return list(_uncleared([None if value.lower() == "none" else value for value in found]))
+            values.append(value if equals else "".join(words[position + 1 : position + 2]))
+    return list(_after_none([None if value.lower() == "none" else value for value in values]))
 
 
 def _no_flag_file(error: Exception) -> UserError:
@@ -287,24 +292,24 @@ def _no_flag_file(error: Exception) -> UserError:
 
 
 class _FlagValues(flags.FlagValues):
-    """absl's flags, whose files include each other to a limited depth; exp/NAME.flags are there in every folder."""
+    """absl's flags, with a limit on nested flag files; exp/NAME.flags is found from every folder."""
 
     def _get_flag_file_lines(self, filename, parsed_file_stack=None):
         if not filename:
             raise UserError("--flagfile= is empty: it takes the path of a file")
         if len(parsed_file_stack or ()) >= DEEPEST_FLAG_FILES:
             raise UserError(f"flag files include each other more than {DEEPEST_FLAG_FILES} deep, at {filename}")
-        ours = PACKAGE / filename
-        if ours.suffix == ".flags" and os.path.isfile(ours) and not os.path.exists(filename):
-            filename = str(ours)
+        included = PACKAGE / filename
+        if included.suffix == ".flags" and os.path.isfile(included) and not os.path.exists(filename):
+            filename = str(included)
         try:
             return super()._get_flag_file_lines(filename, parsed_file_stack)
         except UnicodeDecodeError:
-            raise UserError(f"cannot read the flag file {filename}: it is no text in UTF-8") from None
+            raise UserError(f"cannot read the flag file {filename}: it is not UTF-8 text") from None
 
 
 class _TrueOrFalse(flags.BooleanParser):
-    """Reads a flag that is on or off."""
+    """Reads a flag that is true or false."""
 
     def parse(self, argument: Any) -> bool:
         try:
@@ -314,7 +319,7 @@ class _TrueOrFalse(flags.BooleanParser):
 
 
 class _Parser(flags.ArgumentParser):
-    """Reads one value of a flag; ``none`` where the field may be None or is a list."""
+    """Reads one value of a flag; ``none`` is valid if the field may be None or is a list."""
 
     def __init__(self, kind: type, optional: bool, repeated: bool):
         super().__init__()
@@ -347,9 +352,9 @@ def _define(values: flags.FlagValues, setting: Setting) -> None:
 
 
 def _unknown_flag(name: str, known: Collection[str]) -> UserError:
-    found = str(unknown_name("flag", name, known)).partition("did you mean '")[2].partition("'")[0]
-    found = next((flag for flag in OTHER_NAMES.get(name, ()) if flag in known), found)
-    hint = f"; did you mean --{found}?" if found else ""
+    nearest = str(unknown_name("flag", name, known)).partition("did you mean '")[2].partition("'")[0]
+    nearest = next((flag for flag in OTHER_NAMES.get(name, ()) if flag in known), nearest)
+    hint = f"; did you mean --{nearest}?" if nearest else ""
     return UserError(f"unknown flag --{name}{hint} (--help=all lists all flags)")
 
 
@@ -357,10 +362,10 @@ def _unknown_flag(name: str, known: Collection[str]) -> UserError:
 
 
 def help_width(width: int | None = None) -> int:
-    """Return how wide a help text is, in characters; None: as the terminal, within bounds."""
+    """Width of a help text in characters. Default: that of the terminal, within bounds."""
     return max(40, min(width or shutil.get_terminal_size().columns, 110))
 
 
 def help_of(owner: type, width: int | None = None) -> str:
-    """Return the help text of the flags of one dataclass."""
+    """The help text of the flags of one dataclass."""
     return "\n".join(line for setting in settings_of(owner) for line in setting.help(help_width(width)))

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if (topic := manual.asked(arguments)) is not None:
+        if (topic := manual.help_topic(arguments)) is not None:
             configuration.read_imports(arguments)
             print(manual.page(topic) if topic else USAGE + help_of(Sweep))
             return 0

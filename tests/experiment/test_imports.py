@@ -173,7 +173,7 @@ def test_a_bad_file_is_one_line_and_leaves_nothing_behind(text, part):
         ("--import=gone.py", "--import=gone.py: there is no such file"),
         ("--import=.", "neither the path of a Python file nor the dotted name of a module"),
         ("--import=./", "--import=./: there is no such file"),
-        ("--import=no_such.module", "there is no such module in this folder, nor is one installed"),
+        ("--import=no_such.module", "no such module is in this folder or installed"),
         ("--import=my_method.py#0123456789ab", "my_method.py has changed (its content hash is"),
         ("--import=my_method.py --import=others.py,my_method.py,gone.py", "gone.py"),
         ("--strategy=further", "unknown strategy 'further'"),

@@ -27,7 +27,7 @@ def test_every_strategy_data_set_and_partition_has_a_page():
         page = manual.page(name, 100)
         assert f"strategies, {row.group}: " in short and f"  {row.group}\n" in page
         assert row.paper in page and f"/{row.build.__module__.rpartition('.')[2]}.py" in page
-        assert all(f"  --{flag}" in page for flag in manual._own_flags(name))
+        assert all(f"  --{flag}" in page for flag in manual._flags_of(name))
         assert 0 < len(page.splitlines()[1]) <= 100
     for name in (*SOURCES, *PARTITIONS):
         assert f"={name}\n" in manual.page(name)
@@ -37,7 +37,7 @@ def test_every_strategy_data_set_and_partition_has_a_page():
     ("topic", "parts"),
     [
         ("fedmr", ["Hu et al., KDD 2024", "--fedmr_unit=TEXT", "[leaf: authors' code;"]),
-        ("indep", ["it has no flags of its own"]),
+        ("indep", ["no flags of its own"]),
         ("cifar100", ["fedjax_mr.data prepare cifar100", "--label_mode"]),
         ("femnist", ["--min_samples_per_client"]),
         ("cnn_digits_small", ["3,658", "8x8x1 of float32, 10 classes"]),
@@ -62,7 +62,7 @@ def test_a_page(topic, parts):
     ],
 )
 def test_what_is_asked(arguments, topic):
-    assert manual.asked(arguments) == topic
+    assert manual.help_topic(arguments) == topic
 
 
 def test_unknown_topics_are_one_line_with_the_nearest_names(capsys):

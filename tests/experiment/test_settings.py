@@ -157,8 +157,8 @@ def test_the_global_flags_stay_untouched():
 def test_a_flag_file_that_is_no_text_is_one_line(tmp_path):
     (tmp_path / "binary.flags").write_bytes(b"\x80\x04")
     arguments = [f"--flagfile={tmp_path / 'binary.flags'}"]
-    for read in (parse, lambda arguments: settings.given(arguments, "import")):
-        assert "binary.flags: it is no text in UTF-8" in error_of(read, arguments)
+    for read in (parse, lambda arguments: settings.values_of_flag(arguments, "import")):
+        assert "binary.flags: it is not UTF-8 text" in error_of(read, arguments)
 
 
 @pytest.mark.parametrize(
