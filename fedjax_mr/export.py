@@ -1,7 +1,7 @@
 """Write the trained network of a run as a folder that loads with orbax and Flax alone.
 
-FOLDER gets the variables (orbax), network.json (class, fields, normalisation), an example and a README. Of a network
-that was given in Python, only fmr.load(RUN, model=...).export(FOLDER) can do it.
+FOLDER receives the variables (orbax), network.json (class, fields, normalisation), an example and a README. A
+user-supplied network is exported in Python only: fmr.load(RUN, model=...).export(FOLDER).
 """
 
 import argparse
@@ -15,32 +15,41 @@ from fedjax_mr.experiment.load import load
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are UserErrors."""
+    """A parser whose errors are UserErrors."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help tells more)")
+        raise UserError(f"{message} (see --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code: 0, or 2 for bad input.
 
     Args:
-      arguments: without the program's name; None reads the command line.
+      arguments: without the program's name. Default: those of the command line.
     """
     parser = _Parser(prog="python -m fedjax_mr.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("folder", metavar="FOLDER", help="the new folder")
-    parser.add_argument("--round", type=int, help="of which checkpoint (default: the newest)")
-    parser.add_argument("--best", action="store_true", help="of the best evaluation (of a run with --keep_best)")
-    parser.add_argument("--client", type=int, help="a client's own model (default: the deployed one)")
-    parser.add_argument("--data_dir", metavar="DIR", help="where the data sets are now (default: as in the run)")
+    parser.add_argument("--round", type=int, help="round of the checkpoint (default: the newest)")
     parser.add_argument(
-        "--import", dest="imports", action="append", default=[], metavar="FILE", help="Python file with your own method"
+        "--best", action="store_true", help="the checkpoint of the best evaluation (requires a run with --keep_best)"
+    )
+    parser.add_argument(
+        "--client", type=int, help="export the personal model of this client (default: the deployed model)"
+    )
+    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds the datasets (default: as in the run)")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Python file with an imported method",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run the Python files that the run was made with, or the copies in its folder (default: no)",
+        help="allow running the Python files that the run imported, or the copies in its folder (default: no)",
     )
     try:
         chosen = parser.parse_args(arguments)

@@ -14,10 +14,10 @@ from fedjax_mr.experiment.run import Interrupted, run
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one experiment and return the exit code.
 
-    0, 2 for bad input, 3 for a diverged run, 4 for a process that was lost or never came, 130 after Ctrl-C.
+    0: success; 2: bad input; 3: the run diverged; 4: another process of the run is lost or missing; 130: Ctrl-C.
 
     Args:
-      arguments: the flags, without the program's name; None reads the command line.
+      arguments: the flags, without the program's name. Default: those of the command line.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:

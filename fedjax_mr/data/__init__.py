@@ -1,4 +1,4 @@
-"""Data sets by name, and their division among clients.
+"""Datasets by name, and their division among clients.
 
 A new source is one file and one row of `SOURCES`.
 """
@@ -21,10 +21,10 @@ __all__ = [
 
 
 def check_source(name: str, row: Any) -> None:
-    """Check the row of a data set from outside the package.
+    """Check the row of a user's dataset.
 
     Raises:
-      UserError: it cannot be called.
+      UserError: it is not a function.
     """
     if not callable(row):
         raise UserError(f"fmr.SOURCES[{name!r}] takes a function of a request that returns a Dataset")
@@ -42,18 +42,18 @@ _OURS: dict[str, Callable[[DataRequest], Dataset]] = {
     "shakespeare": leaf.shakespeare,
 }
 SOURCES = Registry("data set", "fmr.SOURCES", check_source, _OURS)
-"""Every data set by name."""
+"""All datasets by name."""
 
 LABEL_MODES = {"cifar100": ("fine", "coarse")}
-"""Data sets with labels to choose from; all others have ``fine`` ones."""
+"""Datasets with several kinds of labels; all others have ``fine`` ones only."""
 
 
 def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", offline: bool = False) -> Dataset:
     """Load the samples of a dataset.
 
     Args:
-      name: a name of `SOURCES`, one of a family such as ``emnist/letters``, or the path of an .npz file.
-      data_dir: the folder that holds the source's files; None: its usual place.
+      name: a name in `SOURCES`, one of a family such as ``emnist/letters``, or the path of an .npz file.
+      data_dir: the folder that holds the source's files. Default: its usual folder.
       label_mode: ``coarse`` for the 20 classes of CIFAR-100.
       offline: never use the network.
 
@@ -68,7 +68,7 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
     if is_file(name):
         return arrays.load(name)
     if name not in SOURCES and Path(name).exists():
-        raise UserError(f"{name} is no data set: one's own data come as an .npz file of arrays x and y")
+        raise UserError(f"{name} is not a dataset: pass an .npz file with arrays x and y")
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("data set", name, SOURCES)
     return SOURCES[base](DataRequest(name, data_dir, label_mode, offline)).check()

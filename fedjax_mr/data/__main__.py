@@ -1,4 +1,4 @@
-"""The command ``python -m fedjax_mr.data``: show a partition without training, or prepare a data set."""
+"""The command ``python -m fedjax_mr.data``: show a partition without training, or prepare a dataset."""
 
 import dataclasses
 import sys
@@ -17,10 +17,10 @@ from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import public_share, resolve
 
-DIVISIONS = "runs/data"  # where divisions without --run_dir are kept
+DIVISIONS = "runs/data"  # folder of partitions without --run_dir
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
-         shows how a data set is divided: a table, and in --run_dir (default: a folder in {DIVISIONS} of the division's
-         own) partition.png and partition.npz; takes the flags of {configuration.COMMAND}
+         shows how a dataset is divided: prints a table, and writes partition.png and partition.npz into --run_dir
+         (default: a new folder in {DIVISIONS}); accepts the flags of {configuration.COMMAND}
        python -m fedjax_mr.data prepare NAME [--data_dir=FOLDER]
          downloads {", ".join(tfds.IMAGE_SETS)} (emnist/letters for another part of emnist)
          into FOLDER; needs TensorFlow: pip install 'fedjax-mr[prepare]'
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code: 0, or 2 for bad input.
 
     Args:
-      arguments: without the program's name; None reads the command line.
+      arguments: without the program's name. Default: those of the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(argument in ("--help", "-help", "-h") for argument in arguments):

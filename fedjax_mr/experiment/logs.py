@@ -1,10 +1,10 @@
 """The metrics of a run in other programs, row by row: TensorBoard, Weights & Biases, MLflow (``--log``).
 
 TensorBoard's event files are in the run folder. The others write where their own settings say (WANDB_MODE, WANDB_DIR,
-WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); projects and experiments are called fedjax_mr otherwise. A
-run has the name of its folder, whose ``logs.json`` keeps what the run is known by there, so that a resumed run goes on
-in the same one. After a kill, rounds that are trained again may be there twice, with the same numbers; of the last
-seconds, Weights & Biases, which writes by a process of its own, may have lost some.
+WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); the default name of projects and experiments is fedjax_mr.
+A run has the name of its folder. ``logs.json`` in it keeps the identifiers of the run in these programs, so that a
+resumed run continues there. After a kill, rounds that are trained again may appear twice, with the same numbers.
+Weights & Biases writes in a separate process and may lose the last seconds.
 """
 
 import json
@@ -23,14 +23,14 @@ from fedjax_mr.experiment.folder import MetricsRow, RunFolder, plain_numbers, re
 OnRow = Callable[[MetricsRow], object]
 IDS = "logs.json"
 PROJECT = "fedjax_mr"
-LONGEST_BATCH = 100  # parameters that MLflow takes at once
+LONGEST_BATCH = 100  # parameters in one request to MLflow
 
 
 class Log(Protocol):
-    """One program that is written to.
+    """A program that receives the metrics.
 
     Attributes:
-      id: what the run is known by there.
+      id: the identifier of the run in this program.
     """
 
     id: str
@@ -39,14 +39,14 @@ class Log(Protocol):
         """Write the numbers of one evaluation."""
 
     def close(self, state: str, summary: Mapping[str, float]) -> None:
-        """End, with the state of the run (`folder.STATES`) and the numbers of its summary, if it has one."""
+        """End the log, with the state of the run (`folder.STATES`) and the numbers of its summary, if it has one."""
 
 
 class TensorBoard:
     """Event files in ``tensorboard`` of the run folder."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, id: str | None, done: int) -> None:
-        """Open an event file in which nothing after ``done`` rounds counts that older files say."""
+        """Open an event file that replaces the events of older files after ``done`` rounds."""
         from tensorboardX import SummaryWriter
 
         self.id = "tensorboard"
@@ -67,7 +67,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases; the horizontal axis of its metrics is the round."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, id: str | None, done: int) -> None:
-        """Begin a run, or go on with the one that has this ``id``."""
+        """Begin a run, or continue the one with this ``id``."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.id = id or uuid.uuid4().hex[:12]
@@ -78,13 +78,13 @@ class WeightsAndBiases:
             resume="allow",
             config=dict(settings),
             reinit="create_new",
-            settings=wandb.Settings(console="off"),  # our progress bar is no log
+            settings=wandb.Settings(console="off"),  # the progress bar is not part of a log
         )
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Hand the row to the process that writes or sends it."""
+        """Pass the row to the process that writes or sends it."""
         self._run.log({"round": row["round"], **numbers(row)})
 
     def close(self, state: str, summary: Mapping[str, float]) -> None:
@@ -94,10 +94,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, by its client, which keeps several runs of a process apart."""
+    """A run of MLflow, through its client, which allows several runs in one process."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path, id: str | None, done: int) -> None:
-        """Begin a run, or go on with the one that has this ``id``."""
+        """Begin a run, or continue the one with this ``id``."""
         from mlflow import entities  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
@@ -114,7 +114,7 @@ class MLflow:
             self._client.log_batch(self.id, params=params[start : start + LONGEST_BATCH])
 
     def _experiment(self, name: str) -> str:
-        """Return the identity of an experiment, which other processes may be about to make, too."""
+        """The identifier of an experiment, which other processes may create at the same time."""
         if found := self._client.get_experiment_by_name(name):
             return found.experiment_id
         try:
@@ -129,7 +129,7 @@ class MLflow:
         self._log(numbers(row), row["round"])
 
     def close(self, state: str, summary: Mapping[str, float]) -> None:
-        """Write those numbers of the summary that are no columns, and how the run ended."""
+        """Write the numbers of the summary that are not columns, and the state of the run."""
         self._log({name: value for name, value in summary.items() if name not in self._written}, 0)
         self._client.set_terminated(self.id, {"finished": "FINISHED", "diverged": "FAILED"}.get(state, "KILLED"))
 
@@ -148,7 +148,7 @@ LOGS: dict[str, Callable[[Mapping[str, Any], Path, str | None, int], Log]] = {
 
 
 class Logs:
-    """The logs of one run. One that fails later is told once and left: the metrics are in the run folder."""
+    """The logs of one run. One that fails later is reported once and dropped: the metrics are in the run folder."""
 
     def __init__(self) -> None:
         """Begin without any; `open` begins them."""
@@ -156,7 +156,7 @@ class Logs:
         self._folder: Path | None = None
 
     def open(self, names: Sequence[str], settings: Mapping[str, Any], folder: RunFolder) -> None:
-        """Begin the logs of a run, or go on with them; a new one receives the evaluations so far.
+        """Begin the logs of a run, or continue them; a new one receives the evaluations so far.
 
         Args:
           names: of `LOGS`.
@@ -201,7 +201,7 @@ class Logs:
             except Exception as error:
                 del self._open[name]
                 print(
-                    f"fedjax-mr: --log={name} has ended ({_brief(error)}); the run goes on, with its metrics in "
+                    f"fedjax-mr: --log={name} has ended ({_brief(error)}); the run continues, with its metrics in "
                     f"{self._folder}",
                     file=sys.stderr,
                 )
@@ -209,16 +209,16 @@ class Logs:
 
 def _read_ids(folder: Path) -> dict[str, str]:
     try:
-        found = files.parse_json(files.read_text(folder / IDS))
-        return {str(name): str(id) for name, id in found.items()}
+        ids = files.parse_json(files.read_text(folder / IDS))
+        return {str(name): str(id) for name, id in ids.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder / IDS} cannot be read ({_brief(error)}); without it, the logs begin anew") from None
+        raise UserError(f"{folder / IDS} cannot be read ({_brief(error)}); remove it to begin new logs") from None
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row or summary, without the round."""
+    """The finite numbers of a row or summary, without the round."""
     plain = plain_numbers(values).items()
     return {name: value for name, value in plain if type(value) in (int, float) and name != "round"}
 

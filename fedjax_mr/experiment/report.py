@@ -1,4 +1,4 @@
-"""A run as its user sees it: the progress bar, the summary at its end."""
+"""The progress bar of a run, and the summary at its end."""
 
 import statistics
 import sys
@@ -9,22 +9,22 @@ from tqdm import tqdm
 
 from fedjax_mr.experiment.folder import COLUMNS, MetricsRow, plain_numbers
 
-LAST = 10  # evaluations whose mean is reported
+LAST = 10  # the mean of this many evaluations is reported
 
 
 def last_evaluations(count: int) -> str:
-    """Return the name of the mean of the last ten of ``count`` evaluations: of so few that the first is in it, all."""
+    """The name of the mean of the last ten of ``count`` evaluations, such as ``last 10``, or ``all 7``."""
     return f"last {LAST}" if count > LAST else f"all {count}"
 
 
 def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[str, Any]:
-    """Return the summary of the evaluations; None stands for a value that is missing.
+    """The summary of the evaluations; None marks a missing value.
 
-    With up to ten evaluations ``accuracy_mean_last_10`` is the mean of all; ``evaluations`` says how many there are.
+    With fewer than ten evaluations, ``accuracy_mean_last_10`` is the mean of all; ``evaluations`` is their number.
 
     Args:
       rows: the evaluations, ascending.
-      target: the accuracy whose first round is reported.
+      target: the test accuracy for ``rounds_to_target``, or None.
     """
     rows = [plain_numbers(row) for row in rows]
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
@@ -46,7 +46,7 @@ def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[s
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """Return the short table that ends a run; lines whose value is missing are left out."""
+    """The short table at the end of a run, without lines whose value is missing."""
 
     def number(format: str, name: str, unit: float = 1) -> str | None:
         value = summary.get(name)
@@ -83,13 +83,13 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 class ProgressBar:
     """A bar on standard error: round, accuracy, images per second, time left.
 
-    The time left is that of the rounds to go at the pace of this process, without compilation; the first call, which
-    also warms up, counts until there is another.
+    The time left is estimated from the pace of this process without compilation. The first call also warms up, so it
+    counts only until the second one ends.
     """
 
     def __init__(self, total: int, done: int = 0, *, quiet: bool = False):
-        """Show the bar at ``done`` of ``total`` rounds, unless ``quiet`` or where there is no standard error."""
-        self._since = (done, 0.0)  # rounds and seconds that the pace does not count
+        """Show the bar at ``done`` of ``total`` rounds, unless ``quiet`` is set or there is no standard error."""
+        self._since = (done, 0.0)  # rounds and seconds that are not part of the pace
         self._calls = 0
         self._bar = tqdm(
             total=total,

@@ -1,4 +1,4 @@
-"""The names that pictures and papers' tables give to methods, data sets, networks, divisions and other settings."""
+"""Titles of methods, datasets, networks, partitions and other settings in pictures and LaTeX tables."""
 
 import collections
 import functools
@@ -14,7 +14,7 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import STRATEGIES
 
 SEEDS = ("seed", "partition_seed")
-# Settings of one division only; the others ignore them.
+# Settings that a single partition uses; the others ignore them.
 DIVISIONS = {
     "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
     "shard_size": ("shards",), "classes_per_client": ("classes",), "quantity_power": ("quantity",),
@@ -44,7 +44,7 @@ OFF = (0, None, "none", [])
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """Return the settings that mean something to a run, by flag, without its seeds."""
+    """The settings that a run uses, by flag, without its seeds."""
     without = SEEDS if config.dataset in LABEL_MODES else (*SEEDS, "label_mode")
     return {
         flag: value
@@ -54,10 +54,10 @@ def facts(config: Config) -> dict[str, Any]:
 
 
 def method(settings: Mapping[str, Any]) -> str:
-    """Return the name of a run's method: its title, and the optimizer of its server where it has one.
+    """The title of a run's method, with the optimizer of the server if it has one.
 
     Args:
-      settings: of the run, by flag, as `facts` returns them; the same for the other functions.
+      settings: the settings of the run by flag, from `facts`; the same for the other functions.
     """
     name = settings["strategy"]
     title = (STRATEGIES[name].title if name in STRATEGIES else "") or name
@@ -68,24 +68,24 @@ def method(settings: Mapping[str, Any]) -> str:
 
 
 def key(settings: Mapping[str, Any]) -> str:
-    """Return what decides about the look of a run's lines: the registered name, and an optimizer of the server."""
+    """The key of the style of a run's curves: the registered name, with the optimizer of the server if it has one."""
     name, optimizer = settings["strategy"], settings.get("server_optimizer", "none")
     return name if optimizer == "none" else f"{name} {optimizer}"
 
 
 def dataset(name: str) -> str:
-    """Return the name of a data set, or that of its file."""
+    """The title of a dataset, or the name of its file."""
     base, _, part = (name := registry.shown(name)).partition("/")
     return f"{DATASETS[base]} {part}".strip() if base in DATASETS else Path(name).stem
 
 
 def network(names: str) -> str:
-    """Return the name of a network, or the names of several."""
+    """The title of a network, or the titles of several."""
     return " + ".join(NETWORKS.get(name, name) for name in registry.shown(names).split(","))
 
 
 def division(settings: Mapping[str, Any]) -> str:
-    """Return the name of the division of the samples, such as ``Dirichlet(0.5)``."""
+    """The title of a partition, such as ``Dirichlet(0.5)``."""
     of = lambda flag: _number(settings.get(flag))
     if settings.get("partition_file"):
         return f"divided as in {Path(settings['partition_file']).name}"
@@ -102,26 +102,26 @@ def division(settings: Mapping[str, Any]) -> str:
 
 
 def words(flags: Iterable[str], settings: Mapping[str, Any], *, brief: bool = False) -> list[str]:
-    """Return the values of some flags in words; those that the run does not know, and its method's name, have none.
+    """The values of some flags in words, without flags that the run does not have and without its method.
 
     Args:
-      flags: in order.
-      settings: of the run.
-      brief: leave out what is off in this run and by default: ``validation_share`` at 0, say.
+      flags: the flags, in order.
+      settings: the settings of the run.
+      brief: leave out settings that are off in this run and by default, such as ``validation_share`` at 0.
     """
     off = _off(settings["strategy"]) if brief else ()
-    found: dict[str, None] = {}
+    parts: dict[str, None] = {}
     for flag in flags:
         if flag not in settings or flag in ("strategy", "server_optimizer"):
             continue
         if not (flag in off and settings[flag] in OFF):
-            found[_words(flag, settings)] = None
-    return list(found)
+            parts[_words(flag, settings)] = None
+    return list(parts)
 
 
 @functools.cache
 def _off(strategy: str) -> frozenset[str]:
-    """Return the flags of a method's runs, but for its seeds, that are off by default."""
+    """The flags of a method's runs that are off by default, without the seeds."""
     defaults = configuration.decisive(Config(strategy=strategy))
     return frozenset(flag for flag, value in defaults.items() if value in OFF and flag not in SEEDS)
 
@@ -143,22 +143,22 @@ def _words(flag: str, settings: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    """Return a value in words; numbers as flags and tables have them: ``Dirichlet(1.0)`` is ``alpha=1.0``."""
+    """A value in words. Numbers are written as in flags and tables: ``Dirichlet(1.0)`` for ``alpha=1.0``."""
     if isinstance(value, list):
         return ", ".join(map(_number, value)) or "none"
     return "none" if value is None else str(value).replace("_", " ")
 
 
 def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the flags whose values differ between the runs that know them."""
+    """The flags whose values differ between the runs that have them."""
     flags = dict.fromkeys(flag for each in settings for flag in each)
     return [flag for flag in flags if len({json.dumps(each[flag]) for each in settings if flag in each}) > 1]
 
 
 def runs(configs: Sequence[Config]) -> list[str]:
-    """Return a name for each of some runs: its method and where it differs from the others, its seed included.
+    """A title for each of several runs: its method, and the settings and seeds in which it differs from the others.
 
-    Runs that differ in nothing are numbered.
+    Runs without a difference are numbered.
     """
     known = [facts(config) | {flag: getattr(config, flag) for flag in SEEDS} for config in configs]
     flags = varied(known)
@@ -172,7 +172,7 @@ def runs(configs: Sequence[Config]) -> list[str]:
 
 
 def run(config: Config) -> str:
-    """Return the name of a single run: method, data set, division, network and seed."""
+    """The title of a single run: method, dataset, partition, network and seed."""
     known = facts(config)
     parts = dataset(config.dataset), division(known), network(config.model), f"seed {config.seed}"
     return f"{method(known)}: {', '.join(parts)}"

@@ -126,7 +126,7 @@ def test_one_that_fails_is_told_once_and_left(kept, monkeypatch, capsys, when):
     one.write(row(10))
     one.close()
     assert kept[1].rounds == [5, 10] and kept[1].ended
-    told = "fedjax-mr: --log=broken has ended (no route to host); the run goes on, with its metrics in a\n"
+    told = "fedjax-mr: --log=broken has ended (no route to host); the run continues, with its metrics in a\n"
     assert capsys.readouterr().err == told
 
 
