@@ -27,7 +27,7 @@ class DivergedError(UserError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """Return the error for a name that no registry row has, with the nearest known one."""
+    """The error for a name that no registry row has, with the nearest known one."""
     names = sorted(known)
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

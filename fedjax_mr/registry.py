@@ -44,7 +44,7 @@ class Registry(dict[str, Row], Generic[Row]):
         super().__setitem__(name, row)
 
     def is_ours(self, name: str) -> bool:
-        """Return whether a row is this package's own, and not one that somebody has added or put in its place."""
+        """Whether a row is this package's own, and not one that somebody has added or put in its place."""
         return name in self and self[name] is self._ours.get(name)
 
     def refuse_unless_row(self, name: Any, row: Any) -> None:

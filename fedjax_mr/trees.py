@@ -24,17 +24,17 @@ Units = Sequence[Sequence[int]]
 
 
 def broadcast(tree: Tree, count: int) -> Tree:
-    """Return ``count`` copies of a tree, stacked on a new leading axis."""
+    """``count`` copies of a tree, stacked on a new leading axis."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 
 def take(tree: Tree, rows: jax.Array) -> Tree:
-    """Return the rows [R] of every leaf [K, ...]: leaves [R, ...] (for a scalar ``rows``: [...])."""
+    """The rows [R] of every leaf [K, ...]: leaves [R, ...] (for a scalar ``rows``: [...])."""
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
 def mean(tree: State | Params, *, weights: jax.Array | None = None) -> State | Params:
-    """Return the mean over the leading axis, weighted by ``weights`` [K] (None: uniform)."""
+    """The mean over the leading axis, weighted by ``weights`` [K] (None: uniform)."""
     if weights is None:
         return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
     shares = weights.astype(jnp.float32) / jnp.sum(weights.astype(jnp.float32))
@@ -42,7 +42,7 @@ def mean(tree: State | Params, *, weights: jax.Array | None = None) -> State | P
 
 
 def mix(tree: State | Params, weights: jax.Array) -> State | Params:
-    """Return weighted means of the K stacked models: new[i] = sum over j of weights[i, j] * old[j].
+    """Weighted means of the K stacked models: new[i] = sum over j of weights[i, j] * old[j].
 
     Args:
       tree: leaves [K, ...].
@@ -52,17 +52,17 @@ def mix(tree: State | Params, weights: jax.Array) -> State | Params:
 
 
 def interpolate(a: State | Params, b: State | Params, share: jax.Array | float) -> State | Params:
-    """Return share * a + (1 - share) * b, with ``share`` in 0..1."""
+    """Share * a + (1 - share) * b, with ``share`` in 0..1."""
     return jax.tree.map(lambda a, b: share * a + (1 - share) * b, a, b)
 
 
 def where(condition: jax.Array, a: Tree, b: Tree) -> Tree:
-    """Return a where a scalar condition holds, else b."""
+    """A where a scalar condition holds, else b."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
 def add(a: Params, b: Params) -> Params:
-    """Return a + b.
+    """A + b.
 
     Raises:
       TypeError: an operand is the whole state of a model.
@@ -72,7 +72,7 @@ def add(a: Params, b: Params) -> Params:
 
 
 def subtract(a: Params, b: Params) -> Params:
-    """Return a - b.
+    """A - b.
 
     Raises:
       TypeError: an operand is the whole state of a model.
@@ -82,7 +82,7 @@ def subtract(a: Params, b: Params) -> Params:
 
 
 def scale(tree: Params, factor: jax.Array | float) -> Params:
-    """Return factor * tree.
+    """Factor * tree.
 
     Raises:
       TypeError: the tree is the whole state of a model.
@@ -100,12 +100,12 @@ def _refuse_states(*trees: Params) -> None:
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Return a tree of zeros."""
+    """A tree of zeros."""
     return jax.tree.map(jnp.zeros_like, tree)
 
 
 def permute(tree: Tree, *, units: Units, permutations: jax.Array) -> Tree:
-    """Return the K stacked models with their units exchanged: ``new[j][u] = old[permutations[u, j]][u]``.
+    """The K stacked models with their units exchanged: ``new[j][u] = old[permutations[u, j]][u]``.
 
     A gather per leaf. Every unit's copies are permuted, so sums, means and sums of squared distances over the K
     models stay (FedMR, KDD'24, Lemma 4.4).
@@ -123,17 +123,17 @@ def permute(tree: Tree, *, units: Units, permutations: jax.Array) -> Tree:
 
 
 def squared_norm(tree: Tree) -> jax.Array:
-    """Return the sum of the squares of all numbers (its gradient at zero is zero; that of a norm is not a number)."""
+    """The sum of the squares of all numbers (its gradient at zero is zero; that of a norm is not a number)."""
     return functools.reduce(jnp.add, [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])
 
 
 def put(tree: Tree, rows: jax.Array, new: Tree) -> Tree:
-    """Return leaves [N, ...] with ``new`` [R, ...] at ``rows`` [R]; rows named more than once get what `agree` says."""
+    """Leaves [N, ...] with ``new`` [R, ...] at ``rows`` [R]; rows named more than once get what `agree` says."""
     return jax.tree.map(lambda leaf, new: leaf.at[rows].set(new), tree, agree(new, rows))
 
 
 def agree(tree: Tree, names: jax.Array) -> Tree:
-    """Return leaves [R, ...] whose rows of one name in ``names`` [R] all hold the mean of those rows.
+    """Leaves [R, ...] whose rows of one name in ``names`` [R] all hold the mean of those rows.
 
     Of numbers that have no mean, such as truth values and counts, they hold the first.
     """
@@ -151,7 +151,7 @@ def agree(tree: Tree, names: jax.Array) -> Tree:
 
 
 def gram(tree: Tree) -> jax.Array:
-    """Return the inner products of the K stacked models [K, K], leaf by leaf (never a K x K x P array)."""
+    """The inner products of the K stacked models [K, K], leaf by leaf (never a K x K x P array)."""
 
     def products(leaf: jax.Array) -> jax.Array:
         inner = tuple(range(1, leaf.ndim))  # not flattened: a leaf that is divided over devices stays so
@@ -161,7 +161,7 @@ def gram(tree: Tree) -> jax.Array:
 
 
 def cosines(tree: Tree) -> jax.Array:
-    """Return the cosines of all pairs of the K stacked models [K, K]; a zero model has cosine 0 with every other."""
+    """The cosines of all pairs of the K stacked models [K, K]; a zero model has cosine 0 with every other."""
     products = gram(tree)
     norms = jnp.sqrt(jnp.diagonal(products))
     scales = norms[:, None] * norms[None, :]
@@ -169,7 +169,7 @@ def cosines(tree: Tree) -> jax.Array:
 
 
 def mean_pairwise_cosine(tree: Tree) -> jax.Array:
-    """Return the mean of `cosines` over the K(K-1)/2 pairs of stacked models; 1 for a single model.
+    """The mean of `cosines` over the K(K-1)/2 pairs of stacked models; 1 for a single model.
 
     The sum of K unit vectors has the squared length K plus twice the sum of the pairs' cosines, so two passes over the
     parameters do, where all inner products take K.
@@ -187,10 +187,10 @@ def mean_pairwise_cosine(tree: Tree) -> jax.Array:
 
 
 def all_finite(tree: Tree) -> jax.Array:
-    """Return whether every number of the tree is finite."""
+    """Whether every number of the tree is finite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def num_bytes(tree: Tree) -> int:
-    """Return the bytes of a tree of arrays or of shapes (``jax.eval_shape``)."""
+    """The bytes of a tree of arrays or of shapes (``jax.eval_shape``)."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -315,7 +315,7 @@ STRATEGIES = Registry(
 
 
 def by_group() -> dict[str, list[str]]:
-    """Return the names of the strategies by their group, in order; those from outside, of group "", last."""
+    """The names of the strategies by their group, in order; those from outside, of group "", last."""
     names: dict[str, list[str]] = {group: [] for group in (*_OURS, *(row.group for row in STRATEGIES.values()))}
     for name, row in STRATEGIES.items():
         names[row.group].append(name)

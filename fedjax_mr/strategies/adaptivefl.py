@@ -94,7 +94,7 @@ class State(NamedTuple):
 
 
 def rewards(records: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the weight of each client for a slice of each class [N, 3]."""
+    """The weight of each client for a slice of each class [N, 3]."""
     from_there_on = jnp.cumsum(records[:, ::-1], axis=1)[:, ::-1]  # [N, 7]
     of_class = jnp.asarray(CLASS[:, None] == np.arange(3), jnp.float32)
     success = (
@@ -104,7 +104,7 @@ def rewards(records: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def recorded(records: jax.Array, counts: jax.Array, sent: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the tables of ONE client, [7] and [3], after a round in which it was sent a slice and returned one."""
+    """The tables of ONE client, [7] and [3], after a round in which it was sent a slice and returned one."""
     slice = jnp.arange(7, dtype=jnp.int32)
     gained = jnp.where(slice >= sent, 1.0, 0.0) + jnp.where((slice == 6) & (sent == 6), 3.0, 0.0)
     above = jnp.maximum(slice - back, 0).astype(jnp.float32)
@@ -114,7 +114,7 @@ def recorded(records: jax.Array, counts: jax.Array, sent: jax.Array, back: jax.A
 
 
 def draw(key: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return a client for each of K places, each from its own weights [K, N], nobody twice."""
+    """A client for each of K places, each from its own weights [K, N], nobody twice."""
 
     def one(free: jax.Array, place: tuple) -> tuple[jax.Array, jax.Array]:
         key, weights = place
@@ -128,7 +128,7 @@ def draw(key: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return AdaptiveFL.
+    """Build AdaptiveFL.
 
     Raises:
       UserError: a network that cannot be narrowed, or not three shares of whole blocks.
@@ -158,7 +158,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": jax.vmap(parts.cut, in_axes=(None, 0))(state.model, state.drawn), "level": state.drawn}
 
     def largest_held(sent, client, key):
-        """Return the slice that a client trains of the one that it was sent."""
+        """The slice that a client trains of the one that it was sent."""
         mean, deviation, least, most = jnp.asarray(STRENGTHS, jnp.float32)[jnp.asarray(strength)[client]]
         room = jnp.clip(mean + deviation * jax.random.normal(key), least, most)
         shares = jnp.asarray(params / params[-1], jnp.float32)

@@ -1,11 +1,13 @@
 """The interface of a strategy: one NamedTuple of pure functions.
 
-A strategy's state holds what its algorithm names and nothing else; counters, diaries and seconds are information, which
-the functions return beside it. ``build(hyper, problem)`` is called anew inside every compiled program and for every
-question about shapes (some sixteen times for two rounds of FedAvg), so it defines functions and computes nothing.
+Letters used in every docstring: N clients, K clients per round (the cohort), B samples per batch, S local steps,
+C classes, D devices. A model's `Variables` are the dictionary of all its Flax collections.
 
-Letters used in every docstring: N clients, K clients of a round (the cohort), B batch, S local steps, C classes,
-D devices. A model's state is the dictionary of all its Flax collections (`Variables`).
+The state of the server holds the quantities that the algorithm's box names, and nothing else. Counters, logs and
+timings are information (`Info`), which functions return beside the state.
+
+``build(hyper, problem)`` is called inside every compiled program and for every shape evaluation (about sixteen times in
+two rounds of FedAvg). It must only define functions and must not compute anything.
 """
 
 import dataclasses
@@ -18,18 +20,19 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData, LocalSetting, Metrics, Samples
+from fedjax_mr.errors import UserError
 from fedjax_mr.models import Layer, Model, Variables
 
 State = Any
 Memory = Any
 Payload = dict[str, Any]
-"""Named objects on the way; the key ``model`` holds the network. Traffic is counted from these."""
+"""Named objects sent between server and clients; the key ``model`` holds the network. Traffic is counted from these."""
 Info = dict[str, Any]
-"""A strategy's report of a round, by name, beside its state: scalars become columns of the metrics."""
+"""A strategy's report of one round, by name. Scalars become columns of the metrics."""
 
 
 class Cohort(NamedTuple):
-    """The clients of a round, in the strategy's own order (in FedMR row j trains model j)."""
+    """The clients of a round, in an order that the strategy chooses (in FedMR, client j trains model j)."""
 
     ids: jax.Array  # [K] int32 in 0..N-1
     sizes: jax.Array  # [K] int32 training samples
@@ -38,22 +41,22 @@ class Cohort(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The facts of a federation that a strategy may use; they do not change during a run.
+    """The properties of a federation that a strategy may use. They are constant during a run.
 
-    The arrays reach compiled code as arguments (this dataclass is a pytree), the other fields are static.
+    This dataclass is a pytree: arrays are arguments of the compiled program, the other fields are static.
 
     Attributes:
-      model: the network as pure functions; a `Zoo` where clients have different ones.
-      local: epochs, batch size and optimiser of the clients.
+      model: the network as pure functions; a `Zoo` if clients have different networks.
+      local: epochs, batch size and optimizer of the clients.
       num_clients: N.
       cohort_size: K.
       num_classes: C.
-      layers: the model's layers in forward order.
+      layers: the model's layers in forward order; empty for a `Zoo`.
       sizes: training samples per client [N].
       label_counts: training samples per client and class [N, C].
-      architectures: which network of the zoo each client starts with [N] int32; zeros without a zoo.
-      public: the samples that the server holds, y None if they have no labels; None if there are none.
-      validation_sizes: samples per client that it keeps for validation [N]; None: no client keeps any.
+      architectures: index of each client's initial network in the zoo [N] int32; zeros without a zoo.
+      public: public samples held by the server, or None. ``y`` is None if they are unlabelled.
+      validation_sizes: validation samples per client [N], or None if no client has any.
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
@@ -70,31 +73,31 @@ class Problem:
 
 
 class Init(Protocol):
-    """Return the server state (a NamedTuple of arrays) before the first round."""
+    """Initialise the server's state (a NamedTuple of arrays)."""
 
     def __call__(self, key: jax.Array) -> State: ...
 
 
 class InitMemory(Protocol):
-    """Return what the clients keep between rounds: leaves [N, ...]."""
+    """Initialise the memory that clients keep between rounds: leaves [N, ...]."""
 
     def __call__(self, key: jax.Array) -> Memory: ...
 
 
 class Select(Protocol):
-    """Return the cohort of a round."""
+    """Select the cohort of a round."""
 
     def __call__(self, state: State, key: jax.Array) -> Cohort: ...
 
 
 class Dispatch(Protocol):
-    """Return what each client of the cohort receives: leaves [K, ...]."""
+    """The payload for each client of the cohort: leaves [K, ...]."""
 
     def __call__(self, state: State, cohort: Cohort, key: jax.Array) -> Payload: ...
 
 
 class ClientUpdate(Protocol):
-    """Train ONE client (no leading axis; the engine batches it): -> (upload, memory, metrics)."""
+    """Train ONE client (no leading axis; the engine batches the function): -> (upload, memory, metrics)."""
 
     def __call__(
         self, payload: Payload, memory: Memory, data: ClientData, round: jax.Array, key: jax.Array
@@ -102,7 +105,7 @@ class ClientUpdate(Protocol):
 
 
 class ServerUpdate(Protocol):
-    """Fold the uploads [K, ...] into the state: -> (state, info)."""
+    """Update the state from the uploads [K, ...]: -> (state, info)."""
 
     def __call__(
         self, state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
@@ -110,9 +113,10 @@ class ServerUpdate(Protocol):
 
 
 class BetweenRounds(Protocol):
-    """Change the state between two rounds, on the host: -> (state, info); info may hold arrays, which the run keeps.
+    """Update the state between two rounds, on the host: -> (state, info). Arrays in info are stored in the run folder.
 
-    ``client(i)`` is the data of client i, on the host, for what a simulation computes in the place of a client.
+    ``client(i)`` is the data of client i, in host memory. A simulation needs it if it computes something on the server
+    that real clients would compute.
     """
 
     def __call__(
@@ -121,9 +125,9 @@ class BetweenRounds(Protocol):
 
 
 class CountTraffic(Protocol):
-    """Return what travels in a round; ``usual`` is the payload and the upload of each of the K clients.
+    """The traffic of a round. ``usual`` counts one payload and one upload for each of the K clients.
 
-    ``state`` is the server's before the round.
+    ``state`` is the state of the server before the round.
     """
 
     def __call__(
@@ -132,94 +136,94 @@ class CountTraffic(Protocol):
 
 
 class PersonalPart(Protocol):
-    """Return what the server gives ONE client for the client's own model."""
+    """The part of the state that ONE client needs for its personal model."""
 
     def __call__(self, state: State, client_id: jax.Array) -> Any: ...
 
 
 class PersonalModel(Protocol):
-    """Return ONE client's own model; ``memory`` is the client's own row, ``part`` what the server gives it."""
+    """The personal model of ONE client, from its memory and its `PersonalPart`."""
 
     def __call__(self, part: Any, /, memory: Memory, data: ClientData, key: jax.Array) -> Variables: ...
 
 
 class View(NamedTuple):
-    """Where a server's state holds its model, or several stacked ones."""
+    """Access to the model, or to several stacked models, in a server's state."""
 
     get: Callable[[State], Variables]
     set: Callable[[State, Variables], State]
     stacked: bool = False
-    """Whether there are several, leaves [K, ...]."""
+    """Whether there are several models, leaves [K, ...]."""
 
 
 def view(name: str, *, stacked: bool = False) -> View:
-    """The view of a field of the state."""
+    """A view of one field of the state."""
     return View(lambda state: getattr(state, name), lambda state, models: state._replace(**{name: models}), stacked)
 
 
 class LayerExchange(NamedTuple):
-    """An exchange of layers among the K clients of a round, in which the server has no part.
+    """An exchange of layers among the K clients of a round, without the server.
 
-    The engine simulates it between the server and the clients; on real clients it is real.
+    In a simulation the engine performs it. Real clients send each other encrypted messages.
     """
 
     mix: Callable[[Payload, jax.Array], tuple[Payload, Info]]
-    """(payloads or uploads [K, ...], key) -> the same with the layers of ``model`` exchanged, and the round's info."""
+    """(payloads or uploads [K, ...], key) -> (the same with the layers of ``model`` exchanged, info)."""
     when: str
     """``before_upload``, ``before_training`` or ``both``."""
     share: float
-    """The probability with which a client sends a layer."""
+    """Probability that a client sends a given layer."""
     repetitions: int
-    """Exchanges each time."""
+    """Number of exchanges in a row."""
 
     @property
     def before_training(self) -> bool:
-        """Whether the clients exchange layers of what they receive."""
+        """Whether the clients exchange layers of the models that they receive."""
         return self.when != "before_upload"
 
     @property
     def before_upload(self) -> bool:
-        """Whether the clients exchange layers of what they send."""
+        """Whether the clients exchange layers of the models that they send."""
         return self.when != "before_training"
 
 
 class Strategy(NamedTuple):
-    """A federated method as pure functions; the four without a default are enough for a new one."""
+    """A federated method as pure functions. Only the four members without a default are required."""
 
     init: Init
     dispatch: Dispatch
     client_update: ClientUpdate
     server_update: ServerUpdate
     global_model: Callable[[State], Variables] | None = None
-    """The variables that are deployed and tested."""
+    """The deployed model, which is tested on the test set. Default: there is none."""
     individual_models: Callable[[State], Variables] | None = None
-    """K stacked models that are tested one by one beside the deployed one."""
+    """K stacked models that are tested one by one, in addition to the deployed model. Default: there are none."""
     select: Select | None = None
     """Default: K clients uniformly without replacement, in random order."""
     init_memory: InitMemory | None = None
-    """Default: clients keep nothing."""
+    """Default: clients keep no memory."""
     between_rounds: BetweenRounds | None = None
-    """Host code between two rounds; its presence makes one round per compiled call."""
+    """Host code between two rounds. With it, each compiled call runs a single round. Default: there is none."""
     traffic: CountTraffic | None = None
-    """Default: the payloads and the uploads of the K clients."""
+    """Default: the payloads and uploads of the K clients."""
     personal_model: PersonalModel | None = None
-    """A client's own model, tested on its own samples."""
+    """A client's personal model, tested on the client's samples. Default: there is none."""
     personal_part: PersonalPart | None = None
-    """What `personal_model` gets from the server; default: the whole state, right where this is the model of all."""
+    """The argument ``part`` of `personal_model`. Default: the whole state, which suits a single global model."""
     exchange: LayerExchange | None = None
-    """Layers that the clients exchange among themselves; default: none."""
+    """Exchange of layers among the clients. Default: there is none."""
     models: View | None = None
-    """The server's model or models, which an optimizer on the server may move; default: none."""
+    """The models that a server optimizer updates. Default: there are none, and a server optimizer is refused."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parcels:
-    """Objects of one size on their way.
+    """A number of sent objects that have the same size.
 
     Attributes:
-      count: how many travel in a round, int32; the engine adds up the rounds.
-      size: bytes of each; static, so that no sum of bytes is limited by an integer type of the device.
+      count: number of objects in a round, int32. The engine sums it over rounds.
+      size: bytes per object. It is static, so that byte totals cannot overflow an integer type of the device.
     """
 
     count: jax.Array
@@ -227,27 +231,27 @@ class Parcels:
 
     @classmethod
     def of(cls, count: jax.Array | int, size: int) -> "Parcels":
-        """Return ``count`` objects of ``size`` bytes."""
+        """Parcels of ``count`` objects of ``size`` bytes each."""
         return cls(jnp.asarray(count, jnp.int32), int(size))
 
 
 class Traffic(NamedTuple):
-    """All that travels in a round, or in several."""
+    """Objects sent in one or more rounds."""
 
     down: tuple[Parcels, ...] = ()  # server to clients
     up: tuple[Parcels, ...] = ()  # clients to server
     peer: tuple[Parcels, ...] = ()  # from client to client
 
     def num_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes down, up and from client to client, on the host."""
+        """Bytes (down, up, client to client); host code."""
         down, up, peer = (sum(int(parcels.count) * parcels.size for parcels in each) for each in self)
         return down, up, peer
 
 
 def select_uniformly(problem: Problem, key: jax.Array) -> Cohort:
-    """Return K of the N clients, uniformly without replacement and in random order; consumes ``key``."""
-    # The K largest of N random words. On CPU only floats are spared a sort of all N (200 ms of 100,000), so the words'
-    # order is first taken in floats, with a few more than K because these are coarser.
+    """Select K of the N clients uniformly without replacement, in random order; consumes ``key``."""
+    # Take the K largest of N random words. On CPU, top_k avoids a full sort only for floats (the sort takes 200 ms for
+    # 100,000 words). So a first top_k runs on floats, with a few more than K candidates because floats are coarser.
     words, count = jax.random.bits(key, (problem.num_clients,)), problem.cohort_size
     _, near = jax.lax.top_k(words.astype(jnp.float32), min(problem.num_clients, count + 8))
     ids = near[jax.lax.top_k(words[near], count)[1]]
@@ -255,7 +259,7 @@ def select_uniformly(problem: Problem, key: jax.Array) -> Cohort:
 
 
 def usual_traffic(payloads: Payload, uploads: Payload) -> Traffic:
-    """Return the payloads and uploads [K, ...] of a round, from arrays or from their shapes."""
+    """Traffic of the payloads and uploads [K, ...] of a round, given as arrays or as shapes."""
 
     def rows(tree: Payload) -> tuple[Parcels, ...]:
         leaves = jax.tree.leaves(tree)
@@ -265,7 +269,7 @@ def usual_traffic(payloads: Payload, uploads: Payload) -> Traffic:
 
 
 class GlobalModel(NamedTuple):
-    """The state of a server that keeps the global model alone."""
+    """State of a server that keeps only the global model."""
 
     model: Variables
 
@@ -275,15 +279,15 @@ Train = Callable[[Variables, ClientData, jax.Array], tuple[Variables, Metrics]]
 
 
 def averaging(problem: Problem, *, train: Train | None = None, weights: str = "samples") -> Strategy:
-    """FedAvg: the clients train the global model, and the server takes the mean of theirs.
+    """FedAvg: clients train the global model, and the server averages their models.
 
-    McMahan et al., AISTATS 2017, Algorithm 1. Other methods replace members of it by ``_replace``. All but ``init``
-    also do for a state with a field ``model`` and others beside it.
+    McMahan et al., AISTATS 2017, Algorithm 1. Other methods replace members with ``_replace``. All members but ``init``
+    work with any state that has a field ``model``.
 
     Args:
       problem: the federation.
-      train: how a client trains; defaults to `local.train`.
-      weights: of the clients in the mean, their numbers of samples (``samples``) or all equal (``uniform``).
+      train: the training of one client. Defaults to `local.train`.
+      weights: weights of the clients in the mean, ``samples`` (n_i) or ``uniform``.
     """
 
     def init(key):
@@ -303,15 +307,51 @@ def averaging(problem: Problem, *, train: Train | None = None, weights: str = "s
     )
 
 
+class Models(NamedTuple):
+    """State of a server that keeps only its stacked models [K, ...]."""
+
+    models: Variables
+
+
+def circulating(problem: Problem, *, start: Callable[[Problem, jax.Array], Variables] | None = None) -> Strategy:
+    """K models that circulate among clients: model j is trained by the j-th client of each cohort.
+
+    The server stores the uploaded models unchanged and deploys their uniform mean. Other methods replace
+    ``server_update`` to combine the models. All members but ``init`` work with any state that has a field ``models``.
+
+    Args:
+      problem: the federation.
+      start: (problem, key) -> K initial models. Defaults to `copies_of_one`.
+    """
+
+    def init(key):
+        return Models((start or copies_of_one)(problem, key))
+
+    def dispatch(state, cohort, key):
+        return {"model": state.models}
+
+    def server_update(state, uploads, cohort, round, key):
+        return state._replace(models=uploads["model"]), {}
+
+    return Strategy(
+        init,
+        dispatch,
+        plain_training(problem),
+        server_update,
+        global_model=lambda state: trees.mean(state.models),
+        models=view("models", stacked=True),
+    )
+
+
 def to_all(problem: Problem, *names: str) -> Dispatch:
-    """A dispatch that sends these fields of the state to every client of the round."""
+    """A dispatch that sends the named fields of the state to every client of the round."""
     return lambda state, cohort, key: trees.broadcast(
         {name: getattr(state, name) for name in names}, problem.cohort_size
     )
 
 
 def plain_training(problem: Problem, *, train: Train | None = None) -> ClientUpdate:
-    """The client update of FedAvg: train the received model and send it back; nothing is kept."""
+    """The client update of FedAvg: train the received model and upload it. Clients keep no memory."""
     train = train or (lambda received, data, key: local.train(problem.model, problem.local, received, data, key))
 
     def client_update(payload, memory, data, round, key):
@@ -321,24 +361,65 @@ def plain_training(problem: Problem, *, train: Train | None = None) -> ClientUpd
     return client_update
 
 
+def step_towards(old: Variables, mean: Variables, rate: jax.Array | float) -> Variables:
+    """The server step old + rate (mean - old). Statistics are those of ``mean``: they are never extrapolated."""
+    step = trees.scale(trees.subtract(mean["params"], old["params"]), rate)
+    return mean | {"params": trees.add(old["params"], step)}
+
+
 def nothing(state: State, client_id: jax.Array) -> tuple:
-    """The personal part where a client's own model needs nothing from the server."""
+    """The personal part of a client whose personal model needs nothing from the server."""
     return ()
 
 
+def kept_model(part: Any, /, memory: Memory, data: ClientData, key: jax.Array) -> Variables:
+    """The personal model of a client that stores it in its memory as ``model``."""
+    return memory.model
+
+
+class LastModel(NamedTuple):
+    """Memory of one client: its model after its last training."""
+
+    model: Variables
+    trained: jax.Array  # bool; until it is True, ``model`` has not been trained
+
+
+def untrained(problem: Problem, key: jax.Array) -> LastModel:
+    """The memory [N, ...] of clients that have not trained: models of zeros; consumes ``key``."""
+    memory = LastModel(trees.zeros_like(problem.model.init(key)), jnp.zeros((), bool))
+    return trees.broadcast(memory, problem.num_clients)
+
+
+def zero_params(problem: Problem, key: jax.Array) -> trees.Params:
+    """Zeros like the parameters, for each client [N, ...]; consumes ``key``."""
+    return trees.broadcast(trees.zeros_like(problem.model.init(key)["params"]), problem.num_clients)
+
+
+def public_samples(problem: Problem, method: str, *, labelled: bool = False) -> Samples:
+    """The public samples of a method that cannot work without them.
+
+    Raises:
+      UserError: the server has no public samples, or they have no labels and ``labelled`` is set.
+    """
+    public = problem.public
+    if public is None or (labelled and public.y is None):
+        raise UserError(f"{method} needs {'labelled ' if labelled else ''}public data: pass public_share=0.1")
+    return public
+
+
 def kept_for_validation(problem: Problem) -> jax.Array:
-    """Return how many samples each client keeps for validation [N]."""
+    """The number of validation samples of each client [N]."""
     none = jnp.zeros_like(problem.sizes)
     return none if problem.validation_sizes is None else problem.validation_sizes
 
 
 def own_starts(problem: Problem, key: jax.Array) -> Variables:
-    """Return each client's own network, freshly initialised, leaves [N, ...]; consumes ``key``."""
+    """Initialise the network of each client [N, ...]; consumes ``key``."""
     return jax.vmap(problem.model.init)(jax.random.split(key, problem.num_clients), problem.architectures)
 
 
 def models_sent(problem: Problem, models: Variables) -> tuple[Parcels, ...]:
-    """Return the stacked models [R, ...] as parcels: of each network as many as are of it."""
+    """Parcels of stacked models [R, ...]: one entry per network of the zoo, which counts the models of that network."""
     rows = jax.tree.leaves(models)[0].shape[0]
     sizes = problem.model.num_bytes()
     numbers = jnp.broadcast_to(problem.model.architecture(models), (rows,))
@@ -347,16 +428,16 @@ def models_sent(problem: Problem, models: Variables) -> tuple[Parcels, ...]:
 
 
 def copies_of_one(problem: Problem, key: jax.Array) -> Variables:
-    """Return K copies of one initialisation, stacked; consumes ``key``."""
+    """Stack K copies of one initialisation; consumes ``key``."""
     return trees.broadcast(problem.model.init(key), problem.cohort_size)
 
 
 def independent_starts(problem: Problem, key: jax.Array) -> Variables:
-    """Return K independent initialisations, stacked; consumes ``key``."""
+    """Stack K independent initialisations; consumes ``key``."""
     return jax.vmap(problem.model.init)(jax.random.split(key, problem.cohort_size))
 
 
 def unit_permutations(key: jax.Array, num_units: int, count: int) -> jax.Array:
-    """Return one uniform permutation of 0..count-1 per unit [num_units, count], independent; consumes ``key``."""
+    """Draw an independent uniform permutation of 0..count-1 for each unit [num_units, count]; consumes ``key``."""
     rows = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (num_units, count))
     return jax.random.permutation(key, rows, axis=1, independent=True)

@@ -21,7 +21,7 @@ from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, averag
 
 
 def pool(data: ClientData, sizes: jax.Array, validation_sizes: jax.Array) -> ClientData:
-    """Return one client's data with all clients' training rows first in its index, then those kept for validation.
+    """One client's data with all clients' training rows first in its index, then those kept for validation.
 
     Args:
       data: any client's data; the size stays.
@@ -37,7 +37,7 @@ def pool(data: ClientData, sizes: jax.Array, validation_sizes: jax.Array) -> Cli
 
 
 def build(hyper: None, problem: Problem) -> Strategy:
-    """Return centralized training."""
+    """Build centralized training."""
     row, sizes = jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes
     validation_sizes = kept_for_validation(problem)
 

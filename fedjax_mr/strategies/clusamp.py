@@ -60,7 +60,7 @@ class State(NamedTuple):
 
 
 def distances_to(one: Any, all: Any, *, kind: str) -> jax.Array:
-    """Return the distances [N] of one tree to N stacked ones; the angle to a zero is 0."""
+    """The distances [N] of one tree to N stacked ones; the angle to a zero is 0."""
     sums = lambda function: functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(function, all, one)))
     rows = lambda leaf: leaf.reshape(leaf.shape[0], -1)
     if kind == "L1":
@@ -75,7 +75,7 @@ def distances_to(one: Any, all: Any, *, kind: str) -> jax.Array:
 
 
 def by_size(sizes: jax.Array, count: int) -> jax.Array:
-    """Return the K = ``count`` distributions [K, N] of the paper's Algorithm 1.
+    """The K = ``count`` distributions [K, N] of the paper's Algorithm 1.
 
     The clients, each with K n_i / sum n, are poured one after the other, largest first, into K vessels that hold 1. Of
     equal clients the last is the first, as released.
@@ -89,7 +89,7 @@ def by_size(sizes: jax.Array, count: int) -> jax.Array:
 
 
 def groups(distances: np.ndarray, sizes: np.ndarray, count: int) -> list[list[int]]:
-    """Return the largest sub-trees of Ward's tree that hold at most 1/K of all samples, K = ``count``; host code.
+    """The largest sub-trees of Ward's tree that hold at most 1/K of all samples, K = ``count``; host code.
 
     As in the authors' code, the rows of the table of distances [N, N] are points between which Ward's method measures
     Euclidean distances, and the groups are in the order of scipy's numbers for them. A client that alone holds more is
@@ -109,7 +109,7 @@ def groups(distances: np.ndarray, sizes: np.ndarray, count: int) -> list[list[in
 
 
 def pour(groups: Sequence[Sequence[int]], sizes: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the distributions [K, N] of K = ``count`` draws for clients in groups; host code.
+    """The distributions [K, N] of K = ``count`` draws for clients in groups; host code.
 
     In whole numbers: every client brings K n_i and every distribution holds sum n. The K largest groups are poured
     first, each into its own; the others, smallest first and their clients in random order, fill up what is left. Of
@@ -137,7 +137,7 @@ def pour(groups: Sequence[Sequence[int]], sizes: np.ndarray, count: int, rng: np
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return CluSamp."""
+    """Build CluSamp."""
 
     def init(key):
         model, count = problem.model.init(key), problem.num_clients

@@ -1,15 +1,15 @@
-"""FCCL: clients with different networks correlate their outputs for unlabelled public data, class by class.
+"""FCCL: clients with different networks align the class-wise correlations of their outputs on unlabelled public data.
 
-Huang, Ye, Du: Learn from Others and Be Yourself in Heterogeneous Federated Learning, CVPR 2022. On public batches every
-client brings the matrix of correlations between its own logits and the clients' mean logits close to 1 on the diagonal
-and to -1 beside it. On its own samples it learns the labels and stays close to two frozen teachers: itself after the
-training that precedes its first round, and itself at the end of its last round.
+Huang, Ye, Du: Learn from Others and Be Yourself in Heterogeneous Federated Learning, CVPR 2022. On public batches a
+client trains the matrix of correlations between its logits and the clients' mean logits towards 1 on the diagonal and
+-1 elsewhere. On its own samples it learns the labels and distils from two frozen teachers: its network after the
+pre-training before its first round, and its network at the end of its last round.
 
-Deviations. The clients' mean is that of the logits that the clients of the round before left for the whole public set,
-not that of the current batch (the paper's clients wait for each other at every batch). Columns are divided by
-sqrt(variance + 1e-6), so that a constant one does no harm. Adam goes on from batch to batch (the code starts it anew at
-each). The training before the first round is a client's first round here. Teachers see samples as they are, not as
-augmented.
+Deviations. The mean logits are those that the clients of the previous round computed for the whole public set, not
+those of the current batch: the paper's clients synchronise at every batch. Columns are divided by
+sqrt(variance + 1e-6), so that a constant column is harmless. Adam's moments persist from batch to batch; the code
+resets them at each batch. The pre-training takes place in a client's first round. Teachers see the samples without
+augmentation.
 """
 
 import dataclasses
@@ -21,9 +21,8 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, nothing, own_starts
+from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_starts, public_samples
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 
 EPSILON = 1e-6  # added to variances
@@ -33,48 +32,48 @@ divergence = optax.losses.kl_divergence_with_log_targets
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FCCL's own settings."""
+    """Hyper-parameters of FCCL."""
 
     off_diagonal: float = field(
-        0.0051, "lambda, the weight of the correlations of different classes", low=0, source="Huang et al. 2022"
+        0.0051, "lambda, weight of the correlations between different classes", low=0, source="Huang et al. 2022"
     )
     public_epochs: int = field(
         1, "epochs on the public data per round", unit="epochs", low=0, source="the authors' code"
     )
     public_batch: int = field(
         256,
-        "batch on the public data",
+        "batch size on the public data",
         unit="samples",
         low=2,
         high=LARGEST_BATCH,
-        source="FCCL+'s code; the authors' first code: 512",
+        source="code of FCCL+; the authors' first code: 512",
     )
     private_epochs: int = field(
         10,
-        "epochs on its own data in a client's first round",
+        "epochs on its own samples in a client's first round",
         unit="epochs",
         low=0,
         source="ours; the authors' code: 3 to 40",
     )
-    teachers: float = field(1.0, "the weight of each of the two teachers", low=0, source="the authors' code")
+    teachers: float = field(1.0, "weight of each of the two teachers", low=0, source="the authors' code")
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """State of the server."""
 
-    consensus: jax.Array  # [P, C] the mean logits for the public data
+    consensus: jax.Array  # [P, C] the mean logits on the P public samples
 
 
 class Memory(NamedTuple):
-    """A client's memory."""
+    """Memory of one client."""
 
     model: Variables
-    frozen: Variables  # as it was after its first round
-    trained: jax.Array  # whether there was one
+    frozen: Variables  # the network after the client's first round
+    trained: jax.Array  # bool, whether the client has trained
 
 
 def standardised(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return columns of mean 0 and variance 1 over the true samples of [B, C]; rows of padding are zero."""
+    """Standardise the columns of [B, C] over the true samples; padding rows become zero."""
     mask = mask[:, None]
     count = jnp.maximum(jnp.sum(mask), 1.0)
     centred = (logits - jnp.sum(logits * mask, axis=0, keepdims=True) / count) * mask
@@ -82,7 +81,7 @@ def standardised(logits: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def correlation_loss(logits: jax.Array, target: jax.Array, mask: jax.Array, *, off_diagonal: float) -> jax.Array:
-    """Return FCCL's loss of logits [B, C] beside the clients' mean [B, C] (equation 3)."""
+    """The loss of equation 3 of logits [B, C] and the clients' mean logits [B, C]."""
     table = standardised(logits, mask).T @ standardised(target, mask) / jnp.maximum(jnp.sum(mask), 1.0)
     same = jnp.diagonal(table)
     others = jnp.sum(jnp.square(1 + table)) - jnp.sum(jnp.square(1 + same))
@@ -90,16 +89,14 @@ def correlation_loss(logits: jax.Array, target: jax.Array, mask: jax.Array, *, o
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FCCL.
+    """Build FCCL.
 
     Raises:
       UserError: there are no public data.
     """
-    network = problem.model
-    if problem.public is None:
-        raise UserError("fccl wants public data: give --public_share")
-    count = problem.public.x.shape[0]
-    public = problem.public._replace(y=jnp.zeros(count, jnp.int32))  # without labels
+    network, public = problem.model, public_samples(problem, "fccl")
+    count = public.x.shape[0]
+    public = public._replace(y=jnp.zeros(count, jnp.int32))  # labels are not used
     everything = jnp.arange(count, dtype=jnp.int32)
 
     def init(key):
@@ -113,7 +110,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"consensus": trees.broadcast(state.consensus, problem.cohort_size)}
 
     def client_update(payload, memory, data, round, key):
-        public_key = jax.random.split(key)[1]  # own samples: the key of Local-only
+        public_key = jax.random.split(key)[1]  # own samples use the same key as Local-only
         choose = lambda start, later: jnp.where(memory.trained, later, start)
 
         def collaborate(params, state, batch, key):
@@ -128,8 +125,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             max_size=count,
             augment=None,
         )
-        whole = local.whole(public)
-        model, _ = local.train(network, setting, memory.model, whole, public_key, loss=collaborate)
+        model, _ = local.train(network, setting, memory.model, local.whole(public), public_key, loss=collaborate)
 
         own_rows = jnp.minimum(jnp.arange(problem.local.max_size, dtype=jnp.int32), data.size - 1)
         own_rows = jnp.asarray(data.index)[data.offset + own_rows]
@@ -140,8 +136,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
             for teacher in teachers:
-                far = divergence(jax.nn.log_softmax(logits), teacher[batch.position])
-                losses += choose(0.0, hyper.teachers) * far
+                distilled = divergence(jax.nn.log_softmax(logits), teacher[batch.position])
+                losses += choose(0.0, hyper.teachers) * distilled
             return local.masked_mean(losses, batch.mask), state
 
         setting = dataclasses.replace(problem.local, epochs=choose(hyper.private_epochs, problem.local.epochs))
@@ -160,5 +156,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_update,
         init_memory=init_memory,
         personal_part=nothing,
-        personal_model=lambda part, memory, data, key: memory.model,
+        personal_model=kept_model,
     )

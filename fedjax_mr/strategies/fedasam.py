@@ -83,13 +83,13 @@ class State(NamedTuple):
 
 
 def scale_of(path: tuple, leaf: jax.Array, eta: float | None) -> jax.Array:
-    """Return T, the scale of the neighbourhood along each weight: |w| + eta; 1 for biases, and for all without eta."""
+    """T, the scale of the neighbourhood along each weight: |w| + eta; 1 for biases, and for all without eta."""
     name = path[-1].key
     return jnp.ones_like(leaf) if eta is None or name.endswith("bias") else jnp.abs(leaf) + eta
 
 
 def sharpness_aware(loss: Loss, *, rho: float, eta: float | None) -> Callable:
-    """Return (params, state, batch, key) -> ((loss, state), gradient), the gradient taken at the worst neighbour.
+    """(params, state, batch, key) -> ((loss, state), gradient), the gradient taken at the worst neighbour.
 
     To first order the loss is largest, among all neighbours w + T e with |e| <= rho, at w + rho T^2 g / |T g|. Without
     eta the neighbourhood is a ball (SAM).
@@ -109,16 +109,16 @@ def sharpness_aware(loss: Loss, *, rho: float, eta: float | None) -> Callable:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedASAM."""
+    """Build FedASAM."""
     averages, released = hyper.swa_start is not None, hyper.swa_when == "released"
 
     def cycle(round):
-        """Return whether SWA has begun, and the share of its cycle that is over after this round."""
+        """Whether SWA has begun, and the share of its cycle that is over after this round."""
         position = (round % hyper.swa_cycle + 1).astype(jnp.float32) / hyper.swa_cycle
         return round >= hyper.swa_start, position
 
     def enters_mean(round):
-        """Return whether the model of a round becomes a part of the mean."""
+        """Whether the model of a round becomes a part of the mean."""
         begun, position = cycle(round)
         if released:
             return (round > hyper.swa_start) & ((round - hyper.swa_start) % hyper.swa_cycle == 0)

@@ -1,8 +1,8 @@
 """FedAvg: average the clients' models, weighted by their numbers of samples.
 
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
-Data, AISTATS 2017, Algorithm 1. BatchNorm statistics are averaged with the rest of the state, as the authors of FedMR
-run it.
+Data, AISTATS 2017, Algorithm 1. BatchNorm statistics are averaged like the parameters, as in the code of FedMR's
+authors.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedAvg's own setting."""
+    """Hyper-parameters of FedAvg."""
 
     weights: str = field(
         "samples",
-        "weights of the clients in the mean: their numbers of samples n_i, or all equal",
+        "weights of the clients in the mean: their numbers of samples n_i (samples), or equal weights (uniform)",
         choices=("samples", "uniform"),
         source="McMahan et al. 2017, Algorithm 1",
     )
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedAvg."""
+    """Build FedAvg."""
     return averaging(problem, weights=hyper.weights)

@@ -1,19 +1,20 @@
-"""FedDC: FedDyn's drift and SCAFFOLD's control variates at once.
+"""FedDC: FedDyn's drift combined with SCAFFOLD's control variates.
 
 Gao, Fu, Li, Chen, Xu, Xu: FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction, CVPR
-2022. A client's gradients are those of the loss plus alpha (theta - w + h_i) plus c - c_i, where h_i is the sum of its
-changes and c_i its control variate; the server adds the mean of the drifts of all N clients to the mean of the K
-models. With c = c_i = 0 it is FedDyn.
+2022. The gradient of a client is that of the loss plus alpha (theta - w + h_i) plus c - c_i, where h_i is the sum of
+its changes and c_i its control variate. The server adds the mean drift of all N clients to the mean of the K models.
+With c = c_i = 0 this is FedDyn.
 
-The equations are those of the released code, where c_i is SCAFFOLD's (option II) and the server counts the drifts of
-all clients; with those of the round's clients alone it would be the same if all take part.
+The equations are those of the released code: c_i is that of SCAFFOLD (option II), and the server averages the drifts of
+all clients. An average over the clients of the round gives the same result if all clients train in every round.
 
-Deviations from that code: alpha and c are the same for all clients (there they are divided by r_i = N n_i / sum n); a
-client's change is divided by its own number of steps and by lr / (1 - momentum), as in our SCAFFOLD (there by the steps
-of a client of mean size, and by the first round's learning rate although the rate decays).
+Deviations from the released code:
+* alpha and c are the same for all clients. The code divides them by r_i = N n_i / sum n.
+* The change of a client is divided by its own number of steps and by lr / (1 - momentum), as in our SCAFFOLD. The code
+  divides it by the steps of a client of mean size and by the first round's learning rate, although the rate decays.
 
-The released alpha of 0.01 belongs to weight decay. On the digits (5 of 20 clients, no decay) one seed of three
-collapses with it and two diverge, before round 60; with 0.1 it stays a little below FedAvg.
+The released alpha of 0.01 is meant for training with weight decay. On the digits (5 of 20 clients, no weight decay) one
+seed of three collapses with it and two diverge, before round 60. With alpha = 0.1, accuracy is slightly below FedAvg's.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all, zero_params
 from fedjax_mr.strategies.feddyn import pull, step_of_server
 from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.scaffold import correct, steady_step
@@ -33,18 +34,18 @@ from fedjax_mr.strategies.scaffold import correct, steady_step
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedDC's own setting."""
+    """Hyper-parameters of FedDC."""
 
     alpha: float = field(
         0.01,
-        "alpha, how strongly a client is held at w less its drift",
+        "alpha, weight of the term that pulls a client towards w - h_i, the global model minus the client's drift",
         low=0,
-        source="Gao et al.'s code: 0.01 for CIFAR-10 and CIFAR-100",
+        source="code of Gao et al.: 0.01 for CIFAR-10 and CIFAR-100",
     )
 
 
 class State(NamedTuple):
-    """The global model, the mean drift of all N clients and the mean of their control variates."""
+    """The global model, the mean drift of all N clients and their mean control variate."""
 
     model: Variables
     drift: trees.Params
@@ -52,17 +53,17 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A client's memory."""
+    """Memory of one client."""
 
     drift: trees.Params  # h_i
     control: trees.Params  # c_i
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedDC.
+    """Build FedDC.
 
     Raises:
-      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
+      UserError: the optimizer of the clients is not SGD with momentum below 1.
     """
     step_size = steady_step(problem.local)
 
@@ -72,8 +73,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(model, zeros, zeros)
 
     def init_memory(key):
-        zeros = trees.zeros_like(problem.model.init(key)["params"])
-        return trees.broadcast(Memory(zeros, zeros), problem.num_clients)
+        zeros = zero_params(problem, key)
+        return Memory(zeros, zeros)
 
     def client_update(payload, memory, data, round, key):
         received, control = payload["model"], payload["control"]
@@ -86,9 +87,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         steps = jnp.maximum(metrics.steps, 1).astype(jnp.float32)
         change = trees.subtract(model["params"], received["params"])
-        of_control = trees.scale(trees.add(trees.scale(change, 1 / (steps * step_size)), control), -1.0)
-        kept = Memory(trees.add(memory.drift, change), trees.add(memory.control, of_control))
-        return {"model": model, "control": of_control}, kept, metrics
+        control_change = trees.scale(trees.add(trees.scale(change, 1 / (steps * step_size)), control), -1.0)
+        memory = Memory(trees.add(memory.drift, change), trees.add(memory.control, control_change))
+        return {"model": model, "control": control_change}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
         model, drift = step_of_server(problem, state.model, state.drift, uploads["model"])

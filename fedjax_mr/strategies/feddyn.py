@@ -1,18 +1,22 @@
-"""FedDyn: a term of every client's loss grows until the clients' optima are the global one.
+"""FedDyn: a dynamic regularisation term in each client's loss aligns the clients' optima with the global optimum.
 
 Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama: Federated Learning Based on Dynamic Regularization, ICLR 2021,
-Algorithm 1. Client i keeps its drift h_i, the sum of its changes, zero at first; its gradients are those of the loss
-plus alpha (theta - w + h_i). The server adds the mean of the drifts of all N clients to the mean of the K models. In
-the paper's letters its gradient is -alpha h_i and the server's h is -alpha times the mean drift.
+Algorithm 1. Client i keeps its drift h_i, the sum of its changes, which starts at zero. Its gradient is that of the
+loss plus alpha (theta - w + h_i). The server adds the mean drift of all N clients to the mean of the K models. In the
+paper's notation the client's gradient is -alpha h_i, and the server's h is -alpha times the mean drift.
 
-Deviations. From the paper: the networks there have no BatchNorm, whose statistics are averaged here. From the released
-code: alpha is the same for all clients (there it is divided by r_i = N n_i / sum n); --weight_decay and --clip_norm are
-those of all methods, the clipped gradient holding all of the dynamic term (there alpha theta is added after clipping);
-the model that is tested is the server's w, with which training goes on (there the curves are those of the mean of the
-models that all N clients trained last).
+Deviation from the paper: its networks have no BatchNorm; here BatchNorm statistics are averaged.
 
-The example's alpha of 0.01 belongs to rounds of all clients and weight decay. On the digits (5 of 20 clients, no decay)
-the drifts outgrow the models with it, and accuracy falls again after 50 rounds; with 0.1 it stays with FedAvg's.
+Deviations from the released code:
+* alpha is the same for all clients. The code divides it by r_i = N n_i / sum n.
+* Weight decay and gradient clipping are those of all methods, and clipping applies to the whole dynamic term. The code
+  adds alpha theta after clipping.
+* The tested model is the server's w, from which training continues. The code tests the mean of the last models of all
+  N clients.
+
+alpha = 0.01 comes from an example with weight decay in which all clients train in every round. On the digits (5 of 20
+clients, no weight decay) it lets the drifts grow larger than the models, and accuracy falls after 50 rounds. With
+alpha = 0.1, accuracy stays close to FedAvg's.
 """
 
 import dataclasses
@@ -23,19 +27,19 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, zero_params
 from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedDyn's own setting."""
+    """Hyper-parameters of FedDyn."""
 
     alpha: float = field(
         0.01,
-        "alpha, the strength of the dynamic term; at 0 the server still goes beyond the mean",
+        "alpha, weight of the dynamic term; with 0 the server still adds the mean drift",
         low=0,
-        source="the example in Acar et al.'s code; FedSpeed's authors run 0.1",
+        source="the example in the code of Acar et al.; FedSpeed's authors: 0.1",
     )
 
 
@@ -47,7 +51,7 @@ class State(NamedTuple):
 
 
 def pull(anchor: trees.Params, strength: float) -> optax.GradientTransformation:
-    """Return the transformation that adds ``strength`` times (parameters - ``anchor``) to every gradient."""
+    """A gradient transformation that adds ``strength`` times (parameters - ``anchor``)."""
     return optax.stateless(
         lambda gradient, params: trees.add(gradient, trees.scale(trees.subtract(params, anchor), strength))
     )
@@ -56,7 +60,7 @@ def pull(anchor: trees.Params, strength: float) -> optax.GradientTransformation:
 def step_of_server(
     problem: Problem, model: Variables, drift: trees.Params, models: Variables
 ) -> tuple[Variables, trees.Params]:
-    """Return the server's new model and mean drift, from its old ones and the models [K, ...] of the cohort."""
+    """Update the server's model and the mean drift from the uploaded models [K, ...]."""
     mean = trees.mean(models)
     change = trees.subtract(mean["params"], model["params"])
     drift = trees.add(drift, trees.scale(change, problem.cohort_size / problem.num_clients))
@@ -64,15 +68,11 @@ def step_of_server(
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedDyn."""
+    """Build FedDyn."""
 
     def init(key):
         model = problem.model.init(key)
         return State(model, trees.zeros_like(model["params"]))
-
-    def init_memory(key):
-        params = problem.model.init(key)["params"]
-        return trees.broadcast(trees.zeros_like(params), problem.num_clients)
 
     def client_update(payload, memory, data, round, key):
         received, drift = payload["model"], memory
@@ -86,5 +86,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(*step_of_server(problem, state.model, state.drift, uploads["model"])), {}
 
     return averaging(problem)._replace(
-        init=init, client_update=client_update, server_update=server_update, init_memory=init_memory
+        init=init,
+        client_update=client_update,
+        server_update=server_update,
+        init_memory=lambda key: zero_params(problem, key),
     )

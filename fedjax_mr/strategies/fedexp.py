@@ -53,7 +53,7 @@ class State(NamedTuple):
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedExP."""
+    """Build FedExP."""
     epsilon = hyper.epsilon * (problem.cohort_size if hyper.variant == "authors" else 1)
 
     def init(key):

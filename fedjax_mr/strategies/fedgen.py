@@ -116,7 +116,7 @@ class Generator(nn.Module):
 
     @nn.compact
     def __call__(self, noise: jax.Array, labels: jax.Array, *, train: bool = False) -> jax.Array:
-        """Return the representations [B, *shape] of noise [B, Z] and labels [B]."""
+        """The representations [B, *shape] of noise [B, Z] and labels [B]."""
         x = jnp.concatenate([noise, jax.nn.one_hot(labels, self.num_classes)], axis=-1)
         x = layers.Dense(self.hidden, name="hidden")(x)
         x = nn.relu(layers.BatchNorm(name="norm")(x, train=train))
@@ -125,21 +125,21 @@ class Generator(nn.Module):
 
 
 def generator_for(hyper: Hyper, network: Model, num_classes: int) -> Generator:
-    """Return the generator of what a network's ``features`` return."""
+    """The generator of what a network's ``features`` return."""
     sample = jax.ShapeDtypeStruct((1, *network.input_shape), network.input_dtype)
     shape = jax.eval_shape(network.features, network.shapes(), sample).shape[1:]
     return Generator(num_classes, hyper.hidden, shape)
 
 
 def diversity(noise: jax.Array, latent: jax.Array) -> jax.Array:
-    """Return exp(-mean over pairs of |noise_i - noise_j|^2 |z_i - z_j|_1), both distances means over coordinates."""
+    """Exp(-mean over pairs of |noise_i - noise_j|^2 |z_i - z_j|_1), both distances means over coordinates."""
     pairs = lambda a: a[:, None] - a[None, :]
     flat = latent.reshape(latent.shape[0], -1)
     return jnp.exp(-jnp.mean(jnp.mean(pairs(noise) ** 2, axis=-1) * jnp.mean(jnp.abs(pairs(flat)), axis=-1)))
 
 
 def teacher_loss(losses: jax.Array, shares: jax.Array, *, released: bool) -> jax.Array:
-    """Return the loss of generated samples: the sum over models of the mean share times cross entropy, both [K, B].
+    """The loss of generated samples: the sum over models of the mean share times cross entropy, both [K, B].
 
     ``released``: as in both released codes, where shares [B, 1] broadcast against cross entropies [B].
     """
@@ -157,21 +157,21 @@ class State(NamedTuple):
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedGen."""
+    """Build FedGen."""
     network, num_classes, original = problem.model, problem.num_classes, hyper.variant == "original"
     generator = generator_for(hyper, network, num_classes)
     adam = optax.chain(optax.add_decayed_weights(hyper.weight_decay), optax.scale_by_adam())
 
     def decayed(round):
-        """Return decay^round, or 1 for variant=authors."""
+        """Decay^round, or 1 for variant=authors."""
         return jnp.power(hyper.decay, round.astype(jnp.float32)) if original else jnp.ones(())
 
     def gamma(start, round):
-        """Return a gamma in a round, nothing in the first one: the generator has not been trained."""
+        """A gamma in a round, nothing in the first one: the generator has not been trained."""
         return jnp.where(round == 0, 0.0, jnp.maximum(start * decayed(round), min(start, SMALLEST_GAMMA)))
 
     def generate(variables, labels, key):
-        """Return representations of labels, as clients make them."""
+        """Representations of labels, as clients make them."""
         return generator.apply(variables, jax.random.uniform(key, (labels.shape[0], hyper.noise)), labels)
 
     def init(key):
@@ -202,7 +202,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": model}, memory, metrics
 
     def generator_loss(params, statistics, models, counts, key):
-        """Return the loss of a generated batch: cross-entropy of the heads of K ``models``, and lack of diversity."""
+        """The loss of a generated batch: cross-entropy of the heads of K ``models``, and lack of diversity."""
         label_key, noise_key = jax.random.split(key)
         several = jnp.any(counts > 1, axis=0)
         allowed = jnp.where(jnp.any(several), several, jnp.any(counts > 0, axis=0))

@@ -1,19 +1,23 @@
-"""FedGH: clients with different networks share one header, trained by the server on their mean representations.
+"""FedGH: clients with different networks share one header, which the server trains on their mean representations.
 
 Yi, Wang, Liu, Shi, Yu: FedGH: Heterogeneous Federated Learning with Generalized Global Header, ACM MM 2023. All
-networks end in representations of one width d. A client trains its network with the header that it received, then
-uploads the mean representation of each class that it has; the server steps the header on one such pair of
-representation and class after another.
+networks end in representations of the same width d. A client trains its network with the received header and uploads
+the mean representation of each of its classes. The server trains the header with one SGD step for each pair of
+representation and class.
 
-Deviations from the released code: the header moves (the code's server steps another network's optimizer, and its header
-stays as it was drawn: clients share a random one); its gradients are neither accumulated from pair to pair nor clipped;
-class means are over all samples of a class, not means of the means of batches. No public data are needed, though
-pFedHR's Table 1 lists FedGH beside methods that use them; how they were used there is not described.
+Deviations from the released code:
+* The header is trained. The code's server steps the optimizer of another network, so that clients share a header that
+  keeps its random initialisation.
+* Gradients of the header are neither accumulated over pairs nor clipped.
+* A class mean is taken over all samples of the class; the code takes the mean of batch means.
 
-One pass over the pairs (``server_epochs=1``, as released) is at most K C steps of SGD and moves a header little, while
-every client gives up its own header for it. That may be why FedGH is below Local-only here (notebook/pfedhr.md in
-experiments/); it has not been measured alone. HtFLlib's code takes 100 passes in batches of 10 and tests clients with
-the received header; here, as in the released code, a client is tested after its training.
+No public data are needed, although Table 1 of pFedHR lists FedGH among methods that use them, without saying how.
+
+One pass over the pairs (``server_epochs=1``, as released) is at most K C steps of SGD. It changes the header little,
+but every client replaces its own header by it. This may explain why FedGH is below Local-only here
+(experiments/notebook/pfedhr.md); the effect has not been measured separately. HtFLlib's code takes 100 passes in
+batches of 10 and tests clients with the received header. Here, as in the released code, clients are tested after their
+training.
 """
 
 import dataclasses
@@ -29,42 +33,41 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, nothing, own_starts
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, kept_model, nothing, own_starts, to_all
 from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedGH's own settings."""
+    """Hyper-parameters of FedGH."""
 
     server_lr: float = field(
-        0.01, "the header's learning rate (SGD)", low=0, open_low=True, source="Yi et al. 2023 and HtFLlib's code"
+        0.01, "learning rate of the header (SGD)", low=0, open_low=True, source="Yi et al. 2023 and HtFLlib's code"
     )
     server_epochs: int = field(
         1,
-        "passes over the received pairs, one step for each; 1 moves the header little, which may be why clients do "
-        "better alone",
+        "passes over the received pairs, with one step per pair; 1 changes the header little",
         unit="epochs",
         low=0,
-        source="the authors' code, whose header never moves; HtFLlib's: 100",
+        source="the authors' code, in which the header is not trained; code of HtFLlib: 100",
     )
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """State of the server."""
 
     header: Any  # parameters of the classifier
-    trained: jax.Array  # whether it has been trained: clients do not take the header that the server started with
+    trained: jax.Array  # bool; clients ignore the header before its first training
 
 
 class Memory(NamedTuple):
-    """A client's memory."""
+    """Memory of one client."""
 
     model: Variables
 
 
 def with_header(network: Model, variables: Variables, header: Any) -> Variables:
-    """Return a network's variables with another header."""
+    """Replace the header in the variables of a network."""
 
     def replace(number, member, own):
         return network.pack(own | {"params": own["params"] | {member.head_name(): header}}, number)
@@ -73,30 +76,32 @@ def with_header(network: Model, variables: Variables, header: Any) -> Variables:
 
 
 def representation_width(network: Model) -> int:
-    """Return d.
+    """The width d of the representations of all networks.
 
     Raises:
-      UserError: the networks' representations or headers differ.
+      UserError: the networks' representations differ in width.
     """
     sample = lambda model: jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
     width = lambda model: math.prod(jax.eval_shape(model.features, model.shapes(), sample(model)).shape[1:])
     widths = {model.name: width(model) for model in network.networks}
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise UserError(f"all networks need representations of one width, but they have {listed}; set --projection")
+        raise UserError(
+            f"all networks need representations of the same width, but they have {listed}: pass projection=64"
+        )
     return next(iter(widths.values()))
 
 
 def class_means(
     network: Model, variables: Variables, data: ClientData, *, num_classes: int, width: int, batch_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the mean representation of each class [C, d] and the number of its samples [C]."""
+    """The mean representation of each class [C, d] and the number of its samples [C]."""
 
     def step(number: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         position = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
         rows = jnp.asarray(data.index)[data.offset + jnp.minimum(position, data.size - 1)]
-        true = (position < data.size).astype(jnp.float32)
-        labels = jax.nn.one_hot(jnp.asarray(data.samples.y)[rows], num_classes) * true[:, None]
+        mask = (position < data.size).astype(jnp.float32)
+        labels = jax.nn.one_hot(jnp.asarray(data.samples.y)[rows], num_classes) * mask[:, None]
         z = network.features(variables, local.gather(data.samples, rows)).reshape(batch_size, -1)
         return total[0] + labels.T @ z, total[1] + jnp.sum(labels, axis=0)
 
@@ -106,7 +111,7 @@ def class_means(
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedGH.
+    """Build FedGH.
 
     Raises:
       UserError: the networks' representations have different widths.
@@ -115,7 +120,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     first, width = network.networks[0], representation_width(network)
 
     def logits_of(header: Any, z: jax.Array) -> jax.Array:
-        """Return what the first network's last block makes of representations [B, d] with another header."""
+        """Logits of representations [B, d] by the first network's head with the parameters ``header``."""
         blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first.shapes())
         return first.head(with_header(first, blank, header), z)
 
@@ -125,9 +130,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def init_memory(key):
         return Memory(own_starts(problem, key))
-
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"header": state.header, "trained": state.trained}, problem.cohort_size)
 
     def client_update(payload, memory, data, round, key):
         shared = with_header(network, memory.model, payload["header"])
@@ -159,18 +161,18 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(header, jnp.ones((), bool)), {}
 
     def traffic(usual, state, uploads, cohort, round):
-        """A header for each client once there is one; back, of each class that a client has, label and mean."""
+        """Down: a header per client, once it is trained. Up: label and mean of each of a client's classes."""
         headers = Parcels.of(jnp.where(state.trained, problem.cohort_size, 0), trees.num_bytes(state.header))
         means = Parcels.of(jnp.sum(uploads["owned"]), 4 * (width + 1))
         return Traffic(down=(headers,), up=(means,))
 
     return Strategy(
         init,
-        dispatch,
+        to_all(problem, "header", "trained"),
         client_update,
         server_update,
         init_memory=init_memory,
         traffic=traffic,
         personal_part=nothing,
-        personal_model=lambda part, memory, data, key: memory.model,
+        personal_model=kept_model,
     )

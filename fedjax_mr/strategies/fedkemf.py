@@ -1,16 +1,16 @@
-"""FedKEMF: clients with different networks meet in a small knowledge network that all of them train and exchange.
+"""FedKEMF: clients with different networks exchange a small knowledge network, trained by mutual learning.
 
 Yu, Qian, Jannesari: Resource-aware Federated Learning using Knowledge Extraction and Multi-model Fusion, arXiv
-2208.07978, 2022. A client trains its own network and its copy of the knowledge network together, each also towards the
-outputs of the other, and uploads the latter; the server distils the ensemble of the uploaded ones (mean of their
-probabilities) into its knowledge network on unlabelled public data.
+2208.07978, 2022. A client trains its own network and its copy of the knowledge network together; each also learns from
+the outputs of the other. The client uploads the knowledge network. On unlabelled public data, the server distils the
+ensemble of the uploaded knowledge networks (the mean of their probabilities) into its own.
 
-Deviations. The paper leaves the pair's loss to deep mutual learning, which is `mutual`: cross-entropy + KL both ways,
-the other's outputs held constant, both networks stepped at once. ``variant=authors`` has the released code's losses:
-squared differences of logits; on the server half the cross-entropy of the labels and 200 times the squared difference
-of the probabilities (temperature 20, the student's only). Not taken over from that code: that the own network is
-stepped first, that the knowledge network also receives the gradient of the other's loss, and a learning rate that falls
-in each round.
+Deviations. The paper refers to deep mutual learning for the losses of the pair: cross-entropy + KL in both directions,
+with constant targets, and one step of both networks at a time (`mutual`). ``variant=authors`` uses the losses of the
+released code: squared differences of logits on clients; on the server, half the cross-entropy of the labels plus 200
+times the squared difference of the probabilities (temperature 20, for the student only). Three details of that code are
+not reproduced: the client's own network is updated first, the knowledge network also receives the gradient of the other
+network's loss, and the learning rate decays in each round.
 """
 
 import dataclasses
@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr import trees
 from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, nothing, own_starts
+from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_starts, public_samples, to_all
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 
 AUTHORS_TEMPERATURE = 20.0
@@ -35,60 +34,70 @@ entropy = optax.softmax_cross_entropy_with_integer_labels
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedKEMF's own settings."""
+    """Hyper-parameters of FedKEMF."""
 
     knowledge: int = field(
-        0, "which of the networks in --model is the knowledge network", low=0, source="ours: M1 in pFedHR's setting"
+        0,
+        "index of the knowledge network among the networks, from 0",
+        low=0,
+        source="ours: M1 in the setting of pFedHR",
     )
     server_epochs: int = field(
-        3, "epochs of the server's distillation", unit="epochs", low=0, source="ours, as pFedHR's; code: as clients"
+        3,
+        "epochs of distillation on the server",
+        unit="epochs",
+        low=0,
+        source="ours, as in pFedHR; the code: as clients",
     )
     server_batch: int = field(
-        64, "batch on the public data", unit="samples", low=1, high=LARGEST_BATCH, source="the authors' code"
+        64, "batch size on the public data", unit="samples", low=1, high=LARGEST_BATCH, source="the authors' code"
     )
     server_lr: float = field(
-        1e-3, "Adam's learning rate on the server", low=0, open_low=True, source="ours; the code: SGD, 0.01"
+        1e-3, "learning rate of Adam on the server", low=0, open_low=True, source="ours; the code: SGD, 0.01"
     )
     variant: str = field(
         "original",
-        "authors: squared differences in place of divergences, and labels on the server",
+        "original: the paper; authors: squared differences in place of divergences, and labels on the server",
         choices=("original", "authors"),
         source="Yu et al. 2022",
     )
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """State of the server."""
 
     knowledge: Variables
 
 
 class Memory(NamedTuple):
-    """A client's memory."""
+    """Memory of one client."""
 
     model: Variables
 
 
 def squared_difference(logits: jax.Array, other: jax.Array) -> jax.Array:
-    """Return the mean squared difference of the logits [B, C] of each sample."""
+    """The mean squared difference of logits [B, C] for each sample [B]."""
     return jnp.mean(jnp.square(logits - other), axis=-1)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedKEMF.
+    """Build FedKEMF.
 
     Raises:
-      UserError: there are no public data, none with labels for ``variant=authors``, or no such knowledge network.
+      UserError: there are no public data, they have no labels although ``variant=authors`` needs them, or ``knowledge``
+        is not the index of a network.
     """
-    network, public, authors = problem.model, problem.public, hyper.variant == "authors"
-    if public is None or (authors and public.y is None):
-        raise UserError(f"fedkemf wants {'labelled ' if authors else ''}public data: give --public_share")
+    network, authors = problem.model, hyper.variant == "authors"
+    public = public_samples(problem, "fedkemf", labelled=authors)
     if hyper.knowledge >= len(network.networks):
-        raise UserError(f"--fedkemf_knowledge={hyper.knowledge}, but --model has {len(network.networks)}, from 0 on")
+        raise UserError(
+            f"hyper.knowledge={hyper.knowledge} is not the index of a network: there are {len(network.networks)}, "
+            "counted from 0"
+        )
     small, count = network.networks[hyper.knowledge], public.x.shape[0]
 
     def train_both(model, own, knowledge, data, key):
-        """Train a client's two networks together."""
+        """Train the two networks of a client together."""
         pair, metrics = mutual.train_pair(
             Pair(model, small),
             problem.local,
@@ -105,9 +114,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def init_memory(key):
         return Memory(own_starts(problem, key))
-
-    def dispatch(state, cohort, key):
-        return {"knowledge": trees.broadcast(state.knowledge, problem.cohort_size)}
 
     def client_update(payload, memory, data, round, key):
         def training(number, own_network, own, knowledge):
@@ -135,17 +141,17 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         setting = local.LocalSetting(
             local.make_optimizer("adam", lr=hyper.server_lr), hyper.server_epochs, min(hyper.server_batch, count), count
         )
-        whole = local.whole(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
+        data = local.whole(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
-            knowledge, _ = local.train(small, setting, state.knowledge, whole, key, loss=distil)
+            knowledge, _ = local.train(small, setting, state.knowledge, data, key, loss=distil)
         return State(knowledge), {}
 
     return Strategy(
         init,
-        dispatch,
+        to_all(problem, "knowledge"),
         client_update,
         server_update,
         init_memory=init_memory,
         personal_part=nothing,
-        personal_model=lambda part, memory, data, key: memory.model,
+        personal_model=kept_model,
     )

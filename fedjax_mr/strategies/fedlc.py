@@ -35,13 +35,13 @@ class Hyper:
 
 
 def margins(counts: jax.Array, tau: float) -> jax.Array:
-    """Return by how much the logits [C] of a client with ``counts`` [C] samples per class are lowered."""
+    """By how much the logits [C] of a client with ``counts`` [C] samples per class are lowered."""
     of_present = tau * jnp.maximum(counts, 1).astype(jnp.float32) ** -0.25
     return jnp.where(counts > 0, of_present, OF_ABSENT_CLASSES)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedLC."""
+    """Build FedLC."""
     network = problem.model
 
     def train(received, data, key):

@@ -85,7 +85,7 @@ class State(NamedTuple):
 
 
 def draw_partners(key: jax.Array, clusters: jax.Array) -> jax.Array:
-    """Return whose model each of K clients receives [K]: another one of its cluster [K], of all if it is alone there.
+    """Whose model each of K clients receives [K]: another one of its cluster [K], of all if it is alone there.
 
     Draws are independent, so a model may go to several clients or to none; consumes ``key``.
     """
@@ -96,7 +96,7 @@ def draw_partners(key: jax.Array, clusters: jax.Array) -> jax.Array:
 
 
 def aggregate(models: Variables, received: Variables, partners: jax.Array) -> Variables:
-    """Return the mean of every model's trained copies [K, ...]: its owner's, and those of all who received it.
+    """The mean of every model's trained copies [K, ...]: its owner's, and those of all who received it.
 
     Args:
       models: the clients' own models after training [K, ...].
@@ -117,7 +117,7 @@ def aggregate(models: Variables, received: Variables, partners: jax.Array) -> Va
 
 
 def cluster(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
-    """Return the cluster of each row of outputs [N, F]: k-means of at most as many clusters as rows are distinct."""
+    """The cluster of each row of outputs [N, F]: k-means of at most as many clusters as rows are distinct."""
     from sklearn.cluster import KMeans
 
     count = min(count, len(np.unique(outputs, axis=0)))
@@ -125,7 +125,7 @@ def cluster(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
 
 
 def cluster_as_authors(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
-    """Return the cluster of each row of outputs [N, F] as the authors' code finds it, whose empty clusters take all.
+    """The cluster of each row of outputs [N, F] as the authors' code finds it, whose empty clusters take all.
 
     An empty cluster's centre is not a number, and to that every row is nearest.
     """
@@ -142,12 +142,12 @@ def cluster_as_authors(outputs: np.ndarray, count: int, *, seed: int) -> np.ndar
 
 
 def needs_public(hyper: Hyper) -> bool:
-    """Return whether it cannot run without public data: where it clusters the clients."""
+    """Whether it cannot run without public data: where it clusters the clients."""
     return hyper.clustering and bool(hyper.cluster_rounds)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedMe.
+    """Build FedMe.
 
     Raises:
       UserError: a round of a single client, or clusters without a public set.
@@ -179,7 +179,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": own, "received": received, "partner": payload["partner"], "takes": takes}, memory, metrics
 
     def chosen(uploads):
-        """Return whose model each client goes on with [K]."""
+        """Whose model each client goes on with [K]."""
         return jnp.where(uploads["takes"], uploads["partner"], jnp.arange(problem.cohort_size))
 
     def server_update(state, uploads, cohort, round, key):

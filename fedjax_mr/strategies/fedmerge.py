@@ -49,11 +49,11 @@ class State(NamedTuple):
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedMerge."""
+    """Build FedMerge."""
     network, head = problem.model, problem.model.head_name()
 
     def mixtures(state, ids):
-        """Return the mixtures of some clients: shares [R, d] and models [R, ...]."""
+        """The mixtures of some clients: shares [R, d] and models [R, ...]."""
         shares = jax.nn.softmax(state.logits[ids])
         return shares, trees.mix(state.models, shares)
 

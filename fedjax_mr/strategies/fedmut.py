@@ -66,7 +66,7 @@ class State(NamedTuple):
 
 
 def signs(key: jax.Array, *, num_units: int, count: int, beta: jax.Array) -> jax.Array:
-    """Return by how many radii each of ``count`` mutants moves each unit [num_units, count]; consumes ``key``.
+    """By how many radii each of ``count`` mutants moves each unit [num_units, count]; consumes ``key``.
 
     Every row holds 1 and beta - 1 equally often, in random order; with an odd count the last mutant has 0.
     """
@@ -77,7 +77,7 @@ def signs(key: jax.Array, *, num_units: int, count: int, beta: jax.Array) -> jax
 
 
 def mutate(model: Variables, change: Variables, moves: jax.Array) -> Variables:
-    """Return K mutants [K, ...]: model[l] + moves[l, j] change[l] for leaf l and mutant j, moves [leaves, K]."""
+    """K mutants [K, ...]: model[l] + moves[l, j] change[l] for leaf l and mutant j, moves [leaves, K]."""
     leaves, structure = jax.tree.flatten(model)
     pairs = zip(leaves, jax.tree.leaves(change), moves, strict=True)
     mutants = [jax.vmap(lambda move, leaf=leaf, step=step: leaf + move * step)(move) for leaf, step, move in pairs]
@@ -85,7 +85,7 @@ def mutate(model: Variables, change: Variables, moves: jax.Array) -> Variables:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedMut.
+    """Build FedMut.
 
     Raises:
       UserError: a round of a single client.
@@ -94,7 +94,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         raise UserError("fedmut mutates the global model in pairs of opposite signs: --cohort must be at least 2")
 
     def mutable(model):
-        """Return the collections that are mutated."""
+        """The collections that are mutated."""
         return model if hyper.variant == "authors" else {"params": model["params"]}
 
     def init(key):

@@ -37,7 +37,7 @@ class Hyper:
 
 
 def not_true_divergence(teacher: jax.Array, logits: jax.Array, labels: jax.Array, temperature: float) -> jax.Array:
-    """Return the divergence [B] of the student's from the teacher's softmax over all classes but the label's.
+    """The divergence [B] of the student's from the teacher's softmax over all classes but the label's.
 
     Args:
       teacher: logits [B, C].
@@ -52,7 +52,7 @@ def not_true_divergence(teacher: jax.Array, logits: jax.Array, labels: jax.Array
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedNTD."""
+    """Build FedNTD."""
     network, weight = problem.model, hyper.beta * hyper.temperature**2
 
     def train(received, data, key):

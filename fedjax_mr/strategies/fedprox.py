@@ -1,10 +1,11 @@
-"""FedProx: FedAvg whose clients are pulled back towards the global model.
+"""FedProx: FedAvg with a proximal term that pulls each client towards the global model.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020, Algorithm 2,
 equation 2.
 
-Deviation from the paper, as the authors of FedMR run it: clients are drawn uniformly and weighted by their numbers of
-samples (the paper draws them in proportion to these and averages plainly), and none of them stops early.
+Deviation from the paper, as in the code of FedMR's authors: clients are selected uniformly and weighted by their
+numbers of samples. The paper selects them in proportion to these numbers and takes the plain mean. No client stops
+early.
 """
 
 import dataclasses
@@ -17,18 +18,18 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedProx's own setting."""
+    """Hyper-parameters of FedProx."""
 
     mu: float = field(
         0.01,
-        "mu, the strength of the proximal term mu/2 |w - w_global|^2",
+        "mu, weight of the proximal term mu/2 |w - w_global|^2; 0 gives FedAvg",
         low=0,
-        source="KDD'24: 0.01 for CIFAR-10, 0.001 for CIFAR-100, 0.1 for FEMNIST, of the FedProx paper's grid",
+        source="KDD'24: 0.01 for CIFAR-10, 0.001 for CIFAR-100, 0.1 for FEMNIST, from the grid of the FedProx paper",
     )
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedProx."""
+    """Build FedProx."""
 
     def train(received, data, key):
         cross_entropy = local.cross_entropy(problem.model)

@@ -1,15 +1,15 @@
-"""FedSMOO: FedSpeed whose clients look for the worst point of their neighbourhoods in one common direction.
+"""FedSMOO: FedSpeed whose clients perturb their weights towards a common ascent direction.
 
 Sun, Shen, Chen, Ding, Tao: Dynamic Regularized Sharpness Aware Minimization in Federated Learning: Approaching Global
-Consistency and Smooth Landscape, ICML 2023. Client i keeps its drift h_i (see feddyn.py) and a dual u_i of its ascents,
-both zero at first; s is the ascent that the server proposes. In a step, with the gradient g at theta:
+Consistency and Smooth Landscape, ICML 2023. Client i keeps its drift h_i (see feddyn.py) and the dual variable u_i of
+its ascents. Both start at zero. s is the common ascent sent by the server. In each step, with the gradient g at theta:
 
     e = rho (g - u_i - s) / |g - u_i - s|,  u_i = u_i + e - s,
-    theta steps along the gradient at theta + e, plus lambda (theta - w + h_i).
+    theta descends along the gradient at theta + e, plus lambda (theta - w + h_i).
 
-After the round s is the mean of the clients' u_i, scaled to the length rho; w is FedDyn's.
+After the round, s is the mean of the clients' u_i, scaled to length rho. w is updated as in FedDyn.
 
-Deviations. As in the released code, which by its own comment leaves a small term of the paper's s out. BatchNorm
+Deviations. As in the released code, a small term of the paper's s is omitted (a comment there says so). BatchNorm
 statistics are those of the first of the two passes, averaged by the server.
 """
 
@@ -24,20 +24,20 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all, zero_params
 from fedjax_mr.strategies.feddyn import pull, step_of_server
 from fedjax_mr.strategies.hyper import field
 
-SMALLEST_NORM = 1e-7  # the released code's: nothing scaled to a length stays nothing
+SMALLEST_NORM = 1e-7  # as in the released code, so that a zero vector stays zero
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedSMOO's own settings."""
+    """Hyper-parameters of FedSMOO."""
 
-    rho: float = field(0.1, "rho, the length of every ascent", low=0, source="FedSMOO's code")
+    rho: float = field(0.1, "rho, length of the ascent", low=0, source="FedSMOO's code")
     strength: float = field(
-        0.1, "lambda, the strength of the proximal term (alpha of feddyn)", low=0, source="FedSMOO's code"
+        0.1, "lambda, weight of the proximal term (alpha of FedDyn)", low=0, source="FedSMOO's code"
     )
 
 
@@ -50,21 +50,21 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A client's memory."""
+    """Memory of one client."""
 
     drift: trees.Params  # h_i
     dual: trees.Params  # u_i
 
 
 def of_length(direction: trees.Params, length: float) -> trees.Params:
-    """Return a direction scaled to a length."""
+    """Scale a direction to a length."""
     return trees.scale(direction, length / (jnp.sqrt(trees.squared_norm(direction)) + SMALLEST_NORM))
 
 
 def with_common_ascent(
     loss: Loss, optimizer: optax.GradientTransformation, *, rho: float, ascent: trees.Params
 ) -> LocalStep:
-    """A step along the gradient after the ascent e, from (variables, u_i) to (variables, u_i)."""
+    """A local step with the gradient at theta + e. It starts from (variables, u_i) and results in (variables, u_i)."""
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
     def init(start: tuple[Variables, trees.Params]) -> tuple:
@@ -75,9 +75,9 @@ def with_common_ascent(
     def step(carry: tuple, batch: Batch, key: jax.Array) -> tuple[tuple, jax.Array]:
         params, state, dual, optimizer_state = carry
         (value, new_state), gradient = value_and_grad(params, state, batch, key)
-        own = of_length(trees.subtract(trees.subtract(gradient, dual), ascent), rho)  # e
-        _, gradient = value_and_grad(trees.add(params, own), state, batch, key)
-        dual = trees.add(dual, trees.subtract(own, ascent))
+        own_ascent = of_length(trees.subtract(trees.subtract(gradient, dual), ascent), rho)  # e
+        _, gradient = value_and_grad(trees.add(params, own_ascent), state, batch, key)
+        dual = trees.add(dual, trees.subtract(own_ascent, ascent))
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
         return (optax.apply_updates(params, updates), new_state, dual, optimizer_state), value
 
@@ -89,7 +89,7 @@ def with_common_ascent(
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FedSMOO."""
+    """Build FedSMOO."""
 
     def init(key):
         model = problem.model.init(key)
@@ -97,8 +97,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(model, zeros, zeros)
 
     def init_memory(key):
-        zeros = trees.zeros_like(problem.model.init(key)["params"])
-        return trees.broadcast(Memory(zeros, zeros), problem.num_clients)
+        zeros = zero_params(problem, key)
+        return Memory(zeros, zeros)
 
     def client_update(payload, memory, data, round, key):
         received, ascent = payload["model"], payload["ascent"]

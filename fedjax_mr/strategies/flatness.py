@@ -39,7 +39,7 @@ SIMULATOR = "the simulator of FedSpeed's authors"
 
 
 def _radius(default: float, *, without: str) -> float:
-    """Return the declaration of rho."""
+    """The declaration of rho."""
     help = f"rho, the radius of the ball whose worst point is looked for; 0 gives {without}"
     return field(default, help, low=0, source=SIMULATOR)
 
@@ -82,18 +82,18 @@ class FedSpeed:
 
 
 def sharp(problem: Problem, rho: float) -> Problem:
-    """Return the problem with clients that descend by the gradient at the worst point of a ball."""
+    """The problem with clients that descend by the gradient at the worst point of a ball."""
     take = lambda loss: sharpness_aware(loss, rho=rho, eta=None)
     return dataclasses.replace(problem, local=dataclasses.replace(problem.local, gradient=take))
 
 
 def fedsam(hyper: FedSAM, problem: Problem) -> Strategy:
-    """Return FedSAM."""
+    """Build FedSAM."""
     return averaging(sharp(problem, hyper.rho))
 
 
 def mofedsam(hyper: MoFedSAM, problem: Problem) -> Strategy:
-    """Return MoFedSAM.
+    """Build MoFedSAM.
 
     Raises:
       UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
@@ -102,7 +102,7 @@ def mofedsam(hyper: MoFedSAM, problem: Problem) -> Strategy:
 
 
 def fedgamma(hyper: FedGAMMA, problem: Problem) -> Strategy:
-    """Return FedGAMMA.
+    """Build FedGAMMA.
 
     Raises:
       UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
@@ -111,7 +111,7 @@ def fedgamma(hyper: FedGAMMA, problem: Problem) -> Strategy:
 
 
 def fedspeed(hyper: FedSpeed, problem: Problem) -> Strategy:
-    """Return FedSpeed."""
+    """Build FedSpeed."""
     return feddyn.build(feddyn.Hyper(alpha=hyper.strength), sharp(problem, hyper.rho))
 
 
@@ -123,7 +123,7 @@ class State(NamedTuple):
 
 
 def fedcm(beta: float, problem: Problem) -> Strategy:
-    """Return FedCM (Xu, Wang, Wang, Yao: FedCM: Federated Learning with Client-Level Momentum, arXiv 2021).
+    """Build FedCM (Xu, Wang, Wang, Yao: FedCM: Federated Learning with Client-Level Momentum, arXiv 2021).
 
     Raises:
       UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.

@@ -44,7 +44,7 @@ class Hyper:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return FML."""
+    """Build FML."""
     network, authors = problem.model, hyper.variant == "authors"
     meme_network = network.networks[0]
     weights = Pair(Weights(hyper.alpha, 1 - hyper.alpha), Weights(hyper.beta, 1 - hyper.beta))

@@ -81,12 +81,12 @@ class Hyper:
 
 
 def needs_public(hyper: Hyper) -> bool:
-    """Return whether it cannot run without public data."""
+    """Whether it cannot run without public data."""
     return hyper.statistics == "public"
 
 
 def covered_mean(old: Any, new: Any, held: Any, *, weights: jax.Array | None = None) -> Any:
-    """Return the weighted mean of each number over the rows that hold it; what no row holds stays, bit for bit.
+    """The weighted mean of each number over the rows that hold it; what no row holds stays, bit for bit.
 
     Args:
       old: leaves [...].
@@ -107,7 +107,7 @@ def covered_mean(old: Any, new: Any, held: Any, *, weights: jax.Array | None = N
 
 
 def slices_sent(sizes: Any, levels: jax.Array) -> tuple[Parcels, ...]:
-    """Return the slices of some levels [R] as parcels: of each level as many as are of it.
+    """The slices of some levels [R] as parcels: of each level as many as are of it.
 
     Args:
       sizes: numbers of 4 bytes in a slice of each level [A].
@@ -118,7 +118,7 @@ def slices_sent(sizes: Any, levels: jax.Array) -> tuple[Parcels, ...]:
 
 
 def work(parts: Slices, levels: jax.Array, *, whole: int) -> jax.Array:
-    """Return the multiply-adds of some slices [R] as a share of as many whole networks, of which ``whole`` is one."""
+    """The multiply-adds of some slices [R] as a share of as many whole networks, of which ``whole`` is one."""
     shares = jnp.asarray(parts.multiply_adds / parts.multiply_adds[whole], jnp.float32)
     return jnp.mean(shares[levels])
 
@@ -146,7 +146,7 @@ def scaled(layers: Sequence[Layer], width: jax.Array) -> Iterator[None]:
 
 
 def in_units(variables: Variables, unit: jax.Array) -> Variables:
-    """Return the variables with BatchNorm's means and variances multiplied by a unit and its square."""
+    """The variables with BatchNorm's means and variances multiplied by a unit and its square."""
 
     def each(path: tuple, leaf: jax.Array) -> jax.Array:
         is_statistic = path[0].key != "params"
@@ -156,7 +156,7 @@ def in_units(variables: Variables, unit: jax.Array) -> Variables:
 
 
 def static_statistics(model: Model, variables: Variables, samples: local.Samples, *, batch_size: int) -> Variables:
-    """Return the variables with the statistics of some samples: the mean over batches, as PyTorch's ``momentum=None``.
+    """The variables with the statistics of some samples: the mean over batches, as PyTorch's ``momentum=None``.
 
     A running statistic is old + rate (batch's - old) whatever the layer; from 0 and from 1 both unknowns follow.
     """
@@ -185,7 +185,7 @@ def static_statistics(model: Model, variables: Variables, samples: local.Samples
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return HeteroFL.
+    """Build HeteroFL.
 
     Raises:
       UserError: no width, a network that cannot be narrowed, or no public samples where the statistics are theirs.
@@ -209,7 +209,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": jax.vmap(parts.cut, in_axes=(None, 0))(state.model, levels), "level": levels}
 
     def owned(ids):
-        """Return the classes of some clients [..., C]."""
+        """The classes of some clients [..., C]."""
         return (problem.label_counts[ids] > 0) | (not hyper.own_classes)
 
     def client_update(payload, memory, data, round, key):

@@ -47,14 +47,14 @@ class Info:
     affects_results: bool = True
 
     def allowed(self) -> str:
-        """Return the allowed range in words, or "" if there is none."""
+        """The allowed range in words, or "" if there is none."""
         low = None if self.low is None else f"{'>' if self.open_low else '>='} {_short(self.low)}"
         high = None if self.high is None else f"{'<' if self.open_high else '<='} {_short(self.high)}"
         high = "< 2^31" if self.high == LARGEST_INT32 else high
         return " and ".join(part for part in (low, high) if part)
 
     def allows(self, value: float) -> bool:
-        """Return whether a number is finite and in the allowed range."""
+        """Whether a number is finite and in the allowed range."""
         too_low = self.low is not None and (value <= self.low if self.open_low else value < self.low)
         too_high = self.high is not None and (value >= self.high if self.open_high else value > self.high)
         return not too_low and not too_high and -math.inf < value < math.inf
@@ -65,11 +65,11 @@ def _short(bound: float) -> str:
 
 
 def field(default: Any, help: str, **info: Any) -> Any:
-    """Return a dataclass field with its `Info`; keyword arguments are those of `Info`, ``high`` follows the unit."""
+    """A dataclass field with its `Info`; keyword arguments are those of `Info`, ``high`` follows the unit."""
     info.setdefault("high", HIGHEST.get(info.get("unit", "")))
     return dataclasses.field(default=default, metadata={KEY: Info(help, **info)})
 
 
 def info(field: dataclasses.Field) -> Info | None:
-    """Return the `Info` of a dataclass field, or None if it was declared without one."""
+    """The `Info` of a dataclass field, or None if it was declared without one."""
     return field.metadata.get(KEY)

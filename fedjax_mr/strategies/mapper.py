@@ -1,22 +1,23 @@
-"""MAPPER: every client's model lies between its own and the global one, at the place that suits the client best.
+"""MAPPER: the personal model of a client is an interpolation between its local model and the global model.
 
 Mansour, Mohri, Ro, Suresh: Three Approaches for Personalization with Applications to Federated Learning, arXiv 2020
-(model interpolation). With l the client's own model, g the global one and lambda from a grid, the client's model is
-lambda l + (1 - lambda) g. Its training samples are cut into three random parts, the same in every round: the client
-trains on A for each lambda, takes the lambda of the least loss on B, and trains g on G, which is sent and averaged. It
-also sends the lambda, whose mean is reported.
+(model interpolation). With the local model l, the global model g and lambda from a grid, the personal model is lambda
+l + (1 - lambda) g. The training samples of a client are divided into three random parts A, B and G, which are the same
+in every round. The client trains on A for each lambda, selects the lambda with the lowest loss on B, and trains g on G.
+It uploads g, which the server averages, and lambda, whose mean is reported.
 
 ``mode=paper``: the objective is the loss of the interpolation, so l is trained with lambda times its gradient and g
-with (1 - lambda) times its gradient; l is kept as the best lambda found it. ``mode=fedme``, as the authors of FedMe run
-it: the interpolation itself is trained on A and then on G; l is solved back from what A made of it, and g is moved as
-far as G moved the interpolation; before a test the search is done anew.
+with (1 - lambda) times its gradient. The client keeps the l of the selected lambda.
 
-Deviations and choices: the paper leaves the order of the steps to the reader; ours is that of FedMe's authors. A
-client's own model starts as the first global model that it receives. The three parts are views on the client's rows,
-drawn by the client's number (not by ``--seed``); a client of fewer than three samples uses all of them in each part.
-``mode=fedme`` solves and moves parameters alone: BatchNorm statistics are those of the last training, because a
-variance that was solved back could be negative.
-Until it has trained, a client is tested with the global model (``mode=paper``).
+``mode=fedme``, as in the code of FedMe's authors: the interpolation itself is trained on A and then on G. l is solved
+from the interpolation after A, and g is moved by the change of the interpolation on G. The search is repeated before a
+test.
+
+Deviations and choices. The paper does not specify the order of the steps; ours is that of FedMe's authors. The local
+model of a client starts as the first global model that the client receives. The random division into parts depends on
+the client's number, not on the seed. A client with fewer than three samples uses all of them in each part.
+``mode=fedme`` solves and moves only parameters. BatchNorm statistics are those of the last training, because a solved
+variance could be negative. With ``mode=paper``, a client that has not trained is tested with the global model.
 """
 
 import dataclasses
@@ -33,46 +34,46 @@ from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field
 
-SPLIT = 0  # the seed of the three parts
+SPLIT = 0  # seed of the division into parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """MAPPER's own settings."""
+    """Hyper-parameters of MAPPER."""
 
     mode: str = field(
         "paper",
-        "how the interpolation is trained: by its true gradients (paper), or as the FedMe authors do (fedme)",
+        "training of the interpolation: with its true gradients (paper), or as in the code of FedMe's authors (fedme)",
         choices=("paper", "fedme"),
         source="Mansour et al. 2020",
     )
     grid: tuple[float, ...] = field(
         (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
-        "values of lambda, the share of the client's own model, of which the best is taken",
+        "candidate values of lambda, the share of the local model",
         low=0,
         high=1,
-        source="the FedMe authors' code",
+        source="code of FedMe's authors",
     )
 
 
 class Memory(NamedTuple):
-    """A client's memory."""
+    """Memory of one client."""
 
     own: Variables  # l
     share: jax.Array  # lambda
-    trained: jax.Array  # whether it has ever trained
+    trained: jax.Array  # bool, whether the client has trained
 
 
 class Parts(NamedTuple):
-    """The three parts of a client's training samples."""
+    """The three parts of the training samples of a client."""
 
-    own: ClientData  # A, for its own model
+    own: ClientData  # A, for the local model
     share: ClientData  # B, for lambda
     shared: ClientData  # G, for the global model
 
 
-class Found(NamedTuple):
-    """The best interpolation so far."""
+class Interpolation(NamedTuple):
+    """An interpolation and its loss."""
 
     loss: jax.Array  # on B
     share: jax.Array  # lambda
@@ -81,7 +82,7 @@ class Found(NamedTuple):
 
 
 def divide(data: ClientData, max_size: int) -> Parts:
-    """Return three random parts of a client's training rows, the same in every round; ``max_size`` is any client's."""
+    """Divide the training rows of a client, at most ``max_size``, into three random parts, the same in every round."""
     key = jax.random.fold_in(jax.random.key(SPLIT), data.client_id)
     rows = jnp.asarray(data.index)[data.offset + local.shuffle(key, data.size, max_size)]
     third, few = data.size // 3, data.size < 3
@@ -96,18 +97,18 @@ def divide(data: ClientData, max_size: int) -> Parts:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return MAPPER.
+    """Build MAPPER.
 
     Raises:
       UserError: the grid is empty.
     """
     if not hyper.grid:
-        raise UserError("mapper needs at least one value of lambda: --mapper_grid=0.5, and so on")
+        raise UserError("mapper needs at least one value of lambda: pass hyper.grid=0.5")
     average = averaging(problem)
     network, setting, through = problem.model, problem.local, hyper.mode == "paper"
 
     def train(variables, data, key, *, other, share):
-        """Train a model by the loss of its interpolation with another one; nothing is done for the share 0."""
+        """Train a model on the loss of its interpolation with another model; with share 0 there are no steps."""
         plain = local.cross_entropy(network)
 
         def loss(params, state, batch, key):
@@ -117,7 +118,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return local.train(network, setting, variables, trainable, key, loss=loss)
 
     def attempt(own, shared, data, share, key):
-        """Return the client's own model and the interpolation, trained for one lambda."""
+        """Train the local model and the interpolation for one lambda."""
         if through:
             own, metrics = train(own, data, key, other=shared, share=share)
             return own, trees.interpolate(own, shared, share), metrics
@@ -129,16 +130,16 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return trees.where(share > 0, solved, own), model, metrics
 
     def search(own, shared, parts, key):
-        """Return the best of all lambdas, and what the trainings report."""
+        """The interpolation of the best lambda, and the training metrics of all lambdas."""
 
         def step(best, numbered):
             number, share = numbered
-            candidate, model, metrics = attempt(own, shared, parts.own, share, jax.random.fold_in(key, number))
+            own_trained, model, metrics = attempt(own, shared, parts.own, share, jax.random.fold_in(key, number))
             loss = local.score(network, model, parts.share, batch_size=setting.batch_size).loss
-            found = Found(loss, share, candidate, model)
-            return trees.where(loss < best.loss, found, best), metrics
+            candidate = Interpolation(loss, share, own_trained, model)
+            return trees.where(loss < best.loss, candidate, best), metrics
 
-        start = Found(jnp.float32(jnp.inf), jnp.zeros(()), own, shared)
+        start = Interpolation(jnp.float32(jnp.inf), jnp.zeros(()), own, shared)
         return jax.lax.scan(step, start, (jnp.arange(len(hyper.grid)), jnp.array(hyper.grid, jnp.float32)))
 
     def started(memory, shared):
@@ -162,7 +163,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             loss=jnp.sum(tried.loss) + metrics.loss,
             images=jnp.sum(tried.images) + metrics.images,
             steps=jnp.sum(tried.steps) + metrics.steps,
-            bad_step=metrics.bad_step,  # a lambda with which training diverged is not taken
+            bad_step=metrics.bad_step,  # a lambda with which training diverged is not selected
         )
         upload = {"model": model, "share": best.share}
         return upload, Memory(best.own, best.share, jnp.ones((), bool)), total

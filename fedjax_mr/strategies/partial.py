@@ -64,24 +64,24 @@ class State(NamedTuple):
 
 
 def in_head(model: Model) -> Callable[[Path], bool]:
-    """Return whether a tensor belongs to the head."""
+    """Whether a tensor belongs to the head."""
     name = model.head_name()
     return lambda path: path[1] == name
 
 
 def in_batchnorm(model: Model) -> Callable[[Path], bool]:
-    """Return whether a tensor belongs to a layer that keeps statistics."""
+    """Whether a tensor belongs to a layer that keeps statistics."""
     layers = {path[1:-1] for path in flatten_dict(model.shapes()) if path[0] != "params"}
     return lambda path: path[1:-1] in layers
 
 
 def fedper(hyper: None, problem: Problem) -> Strategy:
-    """Return FedPer."""
+    """Build FedPer."""
     return build(in_head(problem.model), problem)
 
 
 def fedrep(hyper: FedRep, problem: Problem) -> Strategy:
-    """Return FedRep.
+    """Build FedRep.
 
     Raises:
       UserError: no epoch is left for the head.
@@ -95,23 +95,23 @@ def fedrep(hyper: FedRep, problem: Problem) -> Strategy:
 
 
 def lgfedavg(hyper: None, problem: Problem) -> Strategy:
-    """Return LG-FedAvg."""
+    """Build LG-FedAvg."""
     head = in_head(problem.model)
     return build(lambda path: not head(path), problem)
 
 
 def fedbn(hyper: None, problem: Problem) -> Strategy:
-    """Return FedBN."""
+    """Build FedBN."""
     return build(in_batchnorm(problem.model), problem)
 
 
 def join(shared: Variables, own: Variables) -> Variables:
-    """Return the network of two parts."""
+    """The network of two parts."""
     return unflatten_dict(flatten_dict(shared) | flatten_dict(own))
 
 
 def taking_turns(is_own: trees.Params, *, own_steps: jax.Array) -> optax.GradientTransformation:
-    """Return the transformation that passes on a client's own part in the first ``own_steps`` steps, then the rest.
+    """The transformation that passes on a client's own part in the first ``own_steps`` steps, then the rest.
 
     Args:
       is_own: True or False for each tensor of the parameters.
@@ -127,7 +127,7 @@ def taking_turns(is_own: trees.Params, *, own_steps: jax.Array) -> optax.Gradien
 
 
 def build(stays: Callable[[Path], bool], problem: Problem, *, shared_epochs: int | None = None) -> Strategy:
-    """Return the method that shares a part of the network.
+    """Build the method that shares a part of the network.
 
     Args:
       stays: whether a tensor stays with its client.

@@ -52,7 +52,7 @@ class Hyper:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return Per-FedAvg.
+    """Build Per-FedAvg.
 
     Raises:
       UserError: alpha is not given and the clients' optimizer is none with a plain learning rate.
@@ -66,7 +66,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return trees.subtract(params, trees.scale(gradient, adapt_lr))
 
     def through_the_step(data: ClientData) -> Callable[[Loss], Callable]:
-        """Return how a client takes the gradient of a loss after one step of its own."""
+        """How a client takes the gradient of a loss after one step of its own."""
 
         def of(loss: Loss) -> Callable:
             value_and_grad = jax.value_and_grad(loss, has_aux=True)

@@ -85,19 +85,19 @@ class Memory(NamedTuple):
 
 
 def noise(key: jax.Array, params: trees.Params) -> trees.Params:
-    """Return standard normal noise for each parameter; consumes ``key``."""
+    """Standard normal noise for each parameter; consumes ``key``."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     return structure.unflatten([jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
 
 
 def drawn(q: Gaussian, key: jax.Array) -> trees.Params:
-    """Return weights drawn from a distribution, differentiable with respect to it; consumes ``key``."""
+    """Weights drawn from a distribution, differentiable with respect to it; consumes ``key``."""
     return jax.tree.map(lambda mean, rho, noise: mean + jax.nn.softplus(rho) * noise, *q, noise(key, q.mean))
 
 
 def divergence(q: Gaussian, p: Gaussian) -> jax.Array:
-    """Return KL(q || p) in nats."""
+    """KL(q || p) in nats."""
 
     def of_leaf(q_mean: jax.Array, q_rho: jax.Array, p_mean: jax.Array, p_rho: jax.Array) -> jax.Array:
         q_deviation, p_deviation = jax.nn.softplus(q_rho), jax.nn.softplus(p_rho)
@@ -149,7 +149,7 @@ def local_round(loss: Loss, optimizer: optax.GradientTransformation, *, strength
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return pFedBayes."""
+    """Build pFedBayes."""
     optimizer = problem.local.optimizer if hyper.lr is None else optax.adam(hyper.lr)
 
     def init(key):

@@ -62,7 +62,7 @@ NEVER = -1e9  # the logit of a class without a prototype
 
 
 def own_model(default: str, source: str) -> Any:
-    """Return the setting of what a client's own model is."""
+    """The setting of what a client's own model is."""
     return field(
         default,
         "head of a client's own model: the nearest prototype, or the network's own head",
@@ -140,21 +140,21 @@ class Generator(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        """Return the prototypes [C, d]."""
+        """The prototypes [C, d]."""
         vectors = self.param("vectors", nn.initializers.normal(1.0), (self.num_classes, self.width), jnp.float32)
         hidden = nn.relu(layers.Dense(self.width, name="hidden")(vectors))
         return layers.Dense(self.width, name="prototypes")(hidden)
 
 
 def distances(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the Euclidean distances [R, C] of the rows of a [R, d] and b [C, d]; at 0 their gradient is 0."""
+    """The Euclidean distances [R, C] of the rows of a [R, d] and b [C, d]; at 0 their gradient is 0."""
     squares = jnp.sum(jnp.square(a[:, None] - b[None]), axis=-1)
     apart = squares > 0
     return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), 0.0)
 
 
 def adaptive_margin(means: jax.Array, present: jax.Array, largest: float) -> jax.Array:
-    """Return the largest distance from a class to its nearest other one, at most ``largest``.
+    """The largest distance from a class to its nearest other one, at most ``largest``.
 
     Args:
       means: the clients' mean prototype of each class [C, d].
@@ -168,13 +168,13 @@ def adaptive_margin(means: jax.Array, present: jax.Array, largest: float) -> jax
 
 
 def weighted_means(means: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the means over clients [C, d] of class means [K, C, d] with weights [K, C]; zeros where all are 0."""
+    """The means over clients [C, d] of class means [K, C, d] with weights [K, C]; zeros where all are 0."""
     total = jnp.sum(weights, axis=0)
     return jnp.einsum("kc,kcd->cd", weights, means) / jnp.where(total > 0, total, 1.0)[:, None]
 
 
 def with_nearest(network: Model, variables: Variables, prototypes: jax.Array, known: jax.Array) -> Variables:
-    """Return a network's variables with a head whose largest logit is that of the nearest prototype.
+    """A network's variables with a head whose largest logit is that of the nearest prototype.
 
     The logits are |z|^2 minus the squared distances, which have the same softmax.
     """
@@ -208,7 +208,7 @@ def check_heads(network: Model, *, width: int, num_classes: int) -> None:
 
 
 def fedproto(hyper: FedProto, problem: Problem) -> Strategy:
-    """Return FedProto.
+    """Build FedProto.
 
     Raises:
       UserError: the networks' representations have different widths, or a head is not a dense layer.
@@ -226,7 +226,7 @@ def fedproto(hyper: FedProto, problem: Problem) -> Strategy:
 
 
 def fedtgp(hyper: FedTGP, problem: Problem) -> Strategy:
-    """Return FedTGP.
+    """Build FedTGP.
 
     Raises:
       UserError: the networks' representations have different widths, or a head is not a dense layer.
@@ -277,7 +277,7 @@ def build(
     extra: int = 1,
     init_generator: Callable[[jax.Array], Any] | None = None,
 ) -> Strategy:
-    """Return a method that exchanges prototypes.
+    """Build a method that exchanges prototypes.
 
     Args:
       hyper: ``strength`` and ``evaluate``.

@@ -1,12 +1,12 @@
-"""SCAFFOLD: control variates remove from every client's gradients what is peculiar to it.
+"""SCAFFOLD: control variates correct the drift in each client's gradients.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML
-2020, Algorithm 1 with option II. The control variates cover the parameters and start at zero.
+2020, Algorithm 1 with option II. The control variates have the shape of the parameters and start at zero.
 
-Deviations. From the paper, which has no momentum: a client's mean gradient is its change divided by the T steps and by
-the step size lr / (1 - momentum) that momentum SGD settles at (divided by lr alone, it would come out 1 / (1 -
-momentum) times too large). ``variant=authors`` is the form behind the tables of FedMR's first version and of FedCross:
-division by lr, sample weights r_i = N n_i / sum n, and gradients clipped to norm 10.
+Deviations from the paper, which has no momentum: a client's mean gradient is its change divided by its number of steps
+and by lr / (1 - momentum), the step size that SGD with momentum converges to. Division by lr alone would give a result
+that is 1 / (1 - momentum) times too large. ``variant=authors`` is the form behind the tables of FedMR's first version
+and of FedCross: division by lr, sample weights r_i = N n_i / sum n, and gradients clipped to norm 10.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, step_towards, to_all, zero_params
 from fedjax_mr.strategies.hyper import field
 
 AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code
@@ -29,18 +29,18 @@ AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """SCAFFOLD's own settings."""
+    """Hyper-parameters of SCAFFOLD."""
 
     server_lr: float = field(
         1.0,
-        "eta_g, the server's learning rate (not used by variant=authors)",
+        "eta_g, learning rate of the server; ignored with variant=authors",
         low=0,
         open_low=True,
         source="Karimireddy et al. 2020, section 7",
     )
     variant: str = field(
         "paper",
-        "authors: the FedMR authors' code, weighted by samples, with clipped gradients",
+        "paper: Algorithm 1; authors: the code of FedMR's authors, weighted by samples, with clipped gradients",
         choices=("paper", "authors"),
         source="Karimireddy et al. 2020",
     )
@@ -54,15 +54,15 @@ class State(NamedTuple):
 
 
 def correct(correction: Any) -> optax.GradientTransformation:
-    """Return the transformation that adds ``correction`` to every gradient."""
+    """A gradient transformation that adds ``correction``."""
     return optax.stateless(lambda gradient, _: trees.add(gradient, correction))
 
 
 def sgd_lr(setting: LocalSetting) -> float:
-    """Return the clients' learning rate.
+    """The learning rate of the clients.
 
     Raises:
-      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
+      UserError: the optimizer of the clients is not SGD with momentum below 1.
     """
     if setting.lr is None or setting.momentum == 1:
         raise UserError(
@@ -72,7 +72,7 @@ def sgd_lr(setting: LocalSetting) -> float:
 
 
 def steady_step(setting: LocalSetting) -> float:
-    """Return lr / (1 - momentum), the step size that SGD settles at: a change divided by it is a sum of gradients.
+    """The step size lr / (1 - momentum) that SGD converges to. A change divided by it is a sum of gradients.
 
     Raises:
       UserError: as `sgd_lr`.
@@ -81,24 +81,20 @@ def steady_step(setting: LocalSetting) -> float:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return SCAFFOLD.
+    """Build SCAFFOLD.
 
     Raises:
-      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
+      UserError: as `sgd_lr`.
     """
     setting, authors = problem.local, hyper.variant == "authors"
     step_size = sgd_lr(setting) if authors else steady_step(setting)
 
-    def relative_size(sizes):  # r_i, 1 on average
+    def relative_size(sizes):  # r_i, with mean 1 over all clients
         return sizes / jnp.mean(problem.sizes.astype(jnp.float32))
 
     def init(key):
         model = problem.model.init(key)
         return State(model, trees.zeros_like(model["params"]))
-
-    def init_memory(key):
-        params = problem.model.init(key)["params"]
-        return trees.broadcast(trees.zeros_like(params), problem.num_clients)
 
     def client_update(payload, memory, data, round, key):
         received, control, own = payload["model"], payload["control"], memory
@@ -121,9 +117,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             relative = relative_size(cohort.sizes.astype(jnp.float32))
             changes = jax.vmap(trees.scale)(changes, relative)
         else:
-            averaged = trees.mean(uploads["model"])
-            delta = trees.subtract(averaged["params"], state.model["params"])
-            model = averaged | {"params": trees.add(state.model["params"], trees.scale(delta, hyper.server_lr))}
+            model = step_towards(state.model, trees.mean(uploads["model"]), hyper.server_lr)
         control = trees.add(state.control, trees.scale(trees.mean(changes), share))
         return State(model, control), {}
 
@@ -132,5 +126,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         dispatch=to_all(problem, "model", "control"),
         client_update=client_update,
         server_update=server_update,
-        init_memory=init_memory,
+        init_memory=lambda key: zero_params(problem, key),
     )

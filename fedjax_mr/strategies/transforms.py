@@ -140,7 +140,7 @@ def make_server_optimizer(
     tau: float = 1e-3,
     several: bool = False,
 ) -> optax.GradientTransformation:
-    """Return an optimizer for `server_optimizer` by its name.
+    """An optimizer for `server_optimizer` by its name.
 
     ``momentum`` (FedAvgM): v = beta v + delta, w = w + lr v, which is optax's SGD with momentum. ``adam``, ``yogi`` and
     ``adagrad``: see `adaptive`.
@@ -161,7 +161,7 @@ def make_server_optimizer(
 
 
 def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.GradientTransformation:
-    """Return m / (sqrt(v) + tau) of Algorithm 2 of Reddi et al., as a transformation of gradients.
+    """M / (sqrt(v) + tau) of Algorithm 2 of Reddi et al., as a transformation of gradients.
 
     From m = 0 and v = tau^2, with the gradient g: m = beta1 m + (1 - beta1) g, and v becomes v + g^2 (``adagrad``),
     beta2 v + (1 - beta2) g^2 (``adam``) or v - (1 - beta2) g^2 sign(v - g^2) (``yogi``). optax's own of these names
@@ -191,7 +191,7 @@ def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.Grad
 def secure_exchange(
     inner: Strategy, problem: Problem, *, when: str = "before_upload", share: float = 0.5, repetitions: int = 1
 ) -> Strategy:
-    """Return a strategy whose K clients exchange layers among themselves, so that an upload is not all a client's own.
+    """Build a strategy whose K clients exchange layers among themselves, so that an upload is not all a client's own.
 
     Every layer's copies are permuted, so means and sums over the K models stay. Whole layers are exchanged, as in the
     paper, whatever the server does with the models afterwards. Before the upload the layers are encrypted for the
@@ -246,7 +246,7 @@ def secure_exchange(
 
 
 def _model_of(sent: Payload) -> Variables:
-    """Return the models [K, ...] of a payload or upload.
+    """The models [K, ...] of a payload or upload.
 
     Raises:
       UserError: there are none.

@@ -63,7 +63,7 @@ class Block:
 
 
 def take_apart(model: Model, variables: Variables, *, owner: int = 0) -> tuple[Block, ...]:
-    """Return the blocks of a network in forward order; the variables are shared, not copied.
+    """The blocks of a network in forward order; the variables are shared, not copied.
 
     Raises:
       UserError: the network is not made of blocks, or does not take images or vectors.
@@ -101,14 +101,14 @@ def _kind(piece: Piece) -> str:
 
 
 def output_shape(piece: Piece, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of one sample that leaves a piece, without computing it."""
+    """The shape of one sample that leaves a piece, without computing it."""
     x = jax.ShapeDtypeStruct((1, *shape), np.float32)
     apply = lambda variables, x: piece.module.apply(variables, x, train=False, mask=None)
     return tuple(jax.eval_shape(apply, piece.variables, x).shape[1:])
 
 
 def num_parameters(chain: Chain) -> int:
-    """Return the number of trainable numbers of a chain."""
+    """The number of trainable numbers of a chain."""
     return sum(leaf.size for piece in chain for leaf in jax.tree.leaves(piece.variables.get("params", {})))
 
 
@@ -117,7 +117,7 @@ Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy of the true samples."""
+    """The mean cross-entropy of the true samples."""
     return local.masked_mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), mask)
 
 
@@ -145,11 +145,11 @@ class Programs:
         self._init = self._compiled(_init, "module", "shape")
 
     def init(self, module: nn.Module, shape: Sequence[int], key: jax.Array) -> Piece:
-        """Return a new piece for samples of ``shape``; consumes ``key``."""
+        """A new piece for samples of ``shape``; consumes ``key``."""
         return Piece(module, self._init(module, tuple(shape), key), inherited=False)
 
     def activations(self, chain: Chain, samples: Samples) -> list[jax.Array]:
-        """Return what enters the first piece of a chain and what leaves every one, for all samples: [P, ...] each."""
+        """What enters the first piece of a chain and what leaves every one, for all samples: [P, ...] each."""
         x, _, _ = self._batch(samples, np.arange(len(samples.x), dtype=np.int32), None, None)
         found = [x]
         for piece in chain:
@@ -157,7 +157,7 @@ class Programs:
         return found
 
     def logits(self, chain: Chain, samples: Samples, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the logits [P, C] of samples ``rows`` (all by default), in evaluation mode."""
+        """The logits [P, C] of samples ``rows`` (all by default), in evaluation mode."""
         rows = np.arange(len(samples.x), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
         size = min(local.evaluation_batch(), len(rows))
         found = []
@@ -183,7 +183,7 @@ class Programs:
         views: Views | None = None,
         stitches_only: bool = False,
     ) -> Chain:
-        """Return the chain after epochs of Adam over shuffled samples; consumes ``key``.
+        """The chain after epochs of Adam over shuffled samples; consumes ``key``.
 
         Args:
           chain: what is trained.
@@ -234,7 +234,7 @@ class Programs:
         )
 
     def _pull_and_step(self, pullback: Any, after: jax.Array, params: Any, moments: Any, goes_on: bool) -> tuple:
-        """Return the gradient before the piece (None unless the backward pass goes on), new parameters and moments.
+        """The gradient before the piece (None unless the backward pass goes on), new parameters and moments.
 
         ``after`` is the gradient with respect to the piece's output.
         """
@@ -263,7 +263,7 @@ def _apply(module: nn.Module, variables: Variables, x: jax.Array) -> Any:
 def _forward(
     module: nn.Module, params: Any, state: Variables, x: jax.Array, mask: jax.Array, dropout: Any
 ) -> tuple[jax.Array, Variables, Callable]:
-    """Return the output, the new state and the pullback to (params, x); evaluation mode without dropout keys."""
+    """The output, the new state and the pullback to (params, x); evaluation mode without dropout keys."""
 
     def apply(params: Any, x: jax.Array) -> Any:
         if dropout is None:

@@ -23,7 +23,7 @@ STRETCHED = float(np.log(4 / 3))  # the logarithm of the largest ratio of a crop
 
 
 def nt_xent(logits: jax.Array, mask: jax.Array, *, temperature: float) -> jax.Array:
-    """Return the normalised temperature-scaled cross-entropy of outputs [2B, C], in nats.
+    """The normalised temperature-scaled cross-entropy of outputs [2B, C], in nats.
 
     Args:
       logits: the outputs for one view of each sample, then for the other ones.
@@ -40,7 +40,7 @@ def nt_xent(logits: jax.Array, mask: jax.Array, *, temperature: float) -> jax.Ar
 
 
 def view(key: jax.Array, x: jax.Array, *, low: float, high: float) -> jax.Array:
-    """Return a random view of each raw image [B, H, W, channels] as float32; other samples stay as they are.
+    """A random view of each raw image [B, H, W, channels] as float32; other samples stay as they are.
 
     Colours of images that are not red, green and blue change in brightness and contrast only.
 
@@ -66,7 +66,7 @@ def _view(key: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _crop(key: jax.Array, x: jax.Array) -> jax.Array:
-    """Return a crop of 0.8 to 1 of the area, sides in a ratio of 3/4 to 4/3, at a random place, resized by bilinear."""
+    """A crop of 0.8 to 1 of the area, sides in a ratio of 3/4 to 4/3, at a random place, resized by bilinear."""
     area_key, ratio_key, place_key = jax.random.split(key, 3)
     area = jax.random.uniform(area_key, minval=0.8, maxval=1.0)
     ratio = jnp.exp(jax.random.uniform(ratio_key, minval=-STRETCHED, maxval=STRETCHED))
@@ -93,7 +93,7 @@ def _jitter(key: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _brightness(x: jax.Array) -> jax.Array:
-    """Return the brightness [H, W, 1] of an image."""
+    """The brightness [H, W, 1] of an image."""
     if x.shape[-1] != 3:
         return jnp.mean(x, axis=-1, keepdims=True)
     return jnp.sum(x * jnp.asarray(GREY, jnp.float32).reshape(1, 1, 3), axis=-1, keepdims=True)

@@ -11,7 +11,7 @@ ITERATIONS = 10  # of the authors' k-means
 
 
 def k_medoids(distances: np.ndarray, count: int) -> np.ndarray:
-    """Return the group 0..K-1 of each of L blocks, K = min(count, L); the centre of a group is one of its blocks.
+    """The group 0..K-1 of each of L blocks, K = min(count, L); the centre of a group is one of its blocks.
 
     Kaufman and Rousseeuw's PAM (1990): medoids are added one by one, each the best one, then exchanged with other
     blocks as long as the sum of distances falls. Nothing is random, and no group is empty.
@@ -46,7 +46,7 @@ def k_medoids(distances: np.ndarray, count: int) -> np.ndarray:
 def averaged_k_means(
     entering: Sequence[np.ndarray], leaving: Sequence[np.ndarray], count: int, *, seed: int
 ) -> np.ndarray:
-    """Return the group 0..K-1 of each of L blocks as the authors' code does: centres are means of averaged activations.
+    """The group 0..K-1 of each of L blocks as the authors' code does: centres are means of averaged activations.
 
     Feature maps are averaged over their places, and all activations are filled up to the same width by constant
     columns, which CKA ignores. Centres start as K different blocks drawn at random and move ten times; a group without
@@ -72,7 +72,7 @@ def averaged_k_means(
 
 
 def averaged(activations: Array) -> np.ndarray:
-    """Return activations [P, ..., W] averaged over all axes between the first and the last: [P, W]."""
+    """Activations [P, ..., W] averaged over all axes between the first and the last: [P, W]."""
     activations = np.asarray(activations)
     return activations.mean(axis=tuple(range(1, activations.ndim - 1)))
 

@@ -26,19 +26,19 @@ NUM_RANDOM, LENGTHS, TRIES = 4, (4, 5, 6), 1000  # of the authors' sampler
 
 
 def may_follow(after: Block, before: Block) -> bool:
-    """Return whether R1 and R2 allow a block ``after`` the block ``before``."""
+    """Whether R1 and R2 allow a block ``after`` the block ``before``."""
     return after.index > before.index and (before.kind, after.kind) != ("fc", "conv")
 
 
 def is_complete(blocks: Sequence[Block]) -> bool:
-    """Return whether R3 holds."""
+    """Whether R3 holds."""
     return {block.kind for block in blocks} >= {"conv", "fc"}
 
 
 def one_per_group(
     blocks: Sequence[Block], groups: np.ndarray, *, most: int, rng: np.random.Generator
 ) -> list[Candidate]:
-    """Return candidates of a first block and one more of each group, without doubles, at most ``most``.
+    """Candidates of a first block and one more of each group, without doubles, at most ``most``.
 
     Every block is once the first one. A group adds the block of the earliest place that R1 and R2 allow, convolutions
     before dense blocks, so that as many groups as possible can follow; of several clients' blocks a random one. Where
@@ -64,7 +64,7 @@ def one_per_group(
 
 
 def all_allowed(blocks: Sequence[Block], groups: np.ndarray, *, most: int, rng: np.random.Generator) -> list[Candidate]:
-    """Return the candidates that take every block that R1 and R2 allow, without doubles, at most ``most``.
+    """The candidates that take every block that R1 and R2 allow, without doubles, at most ``most``.
 
     Every block is once the first one; a group's blocks are visited by place, then owner. Where no candidate has blocks
     of every group, R4 is dropped; the list is empty where the other rules leave none.
@@ -86,13 +86,13 @@ def all_allowed(blocks: Sequence[Block], groups: np.ndarray, *, most: int, rng: 
 
 
 def _visiting_order(blocks: Sequence[Block], groups: np.ndarray) -> list[int]:
-    """Return the groups by the mean place of their blocks."""
+    """The groups by the mean place of their blocks."""
     places = np.array([block.index for block in blocks])
     return sorted(set(groups.tolist()), key=lambda group: (places[groups == group].mean(), group))
 
 
 def _by_place(blocks: Sequence[Block], groups: np.ndarray) -> list[int]:
-    """Return all blocks in the order of their groups, then by place and owner."""
+    """All blocks in the order of their groups, then by place and owner."""
     rank = {group: number for number, group in enumerate(_visiting_order(blocks, groups))}
     return sorted(range(len(blocks)), key=lambda i: (rank[int(groups[i])], blocks[i].index, blocks[i].owner))
 
@@ -105,7 +105,7 @@ def _accepted(
     most: int,
     rng: np.random.Generator,
 ) -> list[Candidate]:
-    """Return the different candidates that R3 and R4 accept, R4 being dropped where none is left; at most ``most``."""
+    """The different candidates that R3 and R4 accept, R4 being dropped where none is left; at most ``most``."""
     complete = [each for each in dict.fromkeys(found) if is_complete([blocks[i] for i in each])]
     everything = set(groups.tolist())
     accepted = [each for each in complete if set(groups[list(each)].tolist()) == everything] or complete
@@ -115,7 +115,7 @@ def _accepted(
 
 
 def at_random(blocks: Sequence[Block], groups: np.ndarray, *, most: int, rng: np.random.Generator) -> list[Candidate]:
-    """Return candidates as the authors' code draws them: a block of each group and some more, sorted.
+    """Candidates as the authors' code draws them: a block of each group and some more, sorted.
 
     Lengths take turns (4, 5, 6, at least one per group). Convolutions come first, each kind sorted by place, ties
     allowed, so R1 holds only weakly. The authors draw until there are four; here drawing ends after 1,000 trials.

@@ -17,7 +17,7 @@ SMALLEST = 1e-6  # the sum of two CKAs, so that constant activations are far fro
 
 @jax.jit
 def gram(activations: jax.Array) -> jax.Array:
-    """Return the centred Gram matrix of activations [P, ...] as a vector [P * P] of norm 1; 0 if they are constant."""
+    """The centred Gram matrix of activations [P, ...] as a vector [P * P] of norm 1; 0 if they are constant."""
     rows = activations.reshape(activations.shape[0], -1)
     rows = rows - jnp.mean(rows, axis=0, keepdims=True)
     rows = rows / jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)  # squares of squares stay in range
@@ -31,15 +31,15 @@ def _products(grams: jax.Array) -> jax.Array:
 
 
 def compare(grams: Sequence[jax.Array]) -> np.ndarray:
-    """Return the CKA of all pairs [L, L] of L Gram matrices of `gram`, in a single product; between 0 and 1."""
+    """The CKA of all pairs [L, L] of L Gram matrices of `gram`, in a single product; between 0 and 1."""
     return np.clip(np.asarray(_products(jnp.stack(grams)), np.float64), 0.0, 1.0)
 
 
 def cka(activations: Sequence[Array]) -> np.ndarray:
-    """Return the CKA of all pairs [L, L] of L activations [P, ...] of the same samples; between 0 and 1."""
+    """The CKA of all pairs [L, L] of L activations [P, ...] of the same samples; between 0 and 1."""
     return compare([gram(jnp.asarray(each)) for each in activations])
 
 
 def distances(entering: np.ndarray, leaving: np.ndarray) -> np.ndarray:
-    """Return pFedHR's distances [L, L] of blocks, 1 / (CKA of what enters + CKA of what leaves)."""
+    """PFedHR's distances [L, L] of blocks, 1 / (CKA of what enters + CKA of what leaves)."""
     return 1.0 / np.maximum(entering + leaving, SMALLEST)

@@ -34,7 +34,7 @@ class ChannelStitch(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return [B, *returns] of [B, ...]."""
+        """[B, *returns] of [B, ...]."""
         if x.ndim == 2:
             x = layers.Dense(math.prod(self.returns), name="dense")(x)
         else:
@@ -57,13 +57,13 @@ class FlatStitch(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Return [B, *returns] of [B, ...]."""
+        """[B, *returns] of [B, ...]."""
         x = layers.Dense(math.prod(self.returns), name="dense")(x.reshape(x.shape[0], -1))
         return x.reshape(x.shape[0], *self.returns)
 
 
 def adaptive_average(x: jax.Array, places: Sequence[int]) -> jax.Array:
-    """Return maps [B, h, w, I] of [B, H, W, I]: means over windows of nearly equal size, as PyTorch's adaptive pooling.
+    """Maps [B, h, w, I] of [B, H, W, I]: means over windows of nearly equal size, as PyTorch's adaptive pooling.
 
     Where there are more places than before, windows overlap and values repeat.
     """
@@ -91,7 +91,7 @@ def stitch(
     programs: Programs,
     key: jax.Array,
 ) -> Chain:
-    """Return the chain of blocks with a stitch in front of each and a new classifier behind; consumes ``key``.
+    """The chain of blocks with a stitch in front of each and a new classifier behind; consumes ``key``.
 
     Args:
       blocks: what is joined, in order.

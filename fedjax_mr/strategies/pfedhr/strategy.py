@@ -182,13 +182,13 @@ class Memory(NamedTuple):
 
 
 def taken_apart(network: Model, variables: Variables, *, owner: int) -> tuple[Block, ...]:
-    """Return the blocks of one client's network."""
+    """The blocks of one client's network."""
     number = int(network.architecture(variables))
     return chains.take_apart(network.networks[number], jax.device_put(network.unpack(variables, number)), owner=owner)
 
 
 def averaged(models: Variables, architectures: np.ndarray) -> list[tuple[int, Variables]]:
-    """Return the mean network of each architecture, with the first row of the K stacked models that is of it."""
+    """The mean network of each architecture, with the first row of the K stacked models that is of it."""
 
     def mean(leaf: np.ndarray, rows: np.ndarray) -> np.ndarray:
         return leaf[rows].mean(axis=0) if np.issubdtype(leaf.dtype, np.floating) else leaf[rows[0]]
@@ -210,13 +210,13 @@ class Reassembled(NamedTuple):
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the mean cosine of the rows of two tables of logits [P, C]."""
+    """The mean cosine of the rows of two tables of logits [P, C]."""
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     return float(np.mean(np.sum(a * b, axis=1) / np.maximum(lengths, 1e-12)))
 
 
 def lesson(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return the share of samples whose largest logit is their label's, and the mean largest probability.
+    """The share of samples whose largest logit is their label's, and the mean largest probability.
 
     Args:
       logits: [S, C] for S samples.
@@ -321,7 +321,7 @@ class Server:
         return Reassembled(blocks, labels, similarities, candidates, tuned, logit_similarity, clock.seconds)
 
     def teach(self, state: State, key: jax.Array, client: Callable[[int], ClientData]) -> tuple[State, Info]:
-        """Return the state with the teachers of the round's clients, and an account of it; consumes ``key``.
+        """The state with the teachers of the round's clients, and an account of it; consumes ``key``.
 
         The simulation computes here what a teacher says of a client's own samples; a real client would do so itself.
 
@@ -379,7 +379,7 @@ class Server:
 
 
 def account_of(clients: np.ndarray, made: Reassembled, teachers: np.ndarray) -> Account:
-    """Return the account of a reassembly for the round's clients [K] and the candidates that teach them [K]."""
+    """The account of a reassembly for the round's clients [K] and the candidates that teach them [K]."""
     longest = max(map(len, made.candidates), default=0)
     filled = [[*candidate, *[-1] * (longest - len(candidate))] for candidate in made.candidates]
     integers = lambda values: np.array(values, np.int32)
@@ -410,14 +410,14 @@ class _Clock:
 
 
 def _range(x: Any) -> dict[str, float]:
-    """Return the smallest and the largest raw value that a pixel may have."""
+    """The smallest and the largest raw value that a pixel may have."""
     if x.dtype == np.uint8:
         return {"low": 0.0, "high": 255.0}
     return {"low": float(np.min(x)), "high": float(np.max(x))}
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Return pFedHR."""
+    """Build pFedHR."""
     network, server = problem.model, Server(hyper, problem)
     largest, count = problem.local.max_size, problem.cohort_size
 
