@@ -1,10 +1,10 @@
-"""Algebra on models as pytrees, many of them stacked: leaves [K, ...].
+"""Algebra on models as pytrees. Several models are stacked: leaves [K, ...].
 
-Two kinds of trees. A `State` is all of a model (``{"params": ..., "batch_stats": ...}``, Flax's variables): states are
-copied, gathered, exchanged and averaged, with weights that are not negative and sum to one, so that a running variance
-stays a variance. `Params` are the trainable collection alone, or a change of it: they may also be added, subtracted and
-scaled, which extrapolates. These functions refuse a whole state: a variance could become negative, and the network's
-outputs would not be numbers.
+There are two kinds of trees. A `State` holds all collections of a model (``{"params": ..., "batch_stats": ...}``,
+Flax's variables). States are copied, gathered, exchanged and averaged with non-negative weights that sum to one, so
+that a running variance never becomes negative. `Params` are only the trainable collection, or a change of it. They can
+also be added, subtracted and scaled, which extrapolates. `add`, `subtract` and `scale` refuse a state, because a
+negative variance turns the outputs of the network into NaN.
 """
 
 import functools
@@ -16,25 +16,25 @@ import jax.numpy as jnp
 
 Tree = Any
 State = Any
-"""All of a model: every Flax collection."""
+"""All Flax collections of a model."""
 Params = Any
-"""The trainable collection of a model, a change of it, or any tree of numbers that may take every value."""
+"""The trainable collection of a model, a change of it, or any other tree of unrestricted numbers."""
 Units = Sequence[Sequence[int]]
-"""A division of a tree's leaves: each unit lists positions in ``jax.tree.leaves``."""
+"""A partition of the leaves of a tree: each unit lists positions in ``jax.tree.leaves``."""
 
 
 def broadcast(tree: Tree, count: int) -> Tree:
-    """``count`` copies of a tree, stacked on a new leading axis."""
+    """Stack ``count`` copies of a tree on a new leading axis."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 
 def take(tree: Tree, rows: jax.Array) -> Tree:
-    """The rows [R] of every leaf [K, ...]: leaves [R, ...] (for a scalar ``rows``: [...])."""
+    """Take the rows [R] of every leaf [K, ...]: leaves [R, ...]. A scalar ``rows`` gives leaves [...]."""
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
 def mean(tree: State | Params, *, weights: jax.Array | None = None) -> State | Params:
-    """The mean over the leading axis, weighted by ``weights`` [K] (None: uniform)."""
+    """The mean over the leading axis with ``weights`` [K]. Default: uniform weights."""
     if weights is None:
         return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
     shares = weights.astype(jnp.float32) / jnp.sum(weights.astype(jnp.float32))
@@ -46,23 +46,23 @@ def mix(tree: State | Params, weights: jax.Array) -> State | Params:
 
     Args:
       tree: leaves [K, ...].
-      weights: [R, K]; the rows are not negative and sum to one.
+      weights: [R, K], non-negative; each row sums to one.
     """
     return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1, precision=jax.lax.Precision.HIGHEST), tree)
 
 
 def interpolate(a: State | Params, b: State | Params, share: jax.Array | float) -> State | Params:
-    """Share * a + (1 - share) * b, with ``share`` in 0..1."""
+    """The interpolation share * a + (1 - share) * b, with ``share`` in 0..1."""
     return jax.tree.map(lambda a, b: share * a + (1 - share) * b, a, b)
 
 
 def where(condition: jax.Array, a: Tree, b: Tree) -> Tree:
-    """A where a scalar condition holds, else b."""
+    """Tree ``a`` if a scalar condition holds, otherwise ``b``."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
 def add(a: Params, b: Params) -> Params:
-    """A + b.
+    """The sum a + b.
 
     Raises:
       TypeError: an operand is the whole state of a model.
@@ -72,7 +72,7 @@ def add(a: Params, b: Params) -> Params:
 
 
 def subtract(a: Params, b: Params) -> Params:
-    """A - b.
+    """The difference a - b.
 
     Raises:
       TypeError: an operand is the whole state of a model.
@@ -82,7 +82,7 @@ def subtract(a: Params, b: Params) -> Params:
 
 
 def scale(tree: Params, factor: jax.Array | float) -> Params:
-    """Factor * tree.
+    """The product factor * tree.
 
     Raises:
       TypeError: the tree is the whole state of a model.
@@ -94,8 +94,8 @@ def scale(tree: Params, factor: jax.Array | float) -> Params:
 def _refuse_states(*trees: Params) -> None:
     if any(isinstance(tree, Mapping) and "params" in tree for tree in trees):
         raise TypeError(
-            "this is the whole state of a model, and sums could make a BatchNorm variance negative: take its params "
-            'and say what becomes of the rest, as in mean | {"params": trees.add(mean["params"], step)}'
+            "this is the whole state of a model, and sums could make a BatchNorm variance negative: use its params and "
+            'keep the other collections, as in mean | {"params": trees.add(mean["params"], step)}'
         )
 
 
@@ -105,14 +105,14 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def permute(tree: Tree, *, units: Units, permutations: jax.Array) -> Tree:
-    """The K stacked models with their units exchanged: ``new[j][u] = old[permutations[u, j]][u]``.
+    """Exchange units among K stacked models: ``new[j][u] = old[permutations[u, j]][u]``.
 
-    A gather per leaf. Every unit's copies are permuted, so sums, means and sums of squared distances over the K
-    models stay (FedMR, KDD'24, Lemma 4.4).
+    This is one gather per leaf. The copies of each unit are permuted, so sums, means and sums of squared distances over
+    the K models are preserved (FedMR, KDD'24, Lemma 4.4).
 
     Args:
       tree: leaves [K, ...].
-      units: every leaf position exactly once, grouped into U units.
+      units: a partition of all leaf positions into U units.
       permutations: [U, K] int, each row a permutation of 0..K-1.
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -123,19 +123,19 @@ def permute(tree: Tree, *, units: Units, permutations: jax.Array) -> Tree:
 
 
 def squared_norm(tree: Tree) -> jax.Array:
-    """The sum of the squares of all numbers (its gradient at zero is zero; that of a norm is not a number)."""
+    """The sum of squares of all numbers. Its gradient at zero is zero, while that of a norm is NaN."""
     return functools.reduce(jnp.add, [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])
 
 
 def put(tree: Tree, rows: jax.Array, new: Tree) -> Tree:
-    """Leaves [N, ...] with ``new`` [R, ...] at ``rows`` [R]; rows named more than once get what `agree` says."""
+    """Set the rows ``rows`` [R] of leaves [N, ...] to ``new`` [R, ...]. Duplicate rows are combined by `agree`."""
     return jax.tree.map(lambda leaf, new: leaf.at[rows].set(new), tree, agree(new, rows))
 
 
 def agree(tree: Tree, names: jax.Array) -> Tree:
-    """Leaves [R, ...] whose rows of one name in ``names`` [R] all hold the mean of those rows.
+    """Replace all rows of leaves [R, ...] that have equal ``names`` [R] by their mean.
 
-    Of numbers that have no mean, such as truth values and counts, they hold the first.
+    Types without a mean, such as booleans and counts, take the first of these rows.
     """
     same = names[:, None] == names[None, :]
     first = jnp.argmax(same, axis=1)
@@ -151,17 +151,17 @@ def agree(tree: Tree, names: jax.Array) -> Tree:
 
 
 def gram(tree: Tree) -> jax.Array:
-    """The inner products of the K stacked models [K, K], leaf by leaf (never a K x K x P array)."""
+    """Inner products of K stacked models [K, K]. They are summed leaf by leaf, without a K x K x P array."""
 
     def products(leaf: jax.Array) -> jax.Array:
-        inner = tuple(range(1, leaf.ndim))  # not flattened: a leaf that is divided over devices stays so
+        inner = tuple(range(1, leaf.ndim))  # not flattened, so that a sharded leaf stays sharded
         return jnp.tensordot(leaf, leaf, axes=(inner, inner), precision=jax.lax.Precision.HIGHEST)
 
     return functools.reduce(jnp.add, [products(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def cosines(tree: Tree) -> jax.Array:
-    """The cosines of all pairs of the K stacked models [K, K]; a zero model has cosine 0 with every other."""
+    """Cosines of all pairs of K stacked models [K, K]. A zero model has cosine 0 with every model."""
     products = gram(tree)
     norms = jnp.sqrt(jnp.diagonal(products))
     scales = norms[:, None] * norms[None, :]
@@ -171,8 +171,8 @@ def cosines(tree: Tree) -> jax.Array:
 def mean_pairwise_cosine(tree: Tree) -> jax.Array:
     """The mean of `cosines` over the K(K-1)/2 pairs of stacked models; 1 for a single model.
 
-    The sum of K unit vectors has the squared length K plus twice the sum of the pairs' cosines, so two passes over the
-    parameters do, where all inner products take K.
+    The squared length of the sum of K unit vectors is K plus twice the sum of the pairs' cosines. So two passes over
+    the parameters are sufficient, where all inner products would take K passes.
     """
     leaves = jax.tree.leaves(tree)
     squares = functools.reduce(jnp.add, [jnp.sum(leaf * leaf, axis=tuple(range(1, leaf.ndim))) for leaf in leaves])
@@ -192,5 +192,5 @@ def all_finite(tree: Tree) -> jax.Array:
 
 
 def num_bytes(tree: Tree) -> int:
-    """The bytes of a tree of arrays or of shapes (``jax.eval_shape``)."""
+    """The size in bytes of a tree of arrays or shapes (``jax.eval_shape``)."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -117,7 +117,7 @@ def test_public_settings_without_effect_are_told(arguments, part):
 
 @pytest.mark.parametrize("strategy", ["fedcross", "fedmut", "fedme"])
 def test_methods_that_exchange_refuse_a_single_client(engine, strategy):
-    assert "--cohort must be at least 2" in refusal(lambda: engine(strategy, "linear", cohort=1))
+    assert "cohort= must be at least 2" in refusal(lambda: engine(strategy, "linear", cohort=1))
 
 
 def test_a_projection_needs_a_representation():

@@ -157,7 +157,7 @@ def _head(build: Any) -> tuple[str, str]:
     paragraphs = (inspect.getdoc(module) or "").split("\n\n")[1:]
     first = next((at for at, text in enumerate(paragraphs) if text.startswith("Deviation")), len(paragraphs))
     shown = [_markdown(text) for text in paragraphs]
-    deviations = re.sub(r"^Deviations?( and choices)?[.:] ", "", "\n\n".join(shown[first:]))
+    deviations = re.sub(r"^Deviations?( and choices)?[.:]\s+", "", "\n\n".join(shown[first:]))
     return "\n\n".join(shown[:first]), deviations[:1].upper() + deviations[1:]
 
 
@@ -165,7 +165,9 @@ def _markdown(paragraph: str) -> str:
     """Return a paragraph of a docstring in Markdown."""
     if paragraph.startswith("    "):
         return paragraph
-    text = re.sub(r"([*|$])", r"\\\1", html.escape(paragraph, quote=False))
+    lead, *items = re.split(r"(?:^|\n)\* ", html.escape(paragraph, quote=False))
+    lead, *items = (re.sub(r"([*|$])", r"\\\1", each) for each in (lead, *items))
+    text = "\n\n".join(filter(None, (lead, "\n".join(f"- {item}" for item in items))))
     return _flags(re.sub(r"``(.*?)``", r"`\1`", text, flags=re.DOTALL))
 
 

@@ -98,10 +98,14 @@ def measured(rebuilt: runs.Rebuilt, state: pfedhr.State) -> list[tuple[str, str]
     """Return the seconds of each step of a reassembly once everything is compiled, and the number of programs."""
     problem, hyper = rebuilt.rounds.constants.problem, configuration.hyper(rebuilt.config)
     assert isinstance(hyper, pfedhr.Hyper)
-    server, rows = pfedhr.Server(hyper, problem), range(problem.cohort_size)
+    reassembler, rows = pfedhr.Reassembler(hyper, problem), range(problem.cohort_size)
     take = lambda row: jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.models)
-    networks = [pfedhr.taken_apart(problem.model, take(row), owner=row) for row in rows]
+    networks = [pfedhr.client_blocks(problem.model, take(row), owner=row) for row in rows]
     for _ in range(2):
-        seconds = server.reassemble(networks, networks, jax.random.key(0)).seconds
+        seconds = reassembler.reassemble(networks, networks, jax.random.key(0)).seconds
     lines = [(step, f"{value:.2f}") for step, value in seconds.items()]
-    return [*lines, ("all steps", f"{sum(seconds.values()):.2f}"), ("compiled programs", str(server.programs.traces))]
+    return [
+        *lines,
+        ("all steps", f"{sum(seconds.values()):.2f}"),
+        ("compiled programs", str(reassembler.programs.traces)),
+    ]

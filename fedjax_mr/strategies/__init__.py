@@ -1,4 +1,4 @@
-"""Strategies by name; one paper, one file. A row of `STRATEGIES` is all the registration that a new file needs."""
+"""Strategies by name. Each paper has one file, and each strategy is registered by one row of `STRATEGIES`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -96,7 +96,7 @@ SETTINGS = (
 
 
 def check_row(name: str, row: Any) -> None:
-    """Check the row of a strategy from outside the package.
+    """Check the row of a strategy that a user registers.
 
     Raises:
       UserError: it is not a `Row`, its hyper-parameters are not a dataclass of defaults, or ``small`` or
@@ -233,7 +233,7 @@ _OURS: dict[str, dict[str, Row]] = {
             public=True,
             title="pFedHR",
             needs_public=True,
-            only_simulated="its server computes each client's lesson from the client's own samples",
+            only_simulated="its server evaluates each client's teacher on the client's samples",
             small=pfedhr.Hyper(groups=2, max_candidates=2, server_epochs=1, server_lr=1e-4),
         ),
         "fedmd": Row(
@@ -279,14 +279,14 @@ _OURS: dict[str, dict[str, Row]] = {
             title="HeteroFL",
             needs_public=heterofl.needs_public,
             label_counts=True,
-            only_simulated="a slice travels, and is computed, with the zeros around it",
+            only_simulated="slices are sent and trained as whole networks filled with zeros",
         ),
         "adaptivefl": Row(
             adaptivefl.build,
             adaptivefl.Hyper,
             "Jia et al., DAC 2024",
             title="AdaptiveFL",
-            only_simulated="a slice travels, and is computed, with the zeros around it",
+            only_simulated="slices are sent and trained as whole networks filled with zeros",
         ),
     },
     "baselines": {
@@ -302,7 +302,7 @@ _OURS: dict[str, dict[str, Row]] = {
             None,
             "Matsuda et al., SDM 2022 (Centralized)",
             title="Centralized",
-            only_simulated="one client trains on the samples of all",
+            only_simulated="one client trains on the samples of all clients",
         ),
     },
 }
@@ -315,7 +315,7 @@ STRATEGIES = Registry(
 
 
 def by_group() -> dict[str, list[str]]:
-    """The names of the strategies by their group, in order; those from outside, of group "", last."""
+    """The names of the strategies by group, in order. Strategies registered by users are last, in group ""."""
     names: dict[str, list[str]] = {group: [] for group in (*_OURS, *(row.group for row in STRATEGIES.values()))}
     for name, row in STRATEGIES.items():
         names[row.group].append(name)

@@ -1,11 +1,11 @@
-"""Centralized: all clients' training samples in one place, one network trained on them; what no federation can do.
+"""Centralized: one network is trained on the training samples of all clients.
 
-The oracle of Matsuda, Sasaki, Xiao, Onizuka: FedMe: Federated Learning via Model Exchange, SDM 2022, which trains for
-up to 200 epochs; here for ``rounds`` x ``local_epochs``, and as in all methods the optimiser starts anew in every
-round. The clients stay who they are for every test (``--eval_clients``) and for ``--finetune_epochs``.
+This upper bound comes from Matsuda, Sasaki, Xiao, Onizuka: FedMe: Federated Learning via Model Exchange, SDM 2022,
+where it trains for up to 200 epochs. Here it trains for rounds x local epochs. As in all methods, the optimizer is
+reset in every round. Tests on clients and fine-tuning still use each client's own samples.
 
-The first row of the cohort trains on everybody's samples, the others do nothing, so ``--cohort=1`` is enough. No bytes
-are counted: the samples would be sent once, and no model ever.
+The first row of the cohort trains on the samples of all clients. The other rows do not train, so a cohort of one client
+is sufficient. No traffic is counted: the samples would be sent once, and models are never sent.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, averag
 
 
 def pool(data: ClientData, sizes: jax.Array, validation_sizes: jax.Array) -> ClientData:
-    """One client's data with all clients' training rows first in its index, then those kept for validation.
+    """Data of a client whose index lists the training rows of all clients, then the validation rows of all clients.
 
     Args:
-      data: any client's data; the size stays.
+      data: data of any client; its size is not changed.
       sizes: training rows of each client [N].
-      validation_sizes: rows that each client keeps for validation [N].
+      validation_sizes: validation rows of each client [N].
     """
     position = jnp.arange(data.index.shape[0], dtype=jnp.int32)
     ends = jnp.cumsum(sizes + validation_sizes)
@@ -42,11 +42,11 @@ def build(hyper: None, problem: Problem) -> Strategy:
     validation_sizes = kept_for_validation(problem)
 
     def client_update(payload, memory, data, round, key):
-        if problem.num_clients > 1 and data.index.shape[0] <= problem.local.max_size:  # the rows of one client alone
-            raise UserError("centralized needs all samples at once: --data_placement=device")
-        everything = pool(data, sizes, validation_sizes)
+        if problem.num_clients > 1 and data.index.shape[0] <= problem.local.max_size:  # only the rows of one client
+            raise UserError("centralized needs the samples of all clients at once: pass data_placement='device'")
+        pooled = pool(data, sizes, validation_sizes)
         setting = dataclasses.replace(problem.local, max_size=data.index.shape[0])
-        model, metrics = local.train(problem.model, setting, payload["model"], everything, key)
+        model, metrics = local.train(problem.model, setting, payload["model"], pooled, key)
         return {"trained": model}, memory, metrics
 
     return averaging(problem)._replace(

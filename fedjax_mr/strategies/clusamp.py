@@ -1,20 +1,23 @@
-"""CluSamp: one client from each of K groups of clients with similar changes of the model.
+"""CluSamp: clustered sampling selects clients with dissimilar model updates.
 
 Fraboni, Vidal, Kameni, Lorenzi: Clustered Sampling: Low-Variance and Improved Representativity for Clients Selection in
-Federated Learning, ICML 2021, Algorithm 2 ("representative gradients"). The server keeps every client's last change of
-the model; between rounds it groups the clients by Ward's method, and each of the K drawn clients comes from a
-distribution of its own. Client i is expected K n_i / sum n times in a round, so the plain mean of the K models is
-unbiased.
+Federated Learning, ICML 2021, Algorithm 2 ("representative gradients"). The server stores the last model update of each
+client. Between rounds it clusters the clients with Ward's method, and draws each of the K clients of a round from a
+distribution of its own. Client i is drawn K n_i / sum n times per round in expectation, so the plain mean of the
+K models is unbiased.
 
-Deviations. Before the first round no change is known and the distributions are those of the paper's Algorithm 1, by
-numbers of samples; the released code groups the first round too, by a table of zeros, in which groups are an accident
-of Ward's method. A client with more than 1/K of all samples fills several distributions (the released code stops). A
-client that is drawn twice is represented by the mean of its two changes (there by the last). Groups and weights are
-compared in whole numbers, there in units of 1e-10. Groups of equal weight are taken in the order of scipy's numbers for
-them, and equal clients in Algorithm 1 by descending id: so does the released code wherever its sort keeps the order of
-equals, which numpy's default sort does not promise. ``variant=authors`` is CluSamp as the authors of FedMR ran it:
-models weighted by numbers of samples once more, and of the table of distances only the column of the last drawn client
-is brought up to date, so that it stays almost empty; they take the L1 distance.
+Deviations and choices:
+* Before the first round no updates are known. The distributions are then those of the paper's Algorithm 1, by numbers
+  of samples. The released code also clusters the first round, on a table of zeros, so that the clusters are arbitrary.
+* A client with more than 1/K of all samples fills several distributions; the released code stops with an error.
+* A client that is drawn twice is represented by the mean of its two updates; in the released code, by the last one.
+* Clusters and weights are compared as integers; in the released code, in units of 1e-10.
+* Ties: clusters of equal weight are taken in the order of scipy's cluster numbers, and equal clients in Algorithm 1 by
+  descending id. This is the order of the released code if its sort is stable, which numpy's default sort does not
+  guarantee.
+* ``variant=authors`` is CluSamp as run by FedMR's authors. The models are weighted by numbers of samples once more.
+  Only the column of the last drawn client is updated in the distance table, which stays almost empty. They use the L1
+  distance.
 """
 
 import dataclasses
@@ -34,33 +37,33 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """CluSamp's own settings."""
+    """Hyper-parameters of CluSamp."""
 
     distance: str = field(
         "arccos",
-        "between two clients' changes: the angle, the sum of absolute differences, the sum of their squares",
+        "distance between the updates of two clients: their angle (arccos), L1 distance, or squared L2 distance (L2)",
         choices=("arccos", "L1", "L2"),
-        source="Fraboni et al. 2021; the FedMR authors' code: L1",
+        source="Fraboni et al. 2021; code of FedMR's authors: L1",
     )
     variant: str = field(
         "original",
-        "authors: the FedMR authors' code, weighted by samples, with a table of distances that stays almost empty",
+        "original: Algorithm 2; authors: code of FedMR's authors, weighted by samples, with a sparse distance table",
         choices=("original", "authors"),
         source="Fraboni et al. 2021",
     )
 
 
 class State(NamedTuple):
-    """The global model and what the next choice of clients rests on."""
+    """The global model and the statistics that select the next clients."""
 
     model: Variables
-    changes: Any  # each client's last change of the parameters [N, ...], zero before its first
-    distances: jax.Array  # between the changes [N, N]
-    distributions: jax.Array  # the probability of each client in each of the K draws [K, N]
+    changes: Any  # last parameter update of each client [N, ...]; zero before the first one
+    distances: jax.Array  # distances between the updates [N, N]
+    distributions: jax.Array  # probability of each client in each of the K draws [K, N]
 
 
 def distances_to(one: Any, all: Any, *, kind: str) -> jax.Array:
-    """The distances [N] of one tree to N stacked ones; the angle to a zero is 0."""
+    """The distances [N] of one tree to N stacked trees; the angle to a zero tree is 0."""
     sums = lambda function: functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(function, all, one)))
     rows = lambda leaf: leaf.reshape(leaf.shape[0], -1)
     if kind == "L1":
@@ -77,23 +80,23 @@ def distances_to(one: Any, all: Any, *, kind: str) -> jax.Array:
 def by_size(sizes: jax.Array, count: int) -> jax.Array:
     """The K = ``count`` distributions [K, N] of the paper's Algorithm 1.
 
-    The clients, each with K n_i / sum n, are poured one after the other, largest first, into K vessels that hold 1. Of
-    equal clients the last is the first, as released.
+    The clients, each with a mass of K n_i / sum n, fill K distributions of mass 1 one after the other, largest client
+    first. In a tie the client with the larger id comes first, as in the released code.
     """
     order = jnp.flip(jnp.argsort(sizes))
-    poured = jnp.cumsum(sizes[order]).astype(jnp.float32) * (count / jnp.sum(sizes).astype(jnp.float32))
-    before = jnp.concatenate([jnp.zeros(1), poured[:-1]])
-    bottoms = jnp.arange(count, dtype=jnp.float32)[:, None]
-    contents = jnp.clip(poured[None] - bottoms, 0, 1) - jnp.clip(before[None] - bottoms, 0, 1)
-    return jnp.zeros_like(contents).at[:, order].set(contents)
+    ends = jnp.cumsum(sizes[order]).astype(jnp.float32) * (count / jnp.sum(sizes).astype(jnp.float32))
+    starts = jnp.concatenate([jnp.zeros(1), ends[:-1]])
+    offsets = jnp.arange(count, dtype=jnp.float32)[:, None]
+    shares = jnp.clip(ends[None] - offsets, 0, 1) - jnp.clip(starts[None] - offsets, 0, 1)
+    return jnp.zeros_like(shares).at[:, order].set(shares)
 
 
 def groups(distances: np.ndarray, sizes: np.ndarray, count: int) -> list[list[int]]:
-    """The largest sub-trees of Ward's tree that hold at most 1/K of all samples, K = ``count``; host code.
+    """The largest sub-trees of Ward's tree with at most 1/K of all samples, K = ``count``; host code.
 
-    As in the authors' code, the rows of the table of distances [N, N] are points between which Ward's method measures
-    Euclidean distances, and the groups are in the order of scipy's numbers for them. A client that alone holds more is
-    a group of its own.
+    As in the authors' code, Ward's method takes the rows of the distance table [N, N] as points of a Euclidean space,
+    and the groups are in the order of scipy's cluster numbers. A client with more than 1/K of all samples forms its own
+    group.
     """
     from scipy.cluster.hierarchy import fcluster, ward
     from scipy.spatial.distance import pdist
@@ -103,28 +106,28 @@ def groups(distances: np.ndarray, sizes: np.ndarray, count: int) -> list[list[in
     tree, weights = ward(pdist(distances)), sizes.tolist()
     for left, right in tree[:, :2].astype(int):
         weights.append(weights[left] + weights[right])
-    tree[:, 2] = weights[len(sizes) :]  # in place of heights; whole numbers, so the cut below is exact
+    tree[:, 2] = weights[len(sizes) :]  # replaces the heights; integers, so the cut below is exact
     numbers = fcluster(tree, sizes.sum() // count, criterion="distance")
     return [np.flatnonzero(numbers == number).tolist() for number in range(1, numbers.max() + 1)]
 
 
-def pour(groups: Sequence[Sequence[int]], sizes: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """The distributions [K, N] of K = ``count`` draws for clients in groups; host code.
+def allocate(groups: Sequence[Sequence[int]], sizes: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """The distributions [K, N] of K = ``count`` draws, from groups of clients; host code.
 
-    In whole numbers: every client brings K n_i and every distribution holds sum n. The K largest groups are poured
-    first, each into its own; the others, smallest first and their clients in random order, fill up what is left. Of
-    equal groups those are smaller that come first.
+    All quantities are integers: client i has a mass of K n_i, and each distribution has a capacity of sum n. The K
+    largest groups first fill one distribution each. Then the clients of all groups, smallest group first and in random
+    order within a group, fill the remaining capacity. In a tie the earlier group counts as smaller.
     """
     capacity = int(sizes.sum())
     ordered = sorted(groups, key=lambda group: sizes[group].sum())
-    contents = np.zeros((count, len(sizes)), np.int64)
-    left, room = [count * int(size) for size in sizes], [capacity] * count
+    masses = np.zeros((count, len(sizes)), np.int64)
+    remaining, free = [count * int(size) for size in sizes], [capacity] * count
 
     def fill(distribution: int, client: int) -> None:
-        amount = min(left[client], room[distribution])
-        contents[distribution, client] += amount
-        left[client] -= amount
-        room[distribution] -= amount
+        amount = min(remaining[client], free[distribution])
+        masses[distribution, client] += amount
+        remaining[client] -= amount
+        free[distribution] -= amount
 
     for distribution, group in enumerate(ordered[-count:]):
         for client in group:
@@ -133,7 +136,7 @@ def pour(groups: Sequence[Sequence[int]], sizes: np.ndarray, count: int, rng: np
         for client in rng.permutation(group):
             for distribution in range(count):
                 fill(distribution, client)
-    return contents / capacity
+    return masses / capacity
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
@@ -167,8 +170,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def between_rounds(state, round, key, client):
         sizes, count = np.asarray(problem.sizes, np.int64), problem.cohort_size
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-        found = groups(np.asarray(state.distances, np.float64), sizes, count)
-        return state._replace(distributions=jnp.asarray(pour(found, sizes, count, rng), jnp.float32)), {}
+        clusters = groups(np.asarray(state.distances, np.float64), sizes, count)
+        return state._replace(distributions=jnp.asarray(allocate(clusters, sizes, count, rng), jnp.float32)), {}
 
     return averaging(problem)._replace(
         init=init, select=select, server_update=server_update, between_rounds=between_rounds

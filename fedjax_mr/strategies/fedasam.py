@@ -1,19 +1,19 @@
-"""FedASAM: clients descend by the gradient at the worst point of a neighbourhood that scales with the weights.
+"""FedASAM: clients use sharpness-aware minimization in a neighbourhood that scales with the weights (ASAM).
 
 Caldarola, Caputo, Ciccone: Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV 2022, with the
 neighbourhood of Kwon, Kim, Park, Choi: ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep
-Neural Networks, ICML 2021. Optionally the server keeps the mean of its models at the ends of learning-rate cycles (SWA)
-and deploys that.
+Neural Networks, ICML 2021. Optionally, the server deploys the mean of its models at the ends of learning-rate cycles
+(stochastic weight averaging, SWA).
 
-Deviations. BatchNorm statistics are those of the first of the two passes (the authors' code updates them in both), and
-SWA averages them as it does the parameters (there they stay those of the model at the start of SWA). The authors of
-FedMR run it with rho 0.1, eta 0 and no SWA.
+Deviations. BatchNorm statistics are those of the first of the two passes; the authors' code updates them in both. SWA
+averages the statistics like the parameters; the authors' code keeps those of the model at the start of SWA. FedMR's
+authors use rho 0.1, eta 0 and no SWA.
 
-SWA averages models at the ends of cycles, where the learning rate is lowest, as in the paper. The released code counts
-the cycles of the learning rate from round 0, and those of the mean from the start of SWA: with a start that is a
-multiple of c, often so at the usual 75 % of the rounds, it averages models just after the rate jumped up. Until the
-first of them it tests a copy of the model at the start. ``swa_when=released`` does both. With c = 1 the released code
-leaves the learning rate alone; here it is at its lowest in every round.
+As in the paper, SWA averages models at the ends of cycles, where the learning rate is lowest. The released code counts
+the cycles of the learning rate from round 0, but the cycles of the mean from the start of SWA. If the start is a
+multiple of c, which is common at the usual 75 % of the rounds, it averages models just after the rate was reset. Until
+the first of them it tests a copy of the model at the start. ``swa_when=released`` reproduces both. With c = 1, the
+released code does not change the learning rate; here the rate is at its lowest in every round.
 """
 
 import dataclasses
@@ -34,65 +34,65 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedASAM's own settings."""
+    """Hyper-parameters of FedASAM."""
 
     rho: float = field(
         0.7,
-        "rho, the radius of the neighbourhood; 0 gives FedAvg",
+        "rho, radius of the neighbourhood; 0 gives FedAvg",
         low=0,
-        source="Caldarola et al.'s code: 0.7 for CIFAR-10, 0.5 for CIFAR-100; the FedMR authors' code: 0.1",
+        source="code of Caldarola et al.: 0.7 for CIFAR-10, 0.5 for CIFAR-100; code of FedMR's authors: 0.1",
     )
     eta: float = field(
         0.2,
         "eta, added to the absolute weights that scale the neighbourhood",
         low=0,
-        source="Caldarola et al.'s code; the FedMR authors' code: 0",
+        source="code of Caldarola et al.; code of FedMR's authors: 0",
     )
     swa_start: int | None = field(
         None,
-        "round from which the server averages its models over cycles; none: never",
+        "first round of SWA, in which the server averages its models over cycles. If omitted, SWA is disabled",
         unit="rounds",
         low=0,
-        source="the FedMR authors' code: never; Caldarola et al.: at 75 % of the rounds",
+        source="code of FedMR's authors: disabled; Caldarola et al.: at 75 % of the rounds",
     )
     swa_cycle: int = field(
-        10, "c, rounds of a cycle, in which the clients' learning rate falls", unit="rounds", low=1, source="same"
+        10, "c, rounds per cycle, during which the clients' learning rate decays", unit="rounds", low=1, source="same"
     )
     swa_when: str = field(
         "cycle_end",
-        "when a model enters the mean: after the round of lowest learning rate, or as released, c, 2 c, ... rounds "
-        "after the start, before which the model at the start is deployed",
+        "models in the mean: those after the rounds of lowest learning rate (cycle_end), or those c, 2 c, ... rounds "
+        "after the start, before which the model at the start is deployed (released)",
         choices=("cycle_end", "released"),
         source="Caldarola et al. 2022; released: their code",
     )
     swa_lr: float = field(
         0.01,
-        "the learning rate at the end of a cycle as a share of --lr",
+        "learning rate at the end of a cycle, as a share of the clients' learning rate",
         low=0,
         high=1,
-        source="Caldarola et al.'s code: from 0.01 to 1e-4",
+        source="code of Caldarola et al.: from 0.01 to 1e-4",
     )
 
 
 class State(NamedTuple):
-    """The global model and, with SWA, the mean of those at the ends of cycles."""
+    """The global model and, with SWA, the mean of the models at the ends of cycles."""
 
     model: Variables
     mean: Variables | None  # None without SWA
-    cycles: jax.Array | None  # how many models are in the mean; None without SWA
+    cycles: jax.Array | None  # number of models in the mean; None without SWA
 
 
 def scale_of(path: tuple, leaf: jax.Array, eta: float | None) -> jax.Array:
-    """T, the scale of the neighbourhood along each weight: |w| + eta; 1 for biases, and for all without eta."""
+    """The scale T of the neighbourhood along each weight: |w| + eta, but 1 for biases and if eta is None."""
     name = path[-1].key
     return jnp.ones_like(leaf) if eta is None or name.endswith("bias") else jnp.abs(leaf) + eta
 
 
 def sharpness_aware(loss: Loss, *, rho: float, eta: float | None) -> Callable:
-    """(params, state, batch, key) -> ((loss, state), gradient), the gradient taken at the worst neighbour.
+    """(params, state, batch, key) -> ((loss, state), gradient at the worst neighbour of params).
 
-    To first order the loss is largest, among all neighbours w + T e with |e| <= rho, at w + rho T^2 g / |T g|. Without
-    eta the neighbourhood is a ball (SAM).
+    Among all neighbours w + T e with |e| <= rho, the loss is largest, to first order, at w + rho T^2 g / |T g|. If eta
+    is None, the neighbourhood is a ball (SAM).
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
@@ -113,16 +113,16 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     averages, released = hyper.swa_start is not None, hyper.swa_when == "released"
 
     def cycle(round):
-        """Whether SWA has begun, and the share of its cycle that is over after this round."""
+        """Whether SWA has started, and the share of its cycle that is completed after this round."""
         position = (round % hyper.swa_cycle + 1).astype(jnp.float32) / hyper.swa_cycle
         return round >= hyper.swa_start, position
 
     def enters_mean(round):
-        """Whether the model of a round becomes a part of the mean."""
-        begun, position = cycle(round)
+        """Whether the model of a round enters the mean."""
+        started, position = cycle(round)
         if released:
             return (round > hyper.swa_start) & ((round - hyper.swa_start) % hyper.swa_cycle == 0)
-        return begun & (position == 1)
+        return started & (position == 1)
 
     def init(key):
         model = problem.model.init(key)
@@ -131,8 +131,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def client_update(payload, memory, data, round, key):
         optimizer = problem.local.optimizer
         if averages:
-            begun, position = cycle(round)
-            share = jnp.where(begun, 1 - position * (1 - hyper.swa_lr), 1.0)
+            started, position = cycle(round)
+            share = jnp.where(started, 1 - position * (1 - hyper.swa_lr), 1.0)
             optimizer = optax.chain(optimizer, optax.scale(share))
         model, metrics = local.train(
             problem.model,
@@ -150,7 +150,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         if not averages:
             return state._replace(model=model), {}
         enters, count = enters_mean(round), state.cycles.astype(jnp.float32)
-        kept = round >= hyper.swa_start if released else state.cycles > 0  # until then the model itself is the mean
+        kept = round >= hyper.swa_start if released else state.cycles > 0  # before that, the mean is the model itself
         mean = jax.tree.map(lambda old, new: (count * old + new) / (count + 1), state.mean, model)
         mean = trees.where(enters, mean, trees.where(kept, state.mean, model))
         return State(model, mean, state.cycles + enters.astype(jnp.int32)), {}

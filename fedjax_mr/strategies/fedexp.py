@@ -1,12 +1,13 @@
-"""FedExP: FedAvg with a server step that grows when the clients' changes point in different directions.
+"""FedExP: FedAvg with a server step that is larger if the clients' updates point in different directions.
 
 Jhunjhunwala, Wang, Joshi: FedExP: Speeding Up Federated Averaging via Extrapolation, ICLR 2023, Algorithm 1. Single
-iterates oscillate, so the mean of the last two is deployed; training goes on from the last one.
+iterates oscillate, so the mean of the last two is deployed. Training continues from the last one.
 
-Deviations. From the paper: clients are weighted by their numbers of samples, as in its authors' code
-(``weights=uniform``: the paper's); no learning rate decays, so epsilon does not either. From the code of the authors
-of FedMR, unless ``variant=authors``: BatchNorm statistics are averaged and not extrapolated, as a running variance
-could become negative, and epsilon is not multiplied by K.
+Deviations from the paper: clients are weighted by their numbers of samples, as in its authors' code; the paper weights
+them equally (``weights=uniform``). Learning rates do not decay, so epsilon does not decay either.
+
+Deviations from the code of FedMR's authors, unless ``variant=authors``: BatchNorm statistics are averaged and not
+extrapolated, because a running variance could become negative. Epsilon is not multiplied by K.
 """
 
 import dataclasses
@@ -23,30 +24,30 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedExP's own settings."""
+    """Hyper-parameters of FedExP."""
 
     epsilon: float = field(
         1e-3,
-        "epsilon, added to the squared norm of the mean change; large values give FedAvg",
+        "epsilon, added to the squared norm of the mean update; large values give FedAvg",
         low=0,
-        source="FedExP's code: 1e-3 for CIFAR, 0.1 for EMNIST; the FedMR authors' code: 0.1",
+        source="code of FedExP: 1e-3 for CIFAR, 0.1 for EMNIST; code of FedMR's authors: 0.1",
     )
     weights: str = field(
         "samples",
-        "weights of the clients: their numbers of samples n_i, or all equal",
+        "weights of the clients: their numbers of samples n_i (samples), or equal weights (uniform)",
         choices=("samples", "uniform"),
-        source="FedExP's and the FedMR authors' code; the paper: uniform",
+        source="code of FedExP and of FedMR's authors; the paper: uniform",
     )
     variant: str = field(
         "paper",
-        "authors: the FedMR authors' code, K epsilon in place of epsilon and BatchNorm statistics extrapolated as well",
+        "paper: Algorithm 1; authors: code of FedMR's authors, with K epsilon and extrapolated BatchNorm statistics",
         choices=("paper", "authors"),
         source="Jhunjhunwala et al. 2023",
     )
 
 
 class State(NamedTuple):
-    """The last iterate and the one before."""
+    """The last two iterates."""
 
     model: Variables
     previous: Variables
@@ -69,7 +70,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_lr = jnp.maximum(1.0, mean_square / (2 * (trees.squared_norm(delta) + epsilon)))
 
         model = mean | {"params": trees.add(old["params"], trees.scale(delta, server_lr))}
-        if hyper.variant == "authors":  # as released, whatever becomes of a variance
+        if hyper.variant == "authors":  # as released: a variance can become negative
             step = lambda new, old: trees.add(old, trees.scale(trees.subtract(new, old), server_lr))
             model |= {name: step(mean[name], old[name]) for name in mean if name != "params"}
         return State(model, trees.where(round == 0, model, old)), {"server_lr": server_lr}

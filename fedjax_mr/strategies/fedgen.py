@@ -1,21 +1,23 @@
-"""FedGen: a generator of representations, trained on the server, teaches the clients what the others know.
+"""FedGen: the server trains a generator of representations, from which clients distil the knowledge of the others.
 
 Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021, Algorithm 1. The
-generator turns a label and noise into a representation that the clients' heads, weighted by how many samples of the
-label each of them has, assign to that label. Clients train their heads on what it generates and hold their outputs
-close to those for generated representations of the same labels. Clients send the numbers of their labels once.
+generator maps a label and noise to a representation. It is trained so that the clients' heads, weighted by their
+numbers of samples of the label, assign the representation to the label. Clients train their heads on generated
+representations, and regularise their outputs towards those for generated representations of the same labels. Each
+client sends its label counts once.
 
-Deviations. Kept from the paper and its code are the losses and the two decays; the generator's sizes and batches are
-those of the authors of FedMR, its noise is uniform as in both codes (the paper: Gaussian). The generator's last layer
-is as wide as the network's representation, whatever the network. The labels of a client are counted once; FedGen's code
-counts those of the batches drawn in a round, from one, and regularises the first 20 local epochs only. Where no client
-of a round has two samples of any label, labels with one sample are drawn; both codes fail.
-
-Both released codes, FedGen's and that of FedMR's authors, weigh the server's cross entropies [B] by label shares
-[B, 1]. That broadcasts to [B, B]: a model's mean share is multiplied by its mean cross entropy, and its knowledge of a
-label does not count more for that label. Here each cross entropy has the share of its own label, the evident intent.
-``variant=authors`` gives the released product. It is FedGen as the authors of FedMR ran it: the server's optimizer also
-starts anew in every round, and nothing decays.
+Deviations:
+* The losses and the two decays are those of the paper and its code. The sizes and batches of the generator are those of
+  FedMR's authors. The noise is uniform, as in both codes; the paper has Gaussian noise.
+* The last layer of the generator has the width of the network's representation.
+* The labels of a client are counted once. FedGen's code counts the labels of the batches drawn in a round, starting
+  from one, and regularises only the first 20 local epochs.
+* If no client of a round has two samples of any label, labels with one sample are drawn. Both codes fail.
+* Both codes, FedGen's and that of FedMR's authors, weight the server's cross-entropies [B] by label shares [B, 1]. This
+  broadcasts to [B, B]: the mean share of a model is multiplied by its mean cross-entropy, so a model with many samples
+  of a label has no larger weight for that label. Here each cross-entropy is weighted by the share of its own label,
+  which is evidently intended. ``variant=authors`` reproduces FedGen as run by FedMR's authors: with the product of
+  means, an optimizer of the server that is reset in every round, and no decay.
 """
 
 import dataclasses
@@ -34,59 +36,59 @@ from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.hyper import field
 
-SMALLEST_GAMMA = 1e-4  # a gamma that decays stops here (FedGen's code)
+SMALLEST_GAMMA = 1e-4  # lower bound of a decaying gamma (code of FedGen)
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedGen's own settings."""
+    """Hyper-parameters of FedGen."""
 
     gamma_teacher: float = field(
         0.2,
-        "alpha of FedGen's code, the weight of the head's loss on generated representations",
+        "alpha of FedGen's code, weight of the head's loss on generated representations",
         low=0,
-        source="the FedMR authors' code: 0.2 for CIFAR-10, 10 for CIFAR-100 and FEMNIST; FedGen's: 10",
+        source="code of FedMR's authors: 0.2 for CIFAR-10, 10 for CIFAR-100 and FEMNIST; FedGen's: 10",
     )
     gamma_latent: float = field(
         0.2,
-        "beta of FedGen's code, the weight of the divergence from the outputs for generated representations",
+        "beta of FedGen's code, weight of the divergence from the outputs for generated representations",
         low=0,
-        source="the FedMR authors' code: 0.2 for CIFAR-10, 1 for CIFAR-100, 10 for FEMNIST; FedGen's: 10, EMNIST 1",
+        source="code of FedMR's authors: 0.2 for CIFAR-10, 1 for CIFAR-100, 10 for FEMNIST; FedGen's: 10, EMNIST 1",
     )
     server_lr: float = field(
         3e-4,
-        "the server's learning rate (Adam)",
+        "learning rate of the server (Adam)",
         low=0,
         open_low=True,
-        source="FedGen's and the FedMR authors' code: 3e-4; the latter's for CIFAR-100: 1e-4",
+        source="code of FedGen and of FedMR's authors: 3e-4; the latter for CIFAR-100: 1e-4",
     )
     weight_decay: float = field(
-        1e-2, "weight decay of the generator", low=0, source="FedGen's and the FedMR authors' code"
+        1e-2, "weight decay of the generator", low=0, source="code of FedGen and of FedMR's authors"
     )
     steps: int = field(
-        50, "steps of the generator per round", unit="steps", low=0, source="the FedMR authors' code: 10 epochs of 5"
+        50, "steps of the generator per round", unit="steps", low=0, source="code of FedMR's authors: 10 epochs of 5"
     )
     batch_size: int = field(
         128,
-        "representations generated at a time",
+        "batch size of generated representations",
         unit="samples",
         low=2,
-        high=2048,  # samples are compared pair by pair
-        source="the FedMR authors' code; FedGen's: 32",
+        high=2048,  # memory grows with the number of pairs
+        source="code of FedMR's authors; FedGen's: 32",
     )
-    noise: int = field(100, "numbers of noise", low=1, high=4096, source="the FedMR authors' code; FedGen's: 32")
+    noise: int = field(100, "dimension of the noise", low=1, high=4096, source="code of FedMR's authors; FedGen's: 32")
     hidden: int = field(
         512,
         "hidden units of the generator",
         low=1,
         high=16_384,
-        source="the FedMR authors' code; FedGen's: 256",
+        source="code of FedMR's authors; FedGen's: 256",
     )
     decay: float = field(
         0.98,
-        "factor per round of the server's learning rate and of both gammas (not used by variant=authors)",
+        "decay per round of the server's learning rate and of both gammas; ignored with variant=authors",
         low=0,
         open_low=True,
         high=1,
@@ -94,15 +96,15 @@ class Hyper:
     )
     variant: str = field(
         "original",
-        "authors: the FedMR authors' code, Adam anew in every round, no decay, and label shares that are not tied to "
-        "their samples",
+        "original: the paper; authors: code of FedMR's authors, with Adam reset in every round, no decay, and label "
+        "shares that are not matched to their samples",
         choices=("original", "authors"),
         source="Zhu et al. 2021 and its code",
     )
 
 
 class Generator(nn.Module):
-    """Labels and noise to representations.
+    """A network that maps labels and noise to representations.
 
     Attributes:
       num_classes: C.
@@ -125,23 +127,23 @@ class Generator(nn.Module):
 
 
 def generator_for(hyper: Hyper, network: Model, num_classes: int) -> Generator:
-    """The generator of what a network's ``features`` return."""
+    """The generator for the representations of a network (outputs of ``features``)."""
     sample = jax.ShapeDtypeStruct((1, *network.input_shape), network.input_dtype)
     shape = jax.eval_shape(network.features, network.shapes(), sample).shape[1:]
     return Generator(num_classes, hyper.hidden, shape)
 
 
 def diversity(noise: jax.Array, latent: jax.Array) -> jax.Array:
-    """Exp(-mean over pairs of |noise_i - noise_j|^2 |z_i - z_j|_1), both distances means over coordinates."""
+    """The loss exp(-mean over pairs of |noise_i - noise_j|^2 |z_i - z_j|_1); distances are means over coordinates."""
     pairs = lambda a: a[:, None] - a[None, :]
     flat = latent.reshape(latent.shape[0], -1)
     return jnp.exp(-jnp.mean(jnp.mean(pairs(noise) ** 2, axis=-1) * jnp.mean(jnp.abs(pairs(flat)), axis=-1)))
 
 
 def teacher_loss(losses: jax.Array, shares: jax.Array, *, released: bool) -> jax.Array:
-    """The loss of generated samples: the sum over models of the mean share times cross entropy, both [K, B].
+    """The loss of generated samples: the sum over models of the mean of share times cross-entropy, both [K, B].
 
-    ``released``: as in both released codes, where shares [B, 1] broadcast against cross entropies [B].
+    ``released``: as in both released codes, where shares [B, 1] broadcast against cross-entropies [B].
     """
     if released:
         return jnp.sum(jnp.mean(shares, axis=1) * jnp.mean(losses, axis=1))
@@ -149,7 +151,7 @@ def teacher_loss(losses: jax.Array, shares: jax.Array, *, released: bool) -> jax
 
 
 class State(NamedTuple):
-    """The global model, the generator, and the server's optimizer (None if it starts anew in every round)."""
+    """The global model, the generator, and the optimizer state (None if it is reset in every round)."""
 
     model: Variables
     generator: Variables
@@ -163,15 +165,15 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     adam = optax.chain(optax.add_decayed_weights(hyper.weight_decay), optax.scale_by_adam())
 
     def decayed(round):
-        """Decay^round, or 1 for variant=authors."""
+        """The factor decay^round, or 1 for variant=authors."""
         return jnp.power(hyper.decay, round.astype(jnp.float32)) if original else jnp.ones(())
 
     def gamma(start, round):
-        """A gamma in a round, nothing in the first one: the generator has not been trained."""
+        """The value of a gamma in a round; 0 in the first round, when the generator is untrained."""
         return jnp.where(round == 0, 0.0, jnp.maximum(start * decayed(round), min(start, SMALLEST_GAMMA)))
 
     def generate(variables, labels, key):
-        """Representations of labels, as clients make them."""
+        """Generate representations of labels on a client."""
         return generator.apply(variables, jax.random.uniform(key, (labels.shape[0], hyper.noise)), labels)
 
     def init(key):
@@ -195,14 +197,14 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             )
 
             labels = jax.random.randint(label_key, (hyper.batch_size,), 0, num_classes)
-            taught = jnp.mean(cross_entropy(head(generate(received, labels, key)), labels))
-            return supervised + teacher * taught + latent * local.masked_mean(divergence, batch.mask), new_state
+            generated = jnp.mean(cross_entropy(head(generate(received, labels, key)), labels))
+            return supervised + teacher * generated + latent * local.masked_mean(divergence, batch.mask), new_state
 
         model, metrics = local.train(network, problem.local, payload["model"], data, key, loss=loss)
         return {"model": model}, memory, metrics
 
     def generator_loss(params, statistics, models, counts, key):
-        """The loss of a generated batch: cross-entropy of the heads of K ``models``, and lack of diversity."""
+        """Loss of a generated batch: cross-entropy of the heads of K ``models`` plus `diversity`."""
         label_key, noise_key = jax.random.split(key)
         several = jnp.any(counts > 1, axis=0)
         allowed = jnp.where(jnp.any(several), several, jnp.any(counts > 0, axis=0))
@@ -213,8 +215,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         shares = counts / jnp.maximum(jnp.sum(counts, axis=0, keepdims=True), 1)
         losses = jax.vmap(lambda model: cross_entropy(network.head(model, latent), labels))(models)  # [K, B]
-        taught = teacher_loss(losses, shares[:, labels], released=not original)
-        return taught + diversity(noise, latent), statistics
+        supervised = teacher_loss(losses, shares[:, labels], released=not original)
+        return supervised + diversity(noise, latent), statistics
 
     def server_update(state, uploads, cohort, round, key):
         counts = problem.label_counts[cohort.ids].astype(jnp.float32)
@@ -236,7 +238,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(model, {"params": params, **statistics}, optimizer if original else None), {}
 
     def traffic(usual, state, uploads, cohort, round):
-        """Every client's label counts are sent once, before the first round."""
+        """The label counts of all clients are sent once, before the first round."""
         counts = Parcels.of(round == 0, trees.num_bytes(problem.label_counts))
         return usual._replace(up=(*usual.up, counts))
 

@@ -1,21 +1,26 @@
-"""FedMe: clients exchange their personal models, train own and received one together, and keep the better.
+"""FedMe: clients exchange personal models, train their own and the received model together, and keep the better one.
 
-Matsuda, Sasaki, Xiao, Onizuka: FedMe: Federated Learning via Model Exchange, SDM 2022. The equations are lost in the
-published text; they are as in the authors' notebooks.
+Matsuda, Sasaki, Xiao, Onizuka: FedMe: Federated Learning via Model Exchange, SDM 2022. The equations are missing in the
+published text; ours are those of the authors' notebooks.
 
-In a round every client i receives the model of another client e_i of its cluster, trains both by mutual learning, takes
-the received one if its loss on the client's held-out samples is strictly lower (so networks spread and die out), and
-uploads both. The server averages all trained copies of each model, one for all of equal weight, and returns to each
-client the average of the model that it took.
+In a round each client i receives the model of another client e_i of its cluster and trains both models by mutual
+learning. It switches to the received model if that has a strictly lower loss on the client's validation samples, so
+architectures can spread and disappear. It uploads both models. The server averages all trained copies of each model
+with equal weights, and returns to each client the average of the model that it selected.
 
-Deviations. From the paper: the loss that decides is on the validation split, as in the notebooks (``validation_share``;
-without one, on the training samples, which is the paper's "local data"); averages are uniform, as in the notebooks,
-where the paper says "as in FedAvg"; clusters are of logits, where it says outputs (``outputs``); the gradient clipping
-of the notebooks is the flag ``clip_norm``; by default the first of the paper's two uploads is not counted, because the
-server has these models (``upload_first``). From the notebooks: the clusters come from k-means++ over distinct rows,
-because theirs (``kmeans=authors``) falls into one cluster as soon as two clients with the same model, which exchange
-brings about, are drawn as first centres; where only some clients take part in a round (``cohort``), models are
-exchanged among these.
+Deviations from the paper:
+* Models are compared by their loss on the validation samples, as in the notebooks. Without validation samples, they are
+  compared on the training samples, the paper's "local data".
+* Averages are uniform, as in the notebooks. The paper says "as in FedAvg".
+* Clusters are computed from logits. The paper says outputs (``outputs``).
+* The notebooks clip gradients; here this is the setting clip_norm.
+* By default, the first of the paper's two uploads is not counted, because the server already has these models
+  (``upload_first``).
+
+Deviations from the notebooks:
+* k-means++ runs over distinct outputs. The k-means of the notebooks (``kmeans=authors``) collapses to a single cluster
+  if two clients with the same model are drawn as initial centres, which is common because models are exchanged.
+* If only some clients train in a round, models are exchanged among these.
 """
 
 import dataclasses
@@ -36,20 +41,20 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedMe's own settings."""
+    """Hyper-parameters of FedMe."""
 
     tuning: bool = field(
-        True, "model tuning (MT): a client takes the received model where that is better", source="Table 6"
+        True, "model tuning (MT): a client switches to the received model if it is better", source="Table 6"
     )
     clustering: bool = field(
         True, "model clustering (MC): models are exchanged within clusters of similar outputs", source="Table 6"
     )
     mutual: bool = field(
-        True, "deep mutual learning (DML): own and received model also learn from each other", source="Table 6"
+        True, "deep mutual learning (DML): the own and the received model learn from each other", source="Table 6"
     )
     cluster_rounds: tuple[int, ...] = field(
         (250, 375, 450),
-        "rounds before which there is one cluster more, starting from one; the public set must not be empty",
+        "rounds at which the number of clusters, initially one, increases by one; clustering needs public data",
         unit="rounds",
         low=1,
         source="the authors' notebooks for CIFAR-10 (500 rounds); FEMNIST (300): 150, 225, 275; Shakespeare (100): "
@@ -57,51 +62,51 @@ class Hyper:
     )
     outputs: str = field(
         "logits",
-        "what is clustered: the models' outputs on the public set as logits (notebooks) or as probabilities",
+        "outputs on the public data that are clustered: logits (notebooks) or probabilities",
         choices=("logits", "probabilities"),
         source="the authors' notebooks",
     )
     kmeans: str = field(
         "distinct",
-        "how clusters are found: k-means++ over distinct outputs, which never leaves one empty (distinct), or as the "
-        "authors' code does, with random clients' outputs as first centres: if two of these are equal, which exchange "
-        "brings about, all clients end in one cluster (authors)",
+        "clustering: k-means++ over distinct outputs, without empty clusters (distinct), or k-means that starts from "
+        "the outputs of random clients; if two of these are equal, all clients end in one cluster (authors)",
         choices=("distinct", "authors"),
         source="Matsuda et al. 2022 say k-means; authors: their notebooks",
     )
     upload_first: bool = field(
         False,
-        "count the upload of every personal model before it is exchanged, as the paper has it (5 models per client and "
-        "round); off: the server kept what it returned (4 models)",
-        source="what is really needed",
+        "count the upload of every personal model before the exchange, as in the paper (5 models per client and "
+        "round). By default it is not counted, because the server keeps the models that it returns (4 models)",
+        source="ours: only necessary uploads",
     )
 
 
 class State(NamedTuple):
-    """The clients' models, of which the server has copies, and their clusters."""
+    """The server's copies of the clients' models, and the clusters of the clients."""
 
     models: Variables  # leaves [N, ...]
     clusters: jax.Array  # [N] int32
 
 
 def draw_partners(key: jax.Array, clusters: jax.Array) -> jax.Array:
-    """Whose model each of K clients receives [K]: another one of its cluster [K], of all if it is alone there.
+    """Draw for each of K clients the client whose model it receives [K]; consumes ``key``.
 
-    Draws are independent, so a model may go to several clients or to none; consumes ``key``.
+    It is another client of the same cluster (``clusters`` [K]), or any other client if there is none. Draws are
+    independent, so a model may go to several clients or to none.
     """
     others = ~jnp.eye(clusters.shape[0], dtype=bool)
-    close = (clusters[:, None] == clusters[None, :]) & others
-    pool = jnp.where(jnp.any(close, axis=1, keepdims=True), close, others)
+    same_cluster = (clusters[:, None] == clusters[None, :]) & others
+    pool = jnp.where(jnp.any(same_cluster, axis=1, keepdims=True), same_cluster, others)
     return jax.random.categorical(key, jnp.where(pool, 0.0, -jnp.inf), axis=1).astype(jnp.int32)
 
 
 def aggregate(models: Variables, received: Variables, partners: jax.Array) -> Variables:
-    """The mean of every model's trained copies [K, ...]: its owner's, and those of all who received it.
+    """The mean of all trained copies of each model [K, ...]: its owner's and those of the clients that received it.
 
     Args:
       models: the clients' own models after training [K, ...].
-      received: what each client made of the model that it received [K, ...].
-      partners: whose model that was [K].
+      received: the received models after training [K, ...].
+      partners: owners of the received models [K].
     """
     count = partners.shape[0]
     holds = (partners[None, :] == jnp.arange(count)[:, None]).astype(jnp.float32)  # [model, client]
@@ -109,7 +114,7 @@ def aggregate(models: Variables, received: Variables, partners: jax.Array) -> Va
 
     def mean(own: jax.Array, others: jax.Array) -> jax.Array:
         if not jnp.issubdtype(own.dtype, jnp.floating):
-            return own  # which network it is
+            return own  # the index of the network
         total = own + jnp.tensordot(holds, others, axes=1, precision=jax.lax.Precision.HIGHEST)
         return total / copies.reshape(-1, *(1,) * (own.ndim - 1))
 
@@ -117,7 +122,7 @@ def aggregate(models: Variables, received: Variables, partners: jax.Array) -> Va
 
 
 def cluster(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
-    """The cluster of each row of outputs [N, F]: k-means of at most as many clusters as rows are distinct."""
+    """k-means clusters [N] of outputs [N, F]. There are at most as many clusters as distinct rows."""
     from sklearn.cluster import KMeans
 
     count = min(count, len(np.unique(outputs, axis=0)))
@@ -125,9 +130,9 @@ def cluster(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
 
 
 def cluster_as_authors(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
-    """The cluster of each row of outputs [N, F] as the authors' code finds it, whose empty clusters take all.
+    """k-means clusters [N] of outputs [N, F] as in the authors' code, where an empty cluster attracts all rows.
 
-    An empty cluster's centre is not a number, and to that every row is nearest.
+    The centre of an empty cluster is NaN, and argmin selects it for every row.
     """
     first = np.random.default_rng(seed).choice(len(outputs), count, replace=False)
     centres, labels = outputs[first].astype(np.float64), np.full(len(outputs), -1)
@@ -142,7 +147,7 @@ def cluster_as_authors(outputs: np.ndarray, count: int, *, seed: int) -> np.ndar
 
 
 def needs_public(hyper: Hyper) -> bool:
-    """Whether it cannot run without public data: where it clusters the clients."""
+    """Whether FedMe needs public data, which is the case if it clusters the clients."""
     return hyper.clustering and bool(hyper.cluster_rounds)
 
 
@@ -150,14 +155,14 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build FedMe.
 
     Raises:
-      UserError: a round of a single client, or clusters without a public set.
+      UserError: the cohort has a single client, or clustering is enabled without public data.
     """
     model = problem.model
     if problem.cohort_size < 2:
-        raise UserError("fedme exchanges models among the clients of a round: --cohort must be at least 2")
+        raise UserError("fedme exchanges models among the clients of a round: cohort= must be at least 2")
     if needs_public(hyper) and problem.public is None:
         raise UserError(
-            "fedme clusters outputs on a public set: give --public_share (and --public_max), or --nofedme_clustering"
+            "fedme clusters outputs on public data: pass public_share=0.1 (and public_max=), or hyper.clustering=False"
         )
     weights = Weights(mutual=1.0 if hyper.mutual else 0.0)
 
@@ -178,19 +183,19 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         takes = loss(received) < loss(own) if hyper.tuning else jnp.zeros((), bool)
         return {"model": own, "received": received, "partner": payload["partner"], "takes": takes}, memory, metrics
 
-    def chosen(uploads):
-        """Whose model each client goes on with [K]."""
+    def selected(uploads):
+        """Owner of the model that each client continues with [K]."""
         return jnp.where(uploads["takes"], uploads["partner"], jnp.arange(problem.cohort_size))
 
     def server_update(state, uploads, cohort, round, key):
         means = aggregate(uploads["model"], uploads["received"], uploads["partner"])
-        models = trees.put(state.models, cohort.ids, trees.take(means, chosen(uploads)))
+        models = trees.put(state.models, cohort.ids, trees.take(means, selected(uploads)))
         return State(models, state.clusters), {"clients_that_switched": jnp.sum(uploads["takes"]).astype(jnp.float32)}
 
     def traffic(usual, state, uploads, cohort, round):
-        """Down the received model and the one to go on with, up both trained ones; which models these are varies."""
+        """Down: the received and the returned model. Up: both trained models. Their networks vary."""
         own, received = (models_sent(problem, uploads[name]) for name in ("model", "received"))
-        returned = models_sent(problem, trees.take(uploads["model"], chosen(uploads)))
+        returned = models_sent(problem, trees.take(uploads["model"], selected(uploads)))
         partner, takes = Parcels.of(problem.cohort_size, 4), Parcels.of(problem.cohort_size, 1)
         first = own if hyper.upload_first else ()
         return Traffic(down=(*received, *returned, partner), up=(*first, *own, *received, partner, takes))
@@ -204,11 +209,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def between_rounds(state, round, key, client):
         count = 1 + sum(round >= start for start in hyper.cluster_rounds)
         if count == 1:
-            return state, {}  # one cluster needs no outputs
+            return state, {}  # a single cluster needs no outputs
         rows = np.asarray(outputs(state.models, problem.public)).reshape(problem.num_clients, -1)
         seed = int(jax.random.randint(key, (), 0, 2**31 - 1))
-        find = cluster_as_authors if hyper.kmeans == "authors" else cluster
-        return state._replace(clusters=jnp.asarray(find(rows, count, seed=seed))), {}
+        kmeans = cluster_as_authors if hyper.kmeans == "authors" else cluster
+        return state._replace(clusters=jnp.asarray(kmeans(rows, count, seed=seed))), {}
 
     return Strategy(
         init,

@@ -1,18 +1,21 @@
-"""FedMerge: the server keeps d global models, and every client is served its own mixture of them.
+"""FedMerge: the server keeps d global models, and each client receives its own mixture of them.
 
 Chen, Zhou, Long, Jiang, Zhang: Federated Model Merging for Personalization, AAAI 2026. With the rows of A = softmax(W),
 client i receives theta_i = sum_j A_ij Theta_j, trains on the loss plus lambda |theta - theta_i|^2 (FedProx with
-mu = 2 lambda) and sends what it has trained; g_i is its change, with the sign of a gradient. Then, in this order:
+mu = 2 lambda) and uploads the trained model. g_i is its update, with the sign of a gradient. Then, in this order:
 
-    W_ij falls in proportion to p_i A_ij <Theta_j - theta_i, g_i>, taken over the head (the last block),
-    Theta_j falls by sum_i b_ij g_i, b_ij = A_ij p_i / (sum_i A_ij p_i) with the new A,
+    W_ij decreases in proportion to p_i A_ij <Theta_j - theta_i, g_i>, computed over the head (the last block),
+    Theta_j decreases by sum_i b_ij g_i, b_ij = A_ij p_i / (sum_i A_ij p_i) with the new A,
 
-with p_i the clients' shares of the samples. There is no global model; a client's own is its mixture.
+where p_i is the client's share of the samples. There is no global model. The personal model of a client is its mixture.
 
-Deviations. From the released code: it repeats a small step of W until some entry has moved by more than 0.01; here the
-largest moves by exactly ``step``. It moves BatchNorm statistics like parameters, which could make a variance negative;
-here Theta_j's are the means of the clients' by b_ij. Its clients all take part in every round; here a round moves the
-rows of its own clients. Its clients have no momentum; here they have --momentum.
+Deviations from the released code:
+* The code repeats small steps of W until an entry has changed by more than 0.01. Here the largest change is exactly
+  ``step``.
+* The code updates BatchNorm statistics like parameters, so a variance could become negative. Here the statistics of
+  Theta_j are the means of the clients' statistics with weights b_ij.
+* In the code all clients train in every round. Here a round updates only the rows of its clients.
+* In the code clients have no momentum. Here they use the configured optimizer.
 """
 
 import dataclasses
@@ -30,15 +33,13 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedMerge's own settings."""
+    """Hyper-parameters of FedMerge."""
 
-    models: int = field(5, "d, how many global models the server keeps", low=1, high=1000, source="FedMerge's code")
+    models: int = field(5, "d, number of global models on the server", low=1, high=1000, source="code of FedMerge")
     strength: float = field(
-        0.01, "lambda of the proximal term lambda |w - w_received|^2", low=0, source="FedMerge's code"
+        0.01, "lambda, weight of the proximal term lambda |w - w_received|^2", low=0, source="code of FedMerge"
     )
-    step: float = field(
-        0.01, "how far the logit of a mixture moves that moves most in a round", low=0, source="FedMerge's code"
-    )
+    step: float = field(0.01, "largest change of a mixture's logit in a round", low=0, source="code of FedMerge")
 
 
 class State(NamedTuple):
@@ -53,7 +54,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     network, head = problem.model, problem.model.head_name()
 
     def mixtures(state, ids):
-        """The mixtures of some clients: shares [R, d] and models [R, ...]."""
+        """The mixtures of the clients ``ids`` [R]: shares [R, d] and models [R, ...]."""
         shares = jax.nn.softmax(state.logits[ids])
         return shares, trees.mix(state.models, shares)
 
@@ -77,7 +78,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         shares, sent = mixtures(state, cohort.ids)
-        weights = cohort.sizes.astype(jnp.float32)[:, None]  # p_i up to a factor, which cancels twice
+        weights = cohort.sizes.astype(jnp.float32)[:, None]  # p_i up to a factor, which cancels in both uses
         changes = trees.subtract(sent["params"], uploads["model"]["params"])  # g_i [K, ...]
 
         def towards(params):  # <Theta_j - theta_i, g_i> for all i [K]

@@ -1,14 +1,15 @@
-"""FedMut: train K mutants of the global model, pushed forth and back along its last change.
+"""FedMut: clients train K mutants of the global model, displaced forward and backward along its last update.
 
 Hu, Cao, Li, Li, Liu, Li, Chen, Liu: FedMut: Generalized Federated Learning via Stochastic Mutation, AAAI 2024,
-Algorithm 1. For every tensor one half of the mutants goes forth and the other half back, less far in early rounds;
-which ones do which is drawn anew for every tensor. With an odd K one client receives the global model itself.
+Algorithm 1. In every tensor one half of the mutants is displaced forward and the other half backward, by a smaller
+distance in early rounds. The halves are drawn independently for every tensor. If K is odd, one client receives the
+global model itself.
 
-The radius belongs to the clients' learning rate: 4 goes with the authors' 0.01. Where mutants are so far away that they
-train back with longer steps than the last ones, changes grow from round to round; a smaller radius or clipped
-gradients help.
+The radius must suit the clients' learning rate: 4 suits the authors' 0.01. If the mutants are too far away, the updates
+that bring them back are larger than the last update and grow from round to round. A smaller radius or gradient clipping
+prevents this.
 
-Deviation from the authors' code, unless ``variant=authors``: BatchNorm statistics are not mutated, as a running
+Deviation from the authors' code, unless ``variant=authors``: BatchNorm statistics are not mutated, because a running
 variance could become negative.
 """
 
@@ -27,48 +28,48 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedMut's own settings."""
+    """Hyper-parameters of FedMut."""
 
     radius: float = field(
         4.0,
-        "alpha, how many times the global model's last change a mutant is away from it; 0 gives uniform FedAvg",
+        "alpha, distance of a mutant from the global model in multiples of its last update; 0 gives uniform FedAvg",
         low=0,
-        source="FedMut's code; the FedMR authors' code: 5",
+        source="code of FedMut; code of FedMR's authors: 5",
     )
     beta: float = field(
         0.3,
-        "beta_0, by how much the mutants that go back go less far, in the first round",
+        "beta_0, reduction of the backward displacement in the first round",
         low=0,
         high=2,
-        source="FedMut's and the FedMR authors' code",
+        source="code of FedMut and of FedMR's authors",
     )
     bound: int = field(
         50,
-        "T_b, the round from which mutants go back as far as others go forth; beta falls linearly until then",
+        "T_b, round at which beta, after a linear decay, reaches 0 and both displacements are equal",
         unit="rounds",
         low=1,
-        source="FedMut's code; the FedMR authors' code: 100",
+        source="code of FedMut; code of FedMR's authors: 100",
     )
     variant: str = field(
         "paper",
-        "authors: BatchNorm statistics are mutated as well",
+        "paper: only parameters are mutated; authors: BatchNorm statistics are mutated as well",
         choices=("paper", "authors"),
         source="Hu et al., AAAI 2024",
     )
 
 
 class State(NamedTuple):
-    """The global model and how the next mutants differ from it."""
+    """The global model and the displacement of the next mutants."""
 
     model: Variables
-    change: Variables  # of the last round; the parameters alone unless variant=authors
+    change: Variables  # last update; only parameters unless variant=authors
     beta: jax.Array  # b_t
 
 
 def signs(key: jax.Array, *, num_units: int, count: int, beta: jax.Array) -> jax.Array:
-    """By how many radii each of ``count`` mutants moves each unit [num_units, count]; consumes ``key``.
+    """Draw the displacement of each unit for ``count`` mutants [num_units, count], in radii; consumes ``key``.
 
-    Every row holds 1 and beta - 1 equally often, in random order; with an odd count the last mutant has 0.
+    Each row holds 1 and beta - 1 equally often, in random order. If the count is odd, the last mutant has 0.
     """
     pairs = count // 2
     balanced = jnp.concatenate([jnp.ones(pairs), jnp.full(pairs, 1.0) * (beta - 1)])
@@ -88,10 +89,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build FedMut.
 
     Raises:
-      UserError: a round of a single client.
+      UserError: the cohort has a single client.
     """
     if problem.cohort_size < 2:
-        raise UserError("fedmut mutates the global model in pairs of opposite signs: --cohort must be at least 2")
+        raise UserError("fedmut displaces mutants in pairs of opposite directions: cohort= must be at least 2")
 
     def mutable(model):
         """The collections that are mutated."""
@@ -110,8 +111,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         model = trees.mean(uploads["model"])
-        share_left = 1 - jnp.minimum(round.astype(jnp.float32) / hyper.bound, 1.0)
+        remaining = 1 - jnp.minimum(round.astype(jnp.float32) / hyper.bound, 1.0)
         change = {name: trees.subtract(new, state.model[name]) for name, new in mutable(model).items()}
-        return State(model, change, hyper.beta * share_left), {}
+        return State(model, change, hyper.beta * remaining), {}
 
     return averaging(problem)._replace(init=init, dispatch=dispatch, server_update=server_update)

@@ -1,8 +1,8 @@
-"""FedNTD: clients keep what the global model thinks of the classes that a sample does not belong to.
+"""FedNTD: clients distil the global model's predictions for the classes other than the label (not-true distillation).
 
 Lee, Jeong, Shin, Bae, Yun: Preservation of the Global Knowledge by Not-True Distillation in Federated Learning, NeurIPS
-2022. Of both the received and the trained network's logits the label's is left out; the loss is the
-cross-entropy plus beta tau^2 times the Kullback-Leibler divergence of the two softmaxes over the other C - 1.
+2022. The logit of the label is omitted from the logits of both the received and the trained network. The loss is the
+cross-entropy plus beta tau^2 times the Kullback-Leibler divergence of the two softmaxes over the other C - 1 classes.
 
 Deviation: the received network is in evaluation mode (BatchNorm, dropout).
 """
@@ -17,31 +17,31 @@ from fedjax_mr.engine import local
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field
 
-EXCLUDED = -1e30  # a logit that takes no part in a softmax
+EXCLUDED = -1e30  # logit of a class that is excluded from a softmax
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FedNTD's own settings."""
+    """Hyper-parameters of FedNTD."""
 
     beta: float = field(
-        1.0, "beta, the weight of the distillation; 0 gives FedAvg", low=0, source="the FedNTD authors' configuration"
+        1.0, "beta, weight of the distillation; 0 gives FedAvg", low=0, source="configuration of FedNTD's authors"
     )
     temperature: float = field(
         1.0,
-        "tau, the temperature of both softmaxes",
+        "tau, temperature of both softmaxes",
         low=0,
         open_low=True,
-        source="the FedNTD authors' configuration (their class defaults to 3)",
+        source="configuration of FedNTD's authors (their class defaults to 3)",
     )
 
 
 def not_true_divergence(teacher: jax.Array, logits: jax.Array, labels: jax.Array, temperature: float) -> jax.Array:
-    """The divergence [B] of the student's from the teacher's softmax over all classes but the label's.
+    """KL divergence [B] of the student's softmax from the teacher's, over all classes but the label's.
 
     Args:
-      teacher: logits [B, C].
-      logits: the student's [B, C].
+      teacher: logits of the teacher [B, C].
+      logits: logits of the student [B, C].
       labels: [B].
       temperature: tau.
     """

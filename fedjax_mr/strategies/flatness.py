@@ -1,23 +1,27 @@
-"""FedSAM, MoFedSAM, FedGAMMA and FedSpeed: sharpness-aware clients in four methods that differ in their corrections.
+"""FedSAM, MoFedSAM, FedGAMMA and FedSpeed: sharpness-aware clients combined with four existing methods.
 
-Clients descend by g', the gradient at the worst point of a ball of radius rho around their weights (SAM: Foret,
-Kleiner, Mobahi, Neyshabur: Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021); with
-rho = 0 each is the method behind it.
+Clients descend along g', the gradient at the worst point of a ball of radius rho around their weights (SAM: Foret,
+Kleiner, Mobahi, Neyshabur: Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021). With
+rho = 0 each method equals its base method.
 
-``fedsam``: FedAvg. ``mofedsam``: FedCM, steps along beta g' + (1 - beta) G, with G the clients' mean step of the last
-round. Qu, Li, Duan, Liu, Tang, Lu: Generalized Federated Learning via Sharpness Aware Minimization, ICML 2022.
+``fedsam`` is based on FedAvg. ``mofedsam`` is based on FedCM: steps along beta g' + (1 - beta) G, where G is the
+clients' mean step of the last round. Qu, Li, Duan, Liu, Tang, Lu: Generalized Federated Learning via Sharpness Aware
+Minimization, ICML 2022.
 
-``fedgamma``: SCAFFOLD. Dai, Yang, Sun, Wang, Tao and others: FedGAMMA: Federated Learning with Global Sharpness-Aware
-Minimization, TNNLS 2023.
+``fedgamma`` is based on SCAFFOLD. Dai, Yang, Sun, Wang, Tao and others: FedGAMMA: Federated Learning with Global
+Sharpness-Aware Minimization, TNNLS 2023.
 
-``fedspeed``: FedDyn. Sun, Shen, Huang, Ding, Tao: FedSpeed: Larger Local Interval, Less Communication Round, and Higher
-Generalization Accuracy, ICLR 2023.
+``fedspeed`` is based on FedDyn. Sun, Shen, Huang, Ding, Tao: FedSpeed: Larger Local Interval, Less Communication Round,
+and Higher Generalization Accuracy, ICLR 2023.
 
-Deviations. The ascent is by the loss's own gradient; corrections and proximal pulls belong to the descent alone, as in
-the simulator of FedSpeed's authors. BatchNorm statistics are those of the first of the two passes. FedSAM and MoFedSAM
-weight clients by their numbers of samples, as our FedAvg. From that simulator: every client's change is divided by its
-own number of steps (there by those of client 0) and by lr / (1 - momentum), as in our SCAFFOLD. From FedSpeed's paper:
-g' alone, as released, where the paper mixes it with the gradient at the weights.
+Deviations:
+* The ascent follows the gradient of the loss. Corrections and proximal terms apply only to the descent, as in the
+  simulator of FedSpeed's authors.
+* BatchNorm statistics are those of the first of the two passes.
+* FedSAM and MoFedSAM weight clients by their numbers of samples, as in our FedAvg.
+* The change of each client is divided by its own number of steps and by lr / (1 - momentum), as in our SCAFFOLD. The
+  simulator divides it by the number of steps of client 0.
+* FedSpeed uses only g', as in the released code. The paper mixes it with the gradient at the weights.
 """
 
 import dataclasses
@@ -35,54 +39,54 @@ from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.fedasam import sharpness_aware
 from fedjax_mr.strategies.hyper import field
 
-SIMULATOR = "the simulator of FedSpeed's authors"
+SIMULATOR = "simulator of FedSpeed's authors"
 
 
 def _radius(default: float, *, without: str) -> float:
-    """The declaration of rho."""
-    help = f"rho, the radius of the ball whose worst point is looked for; 0 gives {without}"
+    """The field of rho."""
+    help = f"rho, radius of the ball in which the worst point is searched; 0 gives {without}"
     return field(default, help, low=0, source=SIMULATOR)
 
 
 @dataclasses.dataclass(frozen=True)
 class FedSAM:
-    """FedSAM's own setting."""
+    """Hyper-parameters of FedSAM."""
 
     rho: float = _radius(0.1, without="FedAvg")
 
 
 @dataclasses.dataclass(frozen=True)
 class MoFedSAM:
-    """MoFedSAM's own settings."""
+    """Hyper-parameters of MoFedSAM."""
 
     rho: float = _radius(0.1, without="FedCM")
     beta: float = field(
         0.1,
-        "beta, the share of a client's own gradient in its step, beside the last round's mean step; 1 gives FedSAM",
+        "beta, share of the client's gradient in its step; the rest is the mean step of the last round. 1 gives FedSAM",
         low=0,
         open_low=True,
         high=1,
-        source="Qu et al. 2022; the simulator of FedSpeed's authors: 0.05 or 0.1",
+        source="Qu et al. 2022; simulator of FedSpeed's authors: 0.05 or 0.1",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class FedGAMMA:
-    """FedGAMMA's own setting."""
+    """Hyper-parameters of FedGAMMA."""
 
     rho: float = _radius(0.01, without="SCAFFOLD")
 
 
 @dataclasses.dataclass(frozen=True)
 class FedSpeed:
-    """FedSpeed's own settings."""
+    """Hyper-parameters of FedSpeed."""
 
     rho: float = _radius(0.1, without="FedDyn")
-    strength: float = field(0.1, "lambda, the strength of the proximal term (alpha of feddyn)", low=0, source=SIMULATOR)
+    strength: float = field(0.1, "lambda, weight of the proximal term (alpha of FedDyn)", low=0, source=SIMULATOR)
 
 
 def sharp(problem: Problem, rho: float) -> Problem:
-    """The problem with clients that descend by the gradient at the worst point of a ball."""
+    """Modify a problem so that clients descend along the gradient at the worst point of a ball."""
     take = lambda loss: sharpness_aware(loss, rho=rho, eta=None)
     return dataclasses.replace(problem, local=dataclasses.replace(problem.local, gradient=take))
 
@@ -96,7 +100,7 @@ def mofedsam(hyper: MoFedSAM, problem: Problem) -> Strategy:
     """Build MoFedSAM.
 
     Raises:
-      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
+      UserError: the optimizer of the clients is not SGD with momentum below 1.
     """
     return fedcm(hyper.beta, sharp(problem, hyper.rho))
 
@@ -105,7 +109,7 @@ def fedgamma(hyper: FedGAMMA, problem: Problem) -> Strategy:
     """Build FedGAMMA.
 
     Raises:
-      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
+      UserError: the optimizer of the clients is not SGD with momentum below 1.
     """
     return scaffold.build(scaffold.Hyper(), sharp(problem, hyper.rho))
 
@@ -116,7 +120,7 @@ def fedspeed(hyper: FedSpeed, problem: Problem) -> Strategy:
 
 
 class State(NamedTuple):
-    """The global model and the clients' mean step of the last round, as a gradient."""
+    """The global model and the mean step of the clients in the last round, as a gradient."""
 
     model: Variables
     gradient: trees.Params
@@ -126,7 +130,7 @@ def fedcm(beta: float, problem: Problem) -> Strategy:
     """Build FedCM (Xu, Wang, Wang, Yao: FedCM: Federated Learning with Client-Level Momentum, arXiv 2021).
 
     Raises:
-      UserError: the clients' optimizer is not SGD, from whose steps gradients can be derived.
+      UserError: the optimizer of the clients is not SGD with momentum below 1.
     """
     setting, step_size = problem.local, scaffold.steady_step(problem.local)
 
@@ -142,7 +146,7 @@ def fedcm(beta: float, problem: Problem) -> Strategy:
         return {"model": model}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
-        steps = jnp.maximum(setting.num_steps(cohort.sizes), 1).astype(jnp.float32)  # none: a client that was lost
+        steps = jnp.maximum(setting.num_steps(cohort.sizes), 1).astype(jnp.float32)  # 0 steps: a lost client
         descents = jax.vmap(lambda params: trees.subtract(state.model["params"], params))(uploads["model"]["params"])
         gradients = jax.vmap(trees.scale)(descents, 1 / (steps * step_size))
         return State(*(trees.mean(each, weights=cohort.sizes) for each in (uploads["model"], gradients))), {}

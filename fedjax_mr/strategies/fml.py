@@ -1,12 +1,13 @@
-"""Federated Mutual Learning: each client's own network and a copy of the global one learn from each other.
+"""Federated Mutual Learning: the personal network of a client and a copy of the global network learn from each other.
 
 Shen, Zhang, Jia, Zhang, Huang, Zhou, Kuang, Wu, Wu: Federated Mutual Learning, arXiv 2020. The personal networks may
-have any architecture and never leave their clients; only the copies of the global network (the "meme", network 0 of
+have any architecture and never leave their clients. Only the copies of the global network (the "meme", network 0 of
 several) are sent and averaged.
 
-Deviations. ``variant=authors`` is FML as the authors of FedMe run it: all weights 1 (twice the objective), copies
-weighted by samples; their last round of mutual learning before the test is left out (``--finetune_epochs`` trains on).
-The released code of FML decays its learning rate every 10 rounds; here it stays.
+Deviations. ``variant=authors`` is FML as run by FedMe's authors: all weights are 1, which doubles the objective, and
+copies are weighted by samples. Their final round of mutual learning before the test is omitted; fine-tuning before the
+test is a setting of all methods. The released code of FML decays the learning rate every 10 rounds; here it is
+constant.
 """
 
 import dataclasses
@@ -19,25 +20,25 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """FML's own settings."""
+    """Hyper-parameters of FML."""
 
     alpha: float = field(
         0.5,
-        "alpha, the weight of the labels in the personal network's loss; 1 - alpha is that of the meme's outputs",
+        "alpha, weight of the labels in the loss of the personal network; the meme's outputs have weight 1 - alpha",
         low=0,
         high=1,
-        source="the FML authors' code",
+        source="the authors' code",
     )
     beta: float = field(
         0.5,
-        "beta, the weight of the labels in the meme's loss; 1 - beta is that of the personal network's outputs",
+        "beta, weight of the labels in the loss of the meme; the personal network's outputs have weight 1 - beta",
         low=0,
         high=1,
-        source="the FML authors' code",
+        source="the authors' code",
     )
     variant: str = field(
         "original",
-        "authors: as the FedMe authors run it, all weights 1 in place of alpha and beta, memes weighted by samples",
+        "original: the paper; authors: code of FedMe's authors, with all weights 1 and memes weighted by samples",
         choices=("original", "authors"),
         source="Shen et al. 2020",
     )

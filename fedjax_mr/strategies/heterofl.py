@@ -1,24 +1,28 @@
-"""HeteroFL: clients of different strength train the first channels of one shared network, as many as they can.
+"""HeteroFL: clients of different capacity train the first channels of one shared network, as many as they can.
 
 Diao, Ding, Tarokh: HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, ICLR
-2021. A client of width r holds the first ceil(r C) of the C channels of every layer, and the whole last layer's
-outputs. The server takes, number by number, the plain mean over the clients of the round that hold it; what none of
-them holds stays as it is. While a client trains, what enters a normalisation is divided by r (the Scaler), and the
-logits of classes that it does not have are set to 0 (masked cross-entropy); of the last layer only the rows of its own
-classes enter the mean. The deployed model is the whole network.
+2021. A client of width r holds the first ceil(r C) of the C channels of every layer, and all outputs of the last layer.
+The server averages each number over the clients of the round that hold it. Numbers that no client holds do not change.
+In training, the inputs of normalisation layers are divided by r (the Scaler), and the logits of classes without samples
+on the client are set to 0 (masked cross-entropy). Only the rows of the client's classes of the last layer enter the
+mean. The deployed model is the whole network.
 
-What a weak client computes here: the multiply-adds of the whole network, most of them with zeros, so that one compiled
-program serves all widths (models/slices.py). ``slice_multiply_adds`` tells what the round's slices take by themselves,
-as a share of what its clients would with the whole network; bytes are those of the slices.
+Computation here: each client computes the multiply-adds of the whole network, most of them with zeros, so that one
+compiled program serves all widths (models/slices.py). The column ``slice_multiply_adds`` is the work of the round's
+slices alone, as a share of the work for the whole network. Traffic counts the slices.
 
-Deviations. The published networks are all normalised. In one without normalisation the released code has the Scaler
-divide what leaves each layer but the last (``scaler=layers``), which at width 1/16 multiplies 16 times in every layer;
-here it divides nothing there. In a normalised network, dense layers without normalisation are not divided. Static
-BatchNorm: nobody keeps running statistics there, and before each test the server passes the samples of all clients
-through the network, which only a simulation can. Here the running statistics, of what enters without the Scaler, travel
-and are averaged like all else (``statistics=clients``), or are taken from the public samples the same way (``public``).
-Widths are dealt to the clients in runs of equal length, as released for equal shares. Local training there clips
-gradients at norm 1 (--clip_norm). The released code keeps the best round by test accuracy; here it is the last.
+Deviations:
+* All published networks have normalisation layers. In a network without them, the Scaler of the released code divides
+  the outputs of every layer but the last (``scaler=layers``), which at width 1/16 multiplies them by 16 in every layer.
+  Here nothing is divided in such a network. In a normalised network, dense layers without normalisation are not
+  divided.
+* Static BatchNorm: in the paper clients keep no running statistics, and before each test the server passes the samples
+  of all clients through the network, which is possible only in a simulation. Here the running statistics of the
+  unscaled inputs are uploaded and averaged like the parameters (``statistics=clients``), or computed from the public
+  samples (``statistics=public``).
+* Widths are assigned to consecutive clients, an equal number for each width, as in the released code for equal shares.
+* The released code clips gradients at norm 1 in local training; here this is the setting clip_norm.
+* The released code reports the best round by test accuracy; here it is the last round.
 """
 
 import contextlib
@@ -43,56 +47,57 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """HeteroFL's own settings."""
+    """Hyper-parameters of HeteroFL."""
 
     widths: tuple[float, ...] = field(
         (1.0, 0.5, 0.25, 0.125, 0.0625),
-        "r, the shares of the channels that clients hold, an equal part of the clients each; name one twice for twice "
-        "as many",
+        "r, shares of the channels that clients hold. Each entry applies to an equal number of clients; repeat an "
+        "entry to assign it to more clients",
         low=0,
         open_low=True,
         high=1,
         source="Diao et al. 2021, all five",
     )
     dynamic: bool = field(
-        False, "draw the width of each client anew in every round", source="Diao et al. 2021: both, fixed in most rows"
+        False,
+        "draw the width of each client in every round",
+        source="Diao et al. 2021 report both, mostly fixed widths",
     )
     scaler: str = field(
         "norms",
-        "the Scaler, by which a client divides by its width in training: what enters a normalisation (norms); in a "
-        "network without any also what leaves each layer but the last, as the released code does (layers); nothing "
-        "(none)",
+        "Scaler, the division by the client's width in training: inputs of normalisation layers (norms); in a network "
+        "without them, outputs of every layer but the last, as in the released code (layers); disabled (none)",
         choices=("norms", "layers", "none"),
         source="Diao et al. 2021, whose networks are normalised",
     )
     own_classes: bool = field(
         True,
-        "masked cross-entropy: a client's loss has 0 for the logits of classes that it lacks, and only the rows of its "
-        "own classes of the last layer enter the mean",
-        source="Diao et al. 2021 with label skew; without it and with width 1 this is FedAvg with equal weights",
+        "masked cross-entropy: logits of classes that a client lacks are 0 in its loss, and only the rows of its own "
+        "classes in the last layer are averaged. Without it and with width 1, HeteroFL is FedAvg with equal weights",
+        source="Diao et al. 2021 with label skew",
     )
     statistics: str = field(
         "clients",
-        "BatchNorm's statistics of the deployed model: the mean of the clients' running ones, or, with none in "
-        "training, those of the public samples (static BatchNorm; the authors' code: of the samples of all clients)",
+        "BatchNorm statistics of the deployed model: mean of the clients' running statistics (clients), or statistics "
+        "of the public samples (public; static BatchNorm, in the authors' code on the samples of all clients)",
         choices=("clients", "public"),
-        source="our choice, as no server sees the clients' samples",
+        source="our choice, because a server does not see the clients' samples",
     )
 
 
 def needs_public(hyper: Hyper) -> bool:
-    """Whether it cannot run without public data."""
+    """Whether HeteroFL needs public data."""
     return hyper.statistics == "public"
 
 
 def covered_mean(old: Any, new: Any, held: Any, *, weights: jax.Array | None = None) -> Any:
-    """The weighted mean of each number over the rows that hold it; what no row holds stays, bit for bit.
+    """The weighted mean of each number over the rows that hold it. Numbers that no row holds keep their old value.
 
     Args:
       old: leaves [...].
       new: leaves [K, ...].
-      held: truth values that broadcast to ``new``, with as many axes.
-      weights: of the rows [K]; None: equal.
+      held: booleans that broadcast to ``new`` and have the same number of axes.
+      weights: weights of the rows [K], or None for equal weights.
     """
 
     def each(old: jax.Array, new: jax.Array, held: jax.Array) -> jax.Array:
@@ -107,10 +112,10 @@ def covered_mean(old: Any, new: Any, held: Any, *, weights: jax.Array | None = N
 
 
 def slices_sent(sizes: Any, levels: jax.Array) -> tuple[Parcels, ...]:
-    """The slices of some levels [R] as parcels: of each level as many as are of it.
+    """Parcels of slices with the given levels [R]: one entry per level, which counts the slices of that level.
 
     Args:
-      sizes: numbers of 4 bytes in a slice of each level [A].
+      sizes: count of 4-byte numbers in a slice of each level [A].
       levels: int32.
     """
     counts = jnp.bincount(levels, length=len(sizes))
@@ -118,16 +123,17 @@ def slices_sent(sizes: Any, levels: jax.Array) -> tuple[Parcels, ...]:
 
 
 def work(parts: Slices, levels: jax.Array, *, whole: int) -> jax.Array:
-    """The multiply-adds of some slices [R] as a share of as many whole networks, of which ``whole`` is one."""
+    """Multiply-adds of slices [R] as a share of those of R whole networks; ``whole`` is the level of the network."""
     shares = jnp.asarray(parts.multiply_adds / parts.multiply_adds[whole], jnp.float32)
     return jnp.mean(shares[levels])
 
 
 @contextlib.contextmanager
 def scaled(layers: Sequence[Layer], width: jax.Array) -> Iterator[None]:
-    """Divide by ``width``, in the forward passes that the body traces.
+    """Divide by ``width`` in the forward passes traced in the body.
 
-    Divided is what enters a normalisation; in a network without any, what leaves a layer, the last one's apart.
+    The inputs of normalisation layers are divided. In a network without them, the outputs of all layers but the last
+    are divided.
     """
     norms = {layer.name for layer in layers if "mean" in layer.names}
     others = [layer.name for layer in layers if "kernel" in layer.names][:-1]
@@ -146,7 +152,7 @@ def scaled(layers: Sequence[Layer], width: jax.Array) -> Iterator[None]:
 
 
 def in_units(variables: Variables, unit: jax.Array) -> Variables:
-    """The variables with BatchNorm's means and variances multiplied by a unit and its square."""
+    """Multiply BatchNorm's means by a unit and its variances by the square of the unit."""
 
     def each(path: tuple, leaf: jax.Array) -> jax.Array:
         is_statistic = path[0].key != "params"
@@ -156,16 +162,17 @@ def in_units(variables: Variables, unit: jax.Array) -> Variables:
 
 
 def static_statistics(model: Model, variables: Variables, samples: local.Samples, *, batch_size: int) -> Variables:
-    """The variables with the statistics of some samples: the mean over batches, as PyTorch's ``momentum=None``.
+    """Replace the statistics by those of samples: the mean over batches, as with PyTorch's ``momentum=None``.
 
-    A running statistic is old + rate (batch's - old) whatever the layer; from 0 and from 1 both unknowns follow.
+    In every layer a running statistic is updated to old + rate (new - old). Two updates, from old = 0 and from old = 1,
+    determine the rate and the new value.
     """
     params, kept = variables["params"], {name: tree for name, tree in variables.items() if name != "params"}
     if not jax.tree.leaves(kept):
         return variables
     count = samples.x.shape[0]
     size = min(batch_size, count)
-    key = jax.random.key(0)  # of dropout
+    key = jax.random.key(0)  # for dropout
 
     def after(start: float, x: jax.Array, mask: jax.Array) -> Variables:
         filled = jax.tree.map(lambda leaf: jnp.full_like(leaf, start), kept)
@@ -188,14 +195,18 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build HeteroFL.
 
     Raises:
-      UserError: no width, a network that cannot be narrowed, or no public samples where the statistics are theirs.
+      UserError: there is no width, the network cannot be sliced, or statistics=public without public samples.
     """
     if not hyper.widths:
-        raise UserError("heterofl needs one width at least: --heterofl_widths=0.5")
+        raise UserError("heterofl needs at least one width: pass hyper.widths=(0.5,)")
     if needs_public(hyper) and problem.public is None:
-        raise UserError("heterofl takes statistics from a public set: give --public_share, or --heterofl_statistics")
+        raise UserError(
+            "heterofl takes BatchNorm statistics from public data: pass public_share=0.1, or hyper.statistics=clients"
+        )
     network, count = problem.model, len(hyper.widths)
-    parts = slices(network, (*map(Level, hyper.widths), Level(1.0)))  # the last one is the whole, which nobody is dealt
+    parts = slices(
+        network, (*map(Level, hyper.widths), Level(1.0))
+    )  # the last level is the whole network, assigned to no client
     sizes = parts.numbers(collections=("params",) if hyper.statistics == "public" else None)
 
     normalised = any("mean" in layer.names for layer in problem.layers)
@@ -209,7 +220,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": jax.vmap(parts.cut, in_axes=(None, 0))(state.model, levels), "level": levels}
 
     def owned(ids):
-        """The classes of some clients [..., C]."""
+        """The classes of clients as booleans [..., C]."""
         return (problem.label_counts[ids] > 0) | (not hyper.own_classes)
 
     def client_update(payload, memory, data, round, key):
@@ -223,7 +234,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
             return local.masked_mean(losses, batch.mask), state
 
-        start = in_units(payload["model"], 1 / width)  # running statistics are of what is divided
+        start = in_units(payload["model"], 1 / width)  # running statistics of divided inputs
         confined = parts.confine(loss, level)
         model, metrics = local.train(network, problem.local, start, data, key, loss=confined)
         return {"model": in_units(model, width), "level": level}, memory, metrics

@@ -1,35 +1,34 @@
-"""The declaration of a hyper-parameter: a dataclass field with its help, its range and the source of its default."""
+"""Hyper-parameters: dataclass fields with a help text, a range and the source of the default."""
 
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-KEY = "fedjax_mr"  # of the metadata of a field
-LARGEST_INT32 = 2**31 - 1  # of all whole numbers: for both NumPy and JAX (without 64-bit integers)
-LARGEST_FLOAT32 = 3.4e38  # of all other numbers: a larger one is infinite on a device
-# Bounds that several settings share: far above all uses, far below what overflows or exhausts all memories.
+KEY = "fedjax_mr"  # key of the metadata of a field
+LARGEST_INT32 = 2**31 - 1  # upper bound of integers, which NumPy and JAX (without 64-bit integers) share
+LARGEST_FLOAT32 = 3.4e38  # upper bound of floats; a larger number is infinite on a device
+# Bounds shared by several settings: far above practical values, far below overflow or out-of-memory.
 LARGEST_BATCH = 65_536  # samples in one step
-HIGHEST = {"epochs": 10_000, "steps": 100_000}  # of a round, by unit: their product is counted in 32 bits
+HIGHEST = {"epochs": 10_000, "steps": 100_000}  # per round, by unit: their product is counted in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """Facts about a field beyond its default.
+    """Metadata of a field.
 
     Attributes:
-      help: one sentence; for hyper-parameters it names the paper's symbol.
-      group: the heading under which ``--help=all`` lists the flag ("" for a strategy's own fields).
-      unit: the unit of the value, such as "samples" or "rounds".
-      low, high: the least and the largest value allowed; ``open_low`` and ``open_high`` exclude the bound itself. A
-        number without ``high`` still has to fit into 32 bits; where the setting is the size of an array or a count of
-        steps, ``high`` is what can be computed at all.
-      choices: the names allowed.
-      names: names to list in ``--help``, such as the rows of a registry; the owner of the field checks them.
+      help: description; for hyper-parameters it names the symbol of the paper.
+      group: heading of the field in the full help; "" for hyper-parameters of strategies.
+      unit: unit of the value, such as "samples" or "rounds".
+      low, high: smallest and largest allowed value. ``open_low`` and ``open_high`` exclude the bound itself. A number
+        without ``high`` must still fit into 32 bits. For array sizes and step counts, ``high`` is a feasible maximum.
+      choices: allowed names.
+      names: names listed in the help, such as the rows of a registry. They are not checked here.
       path: whether the text may be the path of a file or folder.
-      flag: the flag where Python forbids its name for a field; "": the field's own name.
-      source: the origin of the default.
-      affects_results: whether the field can change the numbers of a run (a run folder, say, cannot).
+      flag: name of the flag if it differs from that of the field, because it is a keyword of Python.
+      source: origin of the default.
+      affects_results: whether the field can change the results of a run. A run folder, for example, cannot.
     """
 
     help: str
@@ -47,7 +46,7 @@ class Info:
     affects_results: bool = True
 
     def allowed(self) -> str:
-        """The allowed range in words, or "" if there is none."""
+        """The allowed range in words, or "" if there is no range."""
         low = None if self.low is None else f"{'>' if self.open_low else '>='} {_short(self.low)}"
         high = None if self.high is None else f"{'<' if self.open_high else '<='} {_short(self.high)}"
         high = "< 2^31" if self.high == LARGEST_INT32 else high
@@ -65,7 +64,7 @@ def _short(bound: float) -> str:
 
 
 def field(default: Any, help: str, **info: Any) -> Any:
-    """A dataclass field with its `Info`; keyword arguments are those of `Info`, ``high`` follows the unit."""
+    """A dataclass field with the `Info` of the keyword arguments; the default of ``high`` depends on the unit."""
     info.setdefault("high", HIGHEST.get(info.get("unit", "")))
     return dataclasses.field(default=default, metadata={KEY: Info(help, **info)})
 

@@ -103,7 +103,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
       UserError: the grid is empty.
     """
     if not hyper.grid:
-        raise UserError("mapper needs at least one value of lambda: pass hyper.grid=0.5")
+        raise UserError("mapper needs at least one value of lambda: pass hyper.grid=(0.5,)")
     average = averaging(problem)
     network, setting, through = problem.model, problem.local, hyper.mode == "paper"
 

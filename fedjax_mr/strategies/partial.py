@@ -1,27 +1,31 @@
-"""FedPer, FedRep, LG-FedAvg and FedBN: a part of the network is shared, the rest stays with its client.
+"""FedPer, FedRep, LG-FedAvg and FedBN: one part of the network is shared, the other part stays on its client.
 
-``fedper``: all but the last block (the head) is shared. Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning
+``fedper`` shares all blocks but the last one (the head). Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning
 with Personalization Layers, arXiv 2019.
 
-``fedrep``: the same part; a client first trains its head alone, then the shared part alone. Collins, Hassani, Mokhtari,
-Shakkottai: Exploiting Shared Representations for Personalized Federated Learning, ICML 2021.
+``fedrep`` shares the same part. A client first trains only its head, then only the shared part. Collins, Hassani,
+Mokhtari, Shakkottai: Exploiting Shared Representations for Personalized Federated Learning, ICML 2021.
 
-``lgfedavg``: only the head is shared. Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: Think Locally,
+``lgfedavg`` shares only the head. Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: Think Locally,
 Act Globally: Federated Learning with Local and Global Representations, arXiv 2020.
 
-``fedbn``: all but the BatchNorm layers, with their statistics, is shared; without such layers it is FedAvg. Li, Jiang,
-Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021.
+``fedbn`` shares all layers but BatchNorm, whose statistics are not shared either. Without BatchNorm it is FedAvg. Li,
+Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021.
 
-What is not shared is never sent. There is no global model; a client's own is the shared part and its own.
+Parts that are not shared are never sent. There is no global model. The personal model of a client joins the shared part
+and the client's part.
 
-Deviations. Shared parts are weighted by the clients' numbers of samples, as in our FedAvg (the authors of LG-FedAvg and
-FedBN: equally). FedRep: both of its phases compute the gradient of the whole network and use a part of it; BatchNorm
-statistics move in both; its last round, in which all clients train their heads once more, is --finetune_epochs here,
-which trains the whole network. While FedRep's shared part trains, the head stands still. In the authors' code it
-coasts: one optimizer serves both phases, and in the PyTorch that its requirements name (0.4.1) the head's gradient
-becomes zero instead of None, so the optimizer goes on moving the head by its momentum and weight decay. LG-FedAvg
-starts from fresh networks, there from a FedAvg checkpoint; the released code tests each client with the best of its
-past rounds by test accuracy, here it is the last.
+Deviations:
+* Shared parts are weighted by the clients' numbers of samples, as in our FedAvg. The authors of LG-FedAvg and FedBN
+  weight them equally.
+* FedRep: both phases compute the gradient of the whole network and use one part of it. BatchNorm statistics are updated
+  in both phases. In its final round all clients train their heads once more; here fine-tuning before the test is a
+  setting of all methods, which trains the whole network.
+* FedRep: the head does not change while the shared part trains. In the authors' code it does: one optimizer serves both
+  phases, and in the required PyTorch (0.4.1) the gradient of the head becomes zero instead of None. So momentum and
+  weight decay continue to move the head.
+* LG-FedAvg starts from new networks, where the paper starts from a FedAvg checkpoint. The released code tests each
+  client with its best previous round by test accuracy; here the last round is tested.
 """
 
 import dataclasses
@@ -41,19 +45,19 @@ from fedjax_mr.strategies.base import Problem, Strategy, to_all, view
 from fedjax_mr.strategies.hyper import field
 
 Path = tuple[str, ...]
-"""Where a tensor is in a network's variables: its collection, then the names of modules, then its own."""
+"""Path of a tensor in the variables of a network: its collection, the names of modules, and its own name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FedRep:
-    """FedRep's own setting."""
+    """Hyper-parameters of FedRep."""
 
     shared_epochs: int = field(
         1,
-        "the last of --local_epochs, in which a client trains the shared part; in those before its head",
+        "number of final local epochs that train the shared part; the local epochs before them train the head",
         unit="epochs",
         low=1,
-        source="Collins et al.'s code",
+        source="code of Collins et al.",
     )
 
 
@@ -64,13 +68,13 @@ class State(NamedTuple):
 
 
 def in_head(model: Model) -> Callable[[Path], bool]:
-    """Whether a tensor belongs to the head."""
+    """A predicate that is true for paths of tensors in the head."""
     name = model.head_name()
     return lambda path: path[1] == name
 
 
 def in_batchnorm(model: Model) -> Callable[[Path], bool]:
-    """Whether a tensor belongs to a layer that keeps statistics."""
+    """A predicate that is true for paths of tensors in layers with statistics."""
     layers = {path[1:-1] for path in flatten_dict(model.shapes()) if path[0] != "params"}
     return lambda path: path[1:-1] in layers
 
@@ -88,8 +92,8 @@ def fedrep(hyper: FedRep, problem: Problem) -> Strategy:
     """
     if problem.local.epochs <= hyper.shared_epochs:
         raise UserError(
-            f"fedrep trains the head in all local epochs but the last {hyper.shared_epochs}: --local_epochs must be "
-            f"above --fedrep_shared_epochs"
+            f"fedrep trains the head in all local epochs but the last {hyper.shared_epochs}: local_epochs= must be "
+            "larger than hyper.shared_epochs"
         )
     return build(in_head(problem.model), problem, shared_epochs=hyper.shared_epochs)
 
@@ -106,15 +110,17 @@ def fedbn(hyper: None, problem: Problem) -> Strategy:
 
 
 def join(shared: Variables, own: Variables) -> Variables:
-    """The network of two parts."""
+    """Join two parts to the variables of a network."""
     return unflatten_dict(flatten_dict(shared) | flatten_dict(own))
 
 
 def taking_turns(is_own: trees.Params, *, own_steps: jax.Array) -> optax.GradientTransformation:
-    """The transformation that passes on a client's own part in the first ``own_steps`` steps, then the rest.
+    """A gradient transformation that sets one part of the updates to zero.
+
+    In the first ``own_steps`` steps it sets the shared part to zero, afterwards the client's own part.
 
     Args:
-      is_own: True or False for each tensor of the parameters.
+      is_own: whether each tensor of the parameters belongs to the client's own part.
       own_steps: scalar int32.
     """
 
@@ -127,12 +133,13 @@ def taking_turns(is_own: trees.Params, *, own_steps: jax.Array) -> optax.Gradien
 
 
 def build(stays: Callable[[Path], bool], problem: Problem, *, shared_epochs: int | None = None) -> Strategy:
-    """Build the method that shares a part of the network.
+    """Build a method that shares one part of the network.
 
     Args:
-      stays: whether a tensor stays with its client.
+      stays: whether the tensor at a path stays on its client.
       problem: the federation.
-      shared_epochs: the last epochs, in which the shared part alone trains, a client's own before; None: both always.
+      shared_epochs: number of final epochs in which only the shared part trains; in the epochs before, only the
+        client's own part trains. None trains both parts in all epochs.
     """
     setting = problem.local
 
@@ -148,10 +155,10 @@ def build(stays: Callable[[Path], bool], problem: Problem, *, shared_epochs: int
     def client_update(payload, memory, data, round, key):
         start, optimizer = join(payload["part"], memory), setting.optimizer
         if shared_epochs is not None:
-            of_head = dataclasses.replace(setting, epochs=setting.epochs - shared_epochs).num_steps(data.size)
+            head_steps = dataclasses.replace(setting, epochs=setting.epochs - shared_epochs).num_steps(data.size)
             is_own = unflatten_dict({path[1:]: stays(path) for path in flatten_dict(start) if path[0] == "params"})
-            turns = taking_turns(is_own, own_steps=of_head)
-            optimizer = optax.chain(turns, optimizer, turns)  # behind it for the weight decay of what stands still
+            turns = taking_turns(is_own, own_steps=head_steps)
+            optimizer = optax.chain(turns, optimizer, turns)  # the second removes weight decay and momentum
         model, metrics = local.train(problem.model, setting, start, data, key, optimizer=optimizer)
         return {"part": part(model, own=False)}, part(model, own=True), metrics
 

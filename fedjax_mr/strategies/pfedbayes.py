@@ -1,23 +1,27 @@
-"""pFedBayes: every client learns a distribution over its weights, near a global one, which follows the clients'.
+"""pFedBayes: each client learns a distribution over its weights, regularised towards a global distribution.
 
 Zhang, Li, Li, Guo, Zhu: Personalized Federated Learning via Variational Bayesian Inference, ICML 2022, Algorithm 1. All
-weights are independent Gaussians of mean m and standard deviation softplus(rho). On a mini-batch of a client with n
-samples its own distribution q takes ``inner_steps`` steps down the mean of
+weights are independent Gaussians with mean m and standard deviation softplus(rho). On a mini-batch of a client with n
+samples, its personal distribution q takes ``inner_steps`` gradient steps on the mean of
 
     -log p(label | weights) + zeta / n KL(q || p),
 
-with weights drawn anew from q, by the gradient with respect to m and rho of m + softplus(rho) times standard normal
-noise; p is the client's copy of the global distribution. Then p takes one step down zeta / n KL(q || p). The server
-averages m and rho of the copies. What is tested are the networks of the means.
+where the weights are drawn from q in each step by the reparametrisation m + softplus(rho) times standard normal noise,
+and p is the client's copy of the global distribution. Then p takes one gradient step on zeta / n KL(q || p). The server
+averages m and rho of the copies. Tests use the networks with the means as weights.
 
-Deviations. The optimizer is the paper's Adam (``lr=none``: the clients' own, which as plain SGD diverges unless zeta is
-small), and like all optimizers here it starts anew in every round. There is no released code of the authors; what is
-said of code is that of an unofficial one. It divides the divergence by the samples of a client's mini-batches in a
-round in place of n, and draws noise of standard deviation 0.001 in place of 1, which leaves next to nothing of the
-distributions; it tests networks drawn so. In each divergence it takes the standard deviations of the other distribution
-from that one's last draw, which is older than its last step; here they are the present ones, as in Algorithm 1. A
-client's q begins as the first p that it receives. Clients are weighted by their numbers of samples, as in that code
-(the paper: equally). BatchNorm statistics are those of the networks drawn from q; the server averages them.
+Deviations:
+* The optimizer is Adam, as in the paper. If ``lr`` is omitted, it is the clients' optimizer; plain SGD diverges unless
+  zeta is small. Like all optimizers here, it is reset in every round.
+* A client's q starts as the first p that the client receives.
+* Clients are weighted by their numbers of samples, as in the unofficial code; the paper weights them equally.
+* BatchNorm statistics are those of the networks drawn from q. The server averages them.
+
+The authors released no code. Differences to an unofficial code: it divides the divergence by the number of samples in a
+client's mini-batches of a round in place of n. It draws noise with standard deviation 0.001 in place of 1, so that
+almost nothing of the distributions remains, and tests networks drawn in this way. In each divergence it takes the
+standard deviations of the other distribution from the last draw, which precedes the last step; here they are the
+current ones, as in Algorithm 1.
 """
 
 import dataclasses
@@ -37,25 +41,25 @@ from fedjax_mr.strategies.hyper import field
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """pFedBayes's own settings."""
+    """Hyper-parameters of pFedBayes."""
 
     zeta: float = field(
         10.0,
-        "zeta, how strongly the own and the global distribution are held together",
+        "zeta, weight of the divergence between the personal and the global distribution",
         low=0,
         source="unofficial code",
     )
     rho: float = field(
         -3.0,
-        "rho of all weights at the start: their standard deviation is log(1 + exp(rho)), 0.049 at -3",
-        source="unofficial code, which names -2.5 as the paper's",
+        "initial rho of all weights: their standard deviation is log(1 + exp(rho)), which is 0.049 for -3",
+        source="unofficial code, which states -2.5 for the paper",
     )
     inner_steps: int = field(
-        5, "steps of the own distribution on a mini-batch", unit="steps", low=1, source="unofficial code"
+        5, "steps of the personal distribution per mini-batch", unit="steps", low=1, source="unofficial code"
     )
     lr: float | None = field(
         0.001,
-        "learning rate of Adam, for both distributions; none: the clients' optimizer in place of Adam",
+        "learning rate of Adam, for both distributions. If none, the clients' optimizer replaces Adam",
         low=0,
         open_low=True,
         source="Zhang et al. 2022",
@@ -77,22 +81,22 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A client's own distribution."""
+    """Memory of one client: its personal distribution."""
 
     model: Variables  # of the means
     rho: trees.Params
-    trained: jax.Array  # whether it has trained
+    trained: jax.Array  # bool, whether the client has trained
 
 
 def noise(key: jax.Array, params: trees.Params) -> trees.Params:
-    """Standard normal noise for each parameter; consumes ``key``."""
+    """Draw standard normal noise for each parameter; consumes ``key``."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     return structure.unflatten([jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
 
 
-def drawn(q: Gaussian, key: jax.Array) -> trees.Params:
-    """Weights drawn from a distribution, differentiable with respect to it; consumes ``key``."""
+def draw(q: Gaussian, key: jax.Array) -> trees.Params:
+    """Draw weights from a distribution, differentiable with respect to it; consumes ``key``."""
     return jax.tree.map(lambda mean, rho, noise: mean + jax.nn.softplus(rho) * noise, *q, noise(key, q.mean))
 
 
@@ -108,21 +112,21 @@ def divergence(q: Gaussian, p: Gaussian) -> jax.Array:
 
 
 def local_round(loss: Loss, optimizer: optax.GradientTransformation, *, strength: jax.Array, steps: int) -> LocalStep:
-    """Steps of q, then one of p, on a mini-batch, from (q, p, state) to (q, p, state).
+    """A local step on a mini-batch: several steps of q, then one of p. It maps (q, p, state) to (q, p, state).
 
     Args:
-      loss: of drawn weights.
-      optimizer: of either distribution.
+      loss: loss of drawn weights.
+      optimizer: optimizer of each distribution.
       strength: zeta / n.
-      steps: of q.
+      steps: number of steps of q.
     """
 
     def objective(q: Gaussian, p: Gaussian, state: Variables, batch: Batch, key: jax.Array) -> tuple:
         noise_key, key = jax.random.split(key)
-        value, state = loss(drawn(q, noise_key), state, batch, key)
+        value, state = loss(draw(q, noise_key), state, batch, key)
         return value + strength * divergence(q, p), state
 
-    def moved(gradient: Any, optimizer_state: Any, distribution: Any) -> tuple[Any, Any]:
+    def apply_gradient(gradient: Any, optimizer_state: Any, distribution: Any) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
             updates, optimizer_state = optimizer.update(gradient, optimizer_state, distribution)
         return optax.apply_updates(distribution, updates), optimizer_state
@@ -138,11 +142,11 @@ def local_round(loss: Loss, optimizer: optax.GradientTransformation, *, strength
             q, state, of_q, _ = carry
             descend = jax.value_and_grad(objective, has_aux=True)
             (value, state), gradient = descend(q, p, state, batch, jax.random.fold_in(key, number))
-            q, of_q = moved(gradient, of_q, q)
+            q, of_q = apply_gradient(gradient, of_q, q)
             return q, state, of_q, value
 
         q, state, of_q, value = jax.lax.fori_loop(0, steps, step_of_q, (q, state, of_q, jnp.zeros(())))
-        p, of_p = moved(jax.grad(lambda p: strength * divergence(q, p))(p), of_p, p)
+        p, of_p = apply_gradient(jax.grad(lambda p: strength * divergence(q, p))(p), of_p, p)
         return (q, p, state, of_q, of_p), value
 
     return LocalStep(init, step, lambda carry: carry[:3])

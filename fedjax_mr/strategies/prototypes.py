@@ -1,43 +1,46 @@
-"""FedProto and FedTGP: clients with networks of their own exchange prototypes, the mean representations of classes.
+"""FedProto and FedTGP: clients with different networks exchange prototypes, the mean representations of classes.
 
-``fedproto``: the server's prototype of a class is the mean of its clients'. Tan, Long, Liu, Zhou, Lu, Jiang, Zhang:
-FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
+``fedproto``: the server's prototype of a class is the mean of the clients' prototypes. Tan, Long, Liu, Zhou, Lu, Jiang,
+Zhang: FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
 
-``fedtgp``: the server trains a small network to give each class a prototype that is near its clients' and at a distance
-from the other classes'. Zhang, Liu, Hua, Cao: FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced
-Contrastive Learning for Data and Model Heterogeneity in Federated Learning, AAAI 2024.
+``fedtgp``: the server trains a small network that produces a prototype for each class, close to the clients' prototypes
+of the class and distant from those of other classes. Zhang, Liu, Hua, Cao: FedTGP: Trainable Global Prototypes with
+Adaptive-Margin-Enhanced Contrastive Learning for Data and Model Heterogeneity in Federated Learning, AAAI 2024.
 
 A client trains its network on the cross-entropy plus lambda |z - p_y|^2 / d, where z [d] is the representation of a
-sample and p_y the server's prototype of its class; a class that has none yet adds nothing. All networks end in
-representations of one width d. There is no global model. A client's own model is its network with one of two heads: its
-own (``evaluate=head``), or one that answers with the class of the nearest prototype (``evaluate=prototypes``), a dense
-layer of the columns 2 p_c and the biases -|p_c|^2. The loss of the latter in the metrics is that of the softmax of
-minus the squared distances.
+sample and p_y the server's prototype of its class. Classes without a prototype add no term. All networks have
+representations of the same width d. There is no global model. The personal model of a client is its network with its
+own head (``evaluate=head``) or with a head that predicts the class of the nearest prototype (``evaluate=prototypes``).
+The latter is a dense layer with columns 2 p_c and biases -|p_c|^2. Its loss in the metrics is that of the softmax of
+the negative squared distances.
 
-FedTGP's server takes steps of SGD on -log(exp(-|p - g_y| - margin) / (exp(-|p - g_y| - margin) + sum over the other
-classes c of exp(-|p - g_c|))), p a client's prototype of class y and g what its network gives the classes. The margin
-is the largest of the distances from a class's mean prototype to the nearest other class's, at most ``margin``.
+The server of FedTGP takes SGD steps on -log(exp(-|p - g_y| - margin) / (exp(-|p - g_y| - margin) + sum over the other
+classes c of exp(-|p - g_c|))), where p is a client's prototype of class y and g are the outputs of its network. The
+margin is the largest distance from a class's mean prototype to the nearest one of another class, bounded by ``margin``.
 
-Defaults. FedProto's paper tests by prototypes, and its code prints both accuracies. Our default is ``head``: with the
-other defaults on the digits, clients have 79 % by prototypes and 92 % by their heads. FedTGP's paper and code test by
-prototypes, as ours do.
+Defaults. FedProto's paper tests with prototypes, and its code prints both accuracies. Our default is ``head``: on the
+digits with the other defaults, accuracy is 79 % with prototypes and 92 % with heads. FedTGP's paper and code test with
+prototypes, which is our default, too.
 
-FedTGP's published margin (100) and lambda (10; the default of its code is 1) diverge on the digits. The margin is the
-gap between classes, so the server pulls classes apart by about the gap that they have, clients follow with weight
-lambda, and the gap of the next round is larger. Only a bound on the margin ends this: a smaller lambda, or fewer or
-smaller steps of the server, only postpone it. Our defaults are margin 1 and lambda 1, stable with all seeds that we
-tried. The numbers are in experiments/notebook/personal.md.
+The published margin (100) and lambda (10; default of the code: 1) of FedTGP diverge on the digits. The margin is the
+gap between classes. The server pulls classes apart by about this gap, clients follow with weight lambda, and the gap of
+the next round is larger. Only a bound on the margin stops this growth. A smaller lambda, and fewer or smaller steps of
+the server, only delay it. Our defaults are margin 1 and lambda 1, which are stable with all tested seeds. The numbers
+are in experiments/notebook/personal.md.
 
-Deviations. A class that no client of a round has keeps its prototype (FedProto's code knows full participation alone);
-one that no client has ever had gets none (FedTGP's code sends what its network gives it, which is noise). A client's
-prototypes are means over all its training samples after its training; FedProto's code collects them batch by batch
-while the network still moves, without the last batch of an epoch if it is not full; FedTGP's code collects them before
-it stores the trained model, so they are of the model before this round. FedProto's code lets a client answer only with
-classes that it has; here all known prototypes compete. FedProto weights clients by their samples of the class; its code
-equally (``weights=uniform``). The distance of two equal prototypes has the gradient zero; in FedTGP's code, which also
-takes the root of what rounding can make negative, it is not a number. Not reproduced: FedProto's printed accuracy with
-prototypes, a count that goes on from client to client and begins with what the heads got right; FedTGP's printed
-result, that of the best round by test accuracy.
+Deviations:
+* A class that no client of a round has keeps its prototype; FedProto's code requires full participation. A class that
+  no client ever had has no prototype; FedTGP's code sends the untrained output of its network.
+* The prototypes of a client are means over all its training samples after its training. FedProto's code collects them
+  batch by batch during training, without the last batch of an epoch if it is not full. FedTGP's code computes them
+  before it stores the trained model, so they belong to the model before this round.
+* With prototypes, all known classes compete. In FedProto's code a client predicts only its own classes.
+* FedProto weights clients by their samples of the class; its code weights them equally (``weights=uniform``).
+* The distance of two equal prototypes has gradient zero. In FedTGP's code the gradient is NaN, and the square root can
+  receive an argument that is negative by rounding.
+* Not reproduced: the accuracy with prototypes printed by FedProto's code, which is a count that accumulates over
+  clients and starts from the correct predictions of the heads; and the result printed by FedTGP's code, which is the
+  best round by test accuracy.
 """
 
 import dataclasses
@@ -54,18 +57,18 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables, layers
-from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_starts
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_starts, to_all
 from fedjax_mr.strategies.fedgh import class_means, representation_width
 from fedjax_mr.strategies.hyper import field
 
-NEVER = -1e9  # the logit of a class without a prototype
+NO_PROTOTYPE = -1e9  # logit of a class without a prototype
 
 
 def own_model(default: str, source: str) -> Any:
-    """The setting of what a client's own model is."""
+    """The field ``evaluate``."""
     return field(
         default,
-        "head of a client's own model: the nearest prototype, or the network's own head",
+        "head of a personal model: nearest prototype (prototypes), or the head of the network (head)",
         choices=("prototypes", "head"),
         source=source,
     )
@@ -73,17 +76,17 @@ def own_model(default: str, source: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class FedProto:
-    """FedProto's own settings."""
+    """Hyper-parameters of FedProto."""
 
     strength: float = field(
         1.0,
-        "lambda, how strongly representations are held at the prototypes",
+        "lambda, weight of the term that pulls representations towards the prototypes",
         low=0,
-        source="FedProto's code: 1 for MNIST and FEMNIST, 0.1 for CIFAR-10",
+        source="code of FedProto: 1 for MNIST and FEMNIST, 0.1 for CIFAR-10",
     )
     weights: str = field(
         "samples",
-        "weights of the clients in a prototype: their numbers of samples of the class, or all equal",
+        "weights of the clients in a prototype: their numbers of samples of the class (samples), or equal (uniform)",
         choices=("samples", "uniform"),
         source="Tan et al. 2022; their code: uniform",
     )
@@ -92,43 +95,43 @@ class FedProto:
 
 @dataclasses.dataclass(frozen=True)
 class FedTGP:
-    """FedTGP's own settings."""
+    """Hyper-parameters of FedTGP."""
 
     strength: float = field(
         1.0,
-        "lambda, how strongly representations are held at the prototypes; published: 10",
+        "lambda, weight of the term that pulls representations towards the prototypes; published: 10",
         low=0,
-        source="FedTGP's code; its script: 10",
+        source="code of FedTGP; its script: 10",
     )
     server_lr: float = field(
-        0.01, "learning rate of the server's network (SGD)", low=0, open_low=True, source="FedTGP's script"
+        0.01, "learning rate of the server's network (SGD)", low=0, open_low=True, source="script of FedTGP"
     )
     server_epochs: int = field(
         100,
-        "passes over the received prototypes, in batches of --batch_size",
+        "passes over the received prototypes, in batches of the clients' batch size",
         unit="epochs",
         low=0,
-        source="FedTGP's script; its default: 1000",
+        source="script of FedTGP; default of its code: 1000",
     )
     margin: float = field(
         1.0,
-        "tau, the largest margin between classes; published: 100, with which training diverges on the digits",
+        "tau, upper bound of the margin between classes; the published 100 diverges on the digits",
         low=0,
-        source="our choice; FedTGP's code: 100",
+        source="our choice; code of FedTGP: 100",
     )
-    evaluate: str = own_model("prototypes", "FedTGP's code")
+    evaluate: str = own_model("prototypes", "code of FedTGP")
 
 
 class State(NamedTuple):
-    """The server's prototypes."""
+    """The prototypes of the server."""
 
     prototypes: jax.Array  # [C, d]
-    known: jax.Array  # which classes have one [C]
+    known: jax.Array  # [C] bool, whether a class has a prototype
     generator: Variables | None = None  # FedTGP's network
 
 
 class Generator(nn.Module):
-    """FedTGP's network on the server: a vector of each class, and two dense layers.
+    """The network on FedTGP's server: a trained vector for each class, and two dense layers.
 
     Attributes:
       num_classes: C.
@@ -147,19 +150,19 @@ class Generator(nn.Module):
 
 
 def distances(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The Euclidean distances [R, C] of the rows of a [R, d] and b [C, d]; at 0 their gradient is 0."""
+    """Euclidean distances [R, C] between the rows of a [R, d] and b [C, d]; at distance 0 the gradient is 0."""
     squares = jnp.sum(jnp.square(a[:, None] - b[None]), axis=-1)
-    apart = squares > 0
-    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), 0.0)
+    positive = squares > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1.0)), 0.0)
 
 
 def adaptive_margin(means: jax.Array, present: jax.Array, largest: float) -> jax.Array:
-    """The largest distance from a class to its nearest other one, at most ``largest``.
+    """The largest distance from a class to the nearest other class, bounded by ``largest``.
 
     Args:
-      means: the clients' mean prototype of each class [C, d].
-      present: which classes have one [C].
-      largest: the bound, and the margin of a class alone.
+      means: mean prototype of each class over the clients [C, d].
+      present: whether a class has a prototype [C].
+      largest: the bound, which is also the margin if only one class is present.
     """
     others = present[:, None] & present[None] & ~jnp.eye(len(present), dtype=bool)
     nearest = jnp.min(jnp.where(others, distances(means, means), jnp.inf), axis=1)
@@ -168,19 +171,19 @@ def adaptive_margin(means: jax.Array, present: jax.Array, largest: float) -> jax
 
 
 def weighted_means(means: jax.Array, weights: jax.Array) -> jax.Array:
-    """The means over clients [C, d] of class means [K, C, d] with weights [K, C]; zeros where all are 0."""
+    """The means over clients [C, d] of class means [K, C, d] with weights [K, C]; zero if all weights are zero."""
     total = jnp.sum(weights, axis=0)
     return jnp.einsum("kc,kcd->cd", weights, means) / jnp.where(total > 0, total, 1.0)[:, None]
 
 
 def with_nearest(network: Model, variables: Variables, prototypes: jax.Array, known: jax.Array) -> Variables:
-    """A network's variables with a head whose largest logit is that of the nearest prototype.
+    """Replace the head by one whose largest logit belongs to the nearest prototype.
 
-    The logits are |z|^2 minus the squared distances, which have the same softmax.
+    The logits are |z|^2 minus the squared distances, so their softmax is that of the negative squared distances.
     """
     head = {
         "kernel": 2 * prototypes.T,
-        "bias": jnp.where(known, -jnp.sum(jnp.square(prototypes), axis=1), NEVER),
+        "bias": jnp.where(known, -jnp.sum(jnp.square(prototypes), axis=1), NO_PROTOTYPE),
     }
 
     def replace(number: int, member: Model, own: Variables) -> Variables:
@@ -192,7 +195,7 @@ def with_nearest(network: Model, variables: Variables, prototypes: jax.Array, kn
 
 
 def check_heads(network: Model, *, width: int, num_classes: int) -> None:
-    """Check that prototypes can take the place of every network's head.
+    """Check that prototypes can replace the head of every network.
 
     Raises:
       UserError: a head is not one dense layer with a bias.
@@ -202,8 +205,8 @@ def check_heads(network: Model, *, width: int, num_classes: int) -> None:
         head: dict[Any, Any] = flatten_dict(member.shapes()["params"][member.head_name()])
         if {path[-1]: leaf.shape for path, leaf in head.items()} != dense:
             raise UserError(
-                f"the head of {member.name} is not a dense layer with a bias, whose place prototypes could take: set "
-                "evaluate=head"
+                f"the head of {member.name} is not a dense layer with a bias, so prototypes cannot replace it: pass "
+                "hyper.evaluate=head"
             )
 
 
@@ -253,7 +256,7 @@ def fedtgp(hyper: FedTGP, problem: Problem) -> Strategy:
 
         def epoch(number, params):
             draws = jax.random.uniform(jax.random.fold_in(key, number), real.shape)
-            order = jnp.argsort(jnp.where(real, draws, 2.0))  # those that clients do not have come last
+            order = jnp.argsort(jnp.where(real, draws, 2.0))  # missing prototypes come last
 
             def step(number, params):
                 position = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
@@ -283,8 +286,8 @@ def build(
       hyper: ``strength`` and ``evaluate``.
       problem: the federation.
       server_update: as in `Strategy`.
-      extra: how many numbers a client sends with each of its prototypes: its class, and its number of samples.
-      init_generator: the start of the server's network, of a key; None: it has none.
+      extra: count of numbers sent with each prototype of a client: 1 for its class, 2 with its number of samples.
+      init_generator: initialisation of the server's network from a key. None if there is no network.
     """
     network, num_classes = problem.model, problem.num_classes
     width = representation_width(network)
@@ -294,9 +297,6 @@ def build(
     def init(key):
         start = None if init_generator is None else dict(init_generator(key))
         return State(jnp.zeros((num_classes, width)), jnp.zeros(num_classes, bool), start)
-
-    def dispatch(state, cohort, key):
-        return trees.broadcast({"prototypes": state.prototypes, "known": state.known}, problem.cohort_size)
 
     def client_update(payload, memory, data, round, key):
         prototypes, known = payload["prototypes"], payload["known"].astype(jnp.float32)
@@ -315,7 +315,7 @@ def build(
         return {"means": means, "counts": counts}, model, metrics
 
     def traffic(usual, state, uploads, cohort, round):
-        """Prototypes of classes that have one: down with the class, up with the class and what weights them."""
+        """Down: known prototypes with their class. Up: prototypes of a client's classes, with class and weight."""
         down = Parcels.of(problem.cohort_size * jnp.sum(state.known), 4 * (width + 1))
         up = Parcels.of(jnp.sum(uploads["counts"] > 0), 4 * (width + extra))
         return Traffic(down=(down,), up=(up,))
@@ -331,7 +331,7 @@ def build(
 
     return Strategy(
         init,
-        dispatch,
+        to_all(problem, "prototypes", "known"),
         client_update,
         server_update,
         init_memory=lambda key: own_starts(problem, key),

@@ -66,7 +66,7 @@ def sgd_lr(setting: LocalSetting) -> float:
     """
     if setting.lr is None or setting.momentum == 1:
         raise UserError(
-            "this strategy derives gradients from the steps of SGD: it needs --optimizer=sgd and --momentum below 1"
+            "this strategy derives gradients from the steps of SGD: pass optimizer=sgd and a momentum= below 1"
         )
     return setting.lr
 

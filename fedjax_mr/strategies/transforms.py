@@ -1,25 +1,25 @@
-"""Strategies made from strategies: an optimizer on the server, and an exchange of layers among the clients of a round.
+"""Transforms of strategies: an optimizer on the server, and an exchange of layers among the clients of a round.
 
-Each function takes a strategy and returns one that differs from it in a few members; everything else is passed through.
-They may be put around each other, as in ``server_optimizer(secure_exchange(fedcross, problem), optax.sgd(1.0))``.
+Each function takes a strategy and returns a strategy that differs in a few members. Transforms can be composed, as in
+``server_optimizer(secure_exchange(fedcross, problem), optax.sgd(1.0))``.
 
-The server's optimizer. Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Server optimizer. Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for Federated Visual
 Classification, arXiv 1909.06335, 2019 (FedAvgM). Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan:
 Adaptive Federated Optimization, ICLR 2021, Algorithm 2 (FedAdagrad, FedYogi, FedAdam).
 
-The exchange. Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via
-Layer-wise Model Recombination, KDD 2024, Appendix B (secure recombination). secure/exchange.py says how far it hides
-owners, and from whom it does not; secure/messages.py has the real encrypted messages.
+Secure exchange. Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via
+Layer-wise Model Recombination, KDD 2024, Appendix B (secure recombination). secure/exchange.py describes the protection
+of owners and its limits. secure/messages.py implements the encrypted messages.
 
-Momentum and K models. Momentum beta adds up about 1 / (1 - beta) changes of the parameters. FedAvgM's change is a mean
-over the clients of a round, which momentum smooths further. In FedMR and FedCross the change of one of K models is that
-of one client, which no mean has smoothed: with beta 0.9 and rate 1 every such step becomes ten times as long, and
-training ends at chance or diverges. So the default rate of momentum is 1 - beta for a server that keeps K models, and
-1 for one that keeps a single model.
+Momentum with K models. Momentum beta accumulates about 1 / (1 - beta) updates of the parameters. The update of FedAvgM
+is a mean over the clients of a round. In FedMR and FedCross the update of one of the K models is that of a single
+client and is not averaged. With beta 0.9 and learning rate 1, its steps become ten times as long, and training ends at
+chance accuracy or diverges. So the default learning rate of momentum is 1 - beta for a server with K models, and 1 for
+a server with a single model.
 
-Deviations. The papers of the optimizers know one global model; here each of K models has an optimizer of its own. They
-leave BatchNorm open; here its statistics are those of the inner strategy, since a step beyond a mean of variances could
-be negative. The paper of the exchange knows FedMR alone.
+Deviations. The papers of the optimizers have one global model; here each of K models has its own optimizer. These
+papers do not mention BatchNorm. Here its statistics are those of the inner strategy, because a variance extrapolated
+beyond the mean could be negative. The paper of the exchange applies it only to FedMR.
 """
 
 from collections.abc import Callable
@@ -39,47 +39,46 @@ from fedjax_mr.strategies.base import Info, LayerExchange, Parcels, Payload, Pro
 # --- An optimizer on the server --------------------------------------------------------------------------------------
 
 LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
-"""The default learning rate of each optimizer for a server of one model: Hsu et al. 2019; Flower's others."""
+"""Default learning rate of each optimizer for a server with one model. Sources: Hsu et al. 2019; the others: Flower."""
 
 
 class State(NamedTuple):
-    """The state of the inner strategy and that of the server's optimizer."""
+    """The states of the inner strategy and of the server optimizer."""
 
     inner: base.State
-    optimizer: optax.OptState  # of K models: leaves [K, ...]
+    optimizer: optax.OptState  # for K models: leaves [K, ...]
 
 
 class Moments(NamedTuple):
-    """The state of `adaptive`, two trees like the parameters."""
+    """The state of `adaptive`: two trees with the structure of the parameters."""
 
     first: trees.Params  # m
     second: trees.Params  # v
 
 
 def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -> Strategy:
-    """A strategy whose server takes the inner server's change of its models as a negative gradient.
+    """Apply an optimizer to the server's models, with the negative update of the inner server as gradient.
 
-    With the parameters x before a round and y after the inner server's update, the new ones are x + u, where u is the
-    update that ``optimizer`` makes of the gradient x - y; plain SGD of rate 1 gives y again. The other collections
-    (BatchNorm statistics) are those of the inner server: they are never extrapolated. So is everything else that the
-    inner server keeps (control variates).
+    If the parameters are x before a round and y after the inner server's update, the new parameters are x + u, where u
+    is the update that ``optimizer`` computes for the gradient x - y. SGD with learning rate 1 yields y. Other
+    collections (BatchNorm statistics) and other fields (control variates) are those of the inner server.
 
-    Each of K models has its own optimizer, by ``vmap``, so that a norm is that of one model. In FedMR the change of
-    model j includes that its layers came from other models. A model that the inner server leaves as it is (a cluster
-    of HypCluster without clients) has the gradient zero, but may go on by momentum.
+    Each of K models has its own optimizer, through ``vmap``, so norms are norms of one model. In FedMR the update of
+    model j includes the exchange of its layers with other models. A model that the inner server does not change (a
+    cluster of HypCluster without clients) has gradient zero, but momentum may still move it.
 
     Args:
-      inner: a strategy that names its server's models (`Strategy.models`).
-      optimizer: from `make_server_optimizer` or any other of optax.
+      inner: a strategy with `Strategy.models`.
+      optimizer: the result of `make_server_optimizer`, or any optax optimizer.
 
     Raises:
-      UserError: the inner strategy names none.
+      UserError: the inner strategy has no `Strategy.models`.
     """
     models = inner.models
     if models is None:
         raise UserError(
-            "a server optimizer needs a server that moves a model, or K models; this strategy names none "
-            "(Strategy.models): use --server_optimizer=none"
+            "this strategy has no server models that a server optimizer could update (Strategy.models): pass "
+            "server_optimizer=none"
         )
     batched = jax.vmap if models.stacked else lambda function: function
 
@@ -140,15 +139,15 @@ def make_server_optimizer(
     tau: float = 1e-3,
     several: bool = False,
 ) -> optax.GradientTransformation:
-    """An optimizer for `server_optimizer` by its name.
+    """Create an optimizer for `server_optimizer` by name.
 
     ``momentum`` (FedAvgM): v = beta v + delta, w = w + lr v, which is optax's SGD with momentum. ``adam``, ``yogi`` and
     ``adagrad``: see `adaptive`.
 
     Args:
       name: one of `LEARNING_RATES`.
-      lr: learning rate. Defaults to 1 - momentum for momentum on K models, otherwise to that of `LEARNING_RATES`.
-      momentum: beta of momentum, beta_1 of the others. Reddi et al. run FedAdagrad with 0.
+      lr: learning rate. Defaults to 1 - momentum for momentum on K models, otherwise to the value in `LEARNING_RATES`.
+      momentum: beta of momentum, beta_1 of the others. Reddi et al. use 0 for FedAdagrad.
       beta2: beta_2 of adam and yogi.
       tau: tau of adam, yogi and adagrad.
       several: whether the server keeps K models (`View.stacked`).
@@ -161,12 +160,12 @@ def make_server_optimizer(
 
 
 def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.GradientTransformation:
-    """M / (sqrt(v) + tau) of Algorithm 2 of Reddi et al., as a transformation of gradients.
+    """The gradient transformation m / (sqrt(v) + tau) of Algorithm 2 of Reddi et al.
 
-    From m = 0 and v = tau^2, with the gradient g: m = beta1 m + (1 - beta1) g, and v becomes v + g^2 (``adagrad``),
-    beta2 v + (1 - beta2) g^2 (``adam``) or v - (1 - beta2) g^2 sign(v - g^2) (``yogi``). optax's own of these names
-    differ: its Adam and Yogi correct the bias of both moments and start v at 0 and 1e-6; its Adagrad has no m and puts
-    the small number under the root.
+    Start: m = 0 and v = tau^2. With the gradient g, m becomes beta1 m + (1 - beta1) g, and v becomes v + g^2
+    (``adagrad``), beta2 v + (1 - beta2) g^2 (``adam``) or v - (1 - beta2) g^2 sign(v - g^2) (``yogi``). The optax
+    optimizers of the same names differ: Adam and Yogi correct the bias of both moments and start v at 0 and 1e-6;
+    Adagrad has no m and adds the small number under the square root.
     """
     second_moment = {
         "adagrad": lambda v, square: v + square,
@@ -191,38 +190,38 @@ def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.Grad
 def secure_exchange(
     inner: Strategy, problem: Problem, *, when: str = "before_upload", share: float = 0.5, repetitions: int = 1
 ) -> Strategy:
-    """Build a strategy whose K clients exchange layers among themselves, so that an upload is not all a client's own.
+    """Add an exchange of layers among the K clients of a round, so that an upload mixes layers of several clients.
 
-    Every layer's copies are permuted, so means and sums over the K models stay. Whole layers are exchanged, as in the
-    paper, whatever the server does with the models afterwards. Before the upload the layers are encrypted for the
-    server. Before the training they are in clear, because no client can train a model that it cannot read; there the
-    exchange changes nothing but bytes if all clients receive the same model.
+    The copies of each layer are permuted, so means and sums over the K models do not change. Whole layers are
+    exchanged, as in the paper. Before the upload, layers are encrypted for the server. Before the training they are not
+    encrypted, because a client must read the model that it trains. If all clients receive the same model, an exchange
+    before the training changes only the traffic.
 
-    The strategy only names the exchange (`Exchange`): the engine simulates it, real clients do it.
+    The strategy only declares the exchange (`LayerExchange`): the engine simulates it, and real clients perform it.
 
-    The server takes an upload to be that of the client that sent it: weights by numbers of samples then belong to the
-    senders of layers instead of their owners, so that uniform weights are the ones to combine with an exchange.
+    The server assigns an upload to the client that sent it. Weights by numbers of samples then belong to the senders of
+    layers, not to their owners. So an exchange should be combined with uniform weights.
 
-    The information of a round, with an exchange before the upload: ``layers_unmoved``, the share of layers that are
-    uploaded by their owners, and ``layers_held_by_others``, the share of layers that another client has had in hand.
+    Information of a round with an exchange before the upload: ``layers_unmoved``, the share of layers that their owners
+    upload, and ``layers_held_by_others``, the share of layers that another client received.
 
     Args:
-      inner: a strategy whose payloads and uploads hold ``model``, one per client [K, ...], all of one network.
-      problem: of the inner strategy.
+      inner: a strategy whose payloads and uploads have a ``model`` for each client [K, ...], all of one network.
+      problem: the problem of the inner strategy.
       when: ``before_upload``, ``before_training`` or ``both``.
-      share: the probability with which a client sends a layer, in 0..1.
-      repetitions: exchanges each time.
+      share: probability that a client sends a given layer, in 0..1.
+      repetitions: number of exchanges in a row.
 
     Raises:
-      UserError: a round of a single client; the clients have different networks; they exchange layers already; a
-        payload or upload without ``model`` (in a round).
+      UserError: the cohort has a single client; clients have different networks; ``inner`` already exchanges layers; or
+        a payload or upload has no ``model`` (raised in a round).
     """
     if problem.cohort_size < 2:
-        raise UserError("layers are exchanged among the clients of a round: --cohort must be at least 2")
+        raise UserError("layers are exchanged among the clients of a round: cohort= must be at least 2")
     if not problem.layers:
-        raise UserError("clients of different networks have no layers to exchange: take one network (--model)")
+        raise UserError("clients with different networks cannot exchange layers: pass a single network in model=")
     if inner.exchange is not None:
-        raise UserError("the clients exchange layers already; give more repetitions in place of a second exchange")
+        raise UserError("the clients already exchange layers: increase repetitions instead of adding an exchange")
     layers, count = tuple(layer.leaves for layer in problem.layers), problem.cohort_size
 
     def mix(sent: Payload, key: jax.Array) -> tuple[Payload, Info]:
@@ -236,7 +235,7 @@ def secure_exchange(
         return sent | {"model": models}, info
 
     def traffic(usual, state, uploads, cohort, round):
-        """Every picked layer goes to another client and one comes back: expected bytes, without the encryption's."""
+        """Each selected layer is sent and another one received: expected bytes, without the overhead of encryption."""
         counted = inner.traffic(usual, state, uploads, cohort, round) if inner.traffic else usual
         exchanges = repetitions * (2 if when == "both" else 1)
         size = 2 * share * exchanges * trees.num_bytes(_model_of(uploads))
@@ -249,11 +248,11 @@ def _model_of(sent: Payload) -> Variables:
     """The models [K, ...] of a payload or upload.
 
     Raises:
-      UserError: there are none.
+      UserError: it has no ``model``.
     """
     if "model" not in sent:
         raise UserError(
-            "the exchange of layers needs payloads and uploads that hold a model of each client ('model'); this "
+            "an exchange of layers needs payloads and uploads with a model for each client ('model'), but this "
             f"strategy sends {', '.join(sent) or 'nothing'}"
         )
     return sent["model"]

@@ -138,8 +138,8 @@ BAD = {
     "missing": ("\nimport no_such_module", "bad.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
     "leaves": ("raise SystemExit(3)", "bad.py, line 1: SystemExit: 3"),
     "nothing": ("x = 1", "bad.py registers nothing: no new name in fmr.STRATEGIES, fmr.MODELS, fmr.SOURCES or fmr.P"),
-    "ours": (METHOD.replace('"further"', '"fedavg"'), "bad.py, line 14: the strategy 'fedavg' is there already"),
-    "twice": (METHOD + METHOD, "bad.py, line 28: the strategy 'further' is there already: choose another name"),
+    "ours": (METHOD.replace('"further"', '"fedavg"'), "bad.py, line 14: the strategy 'fedavg' already exists"),
+    "twice": (METHOD + METHOD, "bad.py, line 28: the strategy 'further' already exists: choose another name"),
     "quietly": (METHOD + 'fmr.STRATEGIES.update(fedmr=fmr.STRATEGIES["further"])', "changes the strategy 'fedmr'"),
     "name": (METHOD.replace('"further"', '"a-b"'), "line 14: the strategy 'a-b' needs a name of letters"),
     "no row": (METHOD.replace("fmr.Row(build, Hyper, ", "(build, Hyper, "), "fmr.STRATEGIES['further'] takes fmr.Row("),
@@ -185,7 +185,7 @@ def test_bad_values(flags, part):
 
 def test_two_files_cannot_register_one_name():
     Path("again.py").write_text(METHOD)
-    assert "again.py, line 14: the strategy 'further' is there already" in refusal(
+    assert "again.py, line 14: the strategy 'further' already exists" in refusal(
         configuration.parse, ["--import=my_method.py,again.py"]
     )
 

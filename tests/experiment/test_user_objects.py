@@ -242,7 +242,7 @@ def test_the_command_exports_networks_of_ours(capsys):
     ("moon", "moon: Net has no method 'features', which is needed here: give the module both features(x)"),
     ("fedgen", "fedgen: Net has no method 'features'"),
     ("fedgh", "fedgh: Net has no method 'features'"),
-    ("pfedhr", "Net cannot be taken apart: derive its class from fedjax_mr.BlockNet"),
+    ("pfedhr", "Net cannot be decomposed into blocks: derive its class from fedjax_mr.BlockNet"),
 ])  # fmt: skip
 def test_strategies_say_what_a_network_lacks(strategy, message):
     config = fmr.Config(**SMALL | dict(strategy=strategy, public_share=0.1))

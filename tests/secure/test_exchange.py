@@ -204,7 +204,7 @@ def test_traffic_among_clients_is_counted_apart(engine, sent, share, repetitions
     assert sent(secure) == (down, up, factor * up)
     twice = engine("fedmr", "linear", hyper=dataclasses.replace(hyper, secure_when="both"))
     assert sent(twice) == (down, up, 2 * factor * up)
-    with pytest.raises(UserError, match="--cohort must be at least 2"):
+    with pytest.raises(UserError, match="cohort= must be at least 2"):
         engine("fedmr", "linear", hyper=hyper, cohort=1)
 
 

@@ -43,7 +43,7 @@ def rewards_by_hand(records, counts):
 def test_tables_and_weights_are_the_released_ones():
     rng = np.random.default_rng(0)
     records, counts = np.ones((40, 7)), np.ones((40, 3))
-    update, ours = jax.jit(jax.vmap(adaptivefl.recorded)), (jnp.ones((40, 7)), jnp.ones((40, 3)))
+    update, ours = jax.jit(jax.vmap(adaptivefl.update_records)), (jnp.ones((40, 7)), jnp.ones((40, 3)))
     for _ in range(5):
         sent = rng.integers(0, 7, 40)
         back = np.minimum(sent, rng.integers(0, 7, 40))
@@ -148,5 +148,5 @@ def test_available_clients_are_those_of_a_class_that_holds_the_slice(federation)
 
 
 def test_two_shares_of_whole_blocks_are_refused(federation):
-    with pytest.raises(UserError, match="--adaptivefl_whole 3 times, not 2"):
+    with pytest.raises(UserError, match=r"hyper.whole needs 3 values, not 2"):
         adaptivefl.build(Hyper(whole=(0.2, 0.4)), federation("perceptron").problem)

@@ -33,7 +33,7 @@ def test_what_clients_keep_for_validation_is_not_trained_on():
 
 
 def test_samples_on_the_host_are_an_error(engine):
-    with pytest.raises(UserError, match="--data_placement=device"):
+    with pytest.raises(UserError, match="data_placement='device'"):
         apart = engine("centralized", "linear", data_on_host=True)
         apart.run(apart.init(), 1)
 

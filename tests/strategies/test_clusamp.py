@@ -30,7 +30,7 @@ def test_every_draw_and_every_client_gets_its_share(sizes, data):
     found = clusamp.groups(distances, sizes, count)
     assert sorted(client for group in found for client in group) == list(range(len(sizes)))
     assert all(len(group) == 1 or count * sizes[group].sum() <= sizes.sum() for group in found)
-    assert_fair(clusamp.pour(found, sizes, count, rng), sizes, tolerance=1e-12)
+    assert_fair(clusamp.allocate(found, sizes, count, rng), sizes, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("sizes, count", [([5, 1, 30, 2, 9], 4), ([7], 1), ([3] * 8, 8)])
@@ -65,7 +65,7 @@ def test_groups_are_those_of_scipy_with_weights_for_heights(count):
 
 def test_the_largest_groups_are_poured_first_and_the_smallest_fill_up():
     sizes = np.array([4, 2, 3, 1, 2])  # each brings twice that, and each of the two distributions holds 12
-    poured = clusamp.pour([[0], [1, 2], [3], [4]], sizes, 2, np.random.default_rng(0)) * 12
+    poured = clusamp.allocate([[0], [1, 2], [3], [4]], sizes, 2, np.random.default_rng(0)) * 12
     np.testing.assert_array_equal(poured[:, :3], [[8, 0, 0], [0, 4, 6]])  # the two largest, the smaller one first
     np.testing.assert_array_equal(poured[:, 3:], [[2, 2], [0, 2]])  # client 3 first; client 4 is split
 
@@ -125,7 +125,7 @@ def test_distributions_as_released(count, table):
     assert len(set(totals)) < len(totals)  # there are ties
 
     found = clusamp.groups(distances, sizes, count)
-    poured = clusamp.pour(found, sizes, count, np.random.default_rng(7))
+    poured = clusamp.allocate(found, sizes, count, np.random.default_rng(7))
     np.testing.assert_allclose(poured, expected, atol=1e-9)
 
 

@@ -79,5 +79,5 @@ def test_headers_are_sent_from_the_second_round_on(trained):
 
 
 def test_representations_must_be_of_one_width(federation):
-    with pytest.raises(UserError, match="thin 16, perceptron 5; set --projection"):
+    with pytest.raises(UserError, match="thin 16, perceptron 5: pass projection=64"):
         fedgh.build(Hyper(), federation("thin,perceptron").problem)

@@ -181,7 +181,7 @@ def test_equal_networks_count_the_traffic_of_what_is_sent(engine):
 
 
 def test_what_cannot_be_exchanged_is_said(problem):
-    with pytest.raises(UserError, match="--cohort must be at least 2"):
+    with pytest.raises(UserError, match="cohort= must be at least 2"):
         fedme.build(fedme.Hyper(), dataclasses.replace(problem, cohort_size=1))
-    with pytest.raises(UserError, match="--public_share"):
+    with pytest.raises(UserError, match=r"public_share=0.1"):
         fedme.build(fedme.Hyper(), dataclasses.replace(problem, public=None))

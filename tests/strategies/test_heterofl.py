@@ -152,7 +152,7 @@ def test_running_statistics_are_those_without_the_scaler(engine, close):
 
 
 @pytest.mark.parametrize(
-    "hyper, message", [(Hyper(widths=()), "one width"), (Hyper(statistics="public"), "public set")]
+    "hyper, message", [(Hyper(widths=()), "one width"), (Hyper(statistics="public"), "public data")]
 )
 def test_what_it_cannot_do_is_refused(federation, hyper, message):
     problem = federation().problem

@@ -86,5 +86,5 @@ def test_what_stays_and_what_is_sent(federation):
 def test_fedrep_needs_an_epoch_for_the_head(federation):
     problem = federation().problem
     problem = dataclasses.replace(problem, local=dataclasses.replace(problem.local, epochs=1))
-    with pytest.raises(UserError, match="--local_epochs must be above"):
+    with pytest.raises(UserError, match=r"local_epochs= must be larger than hyper.shared_epochs"):
         partial.fedrep(partial.FedRep(), problem)

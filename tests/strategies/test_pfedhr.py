@@ -36,10 +36,10 @@ def taught(engine):
 
 
 @pytest.fixture(scope="module")
-def maker(taught):
-    """Return the server of that engine, which keeps its compiled programs."""
+def reassembler(taught):
+    """The reassembler of that engine, with its compiled programs."""
     one, _ = taught
-    return inspect.getclosurevars(one.strategy.between_rounds).nonlocals["server"]
+    return inspect.getclosurevars(one.strategy.between_rounds).nonlocals["reassembler"]
 
 
 @pytest.mark.slow  # a weight of 0 is quick beside PyTorch
@@ -98,20 +98,20 @@ def test_teachers_are_for_the_clients_of_the_round(taught):
     assert int(report.info["taught"]) == len([client for client in both if first.server.teacher_size[client]])
 
 
-def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, maker):
+def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, reassembler):
     """Made once more with the same key: the candidate of the highest mean cosine, on the client's own samples."""
     one, rounds = taught
     progress, report = rounds[0]
     server, key = progress.server, jax.random.key(5)
-    new, told = maker.teach(server, key, one.constants.client)
+    new, told = reassembler.teach(server, key, one.constants.client)
     models = server.models
     networks = [
-        pfedhr.taken_apart(
+        pfedhr.client_blocks(
             one.constants.problem.model, jax.tree.map(lambda leaf, row=row: leaf[row], models), owner=row
         )
         for row in range(3)
     ]
-    made = maker.reassemble(networks, networks, key)
+    made = reassembler.reassemble(networks, networks, key)
     assert made.logit_similarity.shape == (3, len(made.chains)) and (np.abs(made.logit_similarity) <= 1 + 1e-6).all()
     assert set(made.seconds) >= {"grouping", "matching"} and len(set(made.groups)) == 2
     for row, client in enumerate(report.info["clients"]):
@@ -120,7 +120,7 @@ def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, maker):
         data = one.constants.client(client)
         rows = np.asarray(data.index)[int(data.offset) :][: int(data.size)]
         own = jax.device_put(one.constants.problem.public)._replace(x=data.samples.x[rows], y=None)
-        logits = maker.programs.logits(made.chains[best], own)
+        logits = reassembler.programs.logits(made.chains[best], own)
         np.testing.assert_allclose(new.teaching[client, : len(rows)], logits, rtol=1e-5, atol=1e-6)
 
 
@@ -137,9 +137,9 @@ def test_candidates_are_of_blocks_of_the_round(taught):
     assert any(report.info["candidates"] for _, report in rounds)
 
 
-def test_the_lesson_is_the_share_of_right_answers_and_the_mean_largest_probability():
+def test_accuracy_and_confidence_of_a_teacher():
     logits = np.log([[0.7, 0.2, 0.1], [0.1, 0.5, 0.4], [0.25, 0.25, 0.5]]) + np.array([[3.0], [-500.0], [800.0]])
-    accuracy, confidence = pfedhr.lesson(logits, np.array([0, 1, 0]))
+    accuracy, confidence = pfedhr.accuracy_and_confidence(logits, np.array([0, 1, 0]))
     assert accuracy == pytest.approx(2 / 3) and confidence == pytest.approx((0.7 + 0.5 + 0.5) / 3)
 
 
@@ -162,10 +162,10 @@ def test_how_well_the_teachers_know_their_pupils_samples(taught):
 
 def test_one_warning_of_teachers_near_chance(federation, caplog):
     problem = federation("thin").problem  # three classes
-    maker = pfedhr.Server(Hyper(), problem)
+    reassembler = pfedhr.Reassembler(Hyper(), problem)
     for round, accuracy in ((5, 0.1), (6, 0.5), (7, np.nan), (8, 0.4), (9, 0.4)):
-        maker.warn_of_ignorance(round, accuracy)
-    pfedhr.Server(Hyper(public="unlabelled"), problem).warn_of_ignorance(9, 0.1)
+        reassembler.warn_if_near_chance(round, accuracy)
+    pfedhr.Reassembler(Hyper(public="unlabelled"), problem).warn_if_near_chance(9, 0.1)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "in round 8" in line and "40.0 %" in line and "33.3 %" in line and "\n" not in line
 
@@ -213,13 +213,13 @@ def test_the_first_network_is_the_one_that_memory_starts_with(engine, close, net
     close(ours.memory.model, theirs.memory.model)
 
 
-def test_programs_are_kept_over_the_rounds(taught, maker):
+def test_programs_are_kept_over_the_rounds(taught, reassembler):
     """A round with the same networks in other roles compiles little that is new; a repeated one nothing."""
     one, rounds = taught
-    maker.teach(rounds[0][0].server, jax.random.key(0), one.constants.client)
-    traces = maker.programs.traces
-    maker.teach(rounds[0][0].server, jax.random.key(0), one.constants.client)
-    assert maker.programs.traces == traces
+    reassembler.teach(rounds[0][0].server, jax.random.key(0), one.constants.client)
+    traces = reassembler.programs.traces
+    reassembler.teach(rounds[0][0].server, jax.random.key(0), one.constants.client)
+    assert reassembler.programs.traces == traces
 
 
 def test_traffic_counts_networks(taught):
@@ -233,12 +233,12 @@ def test_traffic_counts_networks(taught):
     assert peer == 0
 
 
-def test_the_latest_teachers_stay(taught, maker):
+def test_the_latest_teachers_stay(taught, reassembler):
     """A round's teachers, made once more where everybody had one: those of the other clients are as they were."""
     one, rounds = taught
     progress, report = next(each for each in rounds if each[1].info["candidates"])
-    latest = copy.copy(maker)
-    latest.hyper = dataclasses.replace(maker.hyper, teachers="latest")
+    latest = copy.copy(reassembler)
+    latest.hyper = dataclasses.replace(reassembler.hyper, teachers="latest")
     before = progress.server._replace(teacher_size=np.full(6, 7, np.int32))
     new, _ = latest.teach(before, jax.random.key(0), one.constants.client)
     others = np.setdiff1d(np.arange(6), report.info["clients"])

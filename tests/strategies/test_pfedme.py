@@ -110,6 +110,6 @@ def test_steps_that_are_too_large_are_told(federation, monkeypatch):
 def test_without_a_plain_learning_rate_both_must_be_given(federation):
     problem = federation("linear").problem
     problem = dataclasses.replace(problem, local=dataclasses.replace(problem.local, lr=None))
-    with pytest.raises(UserError, match="--pfedme_eta"):
+    with pytest.raises(UserError, match=r"hyper.eta="):
         pfedme.build(Hyper(eta=0.1), problem)
     pfedme.build(Hyper(eta=0.01, personal_lr=0.01), problem)

@@ -170,7 +170,7 @@ class NoBias(nn.Module):
 
 def test_networks_that_do_not_fit_are_refused(federation):
     for build, hyper in ((prototypes.fedproto, FedProto()), (prototypes.fedtgp, FedTGP())):
-        with pytest.raises(UserError, match="thin 16, perceptron 5; set --projection"):
+        with pytest.raises(UserError, match="thin 16, perceptron 5: pass projection=64"):
             build(hyper, federation("thin,perceptron").problem)
     network = models.Model(Biasless(num_classes=CLASSES), (4, 4, 1), name="biasless")
     problem = dataclasses.replace(federation("thin").problem, model=network)

@@ -1,4 +1,4 @@
-"""Networks taken apart and put together: similarity, groups, rules, stitches, training in pieces."""
+"""Networks decomposed and reassembled: similarity, groups, rules, stitches, training in pieces."""
 
 import functools
 
@@ -15,7 +15,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.blocks import ConvBlock, DenseBlock, head
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
-from fedjax_mr.strategies.pfedhr.chains import Block, Piece, Programs
+from fedjax_mr.strategies.pfedhr.chains import Block, Piece, PiecePrograms
 
 SHAPE, CLASSES = (6, 6, 1), 3
 
@@ -44,18 +44,18 @@ def samples(count=21, seed=0):
 
 @pytest.fixture(scope="module")
 def zoo():
-    """Two networks with variables, taken apart."""
+    """Two networks with variables, decomposed into blocks."""
     found = []
     for owner, network in enumerate((Small, Tiny)):
         model = models.Model(network(num_classes=CLASSES), SHAPE)
         variables = jax.jit(model.init)(jax.random.key(owner))
-        found.append((model, variables, chains.take_apart(model, variables, owner=owner)))
+        found.append((model, variables, chains.decompose(model, variables, owner=owner)))
     return found
 
 
 @pytest.fixture(scope="module")
 def programs():
-    return Programs(lr=1e-2)
+    return PiecePrograms(lr=1e-2)
 
 
 def chain_of(blocks):
@@ -90,17 +90,17 @@ def test_the_chain_of_the_blocks_is_the_network(zoo, programs):
 
 def test_pieces_of_equal_blocks_share_their_programs(zoo):
     model, variables, blocks = zoo[0]
-    fresh = Programs()
+    fresh = PiecePrograms()
     fresh.logits(chain_of(blocks), samples())
     traces = fresh.traces
-    fresh.logits(chain_of(chains.take_apart(model, jax.tree.map(lambda leaf: 2 * leaf, variables))), samples())
+    fresh.logits(chain_of(chains.decompose(model, jax.tree.map(lambda leaf: 2 * leaf, variables))), samples())
     assert fresh.traces == traces == 1 + len(blocks)  # the batch, and each block
 
 
-def test_token_networks_cannot_be_taken_apart():
+def test_token_networks_cannot_be_client_blocks():
     model = models.build("lstm1", input_shape=(5,), num_classes=4, input_dtype=np.int32)
-    with pytest.raises(UserError, match="cannot be taken apart"):
-        chains.take_apart(model, {})
+    with pytest.raises(UserError, match="cannot be decomposed"):
+        chains.decompose(model, {})
 
 
 # --- similarity
@@ -295,7 +295,7 @@ def test_any_order_of_blocks_can_be_stitched(zoo, programs, kind):
 
 def test_stitches_have_a_limit(zoo, programs):
     small = zoo[0][2]
-    with pytest.raises(UserError, match="limit of 1,000"):
+    with pytest.raises(UserError, match=r"more than 1,000: pass hyper.stitch=channel"):
         stitches.stitch(
             small[1:3],
             input_shape=SHAPE,
@@ -327,7 +327,7 @@ def test_training_in_pieces_is_training_of_the_whole(zoo):
     """Two epochs of Adam over a network without dropout, beside one gradient of the whole network."""
     model = models.Model(Tiny(num_classes=CLASSES), SHAPE)
     _, variables, blocks = zoo[1]
-    public, programs = samples(21), Programs(lr=1e-2)
+    public, programs = samples(21), PiecePrograms(lr=1e-2)
     trained = programs.train(chain_of(blocks), public, jax.random.key(3), epochs=2, batch_size=21)
 
     adam = optax.adam(1e-2)

@@ -313,7 +313,7 @@ def test_others_are_refused_in_one_line(problem, inner):
     with pytest.raises(UserError) as caught:
         server_optimizer(inner_strategy(inner, problem), optax.sgd(1.0))
     message = str(caught.value)
-    assert "names none" in message and "--server_optimizer=none" in message and "\n" not in message
+    assert "no server models" in message and "server_optimizer=none" in message and "\n" not in message
 
 
 def test_control_variates_stay_those_of_the_inner_server(engine, close):
@@ -331,7 +331,7 @@ def test_the_command_refuses_them_before_a_folder_exists(tmp_path, capsys):
     flags = ["--strategy=pfedhr", "--public_share=0.1", "--server_optimizer=adam"]
     assert main.main([*flags, "--noprogress", f"--run_dir={folder}"]) == 2
     out, shown = capsys.readouterr()
-    assert (out, shown.count("\n")) == ("", 1) and "names none" in shown
+    assert (out, shown.count("\n")) == ("", 1) and "no server models" in shown and "--server_optimizer=none" in shown
     assert not folder.exists()
 
 
@@ -430,7 +430,7 @@ def test_equal_clients_exchange_and_average_to_the_same_model(engine, problem, c
 def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation, problem):
     for name in ("fccl", "hypcluster"):  # logits; k models for every client
         secure = secure_exchange(inner_strategy(name, problem), problem, when="both")
-        with pytest.raises(UserError, match=r"a model of each client.*this strategy sends"):
+        with pytest.raises(UserError, match=r"a model for each client.*this strategy sends"):
             jax.eval_shape(
                 lambda key, secure=secure: dispatch(secure, secure.init(key), cohort_of(problem), key),
                 jax.random.key(0),

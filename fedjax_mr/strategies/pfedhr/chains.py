@@ -1,9 +1,9 @@
-"""A network as a chain of pieces: taken apart, applied, and trained piece by piece.
+"""A network as a chain of pieces, which is applied and trained piece by piece.
 
-Candidates differ from round to round, so a program for each of them would be compiled all the time. Here a program
-belongs to a piece (a block of a client's network, or a stitch): forward, backward with the optimiser's step, and both
-are shared by all chains that hold an equal piece. How many were compiled is bounded by the number of different pieces.
-Nothing is changed in place: a trained chain is a new one, and what it was made of stays as it was.
+Candidates differ from round to round, so programs for whole candidates would be compiled in every round. Here a program
+belongs to a piece (a block of a client's network, or a stitch). All chains with equal pieces share its forward program
+and its backward program, which includes the optimizer step. So the number of compilations is bounded by the number of
+different pieces. Chains are immutable: training returns a new chain.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Piece:
     Attributes:
       module: called as ``module(x, train=..., mask=...)``; equal modules share their compiled programs.
       variables: its Flax collections.
-      inherited: whether it comes from a client (a stitch does not).
+      inherited: whether it comes from a client; False for a stitch.
     """
 
     module: nn.Module
@@ -43,15 +43,15 @@ Chain = tuple[Piece, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of some client's network.
+    """A block of a client's network.
 
     Attributes:
-      owner: whose network it is from.
-      index: its place there, 0 for the first block.
-      kind: its operation, ``conv`` (it holds a convolution), ``fc`` (dense layers only) or "" (no tensors).
-      takes: the shape of one sample that enters it.
-      returns: the shape of one sample that leaves it.
-      piece: the block itself.
+      owner: the client.
+      index: position in the network, from 0.
+      kind: operation, ``conv`` (contains a convolution), ``fc`` (only dense layers) or "" (no tensors).
+      takes: shape of one input sample.
+      returns: shape of one output sample.
+      piece: module and variables.
     """
 
     owner: int
@@ -62,18 +62,18 @@ class Block:
     piece: Piece
 
 
-def take_apart(model: Model, variables: Variables, *, owner: int = 0) -> tuple[Block, ...]:
-    """The blocks of a network in forward order; the variables are shared, not copied.
+def decompose(model: Model, variables: Variables, *, owner: int = 0) -> tuple[Block, ...]:
+    """Decompose a network into its blocks, in forward order. Variables are shared, not copied.
 
     Raises:
-      UserError: the network is not made of blocks, or does not take images or vectors.
+      UserError: as `require_blocks`.
     """
     require_blocks(model)
     bound = model.module.bind(variables)
     shape, blocks = model.input_shape, []
     for index, name in enumerate(bound.block_names):
-        module, own = getattr(bound, name).unbind()
-        piece = Piece(module.clone(name=None, parent=None), dict(own))
+        module, block_variables = getattr(bound, name).unbind()
+        piece = Piece(module.clone(name=None, parent=None), dict(block_variables))
         returns = output_shape(piece, shape)
         blocks.append(Block(owner, index, _kind(piece), tuple(shape), returns, piece))
         shape = returns
@@ -81,18 +81,18 @@ def take_apart(model: Model, variables: Variables, *, owner: int = 0) -> tuple[B
 
 
 def require_blocks(model: Model) -> None:
-    """Check that a network can be taken apart.
+    """Check that a network can be decomposed.
 
     Raises:
-      UserError: it is not made of blocks, or does not take images or vectors.
+      UserError: its class is not a `BlockNet`, or its input is neither images nor vectors.
     """
     if not isinstance(model.module, BlockNet):
         raise UserError(
-            f"{model.name} cannot be taken apart: derive its class from fedjax_mr.BlockNet, whose blocks() returns the "
-            "named blocks in forward order, the last one the head"
+            f"{model.name} cannot be decomposed into blocks: derive its class from fedjax_mr.BlockNet, whose blocks() "
+            "returns the named blocks in forward order, with the head as the last one"
         )
     if jnp.issubdtype(model.input_dtype, jnp.integer):
-        raise UserError(f"{model.name} cannot be taken apart: only networks over images or vectors can")
+        raise UserError(f"{model.name} cannot be decomposed into blocks: its input must be images or vectors")
 
 
 def _kind(piece: Piece) -> str:
@@ -101,19 +101,19 @@ def _kind(piece: Piece) -> str:
 
 
 def output_shape(piece: Piece, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of one sample that leaves a piece, without computing it."""
+    """The shape of one output sample of a piece, by abstract evaluation."""
     x = jax.ShapeDtypeStruct((1, *shape), np.float32)
     apply = lambda variables, x: piece.module.apply(variables, x, train=False, mask=None)
     return tuple(jax.eval_shape(apply, piece.variables, x).shape[1:])
 
 
 def num_parameters(chain: Chain) -> int:
-    """The number of trainable numbers of a chain."""
+    """The number of trainable parameters of a chain."""
     return sum(leaf.size for piece in chain for leaf in jax.tree.leaves(piece.variables.get("params", {})))
 
 
 Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(logits [b, C], labels [b], mask [b]) -> mean loss in nats, 1 in the mask for true samples."""
+"""(logits [B, C], labels [B], mask [B]) -> mean loss in nats; the mask is 1 for true samples, 0 for padding."""
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
@@ -122,54 +122,52 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.
 
 
 Views = Callable[[jax.Array, jax.Array], jax.Array]
-"""(key, raw samples [B, ...]) -> raw samples, a random view of each."""
+"""(key, raw samples [B, ...]) -> a random view of each, as raw samples."""
 
 
-class Programs:
-    """The compiled programs of pieces, kept over the rounds of a run.
+class PiecePrograms:
+    """Compiled programs of pieces, cached over the rounds of a run.
 
     Attributes:
-      traces: how many programs were compiled so far.
+      traces: number of programs compiled so far.
     """
 
     def __init__(self, *, lr: float = 1e-3) -> None:
-        """Keep nothing yet; a program is compiled when a piece is first met."""
+        """Start with an empty cache; a program is compiled when it is first needed."""
         self.traces = 0
         self._adam = optax.adam(lr)
         self._apply = self._compiled(_apply, "module")
         self._forward = self._compiled(_forward, "module")
         self._pull = self._compiled(lambda pullback, gradient: pullback(gradient))
-        self._step = self._compiled(self._pull_and_step, "goes_on")
+        self._step = self._compiled(self._pull_and_step, "propagate")
         self._batch = self._compiled(_batch, "views")
         self._loss_gradient = self._compiled(_loss_gradient, "loss")
         self._init = self._compiled(_init, "module", "shape")
 
     def init(self, module: nn.Module, shape: Sequence[int], key: jax.Array) -> Piece:
-        """A new piece for samples of ``shape``; consumes ``key``."""
+        """Initialise a piece for samples of ``shape``; consumes ``key``."""
         return Piece(module, self._init(module, tuple(shape), key), inherited=False)
 
     def activations(self, chain: Chain, samples: Samples) -> list[jax.Array]:
-        """What enters the first piece of a chain and what leaves every one, for all samples: [P, ...] each."""
+        """The input of the first piece of a chain and the outputs of all pieces, for all samples: [P, ...] each."""
         x, _, _ = self._batch(samples, np.arange(len(samples.x), dtype=np.int32), None, None)
-        found = [x]
+        results = [x]
         for piece in chain:
-            found.append(self._apply(piece.module, piece.variables, found[-1]))
-        return found
+            results.append(self._apply(piece.module, piece.variables, results[-1]))
+        return results
 
     def logits(self, chain: Chain, samples: Samples, rows: np.ndarray | None = None) -> np.ndarray:
-        """The logits [P, C] of samples ``rows`` (all by default), in evaluation mode."""
+        """The logits [P, C] of the samples ``rows`` in evaluation mode. Default: all samples."""
         rows = np.arange(len(samples.x), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
         size = min(local.evaluation_batch(), len(rows))
-        found = []
+        batches = []
         for start in range(0, len(rows), size):
-            chosen = np.resize(
-                rows[start : start + size], size
-            )  # the last batch is filled up, so one program serves all
-            x, _, _ = self._batch(samples, chosen, None, None)
+            batch = np.resize(rows[start : start + size], size)  # pads the last batch, so that one program serves all
+            x, _, _ = self._batch(samples, batch, None, None)
             for piece in chain:
                 x = self._apply(piece.module, piece.variables, x)
-            found.append(np.asarray(x))
-        return np.concatenate(found)[: len(rows)]
+            batches.append(np.asarray(x))
+        return np.concatenate(batches)[: len(rows)]
 
     def train(
         self,
@@ -183,17 +181,17 @@ class Programs:
         views: Views | None = None,
         stitches_only: bool = False,
     ) -> Chain:
-        """The chain after epochs of Adam over shuffled samples; consumes ``key``.
+        """Train a chain with Adam on shuffled samples; consumes ``key``.
 
         Args:
-          chain: what is trained.
-          samples: all of them, with labels unless the loss needs none.
-          key: of the order, of dropout and of the views.
+          chain: the chain to train.
+          samples: the training samples, with labels if the loss needs them.
+          key: randomness of the order, of dropout and of the views.
           epochs: passes over the samples.
-          batch_size: samples per step; the last step of an epoch may hold fewer.
-          loss: of a batch.
-          views: if given, a batch is two random views of each of its samples, one after the other [2B, ...].
-          stitches_only: whether inherited pieces stay as they are (their BatchNorm statistics, too).
+          batch_size: samples per step; the last step of an epoch may have fewer.
+          loss: loss of a batch.
+          views: if set, a batch has two random views of each sample: first one view of all, then the other [2B, ...].
+          stitches_only: whether inherited pieces are frozen, including their BatchNorm statistics.
         """
         count = len(samples.x)
         batch_size = min(batch_size, count)
@@ -207,7 +205,7 @@ class Programs:
         starts = [start for _ in range(epochs) for start in range(0, count, batch_size)]
         order = np.concatenate([rng.permutation(count) for _ in range(epochs)] or [np.zeros(0)]).astype(np.int32)
         for number, start in enumerate(starts):
-            skipped = number // (-(-count // batch_size)) * count  # the epochs before
+            skipped = number // (-(-count // batch_size)) * count  # samples of the previous epochs
             rows = order[skipped + start : skipped + min(start + batch_size, count)]
             mask = (np.arange(batch_size) < len(rows)).astype(np.float32)
             x, labels, mask = self._batch(
@@ -224,8 +222,8 @@ class Programs:
             first = trained.index(True)
             for place in reversed(range(first, len(chain))):
                 if trained[place]:
-                    done = self._step(pullbacks[place], gradient, params[place], moments[place], place > first)
-                    gradient, params[place], moments[place] = done
+                    results = self._step(pullbacks[place], gradient, params[place], moments[place], place > first)
+                    gradient, params[place], moments[place] = results
                 else:
                     _, gradient = self._pull(pullbacks[place], gradient)
         return tuple(
@@ -233,15 +231,14 @@ class Programs:
             for piece, own, state in zip(chain, params, states, strict=True)
         )
 
-    def _pull_and_step(self, pullback: Any, after: jax.Array, params: Any, moments: Any, goes_on: bool) -> tuple:
-        """The gradient before the piece (None unless the backward pass goes on), new parameters and moments.
-
-        ``after`` is the gradient with respect to the piece's output.
-        """
-        gradient, before = pullback(after)
+    def _pull_and_step(
+        self, pullback: Any, output_gradient: jax.Array, params: Any, moments: Any, propagate: bool
+    ) -> tuple:
+        """The gradient of the piece's input (None unless ``propagate``), its new parameters and its new moments."""
+        gradient, input_gradient = pullback(output_gradient)
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
             updates, moments = self._adam.update(gradient, moments, params)
-        return before if goes_on else None, optax.apply_updates(params, updates), moments
+        return input_gradient if propagate else None, optax.apply_updates(params, updates), moments
 
     def _compiled(self, function: Callable, *static: str) -> Callable:
         @functools.wraps(function)
@@ -263,7 +260,7 @@ def _apply(module: nn.Module, variables: Variables, x: jax.Array) -> Any:
 def _forward(
     module: nn.Module, params: Any, state: Variables, x: jax.Array, mask: jax.Array, dropout: Any
 ) -> tuple[jax.Array, Variables, Callable]:
-    """The output, the new state and the pullback to (params, x); evaluation mode without dropout keys."""
+    """The output, the new state and the pullback to (params, x). Without dropout keys, in evaluation mode."""
 
     def apply(params: Any, x: jax.Array) -> Any:
         if dropout is None:

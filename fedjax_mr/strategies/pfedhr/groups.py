@@ -1,4 +1,4 @@
-"""Blocks in K groups of like function (pFedHR, equation 2: the sum of distances to the groups' centres is small)."""
+"""Grouping of blocks into K groups by function (pFedHR, equation 2: minimise the sum of distances to the centres)."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ import numpy as np
 from fedjax_mr.engine.local import Array
 from fedjax_mr.strategies.pfedhr import similarity
 
-ITERATIONS = 10  # of the authors' k-means
+ITERATIONS = 10  # of k-means in the authors' code
 
 
 def k_medoids(distances: np.ndarray, count: int) -> np.ndarray:
-    """The group 0..K-1 of each of L blocks, K = min(count, L); the centre of a group is one of its blocks.
+    """k-medoids: the group 0..K-1 of each of L blocks, K = min(count, L). The centre of a group is one of its blocks.
 
-    Kaufman and Rousseeuw's PAM (1990): medoids are added one by one, each the best one, then exchanged with other
-    blocks as long as the sum of distances falls. Nothing is random, and no group is empty.
+    The algorithm is PAM (Kaufman and Rousseeuw, 1990): medoids are added greedily, then swapped with other blocks while
+    the sum of distances decreases. It is deterministic, and no group is empty.
 
     Args:
       distances: [L, L], symmetric.
@@ -34,31 +34,31 @@ def k_medoids(distances: np.ndarray, count: int) -> np.ndarray:
             for block in range(size)
             if block not in medoids
         ]
-        tried = min(swaps, key=total, default=medoids)
-        if total(tried) >= best - 1e-12:
+        candidate = min(swaps, key=total, default=medoids)
+        if total(candidate) >= best - 1e-12:
             break
-        medoids, best = tried, total(tried)
+        medoids, best = candidate, total(candidate)
     labels = distances[:, medoids].argmin(axis=1)
-    labels[medoids] = np.arange(count)  # twins of a medoid are as near to each other's group
+    labels[medoids] = np.arange(count)  # two medoids at distance 0 would otherwise share a group
     return labels
 
 
 def averaged_k_means(
     entering: Sequence[np.ndarray], leaving: Sequence[np.ndarray], count: int, *, seed: int
 ) -> np.ndarray:
-    """The group 0..K-1 of each of L blocks as the authors' code does: centres are means of averaged activations.
+    """k-means as in the authors' code: the group 0..K-1 of each of L blocks. Centres are means of averaged activations.
 
-    Feature maps are averaged over their places, and all activations are filled up to the same width by constant
-    columns, which CKA ignores. Centres start as K different blocks drawn at random and move ten times; a group without
-    blocks keeps its centre (the authors': a centre of zeros).
+    Feature maps are averaged over positions. All activations are padded to the same width with constant columns, which
+    CKA ignores. The initial centres are K random blocks, and there are ten iterations. An empty group keeps its centre;
+    in the authors' code its centre becomes zero.
 
     Args:
-      entering: what enters each block for the same samples, each `averaged` [P, W].
-      leaving: what leaves it.
+      entering: inputs of each block for the same samples, each `averaged` [P, W].
+      leaving: outputs of each block.
       count: K.
-      seed: of the first centres.
+      seed: seed of the initial centres.
     """
-    pairs = np.stack([_filled(entering), _filled(leaving)], axis=1)  # [L, 2, P, W]
+    pairs = np.stack([_padded(entering), _padded(leaving)], axis=1)  # [L, 2, P, W]
     size, count = len(pairs), min(count, len(pairs))
     centres = pairs[np.random.default_rng(seed).choice(size, count, replace=False)]
     labels = np.zeros(size, np.int64)
@@ -72,11 +72,11 @@ def averaged_k_means(
 
 
 def averaged(activations: Array) -> np.ndarray:
-    """Activations [P, ..., W] averaged over all axes between the first and the last: [P, W]."""
+    """Average activations [P, ..., W] over all axes but the first and the last: [P, W]."""
     activations = np.asarray(activations)
     return activations.mean(axis=tuple(range(1, activations.ndim - 1)))
 
 
-def _filled(activations: Sequence[np.ndarray]) -> np.ndarray:
+def _padded(activations: Sequence[np.ndarray]) -> np.ndarray:
     width = max(each.shape[1] for each in activations)
     return np.stack([np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=1.0) for each in activations])

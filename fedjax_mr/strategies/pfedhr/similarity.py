@@ -1,4 +1,4 @@
-"""Similarity of blocks: linear centred kernel alignment (CKA) of the activations that enter and leave them.
+"""Similarity of blocks: linear centred kernel alignment (CKA) of their inputs and of their outputs.
 
 CKA: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019. With P samples as rows,
 CKA(A, B) = <H A A' H, H B B' H> / (|H A A' H| |H B B' H|), H = I - 11'/P. The distance is pFedHR's equation 3.
@@ -12,7 +12,7 @@ import numpy as np
 
 from fedjax_mr.engine.local import Array
 
-SMALLEST = 1e-6  # the sum of two CKAs, so that constant activations are far from all others but not infinitely far
+MIN_SUM = 1e-6  # lower bound of a sum of two CKAs, so that constant activations have a finite distance
 
 
 @jax.jit
@@ -20,7 +20,7 @@ def gram(activations: jax.Array) -> jax.Array:
     """The centred Gram matrix of activations [P, ...] as a vector [P * P] of norm 1; 0 if they are constant."""
     rows = activations.reshape(activations.shape[0], -1)
     rows = rows - jnp.mean(rows, axis=0, keepdims=True)
-    rows = rows / jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)  # squares of squares stay in range
+    rows = rows / jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)  # avoids overflow of fourth powers
     product = jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST).reshape(-1)
     return product / jnp.maximum(jnp.linalg.norm(product), jnp.finfo(rows.dtype).tiny)
 
@@ -31,7 +31,7 @@ def _products(grams: jax.Array) -> jax.Array:
 
 
 def compare(grams: Sequence[jax.Array]) -> np.ndarray:
-    """The CKA of all pairs [L, L] of L Gram matrices of `gram`, in a single product; between 0 and 1."""
+    """The CKA of all pairs [L, L] of L results of `gram`, by a single matrix product; between 0 and 1."""
     return np.clip(np.asarray(_products(jnp.stack(grams)), np.float64), 0.0, 1.0)
 
 
@@ -41,5 +41,5 @@ def cka(activations: Sequence[Array]) -> np.ndarray:
 
 
 def distances(entering: np.ndarray, leaving: np.ndarray) -> np.ndarray:
-    """PFedHR's distances [L, L] of blocks, 1 / (CKA of what enters + CKA of what leaves)."""
-    return 1.0 / np.maximum(entering + leaving, SMALLEST)
+    """The distances [L, L] of blocks in pFedHR, 1 / (CKA of inputs + CKA of outputs)."""
+    return 1.0 / np.maximum(entering + leaving, MIN_SUM)

@@ -1,8 +1,8 @@
-"""Stitches between blocks that never met: new layers that bring the output of one to the shape that the next one takes.
+"""Stitches: new layers that map the output of a block to the input shape of the next block.
 
-pFedHR, section 3.2.3: ReLU(W x + b). The paper does not say what W is between feature maps; the authors' code flattens
-everything (``flat``, without ReLU), which takes 183 million numbers in the median of random candidates from M1 to M4.
-``channel`` instead mixes channels and averages or repeats places.
+pFedHR, section 3.2.3: ReLU(W x + b). The paper does not specify W between feature maps. The authors' code flattens them
+(``flat``, without ReLU), which takes 183 million parameters in the median of random candidates from M1 to M4.
+``channel`` mixes channels, and averages or repeats positions.
 """
 
 import math
@@ -16,16 +16,18 @@ import numpy as np
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import head
-from fedjax_mr.strategies.pfedhr.chains import Block, Chain, Programs, output_shape
+from fedjax_mr.strategies.pfedhr.chains import Block, Chain, PiecePrograms, output_shape
 
 
 class ChannelStitch(nn.Module):
-    """Maps to maps: a 1x1 convolution and adaptive averaging; to a vector: of 1x1 maps; from a vector: a dense layer.
+    """A stitch that mixes channels.
 
-    Averaging and the convolution commute, so the one that leaves less to compute comes first.
+    Between feature maps, it is a 1x1 convolution with adaptive averaging. A vector as output is treated as 1x1 maps. A
+    vector as input is mapped by a dense layer. Averaging and convolution commute, so the order with less computation is
+    used.
 
     Attributes:
-      returns: the shape of one sample that leaves it.
+      returns: shape of one output sample.
       relu: whether ReLU follows.
     """
 
@@ -34,40 +36,40 @@ class ChannelStitch(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """[B, *returns] of [B, ...]."""
+        """Map [B, ...] to [B, *returns]."""
         if x.ndim == 2:
             x = layers.Dense(math.prod(self.returns), name="dense")(x)
         else:
-            *places, features = self.returns if len(self.returns) == 3 else (1, 1, *self.returns)
+            *size, features = self.returns if len(self.returns) == 3 else (1, 1, *self.returns)
             mix = layers.Dense(features, name="dense")
-            grows = math.prod(places) > math.prod(x.shape[1:3])
-            x = adaptive_average(mix(x), places) if grows else mix(adaptive_average(x, places))
+            grows = math.prod(size) > math.prod(x.shape[1:3])
+            x = adaptive_average(mix(x), size) if grows else mix(adaptive_average(x, size))
         x = nn.relu(x) if self.relu else x
         return x.reshape(x.shape[0], *self.returns)
 
 
 class FlatStitch(nn.Module):
-    """One dense layer between everything and everything, as in the authors' code.
+    """A stitch of one dense layer over flattened inputs and outputs, as in the authors' code.
 
     Attributes:
-      returns: the shape of one sample that leaves it.
+      returns: shape of one output sample.
     """
 
     returns: tuple[int, ...]
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """[B, *returns] of [B, ...]."""
+        """Map [B, ...] to [B, *returns]."""
         x = layers.Dense(math.prod(self.returns), name="dense")(x.reshape(x.shape[0], -1))
         return x.reshape(x.shape[0], *self.returns)
 
 
-def adaptive_average(x: jax.Array, places: Sequence[int]) -> jax.Array:
-    """Maps [B, h, w, I] of [B, H, W, I]: means over windows of nearly equal size, as PyTorch's adaptive pooling.
+def adaptive_average(x: jax.Array, size: Sequence[int]) -> jax.Array:
+    """Average maps [B, H, W, I] over windows to ``size`` (h, w): [B, h, w, I], like PyTorch's adaptive pooling.
 
-    Where there are more places than before, windows overlap and values repeat.
+    If the output is larger than the input, windows overlap and values repeat.
     """
-    for axis, new in enumerate(places, start=1):
+    for axis, new in enumerate(size, start=1):
         if x.shape[axis] != new:
             weights = jnp.asarray(_windows(x.shape[axis], new))
             x = jnp.moveaxis(jnp.tensordot(weights, x, axes=(1, axis)), 0, axis)
@@ -75,9 +77,9 @@ def adaptive_average(x: jax.Array, places: Sequence[int]) -> jax.Array:
 
 
 def _windows(size: int, new: int) -> np.ndarray:
-    places = np.arange(size)
+    positions = np.arange(size)
     starts, ends = np.arange(new) * size // new, -(-np.arange(1, new + 1) * size // new)
-    inside = (places >= starts[:, None]) & (places < ends[:, None])
+    inside = (positions >= starts[:, None]) & (positions < ends[:, None])
     return (inside / inside.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
@@ -88,41 +90,41 @@ def stitch(
     num_classes: int,
     kind: str,
     limit: int,
-    programs: Programs,
+    programs: PiecePrograms,
     key: jax.Array,
 ) -> Chain:
-    """The chain of blocks with a stitch in front of each and a new classifier behind; consumes ``key``.
+    """Join blocks to a chain, with a stitch before each block and a new classifier at the end; consumes ``key``.
 
     Args:
-      blocks: what is joined, in order.
-      input_shape: the shape of one sample.
+      blocks: the blocks in order.
+      input_shape: shape of one sample.
       num_classes: C.
       kind: ``channel`` or ``flat``.
-      limit: the largest number of parameters that all new layers together may have.
-      programs: where the new layers' initialisation is compiled.
-      key: of the initialisation.
+      limit: maximum number of parameters of all new layers.
+      programs: compiled programs, for the initialisation of the new layers.
+      key: randomness of the initialisation.
 
     Raises:
-      UserError: the stitches would be larger than the limit.
+      UserError: the new layers have more parameters than the limit.
     """
     flat = kind == "flat"
     chain, shape, size = [], input_shape, 0
-    for place, block in enumerate(blocks):
-        module = FlatStitch(block.takes) if flat else ChannelStitch(block.takes, relu=place > 0)
+    for position, block in enumerate(blocks):
+        module = FlatStitch(block.takes) if flat else ChannelStitch(block.takes, relu=position > 0)
         size += _size(module, shape, limit, size)
-        chain += [programs.init(module, shape, jax.random.fold_in(key, place)), block.piece]
+        chain += [programs.init(module, shape, jax.random.fold_in(key, position)), block.piece]
         shape = output_shape(block.piece, block.takes)
     classifier = head(num_classes, initialisation="torch")
     _size(classifier, shape, limit, size)
     return (*chain, programs.init(classifier, shape, jax.random.fold_in(key, len(blocks))))
 
 
-def _size(module: nn.Module, shape: tuple[int, ...], limit: int, so_far: int) -> int:
+def _size(module: nn.Module, shape: tuple[int, ...], limit: int, previous: int) -> int:
     start = lambda: module.init(jax.random.key(0), jnp.zeros((1, *shape)), train=False, mask=None)
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(start)))
-    if so_far + size > limit:
+    if previous + size > limit:
         raise UserError(
-            f"the stitches of a candidate would have {so_far + size:,} parameters, more than the limit of {limit:,}; "
-            "stitch by channels, or raise the limit"
+            f"the stitches of a candidate would have at least {previous + size:,} parameters, more than {limit:,}: "
+            "pass hyper.stitch=channel, or a larger hyper.stitch_limit="
         )
     return size

@@ -1,32 +1,35 @@
-"""pFedHR: the server takes the clients' networks apart and reassembles them; each client learns from one result.
+"""pFedHR: the server reassembles the clients' networks from their blocks; each client learns from one of the results.
 
 Wang, Yang, Cui, Che, Lyu, Xu, Ma: Towards Personalized Federated Learning via Heterogeneous Model Reassembly, NeurIPS
-2023. After each round the server groups the blocks of the uploaded networks by function, searches candidates that use
-every group, stitches and fine-tunes them on public data, and matches every client with the candidate whose logits are
-most like those of (a fine-tuned copy of) its own network. If the client is drawn in the next round, it learns its own
-labels and the matched candidate's outputs: cross-entropy + lambda KL(teacher || student).
+2023. After each round the server groups the blocks of the uploaded networks by function, searches for candidates with
+blocks of every group, stitches them and fine-tunes them on public data. It matches each client with the candidate whose
+logits are most similar to those of (a fine-tuned copy of) the client's network. If the client is selected in the next
+round, it learns from its labels and from the outputs of the matched candidate (its teacher): cross-entropy + lambda
+KL(teacher || student).
 
-What the paper leaves open: distances between blocks of different widths are grouped around medoids, which need no mean;
-how many blocks of a group a candidate takes (`search`: one, and why); what a stitch between feature maps is
-(`stitches`); lambda and the server's batch are those of the code. Without labels nothing but SimCLR's loss trains a
-candidate's new classifier (so in the code), so its C outputs stand for no classes and a client distils from numbers
-that have nothing to do with its labels.
+Choices where the paper is not specific: blocks of different widths are grouped around medoids, which need no mean.
+`search` describes the number of blocks per group in a candidate (one), `stitches` the stitch between feature maps.
+lambda and the server's batch size are those of the code. Without labels, only SimCLR's loss trains the new classifier
+of a candidate, as in the code. Its C outputs then do not correspond to classes, so a client distils from outputs
+unrelated to its labels.
 
-Deviations from the released code, apart from those: activations of dense blocks are their own (the code's are those of
-the last convolution); a client that pauses keeps its network (the code's starts anew: ``paused=restart``); candidates
-share no tensors; the distillation is a KL (the code's takes raw logits for probabilities: ``distillation=raw``).
+Deviations from the released code:
+* Activations of dense blocks are those of the blocks. The code takes those of the last convolution.
+* A client that is not selected in a round keeps its network. In the code it restarts (``paused=restart``).
+* Candidates share no tensors.
+* The distillation loss is a KL divergence. The code uses raw logits as probabilities (``distillation=raw``).
 
-Read a result beside Local-only, which neither the paper nor the code prints: with all clients on the first network and
-2,880 images of MNIST each it has 97.2 % here, where the paper's column has 94.26. The authors' clients hold less: two
-shards of 225 images of which two cuts of a fifth leave 288 (exp/pfedhr_mnist_shards.flags). And see whether there was
-anything to learn: ``teacher_accuracy`` and ``teacher_confidence`` tell how often the teachers made in a round are right
-on their pupils' samples, and how sure they are (the mean largest probability). Strategies know no test samples, so
-these are the pupils' training samples, those that the teachers are asked about; blocks that a teacher has of its own
-pupil were trained on them before they were stitched.
+Compare results with Local-only, which neither the paper nor the code reports: with the first network and 2,880 images
+of MNIST for each client it reaches 97.2 % here, where the paper's column has 94.26 %. The authors' clients have less
+data: two shards of 225 images, of which 288 images remain after two splits of one fifth
+(exp/pfedhr_mnist_shards.flags). The columns ``teacher_accuracy`` and ``teacher_confidence`` show whether clients could
+learn from their teachers: the accuracy of the teachers on the samples of their clients, and the mean largest
+probability. These are training samples, because strategies do not see test samples. Blocks that a teacher shares with
+its client were trained on them before the reassembly.
 
-The simulation takes a short cut: the server applies a client's teacher to the client's own samples, which the upload
-holds for this purpose, with their labels for ``teacher_accuracy`` alone, and the logits travel in place of the teacher.
-Traffic counts the networks: up the client's, down the teacher's.
+Simplification of the simulation: the server applies a client's teacher to the client's samples, and the logits are sent
+in place of the teacher. The labels are used only for ``teacher_accuracy``. Traffic counts the networks: the client's
+network up, the teacher down.
 """
 
 import dataclasses
@@ -46,59 +49,70 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.strategies.base import Info, Parcels, Problem, Strategy, Traffic, models_sent, nothing, own_starts
+from fedjax_mr.strategies.base import (
+    Info,
+    Parcels,
+    Problem,
+    Strategy,
+    Traffic,
+    kept_model,
+    models_sent,
+    nothing,
+    own_starts,
+    public_samples,
+)
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
-from fedjax_mr.strategies.pfedhr.chains import Block, Chain, Programs
+from fedjax_mr.strategies.pfedhr.chains import Block, Chain, PiecePrograms
 
-PATIENCE = 5  # rounds in which teachers may be near chance: the clients' networks are young
+PATIENCE = 5  # initial rounds in which teachers may be near chance without a warning
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """pFedHR's own settings."""
+    """Hyper-parameters of pFedHR."""
 
     public: str = field(
         "labelled",
-        "fine-tuning on the public data: by their labels, or by SimCLR's contrastive loss without",
+        "fine-tuning on the public data: with their labels (labelled), or with SimCLR's contrastive loss (unlabelled)",
         choices=("labelled", "unlabelled"),
-        source="Wang et al. 2023 have both",
+        source="Wang et al. 2023 describe both",
     )
     distillation_weight: float = field(
-        0.1, "lambda, the weight of the teacher", low=0, source="the authors' code; not in the paper; pFedClub: 0.2"
+        0.1, "lambda, weight of the teacher", low=0, source="the authors' code; not in the paper; pFedClub: 0.2"
     )
     distillation: str = field(
         "kl",
-        "kl: KL(teacher || student); raw: the authors' cross-entropy with the teacher's logits as if probabilities, "
-        "which has no lower bound and diverges",
+        "distillation loss: KL(teacher || student) (kl), or the cross-entropy of the authors' code with the teacher's "
+        "logits as probabilities, which is unbounded below and diverges (raw)",
         choices=("kl", "raw"),
         source="Wang et al. 2023",
     )
     teachers: str = field(
         "previous",
-        "who has a teacher: clients of the previous round, or all that ever took part (their latest)",
+        "clients with a teacher: those of the previous round (previous), or all that ever trained (latest)",
         choices=("previous", "latest"),
         source="Wang et al. 2023",
     )
     paused: str = field(
         "keep",
-        "how a client starts that took no part in the round before: with its own network of last time, or (restart) "
-        "with the one that it had at first, as in the authors' code; tested is always the last one",
+        "initial network of a client that was not selected in the previous round: its last network (keep), or its "
+        "initial one, as in the authors' code (restart). Tests always use the last network",
         choices=("keep", "restart"),
         source="Wang et al. 2023",
     )
     groups: int = field(
-        4, "K, the number of groups of blocks", low=1, high=1000, source="Wang et al. 2023; the authors' code: 2"
+        4, "K, number of groups of blocks", low=1, high=1000, source="Wang et al. 2023; the authors' code: 2"
     )
     grouping: str = field(
         "medoids",
-        "around medoids of the distances, or by the authors' k-means of averaged activations",
+        "grouping of blocks: k-medoids of distances (medoids), or the authors' k-means of averaged activations (means)",
         choices=("medoids", "means"),
-        source="ours; the paper does not say what the centre of blocks of different widths is",
+        source="ours; the paper does not define the centre of blocks with different widths",
     )
     samples: int = field(
         512,
-        "public samples that blocks are compared on",
+        "public samples on which blocks are compared",
         unit="samples",
         low=2,
         high=LARGEST_BATCH,
@@ -106,89 +120,95 @@ class Hyper:
     )
     search: str = field(
         "one_per_group",
-        "candidates by the paper's rules, with a first block and one of each group (one_per_group) or with every block "
-        "that the rules allow (rules); or the authors' four random ones (random)",
+        "search for candidates: by the paper's rules with a first block and one block per group (one_per_group), by "
+        "the rules with every allowed block (rules), or the four random candidates of the authors' code (random)",
         choices=tuple(search.SEARCHES),
-        source="Wang et al. 2023, Algorithm 1, which leaves the number open, and Figure 7: five blocks at K = 4",
+        source="Wang et al. 2023, Algorithm 1, without a number of blocks, and Figure 7: five blocks at K = 4",
     )
     max_candidates: int = field(
-        8, "candidates kept of those found, a random choice", low=1, high=1000, source="ours; the authors' code has 4"
+        8, "maximum number of candidates, a random subset", low=1, high=1000, source="ours; the authors' code has 4"
     )
     stitch: str = field(
         "channel",
-        "what joins blocks: mixtures of channels and averages of places, or dense layers between everything",
+        "layers between blocks: mixtures of channels with averages of positions (channel), or dense layers (flat)",
         choices=("channel", "flat"),
         source="ours; the authors' code: flat",
     )
     stitch_limit: int = field(
-        20_000_000, "the largest number of parameters in the stitches of a candidate", low=1, source="ours"
+        20_000_000, "maximum number of parameters in the stitches of a candidate", low=1, source="ours"
     )
     finetune: str = field(
         "all",
-        "what of a candidate is fine-tuned",
+        "fine-tuned layers of a candidate: all, or only the stitches",
         choices=("all", "stitches"),
         source="Wang et al. 2023; stitches: pFedClub (Wang et al., NeurIPS 2024)",
     )
-    server_epochs: int = field(3, "epochs of fine-tuning", unit="epochs", low=0, source="Wang et al. 2023")
+    server_epochs: int = field(
+        3, "epochs of fine-tuning on the server", unit="epochs", low=0, source="Wang et al. 2023"
+    )
     server_lr: float = field(
-        1e-3, "Adam's learning rate on the server", low=0, open_low=True, source="the authors' code"
+        1e-3, "learning rate of Adam on the server", low=0, open_low=True, source="the authors' code"
     )
     server_batch: int = field(
         8,
-        "batch of fine-tuning; a larger one makes fewer steps: 64 with 1,000 public samples makes 48, after which the "
-        "teachers hardly know more than chance",
+        "batch size of fine-tuning. A larger batch gives fewer steps: with 64 and 1,000 public samples there are 48 "
+        "steps, after which teachers are close to chance accuracy",
         unit="samples",
         low=2,
         high=LARGEST_BATCH,
         source="the authors' code",
     )
     temperature: float = field(
-        0.5, "tau of the contrastive loss", low=0, open_low=True, source="the authors' code; pFedClub: 0.07"
+        0.5,
+        "tau, temperature of the contrastive loss",
+        low=0,
+        open_low=True,
+        source="the authors' code; pFedClub: 0.07",
     )
     average: bool = field(
         False,
-        "average the round's networks of equal architecture before they are taken apart",
+        "average the networks of equal architecture in a round before they are decomposed",
         source="Wang et al. 2023, for 100 clients; not in the authors' code",
     )
 
 
 class State(NamedTuple):
-    """The networks of the last round, and what each client's teacher says of the client's own samples."""
+    """The networks of the last round, and the logits of each client's teacher on the client's samples."""
 
-    rows: jax.Array  # [N] at which row of the round a client stood; -1: it took no part
-    models: Variables  # what the round's clients uploaded [K, ...]
-    teaching: jax.Array  # the logits of each client's teacher for the client's own samples [N, largest client, C]
-    teacher_size: jax.Array  # numbers in the teacher that this stands for [N]; 0: the client has no teacher
+    rows: jax.Array  # [N] row of a client in the last cohort, or -1
+    models: Variables  # uploaded networks of the last round [K, ...]
+    teaching: jax.Array  # logits of each client's teacher on the client's samples [N, largest client, C]
+    teacher_size: jax.Array  # parameters of the teacher [N]; 0 if the client has no teacher
 
 
 class Account(NamedTuple):
-    """One reassembly, for pictures: K clients, L blocks, M candidates of at most ``longest`` blocks."""
+    """A record of one reassembly, for figures: K clients, L blocks, M candidates of at most ``longest`` blocks."""
 
-    clients: np.ndarray  # [K] whose networks they were
-    owners: np.ndarray  # [L] the client of each block
-    places: np.ndarray  # [L] its place in the client's network
+    clients: np.ndarray  # [K] owners of the networks
+    owners: np.ndarray  # [L] client of each block
+    places: np.ndarray  # [L] position of each block in the client's network
     kinds: np.ndarray  # [L] 0: convolution, 1: dense
     groups: np.ndarray  # [L]
-    similarity: np.ndarray  # [L, L] mean CKA of what enters and what leaves
-    chains: np.ndarray  # [M, longest] the blocks of each candidate, in order; -1 fills up
-    teachers: np.ndarray  # [K] the candidate that was matched with each client; -1: there was none
+    similarity: np.ndarray  # [L, L] mean CKA of inputs and outputs
+    chains: np.ndarray  # [M, longest] blocks of each candidate in order, padded with -1
+    teachers: np.ndarray  # [K] candidate matched with each client, or -1
 
 
 class Memory(NamedTuple):
-    """A client's memory."""
+    """Memory of one client."""
 
     model: Variables
-    start: jax.Array | None = None  # with ``paused=restart`` the key of its first network [2] uint32
+    start: jax.Array | None = None  # key of its initial network [2] uint32, with ``paused=restart``
 
 
-def taken_apart(network: Model, variables: Variables, *, owner: int) -> tuple[Block, ...]:
-    """The blocks of one client's network."""
+def client_blocks(network: Model, variables: Variables, *, owner: int) -> tuple[Block, ...]:
+    """Decompose the network of one client into blocks."""
     number = int(network.architecture(variables))
-    return chains.take_apart(network.networks[number], jax.device_put(network.unpack(variables, number)), owner=owner)
+    return chains.decompose(network.networks[number], jax.device_put(network.unpack(variables, number)), owner=owner)
 
 
 def averaged(models: Variables, architectures: np.ndarray) -> list[tuple[int, Variables]]:
-    """The mean network of each architecture, with the first row of the K stacked models that is of it."""
+    """The mean network of each architecture among K stacked models, with the first row of that architecture."""
 
     def mean(leaf: np.ndarray, rows: np.ndarray) -> np.ndarray:
         return leaf[rows].mean(axis=0) if np.issubdtype(leaf.dtype, np.floating) else leaf[rows[0]]
@@ -197,26 +217,26 @@ def averaged(models: Variables, architectures: np.ndarray) -> list[tuple[int, Va
     return [(int(rows[0]), jax.tree.map(functools.partial(mean, rows=rows), models)) for rows in rows_of]
 
 
-class Reassembled(NamedTuple):
+class Reassembly(NamedTuple):
     """The result of one reassembly."""
 
     blocks: list[Block]
     groups: np.ndarray  # [L]
-    similarity: np.ndarray  # [L, L] mean CKA of what enters and what leaves the blocks
+    similarity: np.ndarray  # [L, L] mean CKA of inputs and outputs of the blocks
     candidates: list[search.Candidate]
-    chains: list[Chain]  # the candidates, fine-tuned
+    chains: list[Chain]  # the fine-tuned candidates
     logit_similarity: np.ndarray  # mean cosine of the logits of K clients and M candidates [K, M]
     seconds: dict[str, float]  # by step
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> float:
-    """The mean cosine of the rows of two tables of logits [P, C]."""
+    """The mean cosine of corresponding rows of two arrays of logits [P, C]."""
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     return float(np.mean(np.sum(a * b, axis=1) / np.maximum(lengths, 1e-12)))
 
 
-def lesson(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """The share of samples whose largest logit is their label's, and the mean largest probability.
+def accuracy_and_confidence(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """The accuracy of logits, and their mean largest probability.
 
     Args:
       logits: [S, C] for S samples.
@@ -226,28 +246,28 @@ def lesson(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     return float(np.mean(logits.argmax(axis=1) == labels)), float(np.mean(1 / shifted.sum(axis=1)))
 
 
-class Server:
-    """The host's part: reassembly with programs that are kept over the rounds."""
+class Reassembler:
+    """The host code of the server. Its compiled programs are cached over the rounds."""
 
     def __init__(self, hyper: Hyper, problem: Problem) -> None:
-        """Compile nothing yet.
+        """Check the problem; programs are compiled later.
 
         Raises:
-          UserError: there is no public set, or it has no labels and is to have.
+          UserError: there are no public data, they have no labels although ``public=labelled`` needs them, or a network
+            cannot be decomposed.
         """
-        if problem.public is None:
-            raise UserError("pfedhr fine-tunes on public data: give --public_share")
-        if hyper.public == "labelled" and problem.public.y is None:
-            raise UserError("the public data have no labels: give --pfedhr_public=unlabelled")
+        self.public = public_samples(problem, "pfedhr")
+        if hyper.public == "labelled" and self.public.y is None:
+            raise UserError("the public data have no labels: pass hyper.public=unlabelled")
         for member in problem.model.networks:
             chains.require_blocks(member)
-        self.hyper, self.problem, self.public = hyper, problem, problem.public
-        self.programs = Programs(lr=hyper.server_lr)
+        self.hyper, self.problem = hyper, problem
+        self.programs = PiecePrograms(lr=hyper.server_lr)
         self._warned = False
 
     @functools.cached_property
     def tuning(self) -> dict[str, Any]:
-        """The options of fine-tuning; the same objects in every round, because programs are kept by them."""
+        """The options of fine-tuning: the same objects in every round, because they are keys of compiled programs."""
         hyper = self.hyper
         fixed = {"epochs": hyper.server_epochs, "batch_size": hyper.server_batch}
         if hyper.public == "labelled":
@@ -259,38 +279,38 @@ class Server:
             "views": functools.partial(contrastive.view, **_range(self.public.x)),
         }
 
-    def reassemble(self, networks: list[tuple[Block, ...]], sources: list[tuple[Block, ...]], key: Any) -> Reassembled:
+    def reassemble(self, networks: list[tuple[Block, ...]], sources: list[tuple[Block, ...]], key: Any) -> Reassembly:
         """Group, search, stitch, fine-tune and match; consumes ``key``.
 
         Args:
-          networks: the K clients' networks as blocks.
-          sources: those that blocks are taken from (the clients', or means of them).
-          key: of the choice among candidates, of new stitches and of fine-tuning.
+          networks: blocks of the K clients' networks.
+          sources: blocks from which candidates are built: those of the clients, or of mean networks.
+          key: randomness of the candidates, the new stitches and the fine-tuning.
         """
         hyper, programs, public = self.hyper, self.programs, jax.device_put(self.public)
-        shape, clock = self.problem.model.input_shape, _Clock()
+        shape, timer = self.problem.model.input_shape, _StepTimer()
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         chain_of = lambda blocks: tuple(block.piece for block in blocks)
 
         rows = rng.permutation(len(public.x))[: hyper.samples]
-        seen = public._replace(x=public.x[rows], y=None)
-        grams, averages = [], []  # of the input and of what leaves each block, network by network
-        for own in sources:
-            passed = programs.activations(chain_of(own), seen)
-            grams.append([similarity.gram(each) for each in passed])
-            averages.append([groups.averaged(each) for each in passed] if hyper.grouping == "means" else [])
-        blocks = [block for own in sources for block in own if block.kind]  # without tensors there is no function
-        of = [number for number, own in enumerate(sources) for block in own if block.kind]
-        side = lambda table, step: [table[i][block.index + step] for i, block in zip(of, blocks, strict=True)]
+        probe = public._replace(x=public.x[rows], y=None)
+        grams, averages = [], []  # for each network: of its input and of the output of each block
+        for network in sources:
+            activations = programs.activations(chain_of(network), probe)
+            grams.append([similarity.gram(each) for each in activations])
+            averages.append([groups.averaged(each) for each in activations] if hyper.grouping == "means" else [])
+        blocks = [block for network in sources for block in network if block.kind]  # only blocks with tensors
+        source_of = [number for number, network in enumerate(sources) for block in network if block.kind]
+        side = lambda table, step: [table[i][block.index + step] for i, block in zip(source_of, blocks, strict=True)]
         entering, leaving = (similarity.compare(side(grams, step)) for step in (0, 1))
-        clock("activations and CKA")
+        timer("activations and CKA")
 
         if hyper.grouping == "medoids":
             labels = groups.k_medoids(similarity.distances(entering, leaving), hyper.groups)
         else:
             seed = int(rng.integers(2**31))
             labels = groups.averaged_k_means(side(averages, 0), side(averages, 1), hyper.groups, seed=seed)
-        clock("grouping")
+        timer("grouping")
 
         candidates = search.SEARCHES[hyper.search](blocks, labels, most=hyper.max_candidates, rng=rng)
         stitched = [
@@ -305,112 +325,116 @@ class Server:
             )
             for number, candidate in enumerate(candidates)
         ]
-        clock("search and stitching", stitched)
+        timer("search and stitching", stitched)
 
         tune = functools.partial(
             programs.train, samples=public, key=jax.random.fold_in(key, hyper.max_candidates), **self.tuning
         )
         tuned = [tune(chain, stitches_only=hyper.finetune == "stitches") for chain in stitched]
-        clock("fine-tuning of the candidates", tuned)
-        copies = [tune(chain_of(own)) for own in networks] if tuned else []
-        clock("fine-tuning of the clients' copies", copies)
-        theirs, ours = ([programs.logits(chain, public) for chain in each] for each in (copies, tuned))
-        logit_similarity = np.array([[cosines(a, b) for b in ours] for a in theirs]).reshape(len(networks), len(tuned))
-        clock("matching")
+        timer("fine-tuning of the candidates", tuned)
+        copies = [tune(chain_of(network)) for network in networks] if tuned else []
+        timer("fine-tuning of the clients' copies", copies)
+        of_clients, of_candidates = ([programs.logits(chain, public) for chain in each] for each in (copies, tuned))
+        table = np.array([[cosines(a, b) for b in of_candidates] for a in of_clients])
+        logit_similarity = table.reshape(len(networks), len(tuned))
+        timer("matching")
         similarities = (entering + leaving) / 2
-        return Reassembled(blocks, labels, similarities, candidates, tuned, logit_similarity, clock.seconds)
+        return Reassembly(blocks, labels, similarities, candidates, tuned, logit_similarity, timer.seconds)
 
     def teach(self, state: State, key: jax.Array, client: Callable[[int], ClientData]) -> tuple[State, Info]:
-        """The state with the teachers of the round's clients, and an account of it; consumes ``key``.
+        """Assign teachers to the clients of the round: -> (state, info); consumes ``key``.
 
-        The simulation computes here what a teacher says of a client's own samples; a real client would do so itself.
+        The simulation computes the logits of the teachers on the clients' samples here; real clients would compute
+        them.
 
-        Beside the account stand means over the clients: how many of its own samples a client's teacher gets right
-        (``teacher_accuracy``), and the largest probability that it gives (``teacher_confidence``); NaN without one.
+        The information is the `Account` and two means over the clients: the accuracy of a client's teacher on the
+        client's samples (``teacher_accuracy``) and its largest probability (``teacher_confidence``). They are NaN
+        without teachers.
         """
         hyper, problem = self.hyper, self.problem
         rows, models = np.asarray(state.rows), jax.tree.map(np.asarray, state.models)
-        clients = np.argsort(rows, kind="stable")[(rows < 0).sum() :]  # in the round's order
+        clients = np.argsort(rows, kind="stable")[(rows < 0).sum() :]  # in the order of the cohort
         take = lambda row: jax.tree.map(lambda leaf: leaf[row], models)
-        networks = [taken_apart(problem.model, take(row), owner=row) for row in range(len(clients))]
+        networks = [client_blocks(problem.model, take(row), owner=row) for row in range(len(clients))]
         sources = networks
         if hyper.average:
             architectures = np.broadcast_to(problem.model.architecture(models), len(clients))
             means = averaged(models, architectures)
-            sources = [taken_apart(problem.model, mean, owner=row) for row, mean in means]
-        made = self.reassemble(networks, sources, key)
+            sources = [client_blocks(problem.model, mean, owner=row) for row, mean in means]
+        result = self.reassemble(networks, sources, key)
 
         teaching, sizes = np.array(state.teaching), np.array(state.teacher_size)
         if hyper.teachers == "previous":
             sizes[:] = 0
         teachers = np.full(len(clients), -1, np.int32)
-        lessons = []
+        scores = []
         samples, largest = jax.device_put(self.public), problem.local.max_size
-        for row, number in enumerate(clients if made.chains else []):
-            teachers[row] = made.logit_similarity[row].argmax()
-            teacher = made.chains[teachers[row]]
+        for row, number in enumerate(clients if result.chains else []):
+            teachers[row] = result.logit_similarity[row].argmax()
+            teacher = result.chains[teachers[row]]
             data = client(number)
             size = int(data.size)
             rows = np.asarray(data.index)[int(data.offset) + np.minimum(np.arange(largest), size - 1)]
             own = samples._replace(x=jnp.asarray(data.samples.x[rows]), y=None)
             teaching[number] = self.programs.logits(teacher, own)
             sizes[number] = sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
-            lessons.append(lesson(teaching[number][:size], np.asarray(data.samples.y[rows[:size]])))
+            labels = np.asarray(data.samples.y[rows[:size]])
+            scores.append(accuracy_and_confidence(teaching[number][:size], labels))
         state = state._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(sizes))
-        account = account_of(clients, made, teachers)
-        accuracy, confidence = np.mean(lessons, axis=0) if lessons else (np.nan, np.nan)
+        account = account_of(clients, result, teachers)
+        accuracy, confidence = np.mean(scores, axis=0) if scores else (np.nan, np.nan)
         columns = {"teacher_accuracy": float(accuracy), "teacher_confidence": float(confidence)}
         return state, {"candidates": float(len(account.chains)), **columns, **account._asdict()}
 
-    def warn_of_ignorance(self, round: int, accuracy: float) -> None:
-        """Log once, after round 5, that labelled teachers of this ``accuracy`` know hardly more than chance."""
+    def warn_if_near_chance(self, round: int, accuracy: float) -> None:
+        """Log a single warning if the accuracy of labelled teachers is near chance after round 5."""
         chance = 1 / self.problem.num_classes
         near = accuracy < chance + min(chance, 0.1)
         if near and round > PATIENCE and self.hyper.public == "labelled" and not self._warned:
             self._warned = True
             logging.warning(
-                "pfedhr: in round %d the teachers are right on %.1f %% of their pupils' samples (chance: %.1f %%), so "
-                "nothing can be learnt from them. More public data, a smaller --pfedhr_server_batch or more "
-                "--pfedhr_server_epochs train them longer",
+                "pfedhr: in round %d the teachers have %.1f %% accuracy on their clients' samples (chance: %.1f %%), "
+                "so clients cannot learn from them. Use more public data, a smaller hyper.server_batch or more "
+                "hyper.server_epochs",
                 round,
                 100 * accuracy,
                 100 * chance,
             )
 
 
-def account_of(clients: np.ndarray, made: Reassembled, teachers: np.ndarray) -> Account:
-    """The account of a reassembly for the round's clients [K] and the candidates that teach them [K]."""
-    longest = max(map(len, made.candidates), default=0)
-    filled = [[*candidate, *[-1] * (longest - len(candidate))] for candidate in made.candidates]
+def account_of(clients: np.ndarray, result: Reassembly, teachers: np.ndarray) -> Account:
+    """The account of a reassembly for the clients of the round [K] and their teachers [K]."""
+    longest = max(map(len, result.candidates), default=0)
+    padded = [[*candidate, *[-1] * (longest - len(candidate))] for candidate in result.candidates]
     integers = lambda values: np.array(values, np.int32)
     return Account(
         clients=integers(clients),
-        owners=integers([clients[block.owner] for block in made.blocks]),
-        places=integers([block.index for block in made.blocks]),
-        kinds=integers([block.kind == "fc" for block in made.blocks]),
-        groups=integers(made.groups),
-        similarity=np.asarray(made.similarity, np.float32),
-        chains=integers(filled).reshape(len(filled), longest),
+        owners=integers([clients[block.owner] for block in result.blocks]),
+        places=integers([block.index for block in result.blocks]),
+        kinds=integers([block.kind == "fc" for block in result.blocks]),
+        groups=integers(result.groups),
+        similarity=np.asarray(result.similarity, np.float32),
+        chains=integers(padded).reshape(len(padded), longest),
         teachers=teachers,
     )
 
 
-class _Clock:
-    """Seconds since the last call, by name."""
+class _StepTimer:
+    """Seconds of each step, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def __call__(self, step: str, made: Sequence[Chain] = ()) -> None:
-        """Wait until some chains are made, and note the time."""
-        jax.block_until_ready([piece.variables for chain in made for piece in chain])
+    def __call__(self, step: str, results: Sequence[Chain] = ()) -> None:
+        """Wait for the results, and record the seconds since the last call."""
+        jax.block_until_ready([piece.variables for chain in results for piece in chain])
         now = time.perf_counter()
         self.seconds[step], self._last = now - self._last, now
 
 
 def _range(x: Any) -> dict[str, float]:
-    """The smallest and the largest raw value that a pixel may have."""
+    """The smallest and the largest possible raw value of a pixel."""
     if x.dtype == np.uint8:
         return {"low": 0.0, "high": 255.0}
     return {"low": float(np.min(x)), "high": float(np.max(x))}
@@ -418,7 +442,7 @@ def _range(x: Any) -> dict[str, float]:
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build pFedHR."""
-    network, server = problem.model, Server(hyper, problem)
+    network, reassembler = problem.model, Reassembler(hyper, problem)
     largest, count = problem.local.max_size, problem.cohort_size
 
     def init(key):
@@ -434,7 +458,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         starts = own_starts(problem, key)
         if hyper.paused == "keep":
             return Memory(starts)
-        return Memory(starts, jax.random.key_data(jax.random.split(key, problem.num_clients)))  # as `own_starts` draws
+        return Memory(
+            starts, jax.random.key_data(jax.random.split(key, problem.num_clients))
+        )  # the keys of `own_starts`
 
     def dispatch(state, cohort, key):
         return {
@@ -452,10 +478,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             teacher = payload["teaching"][batch.position]
             student = jax.nn.log_softmax(logits)
             if hyper.distillation == "kl":
-                learned = optax.losses.kl_divergence_with_log_targets(student, jax.nn.log_softmax(teacher))
+                distilled = optax.losses.kl_divergence_with_log_targets(student, jax.nn.log_softmax(teacher))
             else:
-                learned = -jnp.sum(teacher * student, axis=-1)
-            return local.masked_mean(supervised + weight * learned, batch.mask), state
+                distilled = -jnp.sum(teacher * student, axis=-1)
+            return local.masked_mean(supervised + weight * distilled, batch.mask), state
 
         start = memory.model
         if hyper.paused == "restart":
@@ -472,12 +498,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return new, {"taught": jnp.sum((state.teacher_size[cohort.ids] > 0).astype(jnp.float32))}
 
     def between_rounds(state, round, key, client):
-        state, info = server.teach(state, key, client)
-        server.warn_of_ignorance(round, info["teacher_accuracy"])
+        state, info = reassembler.teach(state, key, client)
+        reassembler.warn_if_near_chance(round, info["teacher_accuracy"])
         return state, info
 
     def traffic(usual, state, uploads, cohort, round):
-        """Down the teachers, number by number, up the clients' networks."""
+        """Down: the parameters of the teachers. Up: the networks of the clients."""
         return Traffic(
             down=(Parcels.of(jnp.sum(state.teacher_size[cohort.ids]), 4),), up=models_sent(problem, uploads["model"])
         )
@@ -491,5 +517,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         between_rounds=between_rounds,
         traffic=traffic,
         personal_part=nothing,
-        personal_model=lambda part, memory, data, key: memory.model,
+        personal_model=kept_model,
     )
