@@ -104,7 +104,7 @@ def test_steps_that_are_too_large_are_told(federation, monkeypatch):
     pfedme.build(Hyper(personal_lr=0.2), problem)
     pfedme.build(Hyper(eta=0.1), problem)
     assert "personal_lr x lambda = 3 is not below 2" in lines[0] and "eta" not in lines[0]
-    assert "eta x lambda = 1.5 is over 1" in lines[1] and "personal_lr" not in lines[1]
+    assert "eta x lambda = 1.5 is above 1" in lines[1] and "personal_lr" not in lines[1]
 
 
 def test_without_a_plain_learning_rate_both_must_be_given(federation):
