@@ -1,13 +1,14 @@
-"""Several processes: joining them, what they agree on, which of them writes, and what is said when one is lost.
+"""Several processes in one run: joining them, agreeing, exchanging short texts, and naming a lost one.
 
-JAX connects the processes (``jax.distributed``) and runs every program on all devices of all of them; here is only what
-a program of JAX cannot say. Processes exchange short texts through JAX's coordination service, which works before any
-device is touched and needs no compiled program. No public name of JAX leads to that service (0.10 to 0.12), nor to the
-place that a cluster gives a process, so `_coordination` and `_found_place` reach into JAX; only runs of several
-processes need that.
+Fills: `jax.distributed` neither names a missing process nor reacts to Ctrl-C, and no public function of JAX exchanges
+texts before devices are used or compares the settings of processes.
+
+JAX connects the processes (``jax.distributed``) and runs each program on all devices of all of them. The texts go
+through the key-value store of JAX's coordination service, which needs no device and no compiled program. JAX (0.10 to
+0.12) has no public name for the client of that store, nor for the place that a cluster assigns to a process. So
+`_coordination_state` and `_place_in_cluster` import from ``jax._src``, and only in runs of several processes.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +17,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -25,14 +25,14 @@ import jax
 from fedjax_mr.errors import LostError, UserError
 from fedjax_mr.experiment import coordination, heartbeats, interrupts, rendezvous
 
-HEARTBEAT_SECONDS = 60  # after which JAX aborts the others; `heartbeats` has noticed long before, and says what to do
-SHUTDOWN_SECONDS = 20  # how long a process that has ended waits for the others
-JOIN_SECONDS = 300  # how long the processes of one run wait for each other at the start, unless told
-CONNECT_SECONDS = 60  # how long JAX may take to connect processes that are all there
-ROLL_CALL_SECONDS = 5  # after an error: how long the others have to answer before they are named as lost
-EXCHANGE_SECONDS = 24 * 3600  # no limit in practice: a lost process is noticed by `heartbeats`
+HEARTBEAT_SECONDS = 60  # until JAX aborts the other processes; `heartbeats` notices a loss much earlier
+SHUTDOWN_SECONDS = 20  # how long a process that has finished waits for the others
+JOIN_SECONDS = 300  # default of --join_timeout
+CONNECT_SECONDS = 60  # how long JAX may take to connect processes that have met
+LEAVE_SECONDS = 5  # how long a process waits for the others to exit together after an error
+EXCHANGE_SECONDS = 24 * 3600  # practically unlimited, because `heartbeats` notices a lost process
 
-# What a lost process causes elsewhere: these status codes, and failed collectives, which have no code of their own.
+# Status codes of errors that a lost process causes in the others, and libraries whose errors have no code of their own.
 _CODES_OF_LOSS = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
 _COLLECTIVES = ("Gloo", "NCCL")
 
@@ -40,49 +40,57 @@ T = TypeVar("T")
 
 
 class Processes:
-    """The processes of this run; all methods are called by all of them, in the same order.
+    """The processes of this run. Each method must be called by all of them, in the same order.
 
     Attributes:
-      index: this process's number.
-      count: how many there are.
+      index: number of this process.
+      count: number of processes.
     """
 
-    def __init__(self, index: int, count: int) -> None:
-        """Describe the place of this process; `join_processes` makes the connection."""
+    def __init__(self, index: int, count: int, client: Any = None, watch: heartbeats.Heartbeats | None = None) -> None:
+        """Describe the place of this process; `join_processes` connects it.
+
+        Args:
+          index: number of this process.
+          count: number of processes.
+          client: client of JAX's coordination service, if there are several processes.
+          watch: the heartbeats, if there are several processes.
+        """
         self.index = index
         self.count = count
+        self._client = client
+        self._watch = watch
         self._exchanges = itertools.count()
-        self._said_before: str | None = None
+        self._previous: str | None = None  # name of this process's text in the exchange before
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes metrics, pictures and the terminal."""
+        """Whether this process writes metrics, pictures and to the terminal."""
         return self.index == 0
 
     def exchange(self, text: str) -> list[str]:
-        """Return every process's text, in the order of their numbers.
+        """Collect the texts of all processes, in the order of their numbers.
 
         Raises:
-          LostError: a process is out of reach.
+          LostError: a process is lost.
         """
         if self.count == 1:
             return [text]
         number = next(self._exchanges)
         names = [f"fedjax_mr/{number}/{process}" for process in range(self.count)]
         with self.lost_by_name():
-            client = _client()
-            client.key_value_set(names[self.index], text)
-            texts = [client.blocking_key_value_get(name, EXCHANGE_SECONDS * 1000) for name in names]
-            if self._said_before:  # who answered now has read all of the exchange before
-                client.key_value_delete(self._said_before)
-        self._said_before = names[self.index]
+            self._client.key_value_set(names[self.index], text)
+            texts = [self._client.blocking_key_value_get(name, EXCHANGE_SECONDS * 1000) for name in names]
+            if self._previous:  # every process has sent its text, so it has read those of the previous exchange
+                self._client.key_value_delete(self._previous)
+        self._previous = names[self.index]
         return texts
 
     def together(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns here, once it has succeeded everywhere.
+        """Call ``function``, wait until it has succeeded in all processes, and return this process's result.
 
         Raises:
-          UserError: it failed in some process; all of them raise.
+          UserError: the function failed in a process. Then all processes raise.
         """
         result: Any = None
         failure = ""
@@ -101,19 +109,25 @@ class Processes:
         return result
 
     def on_first(self, function: Callable[[], Any]) -> Any:
-        """Return in all processes what ``function``, called by process 0 alone, returns: a value that JSON can hold.
+        """Call ``function`` in process 0 only and return its result in all processes.
+
+        Args:
+          function: its result must be a value that JSON can represent.
 
         Raises:
-          UserError: it failed.
+          UserError: the function failed.
         """
         result = self.together(lambda: function() if self.writes else None)
         return result if self.count == 1 else json.loads(self.exchange(json.dumps(result))[0])
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Refuse to go on unless all processes know the same facts; they are compared as JSON.
+        """Check that all processes have the same values, compared as JSON.
+
+        Args:
+          facts: values by name.
 
         Raises:
-          UserError: names the first process that differs from process 0, and the facts.
+          UserError: a process differs from process 0. The message names the first such process and the differences.
         """
         mine = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items()}
         everyone = [json.loads(text) for text in self.exchange(json.dumps([socket.gethostname(), mine]))]
@@ -129,67 +143,52 @@ class Processes:
 
     @contextlib.contextmanager
     def lost_by_name(self) -> Iterator[None]:
-        """Turn the errors that JAX raises when another process is gone into one line that names it.
+        """Replace the error that JAX raises after the loss of another process by one line that names it.
 
         Raises:
-          LostError: in place of JAX's error, if there are several processes and one of them does not answer.
+          LostError: a transfer failed and another process is lost.
         """
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either, with the same text
-            if self.count == 1 or not _speaks_of_loss(error):
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises both, with the same text
+            if self._watch is None or not _may_be_a_loss(error):
                 raise
-            lost = self._roll_call()
+            lost = self._watch.find_lost()
             if not lost:
                 raise
             reason = " ".join(str(error).split())[:160]
-            _found_lost.extend(lost)
             raise LostError(heartbeats.lost_line(lost, self.count, reason)) from None
 
-    def _roll_call(self) -> list[int]:
-        """Return the processes that do not answer any more; process 0 keeps the list, so without it it is process 0."""
-        client = _client()
-        lost = []
+    def leave(self, code: int) -> None:
+        """After an error, wait a short time for the other processes; exit at once if they do not arrive."""
+        if self.count == 1:
+            return
         try:
-            client.key_value_set(f"fedjax_mr/here/{self.index}", "here", allow_overwrite=True)
+            self._client.wait_at_barrier("fedjax_mr/leave", LEAVE_SECONDS * 1000)
         except jax.errors.JaxRuntimeError:
-            return [0]
-        for process in range(self.count):
-            seconds = ROLL_CALL_SECONDS if not lost else 1
-            try:
-                client.blocking_key_value_get(f"fedjax_mr/here/{process}", seconds * 1000)
-            except jax.errors.JaxRuntimeError:
-                lost.append(process)
-        return [0] if 0 in lost else lost
+            heartbeats.exit_at_once(self.index, code)
 
 
 ALONE = Processes(0, 1)
-_found_lost: list[int] = []  # processes that a LostError has named
 
 
-def _speaks_of_loss(error: Exception) -> bool:
-    code, _, _ = str(error).partition(":")  # of a status, also where JAX turns it into a ValueError
+def _may_be_a_loss(error: Exception) -> bool:
+    code, _, _ = str(error).partition(":")  # JAX keeps the status code when it raises a ValueError
     return code in _CODES_OF_LOSS or any(library in str(error) for library in _COLLECTIVES)
 
 
 @functools.cache
 def _membership() -> Processes:
-    """Return the place of this process; a Python process joins at most once, so there is one."""
-    state = _coordination()
+    """The place of this process. Cached, because a Python process can join only once."""
+    state = _coordination_state()
     if state.client is None or state.num_processes == 1:
         return ALONE
-    atexit.register(_leave_if_lost)  # called after the end of the heartbeats and before JAX's own
-    heartbeats.watch(state.client, state.process_id, state.num_processes)
-    return Processes(state.process_id, state.num_processes)
+    place = state.client, state.process_id, state.num_processes
+    return Processes(state.process_id, state.num_processes, state.client, heartbeats.watch(*place))
 
 
-def _client() -> Any:
-    """Return the client of the service's store of texts."""
-    return _coordination().client
-
-
-def _coordination() -> Any:
-    """Return what JAX knows of the coordination service: its client, this process's number, how many there are."""
+def _coordination_state() -> Any:
+    """JAX's state of the coordination service: the client, the number of this process, the number of processes."""
     try:
         from jax._src.distributed import global_state
     except ImportError:
@@ -199,7 +198,7 @@ def _coordination() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A process's place among those of its run, as the flags or the cluster say."""
+    """The place of a process among those of its run, from the flags or the cluster."""
 
     coordinator_address: str
     num_processes: int
@@ -210,46 +209,46 @@ class Place:
 def join_processes(
     *, coordinator: str | None, num_processes: int | None, process_id: int | None, join_timeout: int = JOIN_SECONDS
 ) -> Processes:
-    """Connect with the other processes of the run, before JAX touches a device.
+    """Connect to the other processes of the run, before JAX uses a device.
 
-    Without arguments JAX looks whether it runs under SLURM, Open MPI, Kubernetes or on a Cloud TPU; if not, this
-    process is alone.
+    Without arguments, JAX detects SLURM, Open MPI, Kubernetes and Cloud TPUs. If it detects none, this process is the
+    only one.
 
     Args:
       coordinator: host:port of process 0.
-      num_processes: how many there are; 1 keeps JAX from looking.
-      process_id: this one's number.
+      num_processes: number of processes. 1 disables the detection.
+      process_id: number of this process.
       join_timeout: seconds to wait for the others.
 
     Raises:
-      LostError: the others did not come in time.
-      UserError: the arguments do not fit together or with those of the others.
+      LostError: a process did not arrive in time.
+      UserError: the arguments are inconsistent, or differ from those of the other processes.
     """
-    given = (coordinator, num_processes, process_id)
+    place_in_flags = (coordinator, num_processes, process_id)
     if jax.distributed.is_initialized():
         return _membership()
     if num_processes == 1:
         return ALONE
-    if any(each is not None for each in given) and None in given:
-        raise UserError("--coordinator, --num_processes and --process_id belong together: give all three or none")
+    if any(each is not None for each in place_in_flags) and None in place_in_flags:
+        raise UserError("--coordinator, --num_processes and --process_id belong together: set all three or none")
     if process_id is not None and num_processes is not None and process_id >= num_processes:
         raise UserError(f"--process_id={process_id} is not below --num_processes={num_processes}")
     if coordinator is not None:
         rendezvous.address_of(coordinator)
     if _jax_has_started():  # as in a notebook
         if coordinator is not None:
-            raise UserError("--coordinator comes too late: JAX has already started in this process")
+            raise UserError("--coordinator is too late: JAX has already started in this process")
         return ALONE
     if coordinator is not None and num_processes is not None and process_id is not None:
         place: Place | None = Place(coordinator, num_processes, process_id)
     else:
-        place = _found_place(join_timeout)
-    jax.config.update("jax_enable_preemption_service", False)  # the run handles SIGTERM itself
+        place = _place_in_cluster(join_timeout)
+    jax.config.update("jax_enable_preemption_service", False)  # the run handles SIGTERM
     with contextlib.ExitStack() as until_joined:
         if place is None:
             options: dict[str, Any] = {"initialization_timeout": join_timeout}
         else:
-            options = _met(place, join_timeout, until_joined)
+            options = _meet(place, join_timeout, until_joined)
         try:
             jax.distributed.initialize(
                 **options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS
@@ -262,10 +261,16 @@ def join_processes(
     return _membership() if jax.distributed.is_initialized() else ALONE
 
 
-def _met(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dict[str, Any]:
-    """Wait for the other processes; return what `jax.distributed.initialize` needs to connect to the service.
+def _meet(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dict[str, Any]:
+    """Wait for the other processes, and start the coordination service in process 0.
 
-    Process 0 also starts the service. It ends again if ``until_joined`` is left by an exception.
+    Args:
+      place: of this process.
+      seconds: to wait.
+      until_joined: stops the service if an exception leaves it.
+
+    Returns:
+      The arguments of `jax.distributed.initialize`.
     """
     host, port = rendezvous.address_of(place.coordinator_address)
     meeting = functools.partial(
@@ -282,8 +287,8 @@ def _met(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dict
     if place.process_id > 0:
         meeting()
         return options
-    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
-        host, port = rendezvous.address_of(given)
+    if bind_address := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        host, port = rendezvous.address_of(bind_address)
     else:
         host = rendezvous.listening_address(host)
     address = f"[{host or '::'}]:{port}" if not host or ":" in host else f"{host}:{port}"
@@ -304,59 +309,38 @@ def _met(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dict
 
 
 def _jax_has_started() -> bool:
-    """Return whether JAX has touched its devices, after which it connects to nobody."""
+    """Whether JAX has used its devices, after which it cannot connect to other processes."""
     try:
         jax.distributed.initialize(num_processes=0, process_id=0, cluster_detection_method="deactivate")
-    except ValueError:  # nothing to connect to, which JAX notices only after the question asked here
+    except ValueError:  # about the missing address, which JAX checks later than whether it has started
         return False
     except RuntimeError:
         return True
-    raise AssertionError("JAX has joined no processes")
+    raise AssertionError("JAX has connected to no address")
 
 
-def _found_place(seconds: int) -> Place | None:
-    """Return the place that a cluster gives this process; None if JAX knows no cluster here, or does not show it."""
+def _place_in_cluster(seconds: int) -> Place | None:
+    """The place that a cluster assigns to this process, or None if JAX detects no cluster."""
     try:
         from jax._src.clusters import ClusterEnv
-    except ImportError:  # of a newer JAX, which then looks and waits by itself
+    except ImportError:  # a newer JAX: it detects the cluster and waits for the others itself
         return None
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, seconds)
-    address, num_processes, process_id, local_device_ids = found
+    detected = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, seconds)
+    address, num_processes, process_id, local_device_ids = detected
     if address is None or num_processes is None or process_id is None:
         return None
-    if os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # which JAX reads where nothing else is given
+    if os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # JAX reads it if the argument is None
         local_device_ids = None
     return Place(address, num_processes, process_id, local_device_ids)  # type: ignore[arg-type]
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with ``code``, without waiting for processes that may be gone.
-
-    After an error that all processes share they part in order; otherwise this one goes after a short while, in which
-    the others can ask process 0 who is lost.
-    """
+    """Exit with ``code``, without waiting for lost processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code and jax.distributed.is_initialized():
-        try:
-            _client().wait_at_barrier("fedjax_mr/leave", ROLL_CALL_SECONDS * 1000)
-        except jax.errors.JaxRuntimeError:
-            _leave_at_once(code)
+        _membership().leave(code)
     elif code:
         interrupts.leave_if_interrupted()  # do not wait for the threads of a download
     sys.exit(code)
-
-
-def _leave_if_lost() -> None:
-    """End a program that has called `run` and met a LostError; JAX would wait for all processes, and then abort."""
-    if _found_lost:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        _leave_at_once(LostError.exit_code)
-
-
-def _leave_at_once(code: int) -> NoReturn:
-    if _membership().writes:
-        time.sleep(heartbeats.LAST_SECONDS)
-    os._exit(code)

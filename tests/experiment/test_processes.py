@@ -21,6 +21,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import heartbeats
 from fedjax_mr.experiment import processes as distributed
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.processes import LostError, Processes, join_processes
@@ -47,6 +48,11 @@ class Service:
             self.texts[name] = text
             self.changed.notify_all()
 
+    def key_value_try_get(self, name):
+        if name not in self.texts:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: no such text")
+        return self.texts[name]
+
     def blocking_key_value_get(self, name, milliseconds):
         with self.changed:
             if not self.changed.wait_for(lambda: name in self.texts, min(milliseconds, 5000) / 1000):
@@ -58,20 +64,17 @@ class Service:
 
 
 @pytest.fixture
-def service(monkeypatch):
-    service = Service()
-    monkeypatch.setattr(distributed, "_client", lambda: service)
-    monkeypatch.setattr(distributed, "ROLL_CALL_SECONDS", 0.5)
-    return service
+def service():
+    return Service()
 
 
-def in_each(service, count, function):
+def in_each(service, count, function, watches=None):
     """Call ``function(processes)`` in ``count`` threads of a new run; return what each returned or raised."""
     service.texts.clear()
 
     def call(index):
         try:
-            return function(Processes(index, count))
+            return function(Processes(index, count, service, (watches or {}).get(index)))
         except UserError as error:
             return error
 
@@ -131,21 +134,46 @@ def test_differences_are_named(service):
     assert in_each(service, 2, lambda processes: processes.agree({"seed": 0})) == [None, None]
 
 
-def test_who_does_not_answer_is_lost(service):
+def test_a_process_whose_heartbeats_have_stopped_is_lost(service, monkeypatch):
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.05)
+    watches = {index: heartbeats.Heartbeats(service, index, 3, lambda lost: None) for index in range(3)}
+    for each in watches.values():
+        each.start()
+
     def work(processes):
         if processes.index == 1:
-            return None
+            return watches[1].stop(left=False)
         with processes.lost_by_name():
             raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
 
-    first, dead, third = in_each(service, 3, work)
+    first, dead, third = in_each(service, 3, work, watches)
+    for index in (0, 2):
+        watches[index].stop(left=False)
+        assert watches[index].lost == [1]
     assert dead is None and isinstance(first, LostError) and first.exit_code == 4
     assert str(first) == str(third)
     assert str(first).startswith("lost process 1 of 3: go on with --resume (UNKNOWN: Gloo")
 
 
+def test_a_failed_transfer_among_living_processes_is_no_loss(service, monkeypatch):
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.05)
+    watches = {index: heartbeats.Heartbeats(service, index, 2, lambda lost: None) for index in range(2)}
+    for each in watches.values():
+        each.start()
+
+    def work(processes):
+        with pytest.raises(ValueError, match="Gloo"), processes.lost_by_name():
+            raise ValueError("Gloo")
+
+    assert in_each(service, 2, work, watches) == [None, None]
+    for each in watches.values():
+        each.stop(left=True)
+        assert each.lost == []
+
+
 def test_our_own_mistakes_are_not_blamed_on_others(service):
-    with pytest.raises(ValueError, match="ours"), Processes(0, 2).lost_by_name():
+    watch = heartbeats.Heartbeats(None, 0, 2, lambda lost: None)  # it would report process 0, because it does not run
+    with pytest.raises(ValueError, match="ours"), Processes(0, 2, None, watch).lost_by_name():
         raise ValueError("ours")
     with pytest.raises(ValueError, match="Gloo"), Processes(0, 1).lost_by_name():
         raise ValueError("Gloo")
