@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, its lock, its metrics (jsonl and csv), its summary."""
+"""The folder of a run: its choice, its lock, its metrics (jsonl and csv), its summary."""
 
 import contextlib
 import dataclasses
@@ -37,19 +37,19 @@ from fedjax_mr.experiment.rows import (
     write_summary,
 )
 
-RUNS = "runs"  # where runs without --run_dir are kept
+RUNS = "runs"  # parent folder of runs without --run_dir
 FIXED = ("samples.json", "partition.npz")  # files that are written before the first round and never change
-STATES = ("new", "started", "diverged", "finished")  # of a run folder, the furthest last; new has no checkpoint yet
+STATES = ("new", "started", "diverged", "finished")  # of a run folder, in order; "new" has no checkpoint
 PICTURES = ("png", "pdf", "svg")  # --picture_format
-REAL_CLIENTS = "clients.json"  # in the folder of a run of real clients: who they were
+REAL_CLIENTS = "clients.json"  # the identities of real clients, in the folder of their run
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
     "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES), "partition.npz",
     *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", REAL_CLIENTS, "imports",
     "config.json", "run.flags",
 )  # fmt: skip
-"""All that a run folder may hold, and all that overwriting one removes, in this order: ``run.flags`` is the first file
-to come and the last to go, so that whatever is left after a kill is known as a run folder."""
+"""All files of a run folder, in the order in which overwriting removes them. ``run.flags`` is written first and removed
+last, so that a folder is recognised as a run folder after a kill at any moment."""
 
 
 class RunFolder:
@@ -57,72 +57,73 @@ class RunFolder:
 
     Attributes:
       path: the folder.
-      resumed: whether the run goes on from a checkpoint.
-      writes: whether this process writes into it; of several processes only one does.
-      to_keep: whether there is a run to go on with: one that is resumed, or a new one from its first checkpoint on.
+      resumed: whether the run continues from a checkpoint.
+      writes: whether this process writes into the folder; only one of several processes does.
+      to_keep: whether the folder contains a run that can be resumed: an older one, or this one after its first
+        checkpoint.
     """
 
-    def __init__(self, path: Path, *, resumed: bool, writes: bool = True, made: Sequence[Path] = ()):
-        """Take the folder for this process; `open` decides which one.
+    def __init__(self, path: Path, *, resumed: bool, writes: bool = True, created: Sequence[Path] = ()):
+        """Lock an existing folder for this process; `open` chooses the folder.
 
         Args:
-          path: the folder, which is there.
-          resumed: whether its run goes on.
+          path: the folder.
+          resumed: whether its run continues.
           writes: whether this process writes into it.
-          made: the folders that were made for it, deepest first; `withdraw` removes them.
+          created: the folders that were created for it, deepest first; `withdraw` removes them.
 
         Raises:
-          UserError: the folder cannot be written or holds links, another process is at work in it, or the metrics of
-            its run are damaged.
+          UserError: the folder cannot be written or contains links, another process uses it, or the metrics of its run
+            are damaged.
         """
         if resumed:
             files.refuse_links(path)
         self.path = path
         self.resumed = self.to_keep = resumed
         self.writes = writes
-        self._made = made
+        self._created = created
         self._begun = False
         self._locked_before = (path / ".lock").exists()
-        self._keep([])
+        self._set_rows([])
         self._columns: list[str] | None = None  # of the csv file, once this process has written it
         if writes:
             weakref.finalize(self, os.close, lock(path))
         if resumed and (path / "metrics.jsonl").exists():
-            self._keep(read_rows(path))
+            self._set_rows(read_rows(path))
 
     @classmethod
     def open(cls, config: Config) -> "RunFolder":
-        """Return the folder of a run: a new one, one to empty (``overwrite``), or the one to go on in (``resume``).
+        """Choose the folder of a run: a new one, one to empty (``overwrite``), or one to resume (``resume``).
 
-        Nothing in it has changed yet: `begin` or `cut` is next.
+        Nothing in the folder changes until `begin` or `cut` is called.
 
         Raises:
-          UserError: the folder holds something already, has no checkpoint to resume from, was made with another
-            configuration, or cannot be written; or a run to compare with is not there.
+          UserError: the folder is not empty, has no checkpoint to resume from, has another configuration, or cannot be
+            written; or a run of ``compare_to`` does not exist.
         """
         for other in config.compare_to:
             read_rows(other)
         if config.resume and config.overwrite:
-            raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
+            raise UserError("--resume continues a run and --overwrite replaces it: use only one of them")
         place = Path(config.run_dir or RUNS).absolute()
-        if found := [sign for sign in "[]\\*?" if sign in str(place)]:
+        if special := [sign for sign in "[]\\*?" if sign in str(place)]:
             raise UserError(
-                f"{place} has {' '.join(found)} in it, which orbax takes for a pattern; choose another folder"
+                f"{place} contains {' '.join(special)}, which orbax takes for a pattern; choose another folder"
             )
         if config.resume:
             return cls(_to_resume(config), resumed=True)
-        made: list[Path] = []
+        created: list[Path] = []
         try:
-            path = _next_in_runs(config, made) if config.run_dir is None else _given(config, made)
-            return cls(path, resumed=False, made=made)
+            path = _new_in_runs(config, created) if config.run_dir is None else _from_run_dir(config, created)
+            return cls(path, resumed=False, created=created)
         except (OSError, UserError) as error:
-            _remove_empty(made)
+            _remove_empty(created)
             if isinstance(error, UserError):
                 raise
             raise UserError(f"cannot write into {config.run_dir or RUNS} ({error.strerror})") from None
 
     def begin(self, config: Config) -> None:
-        """Remove the run that was here (``overwrite``) and write the configuration of the new one.
+        """Remove an older run (``overwrite``) and write the configuration of the new one.
 
         Raises:
           UserError: the folder cannot be written.
@@ -137,15 +138,15 @@ class RunFolder:
         configuration.save(config, self.path)
 
     def withdraw(self) -> None:
-        """Remove what was made here, and the folder if it was; of a run ``to_keep`` nothing, nor what is older."""
+        """Remove all that this object has created, unless the run is ``to_keep``."""
         if self.to_keep or not self.writes:
             return
-        with contextlib.suppress(OSError):  # what cannot be removed stays: there is an error to be told already
+        with contextlib.suppress(OSError):  # an error is already being reported
             if self._begun:
                 self._clear()
             if not self._locked_before:
                 (self.path / ".lock").unlink(missing_ok=True)
-        _remove_empty(self._made)
+        _remove_empty(self._created)
 
     def _clear(self) -> None:
         for path in (self.path / name for name in CONTENTS):
@@ -153,21 +154,21 @@ class RunFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        self._keep([])
+        self._set_rows([])
 
-    def _keep(self, rows: list[MetricsRow]) -> None:
+    def _set_rows(self, rows: list[MetricsRow]) -> None:
         self._rows, self._checksums = rows, checksums(rows)
 
     def rows(self) -> list[MetricsRow]:
-        """Return the evaluations so far; numbers that are not finite are None."""
+        """The evaluations so far; numbers that are not finite are None."""
         return list(self._rows)
 
     def last_row(self) -> MetricsRow | None:
-        """Return the newest evaluation, or None."""
+        """The newest evaluation, or None."""
         return self._rows[-1] if self._rows else None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one evaluation to both files; it has reached the operating system when this returns.
+        """Write one evaluation to both files and flush them to the operating system.
 
         Raises:
           UserError: the files cannot be written.
@@ -189,7 +190,7 @@ class RunFolder:
             raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
 
     def sync(self) -> None:
-        """Return once all evaluations would outlast a power failure.
+        """Flush all evaluations to the disk, so that they survive a power failure.
 
         Raises:
           UserError: they cannot be written to the disk.
@@ -201,11 +202,11 @@ class RunFolder:
             raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
 
     def checksums(self, *, due: Callable[[int], bool]) -> dict[str, Any]:
-        """Return what a checkpoint says of the files that belong to it: checksums by name.
+        """The checksums of the files that belong to a checkpoint, by name.
 
         Args:
-          due: whether a round is evaluated although it is not the last one. An evaluation that is not due is forgotten
-            if the run is extended; therefore the checksum without it is there, too.
+          due: whether a round is evaluated even if it is not the last one. An evaluation that is not due is removed if
+            the run is extended; therefore the checksum without it is included.
         """
         last = self.last_row()
         evaluations = self._checksums[-1:] if last is None or due(last["round"]) else self._checksums[:-3:-1]
@@ -213,23 +214,23 @@ class RunFolder:
 
     @functools.cached_property
     def _fixed(self) -> dict[str, str]:
-        found = {name: files.checksum(self.path / name) for name in FIXED}
-        return {name: checksum for name, checksum in found.items() if checksum is not None}
+        checksums = {name: files.checksum(self.path / name) for name in FIXED}
+        return {name: checksum for name, checksum in checksums.items() if checksum is not None}
 
     def cut(self, round: int, meta: Mapping[str, Any], *, due: Callable[[int], bool] = lambda round: True) -> None:
-        """Forget the evaluations after a round: those that are newer than the checkpoint to go on from.
+        """Remove the evaluations that are newer than the checkpoint from which the run continues.
 
         Args:
           round: the round of the checkpoint.
-          meta: what was saved with it; of some versions it says how many evaluations there were.
-          due: whether a round is evaluated; the last one of a run that is now extended would not have been.
+          meta: the dictionary that was saved with it. In some versions it contains the number of evaluations.
+          due: whether a round is evaluated. The last round of a run that is now extended may not be.
 
         Raises:
-          UserError: evaluations, or parts of them, are missing or not those of the checkpoint; nothing was changed.
+          UserError: evaluations are missing, incomplete, or not those of the checkpoint. Nothing has changed.
         """
         before = [row for row in self._rows if row["round"] <= round]
         rows = [row for row in before if due(row["round"])]
-        extended = not due(round) and len(rows) == sum(map(due, range(1, round + 1)))  # perhaps cut before
+        extended = not due(round) and len(rows) == sum(map(due, range(1, round + 1)))  # it may have been cut before
         path, count = self.path / "metrics.jsonl", meta.get("rows")
         if count is not None and len(before) != count and not (extended and len(rows) == count - 1):
             raise UserError(
@@ -240,17 +241,17 @@ class RunFolder:
             if missing := [name for name in COLUMNS if name not in row]:
                 raise UserError(f"{path} is damaged (round {row['round']} has no {', '.join(missing)}): {REMEDY}")
         if wrong := [row["round"] for row in before if row["round"] != round and not due(row["round"])]:
-            raise UserError(f"{path} is damaged (it has an evaluation of round {wrong[0]}, which has none): {REMEDY}")
+            raise UserError(f"{path} is damaged (its evaluation of round {wrong[0]} is not due): {REMEDY}")
         if self.writes:
             (self.path / "diverged.txt").unlink(missing_ok=True)
-            if rows != self._rows:  # first what was made from them
+            if rows != self._rows:  # remove first the file that is computed from them
                 (self.path / "summary.json").unlink(missing_ok=True)
-        self._keep(rows)
+        self._set_rows(rows)
         if self.writes:
             self._rewrite()
 
     def extend(self, rounds: int) -> None:
-        """Let the run that goes on end after so many rounds, and remove the results of an end that is none any more.
+        """Change the number of rounds of a resumed run, and remove the results of its earlier end.
 
         Raises:
           UserError: the folder cannot be written.
@@ -264,7 +265,7 @@ class RunFolder:
         configuration.save(dataclasses.replace(saved, rounds=rounds), self.path)
 
     def write_info(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write ``info/ROUND.npz``: what a strategy tells of a round beside its metrics."""
+        """Write ``info/ROUND.npz``: arrays of a round that a strategy reports beside its metrics."""
         if not (self.writes and arrays):
             return
         try:
@@ -275,10 +276,10 @@ class RunFolder:
             np.savez(path, allow_pickle=False, **arrays)
 
     def keep_info(self, rounds: Iterable[int]) -> None:
-        """Remove the info of all rounds but these."""
+        """Remove the info of all rounds except these."""
         kept = {f"{round}.npz" for round in rounds}
         for path in (self.path / "info").glob("*.npz") if self.writes else ():
-            if path.name not in kept and path.stem.isdecimal():  # other names are not ours to remove
+            if path.name not in kept and path.stem.isdecimal():  # other files belong to the user
                 path.unlink()
 
     def _rewrite(self) -> None:
@@ -298,7 +299,7 @@ class RunFolder:
         write_summary(self.path, summary, self._checksums[-1])
 
     def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
-        """Write ``clients.csv``, one row per client; numbers that are not finite are left out."""
+        """Write ``clients.csv``, one row per client; numbers that are not finite are empty."""
         with (
             files.atomic_write(self.path / "clients.csv") as path,
             path.open("w", encoding="utf-8", newline="") as file,
@@ -309,7 +310,7 @@ class RunFolder:
                 writer.writerow(plain_numbers(dict(zip(table, values, strict=True))))
 
     def note_divergence(self, message: str) -> None:
-        """Write ``diverged.txt``, which says why the run ended early; going on with the run removes it."""
+        """Write ``diverged.txt`` with the reason for the early end. Resuming the run removes it."""
         if not self.writes:
             return
         with files.atomic_write(self.path / "diverged.txt") as path:
@@ -317,10 +318,10 @@ class RunFolder:
 
 
 def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
-    """Return the arrays of a strategy's information on a round.
+    """The arrays that a strategy has reported in a round.
 
     Raises:
-      UserError: nothing is kept of this round, or it is damaged.
+      UserError: there are none for this round, or the file is damaged.
     """
     path = Path(folder) / "info" / f"{round}.npz"
     try:
@@ -332,11 +333,11 @@ def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
 
 
 def damaged_files(folder: Path, meta: Mapping[str, Any]) -> list[str]:
-    """Return the names of files that are not those that a checkpoint was saved with, or are missing.
+    """The names of the files that have changed since a checkpoint, or are missing.
 
     Args:
       folder: the run folder.
-      meta: what was saved with the checkpoint.
+      meta: the dictionary that was saved with the checkpoint.
     """
     known = meta.get("checksums")
     known = known if isinstance(known, dict) else {}
@@ -344,15 +345,15 @@ def damaged_files(folder: Path, meta: Mapping[str, Any]) -> list[str]:
 
 
 def run_state(folder: Path | str) -> str:
-    """Return how far the run of a folder is, one of `STATES`."""
+    """The state of a run folder, one of `STATES`."""
     folder = Path(folder)
-    for word, name in (("finished", "summary.json"), ("diverged", "diverged.txt")):
+    for state, name in (("finished", "summary.json"), ("diverged", "diverged.txt")):
         if (folder / name).exists():
-            return word
-    return "started" if _has_checkpoint(folder) and not is_remains(folder) else "new"
+            return state
+    return "started" if _has_checkpoint(folder) and not is_leftover(folder) else "new"
 
 
-def is_remains(folder: Path | str) -> bool:
+def is_leftover(folder: Path | str) -> bool:
     """Whether a folder contains only checkpoints, because its run folder was removed while one was written."""
     folder = Path(folder)
     if not folder.is_dir() or _visible_names(folder) != ["checkpoints"]:
@@ -361,7 +362,7 @@ def is_remains(folder: Path | str) -> bool:
 
 
 def saved_round(folder: Path | str) -> int | None:
-    """Return the round of a run folder's newest checkpoint, or None."""
+    """The round of a run folder's newest checkpoint, or None."""
     return max(Checkpoints(Path(folder) / "checkpoints").rounds(), default=None)
 
 
@@ -369,47 +370,47 @@ def saved_round(folder: Path | str) -> int | None:
 
 
 def runs_by_settings(parent: Path | str, pattern: str = "*", **changes: Any) -> dict[str, list[Path]]:
-    """Return the run folders in a folder by the digest of their settings, oldest first.
+    """The run folders in a folder by the digest of their settings, oldest first.
 
-    The settings are those in ``config.json``, completed by the defaults of options that are younger than it. The digest
-    in a folder's name is of the options that there were when it was named.
+    The settings are those in ``config.json``, completed by the defaults of newer options. The digest in a folder's name
+    covers only the options that existed when the folder was named.
 
     Args:
-      parent: the folder that holds them; it need not be there.
-      pattern: of the names to look at.
-      changes: settings that count as equal, with the values that they are to have.
+      parent: the folder that contains them; it may be missing.
+      pattern: glob pattern of their names.
+      changes: settings that replace those of each run.
     """
-    found: dict[str, list[tuple[int, int, Path]]] = {}
+    folders: dict[str, list[tuple[int, int, Path]]] = {}
     for file in Path(parent).glob(f"{pattern}/config.json"):
         folder = file.parent
-        with contextlib.suppress(UserError, OSError):  # unreadable, or of a version with other options
+        with contextlib.suppress(UserError, OSError):  # unreadable, or from a version with other options
             digest = configuration.digest(dataclasses.replace(configuration.load(folder), **changes))
-            found.setdefault(digest, []).append((file.stat().st_mtime_ns, _number(folder.name), folder))
-    return {digest: [folder for _, _, folder in sorted(folders)] for digest, folders in found.items()}
+            folders.setdefault(digest, []).append((file.stat().st_mtime_ns, _number(folder.name), folder))
+    return {digest: [folder for _, _, folder in sorted(entries)] for digest, entries in folders.items()}
 
 
 def _stem(config: Config) -> str:
-    """Return the start of the name of a configuration's folders in `RUNS`."""
+    """The start of the names of a configuration's folders in `RUNS`."""
     dataset = re.sub(r"\W+", "_", Path(registry.shown(config.dataset)).stem)
     return f"{config.strategy}-{dataset}-{registry.shown(config.model).replace(',', '+')}-"
 
 
 def _number(name: str) -> int:
-    """Return the number at the end of a folder's name, or 0."""
+    """The number at the end of a folder's name, or 0."""
     number = name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
-def _next_in_runs(config: Config, made: list[Path]) -> Path:
-    """Return a new folder in `RUNS` with the next free number; another process may be about to take the same one."""
+def _new_in_runs(config: Config, created: list[Path]) -> Path:
+    """Create a folder in `RUNS` with the next free number, even if other processes do the same."""
     stem = f"{_stem(config)}{configuration.digest(config)}-"
     number = max((_number(path.name) for path in Path(RUNS).glob(f"{stem}*")), default=0) + 1
     while True:
         path = Path(RUNS) / f"{stem}{number}"
         try:
-            made[:] = files.make_folder(path.parent)
+            created[:] = files.make_folder(path.parent)
             path.mkdir()
-            made.insert(0, path)
+            created.insert(0, path)
             files.sync(path.parent)
             return path
         except FileExistsError:
@@ -423,58 +424,58 @@ def _visible_names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
 
 
-def _given(config: Config, made: list[Path]) -> Path:
-    """Return ``run_dir``, made if need be; it must be empty, or hold a run that may be overwritten."""
+def _from_run_dir(config: Config, created: list[Path]) -> Path:
+    """Create ``run_dir`` if necessary; it must be empty, or contain a run that may be overwritten."""
     path = Path(config.run_dir or "")
-    made += files.make_folder(path)
-    found = _visible_names(path)
-    if not found:
+    created += files.make_folder(path)
+    names = _visible_names(path)
+    if not names:
         return path
     if not config.overwrite:
-        raise UserError(f"{path} is not empty: --resume goes on with the run in it, --overwrite replaces it")
-    if "run.flags" not in found and not is_remains(path):
+        raise UserError(f"{path} is not empty: --resume continues the run in it, --overwrite replaces it")
+    if "run.flags" not in names and not is_leftover(path):
         raise UserError(f"{path} does not look like a run folder (no run.flags), so it is not overwritten")
     return path
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # another run has come into it
+        with contextlib.suppress(OSError):  # another run has started in it
             folder.rmdir()
 
 
 def _to_resume(config: Config) -> Path:
-    """Return ``run_dir``, or the newest run of the same configuration in `RUNS`; it has a checkpoint."""
+    """The folder to resume: ``run_dir``, or the newest run of the same configuration in `RUNS`. It has a checkpoint."""
     if config.run_dir is not None:
         path = Path(config.run_dir)
         if not path.is_dir():
-            raise UserError(f"cannot resume: there is no folder {path}; leave out --resume to start")
+            raise UserError(f"cannot resume: there is no folder {path}; omit --resume to start a new run")
     else:
         digest, pattern = configuration.digest(config), f"{_stem(config)}*"
         runs = runs_by_settings(RUNS, pattern).get(digest) or []
         runs = runs or runs_by_settings(RUNS, pattern, rounds=config.rounds).get(digest, [])
         if not runs:
-            raise UserError(f"cannot resume: no run of this configuration in {RUNS}/; name its folder by --run_dir")
-        path = next(filter(_has_checkpoint, reversed(runs)), runs[-1])  # one that ended too early has nothing to lose
+            raise UserError(f"cannot resume: no run of this configuration in {RUNS}/; set --run_dir to its folder")
+        path = next(filter(_has_checkpoint, reversed(runs)), runs[-1])  # a run without one has nothing to resume
     if not _has_checkpoint(path):
         remedy = "start it anew with --overwrite" if (path / "config.json").exists() else "is it a run folder?"
         raise UserError(f"cannot resume: {path} has no checkpoint; {remedy}")
     saved = configuration.load(path)
     if imports.hashes(config.imports) != imports.hashes(saved.imports):
         raise UserError(
-            f"cannot resume {path}, which was made with other code: --import={','.join(config.imports) or 'none'} "
+            f"cannot resume {path}, which was trained with other code: --import={','.join(config.imports) or 'none'} "
             f"(saved {','.join(saved.imports) or 'none'}; copies are in {path / imports.FOLDER})"
         )
     done, rows = saved_round(path) or 0, read_rows(path) if (path / "metrics.jsonl").exists() else []
     if config.rounds < done or (config.rounds == done < saved.rounds and (not rows or rows[-1]["round"] < done)):
         more = "" if config.rounds < done else "more than "
         raise UserError(
-            f"{path} has done {done} of {saved.rounds} rounds, so that it cannot end after --rounds={config.rounds}: "
-            f"give {more}{done}, or start anew with --overwrite"
+            f"{path} has trained {done} of {saved.rounds} rounds, so it cannot end after --rounds={config.rounds}: "
+            f"set --rounds to {more}{done}, or start anew with --overwrite"
         )
     different = configuration.differences(dataclasses.replace(config, rounds=saved.rounds), saved)
     if different:
-        raise UserError(f"cannot resume {path}, which was made with other settings: {'; '.join(different)}")
+        raise UserError(f"cannot resume {path}, which was trained with other settings: {'; '.join(different)}")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Locks that keep two processes from working in one folder."""
+"""Locks that prevent two processes from using one folder at the same time."""
 
 import errno
 import fcntl
@@ -9,7 +9,7 @@ from fedjax_mr.errors import TakenError, UserError
 
 
 def is_taken(folder: Path | str) -> bool:
-    """Return whether another process is at work in a folder.
+    """Whether another process uses a folder.
 
     Raises:
       UserError: the folder cannot be written.
@@ -24,21 +24,21 @@ def is_taken(folder: Path | str) -> bool:
 
 
 def lock(path: Path) -> int:
-    """Keep other processes out of a run folder while the returned file descriptor is open.
+    """Lock a run folder. The lock lasts until the returned file descriptor is closed.
 
     Raises:
       UserError: the folder cannot be written.
-      TakenError: another process is at work in it.
+      TakenError: another process uses it.
     """
     descriptor = lock_file(path / ".lock")
-    if not (path / ".lock").exists():  # a run that was refused has just withdrawn, and its lock with it
+    if not (path / ".lock").exists():  # a rejected run has just removed its lock
         os.close(descriptor)
         raise TakenError(f"another process was at work in {path}: try again")
     return descriptor
 
 
 def lock_file(path: Path) -> int:
-    """Keep other processes from locking a file, made if need be, while the returned file descriptor is open.
+    """Lock a file, created if necessary. The lock lasts until the returned file descriptor is closed.
 
     Raises:
       UserError: the file cannot be written.
@@ -54,5 +54,5 @@ def lock_file(path: Path) -> int:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             os.close(descriptor)
             raise TakenError(f"another process is at work in {path.parent}") from None
-        # Some network file systems have no locks; the run is worth more than the lock.
+        # Some network file systems have no locks; the run continues without one.
     return descriptor

@@ -1,7 +1,7 @@
-"""Standard output and error of a command, whatever they are: closed, full, or a pipe whose reader has left.
+"""Standard output and error of a command that are closed, full, or a pipe without a reader.
 
-Messages and progress matter less than the work: where standard error cannot be written, the command goes on in silence.
-Where standard output cannot, the command says so and fails, because its output is what was asked for.
+If standard error cannot be written, the command continues without messages. If standard output cannot be written, the
+command fails with one line, because its output is the result.
 """
 
 import io
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-CLOSED_PIPE = 141  # as the shell has it for a program that writes to a closed pipe
+CLOSED_PIPE = 141  # the shell's code for a program that writes to a closed pipe
 UNWRITABLE = 2
 
 
@@ -22,7 +22,7 @@ class _Output(io.FileIO):
     """The file descriptor below standard output or standard error."""
 
     def write(self, data, /):
-        """Write; see the module for what happens if that fails. A closed pipe raises its usual error."""
+        """Write, and handle failures as the module says. A closed pipe raises BrokenPipeError."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -34,22 +34,22 @@ class _Output(io.FileIO):
 
 
 def prepare() -> None:
-    """Open the standard streams that are closed, and guard those that are written.
+    """Open the closed standard streams, and handle failures of standard output and error.
 
-    A file that is opened while a standard descriptor is closed would get its number, and then also the messages of
+    A file that is opened while a standard descriptor is closed would get its number, and then receive the messages of
     libraries.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     sys.stdout = _guarded(1, sys.stdout)
     sys.stderr = _guarded(2, sys.stderr)
 
 
 def _guarded(number: int, stream: TextIO | None) -> TextIO:
-    """Return a text stream on a descriptor that is like another one; Python has None for one that was closed."""
+    """A text stream on a descriptor with the settings of ``stream``, which is None if the descriptor was closed."""
     buffer = io.BufferedWriter(_Output(number, "w", closefd=False))
     if not isinstance(stream, io.TextIOWrapper):
         return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace")
@@ -63,20 +63,20 @@ def _guarded(number: int, stream: TextIO | None) -> TextIO:
 
 
 def run(main: Callable[[], int | None]) -> int | None:
-    """Return what the main function of a command returns, or the code for output or a place that is not there.
+    """Run the main function of a command and return its exit code.
 
-    141: nobody reads the output any more. 2: the output cannot be written, or the current folder has been deleted.
+    141: the reader of the output has exited. 2: the output cannot be written, or the current folder was deleted.
     """
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has left, such as head
-        _to_nowhere()
+    except BrokenPipeError:  # the reader has exited, such as head
+        _discard_output()
         return CLOSED_PIPE
     except Unwritable as error:
-        _to_nowhere()
+        _discard_output()
         sys.stderr.write(
-            f"fedjax-mr: cannot write to standard output ({error.strerror}); files that the command wrote are whole\n"
+            f"fedjax-mr: cannot write to standard output ({error.strerror}); files written before are complete\n"
         )
         return UNWRITABLE
     except FileNotFoundError:
@@ -87,8 +87,8 @@ def run(main: Callable[[], int | None]) -> int | None:
     return code
 
 
-def _to_nowhere() -> None:
-    """Drop what is still to be written to standard output, so that Python's last flush does not fail, too."""
+def _discard_output() -> None:
+    """Discard the rest of standard output, so Python's last flush does not fail as well."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from fedjax_mr.errors import TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts
-from fedjax_mr.experiment.folder import is_remains, run_state
+from fedjax_mr.experiment.folder import is_leftover, run_state
 from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.plan import PlannedRun
@@ -54,7 +54,7 @@ def run_in_process(runs: Sequence[PlannedRun], look: Callable[[], None]) -> int:
         command += [f"--together={run.folder}" for run in runs]
     if run_state(first.folder) != "new":
         command.append("--resume")
-    elif any((run.folder / "config.json").exists() or is_remains(run.folder) for run in runs):
+    elif any((run.folder / "config.json").exists() or is_leftover(run.folder) for run in runs):
         command.append("--overwrite")
     first.folder.parent.mkdir(parents=True, exist_ok=True)
     out_of_memory = _kills_for_memory()

@@ -286,7 +286,10 @@ def test_a_run_of_a_version_with_fewer_options_is_known_by_its_settings():
     ("changes", "part"),
     [
         ({"lr": 0.77}, f"lr: 0.77 (saved {Config().lr})"),
-        ({"rounds": 7}, f"a has done 10 of {Config().rounds} rounds, so that it cannot end after --rounds=7: give 10"),
+        (
+            {"rounds": 7},
+            f"a has trained 10 of {Config().rounds} rounds, so it cannot end after --rounds=7: set --rounds to 10",
+        ),
         ({"strategy": "fedavg"}, "strategy: fedavg (saved fedmr)"),
         ({"lr": 0.77, "seed": 3}, f"lr: 0.77 (saved {Config().lr}); seed: 3 (saved 0)"),
     ],
@@ -505,7 +508,7 @@ def test_an_evaluation_of_a_round_without_one_is_refused_without_checksums_too()
     (path / "metrics.jsonl").write_text(text.replace('"round": 10', '"round": 11'))
     folder = RunFolder.open(Config(run_dir="a", resume=True))
     message = error_of(lambda: folder.cut(15, {"rows": 3}, due=lambda round: round % 5 == 0))
-    assert "it has an evaluation of round 11, which has none" in message and len(read_rows("a")) == 3
+    assert "its evaluation of round 11 is not due" in message and len(read_rows("a")) == 3
 
 
 @pytest.mark.parametrize("change", [("0.1,", "1.1,"), ("0.1,", "-0.1,"), ('"round": 10', '"round": 5')])

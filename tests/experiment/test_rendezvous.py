@@ -62,7 +62,7 @@ def test_all_are_here_and_the_port_is_free_again(port, count):
 )
 def test_the_missing_are_named_to_all_who_came(port, numbers, count, said):
     errors = meet(port, numbers, count=count)
-    assert_all_say(errors, LostError, f"{said} did not come within 0.3 s (--join_timeout)")
+    assert_all_say(errors, LostError, f"{said} did not arrive within 0.3 s (--join_timeout)")
     assert errors[0].exit_code == 4
 
 
@@ -109,11 +109,11 @@ def test_strangers_and_those_who_hang_up_do_not_count(port):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"HTTP/1.0 400 Bad request\r\n\r\n", "is no process 0 that waits for others"),
-        (b"\x00\x00\x12\x04\x00", "is no process 0 that waits for others"),
-        (b'{"fedjax_mr": {}}\n', "is no process 0 that waits for others"),
-        (b'{"fedjax_mr": {"code": 2, "said": "two\\nlines"}}\n', "two lines"),
-        (b"", "waits for other processes, too: not all 3 came within 0.3 s"),
+        (b"HTTP/1.0 400 Bad request\r\n\r\n", "is not a process 0 that waits for others"),
+        (b"\x00\x00\x12\x04\x00", "is not a process 0 that waits for others"),
+        (b'{"fedjax_mr": {}}\n', "is not a process 0 that waits for others"),
+        (b'{"fedjax_mr": {"code": 2, "text": "two\\nlines"}}\n', "two lines"),
+        (b"", "also waits: not all 3 processes arrived within 0.3 s"),
     ],
 )
 def test_other_programs_are_told_apart(port, monkeypatch, answer, said):

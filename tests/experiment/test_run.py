@@ -207,7 +207,7 @@ def test_a_finished_run_is_extended_and_equals_a_straight_one(straight, equal, m
     for rounds in (4, 5):
         capsys.readouterr()
         assert command.main([*FLAGS, f"--run_dir={folder}", "--resume", f"--rounds={rounds}"]) == 2
-        told = f"{folder} has done 6 of 6 rounds, so that it cannot end after --rounds={rounds}: give 6"
+        told = f"{folder} has trained 6 of 6 rounds, so it cannot end after --rounds={rounds}: set --rounds to 6"
         assert told in capsys.readouterr().err
     assert run_state(folder) == "finished" and configuration.load(folder).rounds == 6
 
@@ -221,7 +221,9 @@ def test_a_broken_run_may_end_earlier(straight, equal, monkeypatch):
         with pytest.raises(Interrupted):
             fmr.run(fmr.Config(**SMALL | {"rounds": 60}, run_dir="a"))
     assert Checkpoints(Path("a/checkpoints").absolute()).latest() == 1
-    with pytest.raises(UserError, match=r"has done 1 of 60 rounds, .* --rounds=1: give more than 1, or start anew"):
+    with pytest.raises(
+        UserError, match=r"has trained 1 of 60 rounds, .* --rounds=1: set --rounds to more than 1, or start anew"
+    ):
         fmr.run(fmr.Config(**SMALL | {"rounds": 1}, run_dir="a", resume=True))
     equal(fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True)).variables, straight.variables)
     assert numbers("a") == numbers(straight.folder)
@@ -418,8 +420,11 @@ def test_bad_resumes_are_one_line(straight, capsys):
     config = [*FLAGS, "--run_dir=a"]
     assert command.main(config) == 0
     for flags, expected in (
-        (config, "a is not empty: --resume goes on with the run in it, --overwrite replaces it"),
-        ([*config, "--resume", "--lr=0.1", "--rounds=9"], "which was made with other settings: lr: 0.1 (saved 0.05)\n"),
+        (config, "a is not empty: --resume continues the run in it, --overwrite replaces it"),
+        (
+            [*config, "--resume", "--lr=0.1", "--rounds=9"],
+            "which was trained with other settings: lr: 0.1 (saved 0.05)\n",
+        ),
     ):
         capsys.readouterr()
         assert command.main(flags) == 2

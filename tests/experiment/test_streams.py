@@ -49,7 +49,7 @@ def shell(line, folder, *arguments, limit=120):
         (">&-", 5, "", "progress " * 1000),
         ("<&- >&- 2>&-", 5, "", ""),
         (">/dev/full 2>/dev/full", 2, "", ""),
-        (">/dev/full", 2, "", "fedjax-mr: cannot write to standard output (No space left on device); files that"),
+        (">/dev/full", 2, "", "fedjax-mr: cannot write to standard output (No space left on device); files written"),
     ],
 )
 def test_streams_that_are_closed_or_full(how, code, out, said, tmp_path):

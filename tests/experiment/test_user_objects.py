@@ -177,7 +177,7 @@ def test_it_goes_on_where_it_was_stopped(trained, monkeypatch, equal):
     again = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True), dataset=MINE, model=Net([6, 5]))  # finished
     assert again.summary["rounds"] == 6
     message = refusal(fmr.run, fmr.Config(**SMALL, run_dir="a", resume=True), dataset=OTHER, model=Net([6, 5]))
-    assert "cannot resume a, which was made with other settings: dataset: given:my_blobs:" in message
+    assert "cannot resume a, which was trained with other settings: dataset: given:my_blobs:" in message
 
 
 def run_example(folder, *arguments):
