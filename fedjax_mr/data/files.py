@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, however suddenly the process dies or the power fails."""
+"""Atomic writes: a file is complete or does not exist, even if the process is killed or the power fails."""
 
 import contextlib
 import errno
@@ -11,18 +11,17 @@ from typing import Any
 
 from fedjax_mr.errors import UserError
 
-# Windows opens no folders, and some network file systems cannot sync one; there nothing more can be done for its names.
+# Windows cannot open a folder, and some network file systems cannot sync one; then its list of names is not synced.
 _NO_SYNC_OF_FOLDERS = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
 
-
-CHECKSUM = "checksum"  # the first entry of a JSON table that has one, so that its line can be removed
+CHECKSUM = "checksum"  # the first entry of a JSON object, so that a user can remove its line
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` with its suffix; rename it to ``path`` unless the block fails.
+    """Yield a temporary path beside ``path`` with the same suffix, and rename it to ``path`` unless the block raises.
 
-    The content is on the disk before it gets its name, and the name when the block has ended.
+    The content reaches the disk before the rename, and the name before this function returns.
 
     Raises:
       UserError: the file cannot be written.
@@ -30,7 +29,7 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        temporary.unlink(missing_ok=True)  # a link of this name would lead the writing elsewhere
+        temporary.unlink(missing_ok=True)  # a link of this name would redirect the write
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
@@ -43,9 +42,9 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
 
 
 def cache_folder() -> Path | None:
-    """Return the package's folder in the user's cache, which may be deleted at any time; None if the user has no home.
+    """The package's folder in the user's cache, which may be deleted at any time. None without a home folder.
 
-    Containers often run as a user without an entry in the user database and without HOME.
+    Users in containers often have neither an entry in the user database nor HOME.
     """
     if root := os.environ.get("XDG_CACHE_HOME"):
         return Path(root) / "fedjax_mr"
@@ -56,22 +55,22 @@ def cache_folder() -> Path | None:
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with the home folder in place of its ``~``.
+    """Replace ``~`` in a path by the home folder.
 
     Raises:
-      UserError: the user has no home folder.
+      UserError: the home folder is unknown.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{path}: the home folder is unknown; set HOME, or give the whole path") from None
+        raise UserError(f"{path}: the home folder is unknown; set HOME, or use an absolute path") from None
 
 
 def sync(path: Path | str) -> None:
-    """Return once the content of a file, or the names in a folder, would outlast a power failure.
+    """Flush the content of a file, or the names in a folder, to the disk.
 
     Raises:
-      OSError: it cannot be written to the disk.
+      OSError: the disk cannot be written.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -85,10 +84,10 @@ def sync(path: Path | str) -> None:
 
 
 def sync_tree(folder: Path | str) -> None:
-    """`sync` all that a folder holds, and then its own list of names.
+    """Flush a folder and everything in it to the disk.
 
     Raises:
-      OSError: something cannot be written to the disk.
+      OSError: the disk cannot be written.
     """
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
@@ -97,37 +96,37 @@ def sync_tree(folder: Path | str) -> None:
 
 
 def make_folder(path: Path | str) -> list[Path]:
-    """Make a folder and those above it; return the ones that were not there, deepest first.
+    """Create a folder and its parents, and return the new ones, deepest first.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: a folder cannot be created.
     """
-    path, made = Path(path), []
+    path, created = Path(path), []
     for folder in (path, *path.parents):
         if folder.exists():
             break
-        made.append(folder)
+        created.append(folder)
     path.mkdir(parents=True, exist_ok=True)
-    for folder in made:
+    for folder in created:
         sync(folder.parent)
-    return made
+    return created
 
 
 def refuse_links(folder: Path | str) -> None:
-    """Check that a run folder holds no symbolic links, neither in itself nor in its direct subfolders.
+    """Check that a run folder and its direct subfolders contain no symbolic links.
 
-    Through a link in somebody else's run folder we would write, rename and remove files outside of it.
+    A link in a run folder from another person could make us write, rename or remove files outside of it.
 
     Raises:
-      UserError: it holds one, or cannot be listed.
+      UserError: there is a link, or the folder cannot be listed.
     """
     try:
         names = sorted(Path(folder).iterdir()) if os.path.isdir(folder) else []
         for path in names:
             inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
-            if found := [each for each in (path, *inside) if each.is_symlink()]:
+            if links := [each for each in (path, *inside) if each.is_symlink()]:
                 raise UserError(
-                    f"{found[0]} is a symbolic link, and a run folder must hold its files itself: replace the link "
+                    f"{links[0]} is a symbolic link, and a run folder must contain its files itself: replace the link "
                     "by a copy of its target, or remove it"
                 )
     except OSError as error:
@@ -135,11 +134,11 @@ def refuse_links(folder: Path | str) -> None:
 
 
 def read_text(path: Path | str) -> str:
-    """Return the text of an ordinary file; reading a named pipe would wait for somebody who writes into it.
+    """Read the text of a regular file. Other kinds are refused, because reading a named pipe could wait forever.
 
     Raises:
-      OSError: there is no such file, or it is something else.
-      ValueError: it is not UTF-8.
+      OSError: there is no such file, or it is not a regular file.
+      ValueError: the text is not UTF-8.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -148,10 +147,10 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-      ValueError: it is not JSON, or nested more deeply than Python reads.
+      ValueError: the text is not JSON, or nested too deeply for Python.
     """
     try:
         return json.loads(text)
@@ -160,18 +159,18 @@ def parse_json(text: str) -> Any:
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON table with a checksum of its other entries; `unsealed` compares it."""
+    """Add a checksum of all entries to a JSON object; `unsealed` compares it."""
     return {CHECKSUM: _checksum_of(values), **values}
 
 
 def unsealed(values: Any) -> dict[str, Any]:
-    """Return a JSON table without its checksum; tables of version 0.2 and before have none.
+    """Verify the checksum of a JSON object and return the object without it; version 0.2 and earlier wrote none.
 
     Raises:
-      ValueError: it is no table, or its entries are not those that were written.
+      ValueError: the value is not an object, or its entries have changed.
     """
     if not isinstance(values, dict):
-        raise ValueError("it is no table of values")
+        raise ValueError("it is not a JSON object")
     content = {name: value for name, value in values.items() if name != CHECKSUM}
     if CHECKSUM in values and values[CHECKSUM] != _checksum_of(content):
         raise ValueError(
@@ -186,7 +185,7 @@ def _checksum_of(values: dict[str, Any]) -> str:
 
 
 def checksum(path: Path | str) -> str | None:
-    """Return the SHA-256 of an ordinary file, or None if there is none."""
+    """The SHA-256 of a regular file, or None if it does not exist."""
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as file:

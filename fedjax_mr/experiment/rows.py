@@ -1,7 +1,8 @@
-"""Evaluations as rows of numbers, and the summary of a run: how they are written, read and checked.
+"""Evaluations as rows of numbers, and the summary of a run: written, read and verified.
 
-Every digit counts: each checkpoint holds a checksum of the evaluations before it, ``summary.json`` one of all of them
-and one of itself. Folders of version 0.2 and before have none; there only what is impossible is refused.
+Each checkpoint contains a checksum of the evaluations before it, and ``summary.json`` one of all evaluations and one of
+itself, so a changed digit is detected. Folders of version 0.2 and earlier have no checksums; in these only impossible
+values are rejected.
 """
 
 import csv
@@ -22,30 +23,30 @@ MetricsRow = dict[str, Any]
 COLUMNS = (
     "round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds",
 )  # fmt: skip
-"""The columns of every run, in order: fractions in 0..1, nats, bytes, seconds; a strategy's own columns follow."""
+"""The columns of every run, in order: fractions in 0..1, nats, bytes, seconds. A strategy's own columns follow."""
 
-
-EVALUATIONS, MADE_FROM = "evaluations", "made_from"  # entries of a checkpoint's checksums, and of summary.json
+EVALUATIONS = "evaluations"  # entry of a checkpoint's checksums
+INPUTS = "made_from"  # entry of summary.json: checksums of the files from which it was computed
 REMEDY = "put back the whole file, or start anew with --overwrite"
 
 
 def read_rows(folder: Path | str) -> list[MetricsRow]:
-    """Return the evaluations that a run folder holds; a last line that was cut short by a kill is left out.
+    """Read the evaluations of a run folder and verify them by the checksums of the newest checkpoint and the summary.
 
-    They are compared with the checksums of the newest checkpoint and of the summary.
+    A last line without an end, from a killed process, is ignored.
 
     Raises:
-      UserError: the folder holds no readable ``metrics.jsonl``, or not the evaluations that were written.
+      UserError: the folder has no readable ``metrics.jsonl``, or the evaluations have changed.
     """
     path, checkpoints = Path(folder) / "metrics.jsonl", Checkpoints(Path(folder) / "checkpoints")
-    # Before the evaluations are read: a run at work only adds some.
+    # Read before the evaluations, because a running process may append some.
     newest = next(
         ((round, meta) for round in reversed(checkpoints.rounds()) if (meta := checkpoints.meta(round))), None
     )
-    with_summary = _made_from(Path(folder)).get("metrics.jsonl")
+    in_summary = _inputs_of_summary(Path(folder)).get("metrics.jsonl")
     try:
-        whole, _, _ = files.read_text(path).rpartition("\n")
-        rows = [files.parse_json(line) for line in whole.splitlines()]
+        complete, _, _ = files.read_text(path).rpartition("\n")
+        rows = [files.parse_json(line) for line in complete.splitlines()]
         _require_possible(rows)
         sums = checksums(rows)
     except OSError as error:
@@ -54,23 +55,23 @@ def read_rows(folder: Path | str) -> list[MetricsRow]:
         raise UserError(f"{path} is damaged ({error})") from None
     if newest is not None:
         require_counted(rows, *newest, path)
-    if with_summary not in (None, sums[-1]):
-        raise UserError(f"{path} is damaged (its evaluations are not those of summary.json): {REMEDY}")
+    if in_summary not in (None, sums[-1]):
+        raise UserError(f"{path} is damaged (its evaluations do not belong to summary.json): {REMEDY}")
     return rows
 
 
 def _require_possible(rows: list[Any]) -> None:
-    """Check that values that were read are evaluations.
+    """Check that values from a file are evaluations, in the order of their rounds.
 
     Raises:
-      ValueError: they are not.
+      ValueError: a value is not an evaluation.
     """
     before = 0
     for number, row in enumerate(rows, 1):
         if not _is_row(row):
-            raise ValueError(f"line {number} is no evaluation")
+            raise ValueError(f"line {number} is not an evaluation")
         if row["round"] <= before:
-            raise ValueError(f"line {number} is of round {row['round']}, but has to be of one after {before}")
+            raise ValueError(f"line {number} is of round {row['round']}, but the line before is of round {before}")
         before = row["round"]
         for name, value in row.items():
             if name.endswith("accuracy") and value is not None and not 0 <= value <= 1:
@@ -78,30 +79,30 @@ def _require_possible(rows: list[Any]) -> None:
 
 
 def checksums(rows: Iterable[MetricsRow]) -> list[str]:
-    """Return the checksums of the first 0, 1, 2, ... evaluations; each includes the one before."""
+    """The checksums of the first 0, 1, 2, ... evaluations; each includes the previous one."""
     return list(itertools.accumulate(rows, next_checksum, initial=""))
 
 
 def next_checksum(before: str, row: MetricsRow) -> str:
-    """Return the checksum of evaluations, given the one without the last of them."""
+    """The checksum after one more evaluation; ``before`` is the checksum without it."""
     return hashlib.sha256((before + line_of(row)).encode()).hexdigest()
 
 
 def require_counted(rows: list[MetricsRow], round: int, meta: Mapping[str, Any], path: Path) -> None:
-    """Check that evaluations begin with those that a checkpoint counts.
+    """Check that the evaluations start with those that a checkpoint counts.
 
-    The last of these may be missing if only the end of the run was the reason for it and the run was extended since.
+    The last of these may be missing if it was only made at the end of the run, and the run was extended since.
 
     Args:
       rows: the evaluations.
-      round: of the checkpoint.
-      meta: what was saved with the checkpoint.
-      path: of the file, for the error.
+      round: round of the checkpoint.
+      meta: the dictionary that was saved with the checkpoint.
+      path: path of the file, for the error.
 
     Raises:
-      UserError: they do not.
+      UserError: the evaluations are different.
     """
-    if "rows" not in meta or "checksums" not in meta:  # of an earlier version
+    if "rows" not in meta or "checksums" not in meta:  # an older version
         return
     try:
         known, count = list(meta["checksums"].get(EVALUATIONS, [])), meta["rows"]
@@ -120,50 +121,51 @@ def write_summary(folder: Path, summary: Mapping[str, Any], evaluations: str) ->
     Args:
       folder: the run folder.
       summary: the results.
-      evaluations: the checksum of the evaluations, as `checksums` has it.
+      evaluations: the checksum of all evaluations, from `checksums`.
     """
-    made_from = {"metrics.jsonl": evaluations}
+    inputs = {"metrics.jsonl": evaluations}
     if clients := files.checksum(folder / "clients.csv"):
-        made_from["clients.csv"] = clients
-    content = files.sealed(plain_numbers(summary) | {MADE_FROM: made_from})
+        inputs["clients.csv"] = clients
+    content = files.sealed(plain_numbers(summary) | {INPUTS: inputs})
     with files.atomic_write(folder / "summary.json") as path:
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_summary(folder: Path | str) -> dict[str, Any]:
-    """Return the summary of a finished run.
+    """Read the summary of a finished run.
 
     Raises:
-      UserError: the folder holds no readable ``summary.json``, or it and the files that it was made from are not those
-        that were written.
+      UserError: the folder has no readable ``summary.json``, or this file or its inputs have changed.
     """
     path = Path(folder) / "summary.json"
     try:
         summary = files.unsealed(files.parse_json(files.read_text(path)))
     except OSError as error:
-        raise UserError(f"{folder} is no finished run ({path.name}: {error.strerror})") from None
+        raise UserError(f"{folder} is not a finished run ({path.name}: {error.strerror})") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error})") from None
-    if made_from := summary.pop(MADE_FROM, None):
+    if inputs := summary.pop(INPUTS, None):
         read_rows(folder)
         clients = files.checksum(path.with_name("clients.csv"))
-        if clients not in (None, made_from.get("clients.csv")):
-            raise UserError(f"{path.with_name('clients.csv')} is damaged (it is not that of summary.json): {REMEDY}")
+        if clients not in (None, inputs.get("clients.csv")):
+            raise UserError(
+                f"{path.with_name('clients.csv')} is damaged (it does not belong to summary.json): {REMEDY}"
+            )
     return summary
 
 
-def _made_from(folder: Path) -> dict[str, str]:
-    """Return the checksums of the files that a summary was made from; none if there is no whole summary with some."""
+def _inputs_of_summary(folder: Path) -> dict[str, str]:
+    """The checksums of the files from which a summary was computed; empty without an intact summary."""
     try:
-        return files.unsealed(files.parse_json(files.read_text(folder / "summary.json"))).get(MADE_FROM) or {}
+        return files.unsealed(files.parse_json(files.read_text(folder / "summary.json"))).get(INPUTS) or {}
     except (OSError, ValueError):
         return {}
 
 
 def best_row(rows: Sequence[MetricsRow]) -> MetricsRow | None:
-    """Return the first evaluation with the best validation accuracy, or test accuracy if no row has one; None if none.
+    """The first evaluation with the best validation accuracy, or test accuracy if there is no validation.
 
-    Accuracies that are missing or not finite do not count.
+    Missing accuracies do not count; without any the result is None.
     """
     name = _held_out("accuracy", rows)
     known = [row for row in rows if row.get(name) is not None]
@@ -171,9 +173,9 @@ def best_row(rows: Sequence[MetricsRow]) -> MetricsRow | None:
 
 
 def without_better_loss(rows: Sequence[MetricsRow]) -> int:
-    """Return how many evaluations have come since the one with the lowest validation loss (or test loss, if none).
+    """Number of evaluations since the one with the lowest validation loss, or test loss if there is no validation.
 
-    A loss that is missing or not finite is not lower.
+    A missing loss is not lower.
     """
     name = _held_out("loss", rows)
     known = [(row[name], number) for number, row in enumerate(rows) if row.get(name) is not None]
@@ -181,12 +183,12 @@ def without_better_loss(rows: Sequence[MetricsRow]) -> int:
 
 
 def _held_out(name: str, rows: Sequence[MetricsRow]) -> str:
-    """Return the column that judges a model without training samples: validation if there is any, else test."""
+    """The column of a measure on samples not used for training: validation if there is any, otherwise test."""
     return f"validation_{name}" if any(f"validation_{name}" in row for row in rows) else name
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return a value that JSON can hold: Python's own numbers, and None where one is not finite."""
+    """Convert a value for JSON: NumPy and JAX numbers to Python's, and numbers that are not finite to None."""
     if isinstance(value, Mapping):
         return {name: plain_numbers(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -197,17 +199,17 @@ def plain_numbers(value: Any) -> Any:
 
 
 def _is_row(row: Any) -> bool:
-    """Return whether a value that was read is an evaluation: numbers by name, among them the round."""
+    """Whether a value from a file is an evaluation: numbers by name, including the round."""
     if not isinstance(row, dict) or type(row.get("round")) is not int:
         return False
     return all(value is None or isinstance(value, int | float) for value in row.values())
 
 
 def line_of(row: MetricsRow) -> str:
-    """Return an evaluation as a line of ``metrics.jsonl``."""
+    """An evaluation as a line of ``metrics.jsonl``."""
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def csv_writer(file: TextIO, columns: Iterable[str]) -> csv.DictWriter:
-    """Return a writer of rows with these columns."""
+    """A CSV writer of rows with these columns."""
     return csv.DictWriter(file, list(columns), lineterminator="\n")

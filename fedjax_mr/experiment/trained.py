@@ -1,4 +1,4 @@
-"""A trained network by itself: its predictions for raw samples, and a folder that needs nothing of this package."""
+"""A trained network: its predictions for raw samples, and its export into a folder that loads without this package."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ class TrainedNetwork:
       model: the network.
       variables: its Flax collections.
       samples: the kind of samples that it was trained on.
-      origin: what to say about where it comes from, by name: strategy, round, client.
+      origin: its origin by name: strategy, round, client.
     """
 
     model: Model
@@ -40,22 +40,22 @@ class TrainedNetwork:
     origin: dict[str, Any]
 
     def predict(self, x: Any) -> np.ndarray:
-        """Return the class probabilities [n, C] of samples [n, ...], which are normalised here.
+        """Compute the class probabilities [n, C] of raw samples [n, ...], which are normalised here.
 
         Args:
-          x: the samples as the source gives them: bytes as 0..255, floats in the range of the training samples.
+          x: the samples as the source has them: bytes in 0..255, floats in the range of the training samples.
 
         Raises:
-          UserError: they are of another shape or type, or in another range.
+          UserError: the samples have another shape, type or range.
         """
         x = self.samples.samples(x)
         size = max(1, min(evaluation_batch(), len(x)))
-        found = [np.zeros((0, self.samples.num_classes), np.float32)]
+        batches = [np.zeros((0, self.samples.num_classes), np.float32)]
         for first in range(0, len(x), size):
             batch = x[first : first + size]
             filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch), axis=0)])
-            found.append(np.asarray(self._probabilities(self.variables, filled))[: len(batch)])
-        return np.concatenate(found)
+            batches.append(np.asarray(self._probabilities(self.variables, filled))[: len(batch)])
+        return np.concatenate(batches)
 
     @functools.cached_property
     def _probabilities(self) -> Callable[[Variables, np.ndarray], jax.Array]:
@@ -69,32 +69,32 @@ class TrainedNetwork:
         return jax.jit(probabilities)
 
     def export(self, folder: Path | str) -> Path:
-        """Write a folder that loads with orbax and Flax alone, and return it.
+        """Write a folder that loads with only orbax and Flax, and return its path.
 
-        It holds ``variables`` (orbax), ``network.json`` (class, fields, normalisation), ``example.py`` and
+        It contains ``variables`` (orbax), ``network.json`` (class, fields, normalisation), ``example.py`` and
         ``README.md``.
 
         Raises:
           UserError: the folder is not empty, or cannot be written.
         """
         folder, texts = Path(folder), self._texts()
-        made: list[Path] = []
+        created: list[Path] = []
         try:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise UserError(f"{folder} is there already and not empty: choose a new folder")
-            made = files.make_folder(folder)
+                raise UserError(f"{folder} already exists and is not empty: choose a new folder")
+            created = files.make_folder(folder)
             save_arrays(folder / "variables", self.variables)
             for name, text in texts.items():
                 with files.atomic_write(folder / name) as path:
                     path.write_text(text, encoding="utf-8")
         except OSError as error:
-            if made:
-                shutil.rmtree(made[-1], ignore_errors=True)
+            if created:
+                shutil.rmtree(created[-1], ignore_errors=True)
             raise UserError(f"cannot write into {folder} ({error.strerror or error})") from None
         return folder
 
     def _in_evaluation_mode(self) -> tuple[Any, dict[str, Any]]:
-        """Return the module as it predicts, and the arguments that its call takes beside the samples."""
+        """The module in evaluation mode, and the arguments of its call beside the samples."""
         x = jax.ShapeDtypeStruct((1, *self.model.input_shape), self.model.input_dtype)
 
         def call(module: Any, **switches: Any) -> tuple[Any, dict[str, Any]]:
@@ -104,7 +104,7 @@ class TrainedNetwork:
         return calls.in_mode(call, self.model.module, "__call__", train=False)
 
     def _texts(self) -> dict[str, str]:
-        """Return the files beside the variables by name."""
+        """The content of the files beside the variables, by name."""
         module, arguments = self._in_evaluation_mode()
         kind, samples = type(module), self.samples
         scale, shift = scale_and_shift(samples.mean, samples.std, samples.dtype)
@@ -128,11 +128,11 @@ class TrainedNetwork:
             "parameters": self.model.num_parameters(),
         } | self.origin
         open_fields = [f"{name} ({_name(value)})" for name, value in fields.items() if not _is_plain(value)]
-        note = "needs fedjax_mr installed, for this class alone" if ours else "your own: put its file beside this one"
+        note = "requires fedjax_mr, only for this class" if ours else "your own class: put its file beside this one"
         words = {
             "PLACE": place,
             "CLASS": kind.__name__,
-            "MADE": ", ".join(
+            "ARGUMENTS": ", ".join(
                 f"{name}={value!r}" if _is_plain(value) else f"{name}=..." for name, value in fields.items()
             ),
             "OPEN": f"  # fill in {', '.join(open_fields)}" if open_fields else "",
@@ -153,7 +153,7 @@ class TrainedNetwork:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON, and Python by its repr, can say what a value is."""
+    """Whether JSON, and Python's repr, can represent a value."""
     return isinstance(value, PLAIN) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
 
 
@@ -162,10 +162,10 @@ def _name(value: Any) -> str:
 
 
 def _script(kind: type) -> str:
-    """Return the name of the file in which a class of the running script was defined."""
+    """The name of the file that defines a class of the running script."""
     try:
         return Path(inspect.getfile(kind)).stem
-    except (TypeError, OSError):  # typed into a console
+    except (TypeError, OSError):  # defined in a console
         return "your_file"
 
 
@@ -184,9 +184,9 @@ from @PLACE@ import @CLASS@  # @NOTE@
 folder = Path(__file__).resolve().parent
 network = json.loads((folder / "network.json").read_text())
 variables = orbax.checkpoint.StandardCheckpointer().restore(folder / "variables")
-module = @CLASS@(@MADE@)@OPEN@
+module = @CLASS@(@ARGUMENTS@)@OPEN@
 
-# Samples as the source gives them, [n, @SHAPE@]: @KIND@.
+# Raw samples as the source has them, [n, @SHAPE@]: @KIND@.
 x = np.load(sys.argv[1]) if len(sys.argv) > 1 else np.zeros((1, *network["input_shape"]), network["input_dtype"])
 normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])
 probabilities = jax.nn.softmax(module.apply(variables, normalised@CALLED@))
@@ -206,5 +206,5 @@ README = """# @NAME@
 - `example.py`: `python example.py [SAMPLES.npy]` prints the probabilities of the @CLASSES@ classes for samples
   [n, @SHAPE@], @KIND@.
 
-The class of the network is `@PLACE@.@CLASS@` (@NOTE@). The variables need orbax alone.
+The class of the network is `@PLACE@.@CLASS@` (@NOTE@). The variables need only orbax.
 """

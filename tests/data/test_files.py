@@ -87,5 +87,5 @@ def test_without_a_home_there_is_no_cache_and_a_path_in_it_is_one_line(monkeypat
     assert files.cache_folder() == Path("/cache/fedjax_mr")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert files.cache_folder() is None
-    with pytest.raises(UserError, match="~/data: the home folder is unknown; set HOME, or give the whole path"):
+    with pytest.raises(UserError, match="~/data: the home folder is unknown; set HOME, or use an absolute path"):
         files.expanded("~/data")

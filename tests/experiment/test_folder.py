@@ -224,7 +224,7 @@ def test_a_run_folder_with_a_link_in_it_is_refused_and_what_it_leads_to_stays(na
     (path / name).symlink_to(target)
     before = {each: each.stat().st_mtime_ns for each in [target, *target.rglob("*")]}
     for call in (lambda: RunFolder.open(Config(run_dir="a", resume=True)), lambda: load("a"), lambda: runs.read(["a"])):
-        assert error_of(call).startswith(f"a/{name} is a symbolic link, and a run folder must hold its files itself")
+        assert error_of(call).startswith(f"a/{name} is a symbolic link, and a run folder must contain its files itself")
     assert before == {each: each.stat().st_mtime_ns for each in [target, *target.rglob("*")]}
 
 
@@ -422,12 +422,12 @@ WRONG_METRICS = {  # of a run whose checkpoint counts 2 of its 3 rows -> what is
     "a row in the middle": (lambda path: path.write_text(LINE + json.dumps(row(15)) + "\n"), "has 1 evaluations"),
     "one row twice": (
         lambda path: path.write_text(LINE + path.read_text()),
-        "line 2 is of round 5, but has to be of one after 5",
+        "line 2 is of round 5, but the line before is of round 5",
     ),
-    "rows without anything": (lambda path: path.write_text("{}\n{}\n"), "line 1 is no evaluation"),
-    "lists": (lambda path: path.write_text(LINE + "[1,2]\n"), "line 2 is no evaluation"),
-    "a round that is no number": (lambda path: path.write_text('{"round": "5"}\n'), "line 1 is no evaluation"),
-    "texts": (lambda path: path.write_text(LINE.replace("0.05", '"much"')), "line 1 is no evaluation"),
+    "rows without anything": (lambda path: path.write_text("{}\n{}\n"), "line 1 is not an evaluation"),
+    "lists": (lambda path: path.write_text(LINE + "[1,2]\n"), "line 2 is not an evaluation"),
+    "a round that is no number": (lambda path: path.write_text('{"round": "5"}\n'), "line 1 is not an evaluation"),
+    "texts": (lambda path: path.write_text(LINE.replace("0.05", '"much"')), "line 1 is not an evaluation"),
     "columns": (
         lambda path: path.write_text('{"round": 5}\n{"round": 10}\n'),
         "round 5 has no accuracy, loss, train_loss",

@@ -196,7 +196,7 @@ def test_the_exported_folder_predicts_by_itself(trained):
     folder = saved.export("out")
     np.save("some.npy", X[:5])
     np.testing.assert_allclose(run_example(folder, "some.npy"), saved.predict(X[:5]), rtol=1e-4)
-    assert "is there already and not empty" in refusal(saved.export, "out")
+    assert "already exists and is not empty" in refusal(saved.export, "out")
     assert {path.name for path in folder.iterdir()} == {"variables", "network.json", "example.py", "README.md"}
 
 
