@@ -183,12 +183,12 @@ def _membership() -> Processes:
     state = _coordination_state()
     if state.client is None or state.num_processes == 1:
         return ALONE
-    place = state.client, state.process_id, state.num_processes
-    return Processes(state.process_id, state.num_processes, state.client, heartbeats.watch(*place))
+    place = state.process_id, state.num_processes
+    return Processes(*place, state.client, heartbeats.watch(state.client, *place))
 
 
 def _coordination_state() -> Any:
-    """JAX's state of the coordination service: the client, the number of this process, the number of processes."""
+    """JAX's connection to the coordination service: the client, the process's number, the number of processes."""
     try:
         from jax._src.distributed import global_state
     except ImportError:
