@@ -109,7 +109,7 @@ def bad(files):
         "different lengths": (["--dataset=lengths.npz"], "40 samples but 39 labels"),
         "empty npz": (["--dataset=empty.npz"], "empty, truncated or no .npz file"),
         "a table": (["--dataset=mine.csv"], 'pd.read_csv("mine.csv"); np.savez("mine.npz", '),
-        "a folder": (["--dataset=./leaf"], "./leaf is no data set: one's own data come as an .npz file"),
+        "a folder": (["--dataset=./leaf"], "./leaf is not a dataset: pass an .npz file with arrays x and y"),
         "missing npz": (["--dataset=absent.npz"], "absent.npz does not exist"),
         "truncated json": (["--dataset=femnist", "--data_dir=leaf"], "empty, truncated or no LEAF file"),
         "no leaf folder": (["--dataset=shakespeare"], "shakespeare needs --data_dir"),

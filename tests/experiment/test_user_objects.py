@@ -169,7 +169,7 @@ def test_it_goes_on_where_it_was_stopped(trained, monkeypatch, equal):
     monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
     with pytest.raises(Interrupted, match=r"fmr.load\('a'\).resume\(dataset=..., model=...\) in Python"):
         fmr.run(fmr.Config(**SMALL, run_dir="a"), dataset=MINE, model=Net([6, 5]))
-    assert "given in Python" in refusal(fmr.load("a").resume, dataset=MINE)
+    assert "was passed as a Python object" in refusal(fmr.load("a").resume, dataset=MINE)
     assert "dataset= is my_blobs:" in refusal(fmr.load("a").resume, dataset=OTHER, model=Net([6, 5]))
     assert "model= is Net:" in refusal(fmr.load("a").resume, dataset=MINE, model=Net([6, 6]))
     resumed = fmr.load("a").resume(dataset=MINE, model=Net([6, 5]))
@@ -239,7 +239,7 @@ def test_the_command_exports_networks_of_ours(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, message", [
-    ("moon", "moon: Net has no method 'features', which is needed here: give the module both features(x)"),
+    ("moon", "moon: Net has no method 'features', which is needed here: define features(x)"),
     ("fedgen", "fedgen: Net has no method 'features'"),
     ("fedgh", "fedgh: Net has no method 'features'"),
     ("pfedhr", "Net cannot be decomposed into blocks: derive its class from fedjax_mr.BlockNet"),
