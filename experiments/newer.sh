@@ -8,7 +8,7 @@
 # same command continues the queue after any interruption. SWEEP_FLAGS=--kept=experiments/results leaves out the runs
 # whose metrics are kept.
 #
-# python -m fedjax_mr.analysis results FOLDER/digits --name=digits_newer_300 (and so on) then keeps the metrics.
+# python experiments/record.py keep FOLDER/digits --name=digits_newer_300 (and so on) then keeps the metrics.
 set -euo pipefail
 data="$1" folder="${2:-runs/newer}"
 cd "$(dirname "$0")/.."

@@ -7,7 +7,7 @@
 # Finished runs are skipped and broken ones go on, so the same command continues the queue after any interruption.
 # SWEEP_FLAGS=--kept=experiments/results leaves out the runs whose metrics are kept.
 #
-# python -m fedjax_mr.analysis results FOLDER/table --name=digits_personal (and so on) then keeps the metrics.
+# python experiments/record.py keep FOLDER/table --name=digits_personal (and so on) then keeps the metrics.
 set -euo pipefail
 folder="${1:-runs/personal}"
 cd "$(dirname "$0")/.."

@@ -13,8 +13,8 @@
 #   nice taskset -c 0 experiments/record.sh DATA_DIR & nice taskset -c 1 experiments/record.sh DATA_DIR &
 #
 # SWEEP_FLAGS=--kept=experiments/results leaves out the runs whose metrics are kept, and with --dry_run beside it the queue
-# only says what is left. python -m fedjax_mr.analysis results RUN --name=NAME keeps the metrics of an ended run in
-# experiments/results/NAME, and python -m fedjax_mr.analysis record makes the page anew.
+# only says what is left. python experiments/record.py keep RUN --name=NAME adds the metrics of an ended run to
+# experiments/results/NAME.jsonl.gz, and python experiments/record.py brings the pages up to date.
 set -euo pipefail
 data="$1" folder="${2:-runs/record}" division="${3:-}"
 cd "$(dirname "$0")/.."

@@ -4,20 +4,25 @@ import csv
 import functools
 import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr.analysis import papers, record, tables
+from fedjax_mr.analysis import papers, tables
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import kept as tables_of_runs
 from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.folder import run_state
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+sys.path.insert(0, str(EXPERIMENTS))
+
+from record.comparisons import verdict  # noqa: E402 (the scripts of experiments/ are not installed)
+
 # Rounds of the papers' runs as their code has them; fewer are not compared with the papers' numbers.
 PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
 
@@ -64,7 +69,7 @@ class Line(NamedTuple):
         wanted = PAPER_ROUNDS[number.paper]
         if self.config.rounds < wanted:
             return f"not compared: {self.config.rounds} rounds of {wanted}"
-        return record.verdict(self.statistic, number)
+        return verdict(self.statistic, number)
 
     @property
     def compared(self) -> bool:
@@ -102,7 +107,7 @@ def _line(runs: list[RunRecord], published: list[dict[str, str]]) -> Line:
         if flag.startswith(prefix) and value != defaults.get(flag)
     }
     job = {flag: value for flag, value in facts.items() if not flag.startswith(prefix) and flag != "strategy"}
-    states = [run_state(run.path) for run in runs]
+    states = [run.state for run in runs]
     finished = [run for run, state in zip(runs, states, strict=True) if state == "finished"]
     evaluations, size = 0, 0
     for run in finished:
@@ -167,13 +172,12 @@ def costs() -> dict[str, dict[str, str]]:
 def seconds(strategy: str) -> tuple[float, int] | None:
     """Return the median time of a round in rounds of FedAvg, and the number of runs, from the kept runs of one job.
 
-    None where no folder has both methods on the same number of devices.
+    None where no table has both methods on the same number of devices.
     """
     ratios, count = [], 0
-    for folder in sorted((EXPERIMENTS / "results").iterdir()):
+    for table in sorted((EXPERIMENTS / "results").glob(f"*{tables_of_runs.SUFFIX}")):
         found: dict[tuple, list[float]] = {}
-        for path in folder.glob("*/summary.json"):
-            summary = json.loads(path.read_text(encoding="utf-8"))
+        for summary in (run.summary for run in tables_of_runs.read(table).values() if run.summary is not None):
             key = (summary["strategy"], summary["model"], len(summary["devices"]))
             found.setdefault(key, []).append(summary["seconds_per_round"])
         for (name, *job), times in found.items():

@@ -2,19 +2,15 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from fedjax_mr.analysis import (
     best,
-    choices,
     clients,
     curves,
     landscape,
-    origins,
     reassembly,
-    record,
-    results,
     seconds,
     similarity,
     spread,
@@ -23,6 +19,8 @@ from fedjax_mr.analysis import (
 )
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import imports, interrupts
+
+PROGRAM = "python -m fedjax_mr.analysis"
 
 
 class Command(Protocol):
@@ -37,14 +35,10 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Any] = {
     "best": best,
-    "choices": choices,
     "clients": clients,
     "curves": curves,
     "landscape": landscape,
-    "origins": origins,
     "reassembly": reassembly,
-    "record": record,
-    "results": results,
     "seconds": seconds,
     "similarity": similarity,
     "spread": spread,
@@ -54,28 +48,37 @@ COMMANDS: dict[str, Any] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are UserErrors."""
+    """A parser that raises UserError for a bad command line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help tells more)")
+        raise UserError(f"{message} (see --help)")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, commands: Mapping[str, Any] = COMMANDS, program: str = PROGRAM
+) -> int:
     """Run a command and return the exit code: 0, or 2 for bad input.
 
     Args:
-      arguments: without the program's name; None reads the command line.
+      arguments: the command line without the name of the program. Default: that of the process.
+      commands: modules that are `Command`, by name.
+      program: what users type before the name of a command.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not arguments or arguments[0] in ("-h", "-help", "--help"):
-            print(usage())
+            print(usage(commands, program))
             return 0 if arguments else 2
         name, *rest = arguments
-        if name not in COMMANDS:
-            raise unknown_name("analysis", name, COMMANDS)
-        command: Command = COMMANDS[name]
-        parser = _Parser(prog=f"python -m fedjax_mr.analysis {name}", description=command.__doc__, allow_abbrev=False)
+        if name not in commands:
+            raise unknown_name("command", name, commands)
+        command: Command = commands[name]
+        parser = _Parser(
+            prog=f"{program} {name}",
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         command.add_arguments(parser)
         parser.add_argument(
             "--import", dest="imports", action="append", default=[], metavar="FILE", help="Python file with own methods"
@@ -92,12 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def usage() -> str:
-    """Return the list of the commands."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {(each.__doc__ or '').splitlines()[0]}" for name, each in COMMANDS.items()]
-    head = "usage: python -m fedjax_mr.analysis COMMAND RUN ... [--option=value ...]"
-    return "\n".join([head, "       COMMAND --help tells more; RUN is a run folder", "", *lines])
+def usage(commands: Mapping[str, Any] = COMMANDS, program: str = PROGRAM) -> str:
+    """List the commands."""
+    width = max(map(len, commands))
+    lines = [f"  {name.ljust(width)}  {(each.__doc__ or '').splitlines()[0]}" for name, each in commands.items()]
+    head = f"usage: {program} COMMAND RUN ... [--option=value ...]"
+    return "\n".join([head, "       COMMAND --help describes one command; RUN is a run folder", "", *lines])
 
 
 if __name__ == "__main__":

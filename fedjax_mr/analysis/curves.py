@@ -19,7 +19,6 @@ from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.folder import run_state
 
 LABELS = {
     "accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)",
@@ -124,8 +123,8 @@ class _Curve(NamedTuple):
 
 
 def _curve(members: Sequence[RunRecord], column: str) -> _Curve:
-    diverged = [_history(run, column) for run in members if run_state(run.path) == "diverged"]
-    others = [_history(run, column) for run in members if run_state(run.path) != "diverged"]
+    diverged = [_history(run, column) for run in members if run.state == "diverged"]
+    others = [_history(run, column) for run in members if run.state != "diverged"]
     ends = [
         max((at, value) for at, value in each.items() if math.isfinite(value))
         for each in diverged
@@ -141,9 +140,8 @@ def _curve(members: Sequence[RunRecord], column: str) -> _Curve:
 
 def _history(run: RunRecord, column: str) -> dict[int, float]:
     """Return a column by round; a run may diverge before its first evaluation, and has none then."""
-    if run_state(run.path) == "diverged" and not (run.path / "metrics.jsonl").exists():
-        return {}
-    return {row["round"]: _value(run, row, column) for row in run.rows()}
+    rows = run.rows_so_far() if run.state == "diverged" else run.rows()
+    return {row["round"]: _value(run, row, column) for row in rows}
 
 
 def _mean(histories: Sequence[dict[int, float]]) -> tuple[Sequence[float], ...]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from fedjax_mr.analysis import groups
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.folder import read_rows, run_state
 
 if TYPE_CHECKING:
     import pandas
@@ -40,9 +39,8 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pandas.DataFrame":
             "method": titles.method(facts),
             "strategy": run.config.strategy,
             "seed": run.config.seed,
-            "state": run_state(run.path),
+            "state": run.state,
             **{flag: facts.get(flag) for flag in varied},
         }
-        evaluated = (run.path / "metrics.jsonl").exists()
-        rows += [same | row for row in (read_rows(run.path) if evaluated else [])]
+        rows += [same | row for row in run.rows_so_far()]
     return pandas.DataFrame(rows)

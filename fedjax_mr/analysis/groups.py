@@ -12,11 +12,12 @@ from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
+from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.folder import STATES, run_state
+from fedjax_mr.experiment.folder import STATES
 
 VALIDATION = "validation_accuracy"
+RUNS = "run folder, table of kept runs (NAME.jsonl.gz), TABLE/PATTERN for some of its runs, or folder that holds some"
 
 
 class Statistic(NamedTuple):
@@ -40,7 +41,7 @@ class Statistic(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run folders of a command that joins the seeds of a setting."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder that holds some")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
 
 
 # --- Runs and their settings ------------------------------------------------------------------------------------------
@@ -56,11 +57,10 @@ def find(paths: Iterable[Path | str]) -> list[RunRecord]:
     """
     ordered: dict[Path, None] = {}
     for path in map(Path, paths):
-        folders = sorted(each.parent for each in path.rglob("config.json"))
-        if not folders:
-            raise UserError(f"{path} is no run folder and holds none (no config.json)")
-        found = runs.read(list(map(str, folders)))
-        ordered |= dict.fromkeys(run.path for run in sorted(found, key=_order))
+        inside = kept.find(path)
+        if not inside:
+            raise UserError(f"{path} is not a run folder and holds none (no config.json, no NAME{kept.SUFFIX})")
+        ordered |= dict.fromkeys(run.path for run in sorted(runs.read(list(map(str, inside))), key=_order))
     return runs.read(list(map(str, ordered)))
 
 
@@ -83,7 +83,7 @@ def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[R
     """
     once = {
         json.dumps([titles.facts(run.config), *seeds(run.config)]): run.path
-        for run in sorted(chosen, key=lambda run: STATES.index(run_state(run.path)))
+        for run in sorted(chosen, key=lambda run: STATES.index(run.state))
     }
     chosen = [run for run in chosen if run.path in once.values()]
     decisive = [titles.facts(run.config) for run in chosen]
@@ -141,7 +141,7 @@ def by_seed(runs: Sequence[RunRecord]) -> dict[str, float]:
     found = {}
     for run in sorted(runs, key=lambda run: seeds(run.config)):
         seed, partition_seed = seeds(run.config)
-        if run_state(run.path) == "finished":
+        if run.state == "finished":
             name = str(seed) if seed == partition_seed else f"{seed}/{partition_seed}"
             found[name] = 100 * float(run.summary()["accuracy_mean_last_10"])
     return found
@@ -184,11 +184,11 @@ class Tried(NamedTuple):
 
     def count(self, state: str) -> int:
         """Return how many of the runs are in a state of `STATES`."""
-        return sum(run_state(run.path) == state for run in self.runs)
+        return sum(run.state == state for run in self.runs)
 
     def finished(self) -> dict[str, RunRecord]:
         """Return the finished runs by their seeds."""
-        return {str(seeds(run.config)): run for run in self.runs if run_state(run.path) == "finished"}
+        return {str(seeds(run.config)): run for run in self.runs if run.state == "finished"}
 
     def lacks_validation(self) -> bool:
         """Return whether a finished run has no validation accuracy."""
@@ -229,7 +229,7 @@ def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
         values = {flag: known[flag] for flag in over if flag in known}
         rest = {flag: value for flag, value in setting.items() if flag not in over}
         grids.setdefault(json.dumps(rest), (rest, []))[1].append(Tried(values, members))
-    finished = [run for run in chosen if run_state(run.path) == "finished"]
+    finished = [run for run in chosen if run.state == "finished"]
     if finished and not any(_validated(run) for run in finished):
         raise UserError(f"{finished[0].path} has no {VALIDATION}: train with --validation_share")
     return [Choice(setting, tried, _best(tried)) for setting, tried in grids.values()]

@@ -29,10 +29,12 @@ from fedjax_mr.analysis import plots, runs, tables
 from fedjax_mr.data import files
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import kept, titles
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Model, Variables
 
+SHARPNESS = "sharpness.json"  # the numbers, by a name of the run that is the same on every machine
 BATCH = 500  # samples per step of the loss
 SIDE_BY_SIDE = {"cpu": 1}  # points that one call computes; convolutions whose kernels differ are slow there
 ELSEWHERE = 32
@@ -95,14 +97,18 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], fo
         sharpness = around.sharpness(
             jax.random.fold_in(key, 100), radius=arguments.sharpness_radius, count=arguments.sharpness_directions
         )
-        sharp[kept.folder_name(run.config)] = {"round": trained.round, "loss": around.loss(), **sharpness._asdict()}
+        sharp[configuration.portable_name(run.config)] = {
+            "round": trained.round,
+            "loss": around.loss(),
+            **sharpness._asdict(),
+        }
         rows.append((run.name, str(trained.round), f"{around.loss():.4f}", *(f"{number:.4g}" for number in sharpness)))
     name = f"landscape{arguments.dimensions}d"
     with files.atomic_write(folder / f"{name}.npz") as whole:
         np.savez(whole, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
     how = ("of", "samples", "sharpness_radius", "sharpness_directions", "seed")
     facts = {flag: getattr(arguments, flag) for flag in how} | {"runs": sharp}
-    with files.atomic_write(folder / kept.SHARPNESS) as whole:
+    with files.atomic_write(folder / SHARPNESS) as whole:
         whole.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     label, path = f"{arguments.of} loss (nats)", folder / f"{name}.{arguments.format}"
     shown = dict(zip(titles.runs([run.config for run in chosen]), surfaces.values(), strict=True))
@@ -113,7 +119,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], fo
     else:
         plots.surfaces(shown, steps, path, label=label)
     print(tables.aligned(rows))
-    print(f"drawn in {path}, kept in {folder / name}.npz and {folder / kept.SHARPNESS}")
+    print(f"drawn in {path}, kept in {folder / name}.npz and {folder / SHARPNESS}")
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -16,12 +16,12 @@ from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
+from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.build import build_model, build_rounds
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
-from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary
+from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary, run_state
 from fedjax_mr.models import Model, Variables
 
 
@@ -39,16 +39,25 @@ class RunRecord:
     name: str
     config: Config
 
+    @property
+    def state(self) -> str:
+        """How far the run is: ``new``, ``started``, ``diverged`` or ``finished``."""
+        return run_state(self.path)
+
     def rows(self) -> list[MetricsRow]:
-        """Return the evaluations, ascending; numbers that were not finite are None.
+        """Evaluations in ascending order; numbers that were not finite are None.
 
         Raises:
-          UserError: there is none.
+          UserError: there is none, or they are damaged.
         """
         rows = read_rows(self.path)
         if not rows:
             raise UserError(f"{self.path} has no evaluation yet")
         return rows
+
+    def rows_so_far(self) -> list[MetricsRow]:
+        """As `rows`, but empty for a run that was not evaluated yet, or that diverged before its first evaluation."""
+        return read_rows(self.path) if kept.run(self.path) or (self.path / "metrics.jsonl").exists() else []
 
     def summary(self) -> dict[str, Any]:
         """Return the results of the run.
@@ -80,7 +89,7 @@ class Trained(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
     """Add the run folders to a command's arguments."""
-    parser.add_argument("runs", nargs="+" if several else 1, metavar="RUN", help="run folder")
+    parser.add_argument("runs", nargs="+" if several else 1, metavar="RUN", help="run folder, or TABLE/RUN")
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +105,17 @@ def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read(paths: Sequence[str]) -> list[RunRecord]:
-    """Return the runs in these folders, in order, each with a name of its own.
+    """Read the runs at these paths, in order, each with a name of its own.
+
+    Args:
+      paths: run folders, tables of kept runs (all their runs), or ``TABLE/PATTERN``.
 
     Raises:
-      UserError: one is no run folder, holds links, or is named twice.
+      UserError: a path is not a run folder, holds links, or is named twice; or a table has no such run.
     """
-    folders = [Path(path) for path in paths]
+    folders: list[Path] = []
+    for path in map(Path, paths):
+        folders += kept.find(path) if kept.is_kept(path) else [path]
     for folder in folders:
         files.refuse_links(folder)
     repeated = [path for path, count in collections.Counter(path.resolve() for path in folders).items() if count > 1]
@@ -136,13 +150,15 @@ def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
     Raises:
       UserError: it cannot be made.
     """
+    # Beside a table, as nothing can be written into it.
+    places = list(dict.fromkeys(run.path.parents[1] if kept.is_kept(run.path) else run.path for run in runs))
     if out is not None:
         folder = Path(out)
-    elif len(runs) == 1:
-        folder = runs[0].path / "analysis"
+    elif len(places) == 1:
+        folder = places[0] / "analysis"
     else:
-        folder = Path(os.path.commonpath([run.path.absolute() for run in runs])) / "analysis"
-        folder = Path(os.path.relpath(folder)) if not any(run.path.is_absolute() for run in runs) else folder
+        folder = Path(os.path.commonpath([path.absolute() for path in places])) / "analysis"
+        folder = Path(os.path.relpath(folder)) if not any(path.is_absolute() for path in places) else folder
     try:
         made = files.make_folder(folder)
     except OSError as error:
@@ -181,6 +197,8 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False)
     Raises:
       UserError: the code is not trusted, or something that the run was made with is not there.
     """
+    if kept.is_kept(run.path):
+        raise UserError(f"{run.path} has no models: a table of kept runs holds metrics alone; name a run folder")
     config = configuration.load_code(run.path, trust=trust)
     config = config if data_dir is None else with_data_dir(config, data_dir)
     set_up_jax(devices=1, cohort_size=1)

@@ -13,7 +13,6 @@ from fedjax_mr.analysis import groups, plots, runs, tables
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.folder import run_state
 
 SIDES = {"clients": "clients_seconds_per_round", "server": "server_seconds_per_round"}
 
@@ -80,4 +79,4 @@ def seconds(chosen: Sequence[RunRecord]) -> dict[str, tuple[int, dict[str, Stati
 
 def finished(members: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the finished ones of some runs."""
-    return [run for run in members if run_state(run.path) == "finished"]
+    return [run for run in members if run.state == "finished"]

@@ -15,7 +15,7 @@ from fedjax_mr.analysis import groups, papers
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
-from fedjax_mr.experiment.folder import MetricsRow, run_state
+from fedjax_mr.experiment.folder import MetricsRow
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
 
 # --- Cells -----------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _line(
     setting: dict, chosen: Sequence[RunRecord], target: float | None, published: Sequence[Mapping[str, str]]
 ) -> Line:
     chosen = sorted(chosen, key=lambda run: run.config.seed)
-    states = [run_state(run.path) for run in chosen]
+    states = [run.state for run in chosen]
     ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]
     histories = [run.rows() for run in ended]
     summaries = [summarise(rows, target) for rows in histories]

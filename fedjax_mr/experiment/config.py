@@ -12,7 +12,7 @@ from typing import Any
 from fedjax_mr.data import SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, settings
+from fedjax_mr.experiment import imports, kept, settings
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.registry import USER_OBJECTS, is_supplied
@@ -388,7 +388,8 @@ def load(folder: Path | str) -> Config:
     """
     path = Path(folder) / "config.json"
     try:
-        values = files.unsealed(files.parse_json(files.read_text(path)))
+        kept_run = kept.run(folder)
+        values = kept_run.config if kept_run else files.unsealed(files.parse_json(files.read_text(path)))
         config = _build(values)
         if config.strategy not in STRATEGIES:
             common = {setting.flag for setting in settings.settings_of(Config)}
@@ -432,6 +433,28 @@ def differences(config: Config, saved: Config) -> list[str]:
 def digest(config: Config) -> str:
     """A short hash of all settings that can change results."""
     return hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def portable(config: Config) -> Config:
+    """The configuration without what belongs to one machine: files have their names alone, and no run folder."""
+    last = lambda path: None if path is None else Path(path).name
+    return dataclasses.replace(
+        config,
+        data_dir=None,
+        run_dir=None,
+        compare_to=(),
+        dataset=last(config.dataset),
+        public_from=last(config.public_from),
+        partition_file=last(config.partition_file),
+        architectures_from=tuple(map(last, config.architectures_from)),
+        imports=tuple(map(last, config.imports)),
+    )
+
+
+def portable_name(config: Config) -> str:
+    """A name made from the settings of a run; the same on every machine."""
+    settings = portable(config)
+    return f"{settings.strategy}-seed={settings.seed}-{digest(settings)}"
 
 
 def decisive(config: Config) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fedjax_mr import registry
 from fedjax_mr.data import files, npz
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
+from fedjax_mr.experiment import imports, kept
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.locks import lock
@@ -347,6 +347,8 @@ def damaged_files(folder: Path, meta: Mapping[str, Any]) -> list[str]:
 def run_state(folder: Path | str) -> str:
     """The state of a run folder, one of `STATES`."""
     folder = Path(folder)
+    if kept_run := kept.run(folder):
+        return "diverged" if kept_run.summary is None else "finished"
     for state, name in (("finished", "summary.json"), ("diverged", "diverged.txt")):
         if (folder / name).exists():
             return state

@@ -1,52 +1,111 @@
-"""Runs whose settings and metrics are kept apart from the machine that trained them."""
+"""Tables of kept runs: the settings and metrics of many ended runs in one file, without weights.
 
-import dataclasses
+A table is a gzipped file ``NAME.jsonl.gz`` with one line of JSON per run, sorted by name:
+``{"run": NAME, "config": {...}, "summary": {...}, "rows": [{"round": 5, "accuracy": 0.1, ...}, ...]}``. A diverged run
+has the summary null. A run may also have ``"sharpness"``, the numbers of the command ``landscape``.
+
+Everything that reads run folders reads tables, too: a table counts as a folder of run folders, and the path
+``NAME.jsonl.gz/RUN`` as the folder of one run. `configuration.load`, `read_rows`, `read_summary` and `run_state` look
+here first.
+"""
+
+import fnmatch
+import functools
+import gzip
+import zlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.folder import runs_by_settings
 
-SHARPNESS = "sharpness.json"
-"""What the command ``landscape`` says of runs, by the names of their kept folders; it stands beside these."""
+SUFFIX = ".jsonl.gz"
 
 
-def portable(config: Config) -> Config:
-    """Return a configuration with the names of files alone, whose folders are this machine's, and no run folder."""
-    last = lambda path: None if path is None else Path(path).name
-    return dataclasses.replace(
-        config,
-        data_dir=None,
-        run_dir=None,
-        compare_to=(),
-        dataset=last(config.dataset),
-        public_from=last(config.public_from),
-        partition_file=last(config.partition_file),
-        architectures_from=tuple(map(last, config.architectures_from)),
-        imports=tuple(map(last, config.imports)),
-    )
+class KeptRun(NamedTuple):
+    """One line of a table: what the files of a run folder say, as plain values."""
+
+    config: dict[str, Any]
+    summary: dict[str, Any] | None
+    rows: list[dict[str, Any]]
+    sharpness: dict[str, Any] | None = None
 
 
-def folder_name(config: Config) -> str:
-    """Return the name of a kept run's folder, which says its settings; the same on every machine."""
-    settings = portable(config)
-    return f"{settings.strategy}-seed={settings.seed}-{configuration.digest(settings)}"
+def is_table(path: Path) -> bool:
+    """Whether a path names a table of kept runs."""
+    return path.name.endswith(SUFFIX) and not path.is_dir()
 
 
-class Kept:
-    """The runs that are kept in a folder, at any depth."""
+def is_kept(path: Path) -> bool:
+    """Whether a path names a table of kept runs, or runs in it."""
+    return is_table(path) or is_table(path.parent)
 
-    def __init__(self, folder: str | None) -> None:
-        """Read the settings of all; without a folder there are none.
 
-        Raises:
-          UserError: the folder holds none.
-        """
-        self._by_digest = runs_by_settings(folder, "**") if folder else {}
-        if folder and not self._by_digest:
-            raise UserError(f"--kept={folder} holds no kept run (no config.json): name one such as experiments/results")
+def read(table: Path) -> dict[str, KeptRun]:
+    """Read the runs of a table by name.
 
-    def of(self, config: Config) -> list[Path]:
-        """Return the folders of the runs with the settings of a configuration, wherever its files are."""
-        return self._by_digest.get(configuration.digest(portable(config)), [])
+    Raises:
+      UserError: the table cannot be read, or it is damaged.
+    """
+    try:
+        status = table.stat()
+        return _read(table.absolute(), status.st_mtime_ns, status.st_size)
+    except (EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
+        raise UserError(f"{table} is damaged ({error})") from None
+    except OSError as error:
+        raise UserError(f"cannot read {table} ({error.strerror})") from None
+
+
+@functools.lru_cache(maxsize=256)
+def _read(table: Path, _modified: int, _size: int) -> dict[str, KeptRun]:
+    runs: dict[str, KeptRun] = {}
+    for number, line in enumerate(gzip.decompress(table.read_bytes()).decode().splitlines(), 1):
+        name, kept_run = _parse(files.parse_json(line), number)
+        if name in runs:
+            raise ValueError(f"it has two runs {name}")
+        runs[name] = kept_run
+    return runs
+
+
+def _parse(values: Any, number: int) -> tuple[str, KeptRun]:
+    """The name and the content of line ``number``."""
+    match values:
+        case {"run": str(name), "config": dict(config), "summary": dict() | None as summary, "rows": list(rows)}:
+            return name, KeptRun(config, summary, rows, values.get("sharpness"))
+    raise ValueError(f"line {number} is not a kept run")
+
+
+def run(path: Path | str) -> KeptRun | None:
+    """The kept run at a path ``TABLE/RUN``, or None if the path does not lie in a table.
+
+    Raises:
+      UserError: the table is damaged, or it has no such run.
+    """
+    path = Path(path)
+    if not is_table(path.parent):
+        return None
+    runs = read(path.parent)
+    if path.name not in runs:
+        raise UserError(f"{path.parent} has no run {path.name}")
+    return runs[path.name]
+
+
+def find(path: Path | str) -> list[Path]:
+    """The sorted paths of the runs at a path: run folders, and kept runs as ``TABLE/RUN``.
+
+    Args:
+      path: a run folder, a table, ``TABLE/PATTERN`` for the runs of a table whose names match, or a folder that holds
+        run folders or tables at any depth.
+
+    Raises:
+      UserError: a table cannot be read, is damaged, or has no run that matches.
+    """
+    path = Path(path)
+    if is_table(path):
+        return sorted(path / name for name in read(path))
+    if is_table(path.parent):
+        if not (names := fnmatch.filter(read(path.parent), path.name)):
+            raise UserError(f"{path.parent} has no run {path.name}")
+        return sorted(path.parent / name for name in names)
+    folders = [each.parent for each in path.rglob("config.json")]
+    return sorted([*folders, *(run for table in path.rglob(f"*{SUFFIX}") for run in find(table))])

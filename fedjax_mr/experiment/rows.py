@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.checkpoint import Checkpoints
 
 MetricsRow = dict[str, Any]
@@ -38,6 +39,8 @@ def read_rows(folder: Path | str) -> list[MetricsRow]:
     Raises:
       UserError: the folder has no readable ``metrics.jsonl``, or the evaluations have changed.
     """
+    if kept_run := kept.run(folder):
+        return _possible(kept_run.rows, Path(folder))
     path, checkpoints = Path(folder) / "metrics.jsonl", Checkpoints(Path(folder) / "checkpoints")
     # Read before the evaluations, because a running process may append some.
     newest = next(
@@ -58,6 +61,19 @@ def read_rows(folder: Path | str) -> list[MetricsRow]:
     if in_summary not in (None, sums[-1]):
         raise UserError(f"{path} is damaged (its evaluations do not belong to summary.json): {REMEDY}")
     return rows
+
+
+def _possible(rows: list[Any], path: Path) -> list[MetricsRow]:
+    """The evaluations of a kept run.
+
+    Raises:
+      UserError: some cannot be evaluations.
+    """
+    try:
+        _require_possible(rows)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+    return list(rows)
 
 
 def _require_possible(rows: list[Any]) -> None:
@@ -137,6 +153,8 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
     Raises:
       UserError: the folder has no readable ``summary.json``, or this file or its inputs have changed.
     """
+    if (kept_run := kept.run(folder)) and kept_run.summary is not None:
+        return dict(kept_run.summary)
     path = Path(folder) / "summary.json"
     try:
         summary = files.unsealed(files.parse_json(files.read_text(path)))

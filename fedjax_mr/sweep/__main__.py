@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fedjax_mr.analysis import tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts, manual
+from fedjax_mr.experiment import interrupts, kept, manual
 from fedjax_mr.experiment.resolve import unequal_shares
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.settings import help_of
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe(runs, estimate(runs) if sweep.calibrate else None))
             return 0
         code = run_all(runs, batch_seeds=sweep.batch_seeds)
-        begun = [run.folder for run in runs if (run.folder / "config.json").exists()]
+        begun = [run.folder for run in runs if kept.find(run.folder)]
         if begun:
             print(tables.accuracy_table(begun))
     except (UserError, Interrupted) as reason:

@@ -1,5 +1,6 @@
 """The plan of a sweep: its settings and the resulting runs."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -9,9 +10,9 @@ from typing import Any
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_state, runs_by_settings
-from fedjax_mr.experiment.kept import Kept, portable
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.settings import settings_of, values_of
 from fedjax_mr.strategies.hyper import field
@@ -32,7 +33,7 @@ class Sweep:
     sweep_dir: str = field("runs/sweep", "Folder that holds the run folders", path=True)
     kept: str | None = field(
         None,
-        "Folder of kept metrics, such as experiments/results (made by the command analysis results). Runs in it "
+        "Table of kept runs (NAME.jsonl.gz), or folder that holds tables or run folders. Runs that have ended there "
         "are not trained again",
         path=True,
     )
@@ -116,13 +117,29 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
         folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
         runs.setdefault(digest, PlannedRun(one, choice, folder))
     begun = runs_by_settings(sweep.sweep_dir)  # also by older versions with fewer options, or in another grid
-    kept = Kept(sweep.kept)
+    elsewhere = _kept_runs(sweep.kept) if sweep.kept else {}
     for digest, run in runs.items():
-        folders = [*kept.of(run.config), *begun.get(digest, [])]
+        folders = [*elsewhere.get(configuration.digest(configuration.portable(run.config)), []), *begun.get(digest, [])]
         folders.sort(key=lambda folder: STATES.index(run_state(folder)))
         runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
         _require_whole(runs[digest])
     return sweep, list(runs.values())
+
+
+def _kept_runs(place: str) -> dict[str, list[Path]]:
+    """The runs of --kept by the digest of their settings, whichever machine trained them.
+
+    Raises:
+      UserError: there is none, or a table is damaged.
+    """
+    paths = kept.find(place)
+    if not paths:
+        raise UserError(f"--kept={place} holds no kept run: name a table (NAME.jsonl.gz) or a folder of tables")
+    runs: dict[str, list[Path]] = {}
+    for path in paths:
+        with contextlib.suppress(UserError):  # unreadable, or of a version with other options
+            runs.setdefault(configuration.digest(configuration.portable(configuration.load(path))), []).append(path)
+    return runs
 
 
 def _require_whole(run: PlannedRun) -> None:
@@ -134,7 +151,7 @@ def _require_whole(run: PlannedRun) -> None:
     state = run_state(run.folder)
     if state in ("finished", "diverged"):
         saved = configuration.load(run.folder)
-        if different := configuration.differences(portable(run.config), portable(saved)):
+        if different := configuration.differences(configuration.portable(run.config), configuration.portable(saved)):
             raise UserError(f"{run.folder} holds a run with other settings: {'; '.join(different)}; move it elsewhere")
     if state == "finished":
         read_summary(run.folder)

@@ -13,6 +13,7 @@ from fedjax_mr.experiment.build import architectures
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import fedme
+from record.command import main as record
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +201,7 @@ def divisions(alone):
 
 
 def test_how_many_clients_choose_each_network(divisions, capsys):
-    assert main(["choices", "runs", "--format=csv"]) == 0
+    assert record(["choices", "runs", "--format=csv"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "trained alone,logistic,cnn_digits,mlp,clients,divisions",
         "local,1.5 ± 0.7,0.5 ± 0.7,1.0 ± 1.4,3,2",
@@ -210,7 +211,7 @@ def test_how_many_clients_choose_each_network(divisions, capsys):
 def test_of_two_runs_the_better_one_counts(divisions, alone, capsys):
     for network, value in (("logistic", 0.95), ("cnn_digits", 0.1)):  # at another learning rate
         alone(network, 0, (value,) * 3, lr=0.3)
-    assert main(["choices", "runs", "--format=csv"]) == 0
+    assert record(["choices", "runs", "--format=csv"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "local,2.0 ± 1.4,0.0 ± 0.0,1.0 ± 1.4,3,2"
 
 
@@ -228,12 +229,12 @@ def test_fedme_starts_from_these_choices_whatever_the_seed(divisions):
 
 def test_no_choice_without_all_networks(divisions, alone, capsys):
     missing = alone("mlp", 2, (0.5, 0.5, 0.5))
-    assert main(["choices", "runs"]) == 2
+    assert record(["choices", "runs"]) == 2
     assert f"no finished run trains logistic on the same data as {missing.relative_to(missing.parents[1])}" in (
         capsys.readouterr().err
     )
     other = Config(strategy="fedavg")
     (missing.parent.parent / "others").mkdir()
     configuration.save(other, missing.parent.parent / "others")
-    assert main(["choices", "others"]) == 2
+    assert record(["choices", "others"]) == 2
     assert "none of the runs is a finished one of --strategy=local" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_results_go_where_they_are_asked_for(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["similarty"], "unknown analysis 'similarty'; did you mean 'similarity'?"),
+        (["similarty"], "unknown command 'similarty'; did you mean 'similarity'?"),
         (["similarity"], "required: RUN"),
         (["similarity", "here", "--uot=x"], "unrecognized arguments: --uot=x"),
         (["similarity", "here"], "here is not a run folder: it has no config.json"),

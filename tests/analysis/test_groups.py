@@ -54,5 +54,5 @@ def test_runs_of_a_folder_come_in_the_order_of_their_settings(keep):
 def test_a_folder_without_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    with pytest.raises(UserError, match="empty is no run folder and holds none"):
+    with pytest.raises(UserError, match="empty is not a run folder and holds none"):
         groups.find(["empty"])

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_mr.analysis import landscape, results, runs
+from fedjax_mr.analysis import landscape, runs
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.engine import local
-from fedjax_mr.experiment import kept as kept_runs
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import read_rows
 
 
@@ -98,14 +98,14 @@ def test_the_command(finished, tmp_path, capsys, dimensions, names):
     kept = np.load(tmp_path / f"landscape{dimensions}d.npz")
     assert list(kept["names"]) == names and kept["losses"].shape == (len(names), *[3] * dimensions)
     np.testing.assert_array_equal(kept["steps"], [-1, 0, 1])
-    sharp = json.loads((tmp_path / kept_runs.SHARPNESS).read_text())
+    sharp = json.loads((tmp_path / landscape.SHARPNESS).read_text())
     assert (sharp["of"], sharp["samples"], sharp["sharpness_directions"], sharp["seed"]) == ("test", 0, 2, 0)
     for surface, folder, line in zip(kept["losses"], folders, out.splitlines()[1:], strict=False):
         tested = read_rows(folder)[-1]["loss"]  # the landscape's centre is the model that the run tested
         np.testing.assert_allclose(surface[(1,) * dimensions], tested, rtol=1e-4)
         assert line.split()[:3] == [folder.name, "4", f"{tested:.4f}"]
         assert surface.max() > surface[(1,) * dimensions]
-        numbers = sharp["runs"][results.keep(runs.read([str(folder)])[0], tmp_path).name]
+        numbers = sharp["runs"][configuration.portable_name(runs.read([str(folder)])[0].config)]
         assert line.split()[3] == f"{numbers['rise']:.4g}" and numbers["round"] == 4
     assert (tmp_path / f"landscape{dimensions}d.png").stat().st_size > 10_000
 

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.analysis import origins, runs, similarity, spread
+from fedjax_mr.analysis import runs, similarity, spread
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.strategies import fedmr
+from record import origins
+from record.command import main as record
 
 
 def stacked(federation, network="thin"):
@@ -89,7 +91,7 @@ def test_shares():
 def test_the_commands(still, tmp_path, capsys):
     assert main(["spread", str(still), f"--out={tmp_path}"]) == 0
     assert "still, round 6" in capsys.readouterr().out and (tmp_path / "spread.png").exists()
-    assert main(["origins", str(still), "--back=2"]) == 0
+    assert record(["origins", str(still), "--back=2"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines[1:]] == [["still", "0"], ["still", "1"], ["still", "2"]]
     assert lines[1][2:] == ["1.0000", "0.3333", "1.0000", "2"]
@@ -102,11 +104,21 @@ def test_the_commands(still, tmp_path, capsys):
     [
         (["spread"], "keeps one model"),
         (["spread", "--round=77"], "no checkpoint of round 77"),
-        (["origins"], "only the server's recombination of fedmr"),
-        (["origins", "--back=0"], "--back=0 is too small"),
         (["similarity", "--definition=authors"], "keeps one model"),
     ],
 )
 def test_bad_input(finished, capsys, arguments, message):
     assert main([arguments[0], str(finished("fedavg")), *arguments[1:]]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["origins"], "only the server's recombination of fedmr"),
+        (["origins", "--back=0"], "--back=0 is too small"),
+    ],
+)
+def test_bad_input_of_the_record(finished, capsys, arguments, message):
+    assert record([arguments[0], str(finished("fedavg")), *arguments[1:]]) == 2
     assert message in capsys.readouterr().err

@@ -1,24 +1,25 @@
 """The page of record says what the kept metrics say, and its verdicts follow their rules."""
 
-import json
 from pathlib import Path
 
 import pytest
 import scipy.stats
 
-from fedjax_mr.analysis import claims, record
-from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.folder import COLUMNS
+from fedjax_mr.experiment.kept import KeptRun
+from record import claims, comparisons, keep
+from record.command import main
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 def test_the_page_and_the_flag_files_are_those_of_the_kept_runs(capsys):
-    assert main(["record", "--check", f"--document={EXPERIMENTS / 'RESULTS.md'}"]) == 0
-    assert "say what the kept metrics say" in capsys.readouterr().out
+    assert main(["--check"]) == 0
+    assert "are up to date" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_the_page_and_the_flag_files_are_those_of_the_kept_runs(capsys):
 )
 def test_verdict_beside_a_number(own, paper, verdict):
     published = Published("some", paper, None, "a table")
-    assert record.verdict(cell(own, published).own, published) == verdict
+    assert comparisons.verdict(cell(own, published).own, published) == verdict
 
 
 @pytest.mark.parametrize(
@@ -60,18 +61,18 @@ def test_outcome_of_a_cell_beside_papers_that_disagree(own, papers, outcome):
 
 def cell(own, *published):
     by_seed = {str(seed): value for seed, value in enumerate(own)}
-    return record.Cell("FedMR", "CIFAR-10", "IID", by_seed, [], list(published))
+    return comparisons.Comparison("FedMR", "CIFAR-10", "IID", by_seed, [], list(published))
 
 
 def test_seeds_are_paired():
     """Only common seeds count; the interval of 4, 5, 6 is 5 -+ 4.303 / sqrt(3), Student's quantile of two degrees."""
     better, worse = {"0": 54.0, "1": 65.0, "2": 46.0, "7": 0.0}, {"0": 50.0, "1": 60.0, "2": 40.0, "8": 99.0}
-    found = record.difference(better, worse)
+    found = claims.difference(better, worse)
     assert found is not None and (found.count, found.mean) == (3, 5.0)
     assert found.interval == pytest.approx((5 - 4.302653 / 3**0.5, 5 + 4.302653 / 3**0.5))
     assert found.p_better() == pytest.approx(scipy.stats.ttest_rel([54, 65, 46], [50, 60, 40]).pvalue)
     assert str(found) == "+5.0 [+2.5, +7.5], n = 3"
-    assert record.difference({"0": 1.0}, {"1": 1.0}) is None
+    assert claims.difference({"0": 1.0}, {"1": 1.0}) is None
 
 
 def test_being_level_is_tested_from_both_sides():
@@ -102,7 +103,7 @@ def test_holm():
 )
 def test_verdicts(differences, better, level):
     own = {str(seed): value for seed, value in enumerate(differences)}
-    found = record.difference(own, dict.fromkeys(own, 0.0))
+    found = claims.difference(own, dict.fromkeys(own, 0.0))
     assert found is not None
     assert claims.verdicts([(found, False)]) == [better]
     assert claims.verdicts([(found, True)]) == [level]
@@ -110,7 +111,7 @@ def test_verdicts(differences, better, level):
 
 def test_more_comparisons_make_a_verdict_harder():
     own, none = {"0": 4.0, "1": 5.0, "2": 6.0}, dict.fromkeys("012", 0.0)
-    found, one = record.difference(own, none), record.difference({"0": 4.0}, none)
+    found, one = claims.difference(own, none), claims.difference({"0": 4.0}, none)
     assert found is not None and one is not None
     assert claims.verdicts([(found, False), (one, False)])[0] == "holds (p = 0.013)"
     assert claims.verdicts([(found, False)] * 4) == ["not sure (p = 0.052)"] * 4
@@ -119,13 +120,13 @@ def test_more_comparisons_make_a_verdict_harder():
 def test_settings_of_claims_are_singled_out():
     kept, (first, *_) = EXPERIMENTS / "results", claims.CLAIMS
     assert set(claims.accuracies(first.better, kept, (5, 150))) == {"0"}
-    several = claims.Chosen(first.better.folder, {"strategy": "fedmr"})
+    several = claims.Chosen(first.better.table, {"strategy": "fedmr"})
     with pytest.raises(UserError, match="a second run of its seed"):
         claims.accuracies(several, kept, (5, 150))
     with pytest.raises(UserError, match="no evaluation"):
         claims.accuracies(first.better, kept, (500, 505))
     with pytest.raises(UserError, match="holds no run"):
-        claims.accuracies(claims.Chosen(first.better.folder, {"strategy": "moon"}), kept, (5, 150))
+        claims.accuracies(claims.Chosen(first.better.table, {"strategy": "moon"}), kept, (5, 150))
 
 
 @pytest.fixture
@@ -136,50 +137,53 @@ def folder(tmp_path):
     for file in EXPERIMENTS.glob("*.flags"):
         (folder / file.name).write_text(file.read_text().replace("--flagfile=exp/", f"--flagfile={folder}/"))
     (folder / "RESULTS.md").write_text("Before.\n<!-- record table -->\nold\n<!-- end -->\nAfter.\n")
-    keep(folder, "--strategy=fedmr", accuracy=0.4)
+    keep_run(folder, "--strategy=fedmr", accuracy=0.4)
     return folder
 
 
-def keep(folder, *flags, accuracy, file="cifar100.flags"):
+def keep_run(folder, *flags, accuracy=None, rows=(), file="cifar100.flags"):
+    """Add a run to a table beside the page, diverged if it has no accuracy."""
     config = configuration.parse([f"--flagfile={folder / file}", *flags])
-    kept = folder / "results" / "some" / f"{config.strategy}-{len(list(folder.rglob('config.json')))}"
-    kept.mkdir(parents=True)
-    (kept / "config.json").write_text(json.dumps(configuration.to_json(config)))
     summary = {"accuracy_mean_last_10": accuracy, "rounds": config.rounds, "seconds": 600.0, "devices": ["cpu", "cpu"]}
     summary |= {"bytes_down": 8, "bytes_up": 16 if config.strategy == "scaffold" else 8}
-    (kept / "summary.json").write_text(json.dumps(summary))
-    return kept
+    table = folder / "results" / "some.jsonl.gz"
+    table.parent.mkdir(exist_ok=True)
+    runs = kept.read(table) if table.exists() else {}
+    one = KeptRun(configuration.to_json(config), None if accuracy is None else summary, list(rows))
+    keep.write({**runs, f"run {len(runs)}": one}, table)
 
 
 def test_a_new_run_changes_page_and_flag_file(folder, capsys):
-    page = f"--document={folder / 'RESULTS.md'}"
+    place = f"--folder={folder}"
     before = {path: path.read_text() for path in folder.glob("*.*")}
     with pytest.raises(SystemExit) as ended:
-        main(["record", "--check", page])
+        main(["--check", place])
     assert ended.value.code == 1 and {path: path.read_text() for path in before} == before
-    assert main(["record", page]) == 0
+    assert main([place]) == 0
     text, flags = (folder / "RESULTS.md").read_text(), (folder / "cifar100.flags").read_text()
     assert text.startswith("Before.\n")
     assert "40.0 (n = 1)<br>papers 37.4, 37.0<br>**higher** |" in text
     assert "# Measured: FedMR 40.0 (seed 0); percent" in flags
     assert configuration.parse([f"--flagfile={folder / 'cifar100.flags'}"]).label_mode == "coarse"
-    keep(folder, "--strategy=fedmr", "--seed=1", accuracy=0.38)
-    keep(folder, "--strategy=fedmr", "--seed=2", "--lr=0.02", accuracy=0.9)  # another setting is no part of the record
-    assert main(["record", page]) == 0
+    keep_run(folder, "--strategy=fedmr", "--seed=1", accuracy=0.38)
+    keep_run(
+        folder, "--strategy=fedmr", "--seed=2", "--lr=0.02", accuracy=0.9
+    )  # of another setting
+    assert main([place]) == 0
     assert "39.0 ± 1.4 (n = 2)" in (folder / "RESULTS.md").read_text()
     capsys.readouterr()
-    assert main(["record", "--check", page]) == 0
+    assert main(["--check", place]) == 0
 
 
 def test_the_head_of_a_flag_file_keeps_what_stands_around_its_measured_line(folder, capsys):
-    page = f"--document={folder / 'RESULTS.md'}"
+    place = f"--folder={folder}"
     path = folder / "ablation_fedcross.flags"
     path.write_text("# Expected: much.\n# Measured: old,\n# very old.\n\n# a comment\n--alpha=1.0\n")
     job = ("--alpha=1.0", "--rounds=150", "--strategy=fedcross")
-    keep(folder, *job, "--fedcross_selection=lowest", accuracy=0.5, file="cifar10.flags")
-    keep(folder, *job, "--fedcross_selection=lowest", "--seed=1", accuracy=0.6, file="cifar10.flags")
-    keep(folder, *job, "--fedcross_selection=highest", "--momentum=0.9", accuracy=0.6, file="cifar10.flags")
-    assert main(["record", page]) == 0
+    keep_run(folder, *job, "--fedcross_selection=lowest", accuracy=0.5, file="cifar10.flags")
+    keep_run(folder, *job, "--fedcross_selection=lowest", "--seed=1", accuracy=0.6, file="cifar10.flags")
+    keep_run(folder, *job, "--fedcross_selection=highest", "--momentum=0.9", accuracy=0.6, file="cifar10.flags")
+    assert main([place]) == 0
     assert path.read_text() == (
         "# Expected: much.\n"
         "# Measured: 150 rounds, Dirichlet(1.0), LeNet-5, alpha 0.99: lowest 55.0 ± 7.1 (seeds 0, 1); percent, the "
@@ -187,19 +191,19 @@ def test_the_head_of_a_flag_file_keeps_what_stands_around_its_measured_line(fold
         "\n# a comment\n--alpha=1.0\n"
     )
     path.write_text("--alpha=1.0\n")
-    assert main(["record", page]) == 2
+    assert main([place]) == 2
     assert "has no line that begins with '# Measured:'" in capsys.readouterr().err
 
 
 def test_all_methods_of_a_setting_stand_beside_fedavg(folder):
     page = folder / "RESULTS.md"
     page.write_text("<!-- record setting -->\n<!-- end -->\n")
-    keep(folder, "--strategy=fedavg", accuracy=0.5, file="cifar10.flags")
-    keep(folder, "--strategy=fedprox", accuracy=0.54, file="cifar10.flags")
-    keep(folder, "--strategy=fedavg", "--server_optimizer=adam", accuracy=0.45, file="cifar10.flags")
-    keep(folder, "--strategy=scaffold", accuracy=0.6, file="cifar10.flags")
-    keep(folder, "--strategy=scaffold", "--scaffold_variant=authors", accuracy=0.44, file="cifar10.flags")
-    assert main(["record", f"--document={page}"]) == 0
+    keep_run(folder, "--strategy=fedavg", accuracy=0.5, file="cifar10.flags")
+    keep_run(folder, "--strategy=fedprox", accuracy=0.54, file="cifar10.flags")
+    keep_run(folder, "--strategy=fedavg", "--server_optimizer=adam", accuracy=0.45, file="cifar10.flags")
+    keep_run(folder, "--strategy=scaffold", accuracy=0.6, file="cifar10.flags")
+    keep_run(folder, "--strategy=scaffold", "--scaffold_variant=authors", accuracy=0.44, file="cifar10.flags")
+    assert main([f"--folder={folder}"]) == 0
     _, _, _, scaffold, first, fedavg, second, released, *rest, _ = page.read_text().splitlines()
     assert fedavg == "| FedAvg | 50.0 (n = 1) | 54.4, 52.8 | **lower** |  | 1.0 |"
     ran = "papers ran variant=authors"  # so a number of the other form gets no verdict
@@ -207,7 +211,7 @@ def test_all_methods_of_a_setting_stand_beside_fedavg(folder):
     assert released == "| SCAFFOLD, variant=authors | 44.0 (n = 1) | 54.5 | **lower** | -6.0, n = 1 | 1.5 |"
     assert first == "| FedProx | 54.0 (n = 1) | 54.3, 53.6 | **replicates** | +4.0, n = 1 | 1.0 |"
     assert second == "| FedAdam | 45.0 (n = 1) |  |  | -5.0, n = 1 | 1.0 |"
-    assert len(rest) == len(record.OTHERS) - 4 + 2 and all("not run" in row for row in rest)
+    assert len(rest) == len(comparisons.OTHERS) - 4 + 2 and all("not run" in row for row in rest)
     rates = [row.split(" | ")[0] for row in rest if row.startswith("| FedCross + server momentum")]
     assert rates == ["| FedCross + server momentum", "| FedCross + server momentum, server_lr=1"]
 
@@ -215,9 +219,9 @@ def test_all_methods_of_a_setting_stand_beside_fedavg(folder):
 def test_a_sentence_counts_the_outcomes(folder):
     page = folder / "RESULTS.md"
     page.write_text("<!-- record summary -->\n<!-- end -->\n")
-    keep(folder, "--strategy=fedcross", "--partition=iid", accuracy=0.39)
-    keep(folder, "--strategy=fedavg", "--alpha=0.1", accuracy=0.2, file="cifar10.flags")
-    assert main(["record", f"--document={page}"]) == 0
+    keep_run(folder, "--strategy=fedcross", "--partition=iid", accuracy=0.39)
+    keep_run(folder, "--strategy=fedavg", "--alpha=0.1", accuracy=0.2, file="cifar10.flags")
+    assert main([f"--folder={folder}"]) == 0
     assert page.read_text().splitlines()[1] == (
         "Of 24 cells 3 are run (3 runs): 1 replicates a number of the papers, "
         "1 is higher (FedMR: CIFAR-100, coarse, Dirichlet(0.5)), "
@@ -227,19 +231,17 @@ def test_a_sentence_counts_the_outcomes(folder):
 
 
 def test_longer_runs_stand_beside_what_they_had_reached_before(folder):
-    assert configuration.parse([f"--flagfile={folder / 'cifar10.flags'}"]).rounds == record.USUAL_ROUNDS
+    assert configuration.parse([f"--flagfile={folder / 'cifar10.flags'}"]).rounds == comparisons.USUAL_ROUNDS
     page = folder / "RESULTS.md"
     page.write_text("<!-- record longer -->\n<!-- end -->\n<!-- record cost -->\n<!-- end -->\n")
     for strategy, before, after in (("fedmr", 0.4, 0.55), ("fedavg", 0.45, 0.47)):
-        kept = keep(
-            folder, f"--strategy={strategy}", "--alpha=0.1", "--rounds=1000", accuracy=after, file="cifar10.flags"
-        )
         rows = [
             dict.fromkeys(COLUMNS, 1) | {"round": round, "accuracy": before if round <= 500 else after}
             for round in range(5, 1001, 5)
         ]
-        (kept / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["record", f"--document={page}"]) == 0
+        flags = (f"--strategy={strategy}", "--alpha=0.1", "--rounds=1000")
+        keep_run(folder, *flags, accuracy=after, rows=rows, file="cifar10.flags")
+    assert main([f"--folder={folder}"]) == 0
     _, head, _, fedavg, fedmr, fedcross, *_ = text = page.read_text().splitlines()
     assert head.startswith("| method | after 500 rounds | after 1,000 | papers |")
     assert fedavg == "| FedAvg | 45.0 | 47.0 (n = 1) | 50.7, 46.1 | **replicates v1** |  |"
@@ -251,33 +253,29 @@ def test_longer_runs_stand_beside_what_they_had_reached_before(folder):
 def test_a_diverged_run_is_not_called_not_run(folder):
     page = folder / "RESULTS.md"
     page.write_text("<!-- record setting -->\n<!-- end -->\n<!-- record cost -->\n<!-- end -->\n")
-    kept = keep(folder, "--strategy=moon", accuracy=0.5, file="cifar10.flags")
-    (kept / "summary.json").unlink()
-    (kept / "diverged.txt").write_text("diverged\n")
-    assert main(["record", f"--document={page}"]) == 0
+    keep_run(folder, "--strategy=moon", file="cifar10.flags")
+    assert main([f"--folder={folder}"]) == 0
     assert "| MOON | **diverged** |" in page.read_text() and "| CIFAR-10 | MOON |" not in page.read_text()
 
 
 def test_a_seed_that_diverged_is_counted_beside_the_others(folder):
     page = folder / "RESULTS.md"
     page.write_text("<!-- record setting -->\n<!-- end -->\n")
-    keep(folder, "--strategy=moon", accuracy=0.5, file="cifar10.flags")
-    kept = keep(folder, "--strategy=moon", "--seed=1", accuracy=0.5, file="cifar10.flags")
-    (kept / "summary.json").unlink()
-    (kept / "diverged.txt").write_text("diverged\n")
-    assert main(["record", f"--document={page}"]) == 0
+    keep_run(folder, "--strategy=moon", accuracy=0.5, file="cifar10.flags")
+    keep_run(folder, "--strategy=moon", "--seed=1", file="cifar10.flags")
+    assert main([f"--folder={folder}"]) == 0
     assert "| MOON | 50.0 (n = 1, 1 diverged) |" in page.read_text()
 
 
 def test_unknown_parts_are_refused(folder, capsys):
     (folder / "RESULTS.md").write_text("<!-- record tabel -->\n<!-- end -->\n")
-    assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 2
+    assert main([f"--folder={folder}"]) == 2
     assert "none of table, pairs, setting, claims, cost, headline, summary, longer" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_headline(folder):
-    keep(folder, "--flagfile=" + str(folder / "cifar10.flags"), "--strategy=fedmr", "--alpha=0.5", accuracy=0.6)
+    keep_run(folder, "--flagfile=" + str(folder / "cifar10.flags"), "--strategy=fedmr", "--alpha=0.5", accuracy=0.6)
     readme = folder.parent / "README.md"
     readme.write_text("First.\n<!-- record headline -->\n<!-- end -->\n")
-    assert main(["record", f"--document={folder / 'RESULTS.md'}"]) == 0
+    assert main([f"--folder={folder}"]) == 0
     assert "| FedMR | not run (54.6, 54.2) | 60.0, n = 1 (59.8, 59.1) |" in readme.read_text()

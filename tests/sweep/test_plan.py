@@ -93,7 +93,7 @@ def test_a_sweep_may_come_from_a_flag_file():
         (["--strategies=fedav,fedmr"], ["did you mean 'fedavg'?"]),
         (["--strategies=fedavg,"], ["empty value"]),
         (["--run_dir=x"], ["--sweep_dir"]),
-        (["--kept=nowhere"], ["--kept=nowhere holds no kept run", "experiments/results"]),
+        (["--kept=nowhere"], ["--kept=nowhere holds no kept run", "NAME.jsonl.gz"]),
         (["--sedes=1"], ["did you mean --seeds?"]),
         (["--flagfile=none.flags"], ["cannot read the flag file"]),
     ],

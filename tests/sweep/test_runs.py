@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import sweep
-from fedjax_mr.analysis import results, runs
+from fedjax_mr.analysis import runs
 from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
@@ -26,6 +26,7 @@ from fedjax_mr.sweep.__main__ import main
 from fedjax_mr.sweep.bar import Bar
 from fedjax_mr.sweep.process import last_words, run_in_process
 from fedjax_mr.sweep.runs import batches
+from record.keep import keep
 
 TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", "--noprogress")
 PRODUCT = (*TINY, "--strategies=fedavg,fedmr", "--seeds=0:2", "--grid", "alpha=0.1,0.5", "--sweep_dir=runs")
@@ -62,8 +63,7 @@ def test_runs_whose_metrics_are_kept_are_not_trained_again(trained, capsys):
     asked = trained({"indep": 3})
     own = ["--partition_file=here/own.npz", "--dataset=digits"]
     assert main([*TINY, *own, "--strategies=fedavg,fedmr,indep", "--sweep_dir=before"]) == 3
-    for run in runs.read([str(run.folder) for run in asked]):
-        results.keep(run, Path("results/some"))
+    keep(runs.read([str(run.folder) for run in asked]), Path("results/some.jsonl.gz"))
     again = [*TINY, "--partition_file=there/own.npz", "--data_dir=there", "--sweep_dir=now", "--kept=results"]
     _, planned = sweep.plan([*again, "--strategies=fedavg,fedmr,indep,fedexp"])
     assert [run.folder.parts[0] for run in planned] == ["results", "results", "results", "now"]

@@ -1,0 +1,282 @@
+"""What papers claim of one method beside another, and how surely the kept runs say so.
+
+A claim compares two settings over the seeds that both have; seeds share division, start and cohorts, so their
+differences are paired. That one setting is better is tested by Student's paired t-test, two-sided; that two are as
+good as each other by two one-sided tests against a margin (TOST). The p-values of a table are corrected by Holm's
+method over its comparisons. One seed allows no test, so it has no verdict.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scipy.stats import t as student
+
+from fedjax_mr.analysis import groups, tables
+from fedjax_mr.analysis.groups import Statistic
+from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import kept, titles
+
+LEVEL = 0.95  # of confidence intervals; a claim holds where its p-value is below 1 - LEVEL
+POINTS = 1.5  # the margin: two settings are as good as each other if their means differ by less
+
+
+class Difference(NamedTuple):
+    """One method's accuracies minus another's over the seeds that both have, in points.
+
+    Attributes:
+      count: number of seeds.
+      mean: mean difference.
+      error: standard error of the mean; None with a single seed.
+    """
+
+    count: int
+    mean: float
+    error: float | None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Confidence interval of the mean by Student's t; None with a single seed."""
+        if self.error is None:
+            return None
+        half = float(student.ppf((1 + LEVEL) / 2, self.count - 1)) * self.error
+        return self.mean - half, self.mean + half
+
+    def p_better(self) -> float | None:
+        """Return the p-value of a difference of zero, two-sided; None with a single seed."""
+        return None if self.error is None else min(1.0, 2 * self._beyond(abs(self.mean)))
+
+    def p_level(self) -> float | None:
+        """Return the p-value of a difference of `POINTS` or more: the larger of two one-sided tests."""
+        return None if self.error is None else self._beyond(POINTS - abs(self.mean))
+
+    def _beyond(self, distance: float) -> float:
+        """Return the probability that Student's t is larger than a distance in points."""
+        if not self.error:  # seeds that do not differ at all
+            return 0.0 if distance > 0 else 1.0
+        return float(student.sf(distance / self.error, self.count - 1))
+
+    def __str__(self) -> str:
+        interval = "" if self.interval is None else f" [{self.interval[0]:+.1f}, {self.interval[1]:+.1f}]"
+        return f"{self.mean:+.1f}{interval}, n = {self.count}"
+
+
+def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Difference | None:
+    """Return the mean difference of paired seeds; None without a common seed.
+
+    Args:
+      better: accuracies in percent by seed.
+      worse: those of the other method.
+    """
+    found = [better[seed] - worse[seed] for seed in better if seed in worse]
+    if not found:
+        return None
+    mean, deviation = Statistic.of(found)
+    assert mean is not None
+    return Difference(len(found), mean, None if deviation is None else deviation / len(found) ** 0.5)
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """Return p-values corrected for their number by Holm's method; None is no test and stays None.
+
+    The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than the one before it.
+    """
+    tests = sorted((value, place) for place, value in enumerate(values) if value is not None)
+    found: list[float | None] = [None] * len(values)
+    largest = 0.0
+    for rank, (value, place) in enumerate(tests):
+        found[place] = largest = max(largest, min(1.0, value * (len(tests) - rank)))
+    return found
+
+
+def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
+    """Return the verdicts on the comparisons of a table, whose p-values are corrected together.
+
+    Args:
+      compared: each with whether the claim is that the two are as good as each other; otherwise that the first is
+        better.
+    """
+    corrected = holm([each.p_level() if level else each.p_better() for each, level in compared])
+    return [_verdict(each, level, p) for (each, level), p in zip(compared, corrected, strict=True)]
+
+
+def _verdict(found: Difference, level: bool, p: float | None) -> str:
+    if p is None:
+        return f"one seed: {found.mean:+.1f}"
+    shown = "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+    if p >= 1 - LEVEL:
+        return f"not sure ({shown})"
+    return f"{'holds' if level or found.mean > 0 else 'does not hold'} ({shown})"
+
+
+class Chosen(NamedTuple):
+    """Kept runs of one setting: the name of their table in results/, and flags that select the setting in it."""
+
+    table: str
+    flags: Mapping[str, Any]
+
+
+class Claim(NamedTuple):
+    """A claim, where papers make it, the two settings, and the rounds whose evaluations count."""
+
+    text: str
+    source: str
+    where: str
+    better: Chosen
+    worse: Chosen
+    rounds: tuple[int, int]
+    level: bool = False  # claimed is that the two are as good as each other
+    metric: str = "accuracy"  # of the deployed model; of the clients' own ones: personal_ or finetuned_accuracy
+    # "flatness": minus the mean rise of the loss around the deployed model (a point is a hundredth of a nat)
+
+
+def _pfedhr(where: str, folder: str, **flags: Any) -> Claim:
+    return Claim(
+        "pFedHR is better than Local-only", "pFedHR, Table 2", where,
+        Chosen(folder, {"strategy": "pfedhr", **flags}),
+        Chosen(folder, {"strategy": "local", **{flag: flags[flag] for flag in flags if "pfedhr" not in flag}}),
+        (20, 20),
+    )  # fmt: skip
+
+
+_FOUR_DIGITS = "cnn_digits_small,cnn_digits,cnn_digits_large,cnn_digits_deep"
+_FOUR_LENETS = "lenet5_small,lenet5,lenet5_large,lenet5_deep"
+_FEDME = {
+    "local": ("FedMe is better than Local-only", "personal_accuracy"),
+    "fedavg": ("FedMe is better than FedAvg, both fine-tuned", "finetuned_accuracy"),
+}
+
+
+def _fedme(other: str, where: str, folder: str, models: tuple[str, str], rounds: tuple[int, int]) -> Claim:
+    text, metric = _FEDME[other]
+    ours, theirs = (
+        Chosen(folder, {"strategy": name, "model": model}) for name, model in zip(("fedme", other), models, strict=True)
+    )
+    return Claim(text, "FedMe, Table 4", where, ours, theirs, rounds, metric=metric)
+
+
+_FEDMR = {"strategy": "fedmr", "momentum": 0.5, "fedmr_unit": "leaf", "fedmr_stage1_rounds": 0}
+_AT_HALF = Chosen("cifar10_lenet5_500", {**_FEDMR, "partition": "dirichlet", "alpha": 0.5})
+_AT_ONE = Chosen("cifar10_lenet5_alpha1_150", _FEDMR)
+_HALF, _ONE = "CIFAR-10, Dirichlet(0.5)", "CIFAR-10, Dirichlet(1.0)"
+_TAUGHT = {"public_max": 1000, "projection": 0, "pfedhr_distillation_weight": 0.1}
+
+
+def _fedmr(text: str, figure: str, where: str, chosen: Chosen, rounds: tuple[int, int], level: bool, **flags) -> Claim:
+    folder = {_HALF: "cifar10_lenet5_300", _ONE: chosen.table}[where]
+    return Claim(text, figure, where, Chosen(folder, {**_FEDMR, **flags}), chosen, rounds, level)
+
+
+def _released(text: str, source: str, better: str, worse: str) -> Claim:
+    ours, theirs = (Chosen("record_cifar10_released", {"strategy": name}) for name in (better, worse))
+    return Claim(text, source, "CIFAR-10, Dirichlet(0.1), the authors' own division", ours, theirs, (455, 500))
+
+
+def _flatter(title: str, source: str, **flags: Any) -> Claim:
+    ours, fedavg = (Chosen(_AT_ONE.table, chosen) for chosen in (flags, {"strategy": "fedavg"}))
+    where = f"{_ONE}, 150 rounds; rise of the loss in hundredths of a nat"
+    return Claim(
+        f"{title}'s minima are flatter than FedAvg's", source, where, ours, fedavg, (150, 150), metric="flatness"
+    )
+
+
+_EARLY, _EARLY_SOURCE = "two stages put FedMR ahead early (rounds 5 to 150)", "FedMR KDD'24, Figure 12"
+_UNIT, _UNIT_SOURCE = "FedMR by layer is as good as by tensor", "FedMR: its paper by layer, its code by tensor"
+CLAIMS = (
+    _fedmr(_EARLY, _EARLY_SOURCE, _HALF, _AT_HALF, (5, 150), False, fedmr_stage1_rounds=100),
+    _fedmr(_EARLY, _EARLY_SOURCE, _ONE, _AT_ONE, (5, 150), False, fedmr_stage1_rounds=50),
+    _fedmr(_UNIT, _UNIT_SOURCE, _HALF, _AT_HALF, (255, 300), True, fedmr_unit="layer"),
+    _fedmr(_UNIT, _UNIT_SOURCE, _ONE, _AT_ONE, (105, 150), True, fedmr_unit="layer"),
+    *(
+        Claim(
+            "FedCross: the most similar collaborator is the worst", "FedCross, Table 2", f"{_ONE}, beside {other}",
+            Chosen("cifar10_lenet5_alpha1_150", {"fedcross_selection": other}),
+            Chosen("cifar10_lenet5_alpha1_150", {"fedcross_selection": "highest"}),
+            (105, 150),
+        )
+        for other in ("lowest", "in_order")
+    ),
+    _flatter("FedMR", "FedMR KDD'24, Figure 7", **_FEDMR),
+    _flatter("FedCross", "no paper", strategy="fedcross", fedcross_selection="lowest"),
+    _released("FedMR is better than FedAvg", "FedMR KDD'24, Table 1", "fedmr", "fedavg"),
+    _released("FedCross is better than FedAvg", "FedCross, Table 1", "fedcross", "fedavg"),
+    _pfedhr("MNIST, M1 and M2, IID", "pfedhr_mnist_taught", partition="iid", **_TAUGHT),
+    _pfedhr("MNIST, M1 and M2, two classes", "pfedhr_mnist_taught", partition="classes", **_TAUGHT),
+    _pfedhr("MNIST, M1 to M4, IID", "pfedhr_mnist_four_taught"),
+    _pfedhr("CIFAR-10, M1 to M3, IID", "pfedhr_cifar10_taught"),
+    _fedme("local", "digits, four networks", "digits_personal", (_FOUR_DIGITS, _FOUR_DIGITS), (55, 100)),
+    _fedme("local", "CIFAR-10, four LeNets, 200 rounds", "record_fedme", (_FOUR_LENETS, _FOUR_LENETS), (155, 200)),
+    _fedme(
+        "fedavg", "digits, four networks; FedAvg cnn_digits", "digits_personal",
+        (_FOUR_DIGITS, "cnn_digits"), (100, 100),
+    ),
+    _fedme(
+        "fedavg", "CIFAR-10, four LeNets, 200 rounds; FedAvg lenet5_large", "record_fedme",
+        (_FOUR_LENETS, "lenet5_large"), (200, 200),
+    ),
+)  # fmt: skip
+
+
+def accuracies(chosen: Chosen, results: Path, rounds: tuple[int, int], *, metric: str = "accuracy") -> dict[str, float]:
+    """Return the mean accuracy of a setting's runs over the evaluations of some rounds in percent, by seed.
+
+    Args:
+      chosen: the setting.
+      results: the folder of the tables.
+      rounds: the first and the last round.
+      metric: the column; ``finetuned_accuracy``, which the summary alone has, is of the end, ``flatness`` of the round
+        that ``landscape`` was told.
+
+    Raises:
+      UserError: no run is of that setting, or two are of one seed.
+    """
+    found: dict[str, float] = {}
+    path = results / f"{chosen.table}{kept.SUFFIX}"
+    for run in groups.find([path]):
+        facts = titles.facts(run.config)
+        if any(facts.get(flag) != value for flag, value in chosen.flags.items()):
+            continue
+        seed = str(run.config.seed)
+        values = _flatness(run) if metric == "flatness" else _evaluations(run, rounds, metric)
+        if seed in found or not values:
+            raise UserError(f"{run.path}: {'a second run of its seed' if values else 'no evaluation'} in {rounds}")
+        found[seed] = 100 * statistics.fmean(values)
+    if not found:
+        raise UserError(f"{path} holds no run with {dict(chosen.flags)}")
+    return found
+
+
+def _evaluations(run: RunRecord, rounds: tuple[int, int], metric: str) -> list[float]:
+    rows = [row for row in run.rows() if rounds[0] <= row["round"] <= rounds[1]]
+    return [row[metric] if metric in row else run.summary()[metric] for row in rows]
+
+
+def _flatness(run: RunRecord) -> list[float]:
+    kept_run = kept.run(run.path)
+    return [-kept_run.sharpness["rise"]] if kept_run and kept_run.sharpness else []
+
+
+def table(results: Path) -> str:
+    """Return the claims with their differences and verdicts as a Markdown table.
+
+    Args:
+      results: the folder of the tables.
+    """
+    found: list[Difference] = []
+    for claim in CLAIMS:
+        own, other = (
+            accuracies(chosen, results, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
+        )
+        one = difference(own, other)
+        assert one is not None, claim
+        found.append(one)
+    said = verdicts([(one, claim.level) for one, claim in zip(found, CLAIMS, strict=True)])
+    rows = []
+    for claim, one, verdict in zip(CLAIMS, found, said, strict=True):
+        runs = " and ".join(dict.fromkeys(f"`{chosen.table}`" for chosen in (claim.better, claim.worse)))
+        rows.append([claim.text, claim.source, claim.where, str(one), f"**{verdict}**", runs])
+    points = f"points [{LEVEL:.0%} confidence], seeds in common"
+    head = ["claim", "where it is made", "setting", points, "verdict", "kept runs"]
+    return tables.markdown([head, *rows])

@@ -1,0 +1,310 @@
+"""Comparisons of the kept runs with the papers' numbers, and the parts of the page of record made from them.
+
+The main table has the methods of the papers' main comparison in the settings of their flag files, one cell each: our
+mean over the seeds, the papers' numbers, and a verdict; another table has all methods in one of these settings.
+"""
+
+import collections
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from fedjax_mr.analysis import papers, tables
+from fedjax_mr.analysis.groups import Index, Statistic, by_seed
+from fedjax_mr.analysis.papers import Published
+from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import titles
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.report import summarise
+from record import claims
+from record.claims import LEVEL, POINTS, Difference, difference, verdicts
+
+METHODS = ("fedavg", "fedmr", "fedcross")
+FLAGS = {"CIFAR-10": "cifar10.flags", "CIFAR-100, coarse": "cifar100.flags"}
+DIVISIONS = {
+    "Dirichlet(0.1)": ("--alpha=0.1",),
+    "Dirichlet(0.5)": ("--alpha=0.5",),
+    "Dirichlet(1.0)": ("--alpha=1.0",),
+    "IID": ("--partition=iid",),
+}
+ONE_SETTING = ("CIFAR-10", "Dirichlet(0.5)")
+OTHERS = (
+    *((f"--strategy={method}",) for method in (
+        "fedprox", "scaffold", "moon", "fedgen", "clusamp", "fedexp", "fedasam", "fedmut",
+        "fedntd", "fedgamma", "fedlc",
+    )),
+    ("--strategy=scaffold", "--scaffold_variant=authors"),
+    ("--strategy=fedexp", "--fedexp_variant=authors", "--fedexp_epsilon=0.1"),
+    *((f"--strategy={method}", f"--server_optimizer={optimizer}")
+      for method in ("fedavg", "fedcross") for optimizer in ("momentum", "adam", "yogi", "adagrad")),
+    ("--strategy=fedcross", "--server_optimizer=momentum", "--server_lr=1"),
+)  # fmt: skip
+# The papers' numbers of these methods are of variant=authors, so that of variant=paper neither replicates nor refutes
+# them.
+TWO_FORMS = ("scaffold", "fedexp")
+# The papers state no number of rounds. Where clients differ most, accuracies still rise at the end of the flag file's.
+LONG_SETTING, USUAL_ROUNDS, LONG_ROUNDS = ("CIFAR-10", "Dirichlet(0.1)"), 500, 1000
+# A mean replicates within POINTS of the paper's, or within so many of our standard deviations.
+DEVIATIONS = 2.0
+NOT_RUN, REPLICATES = "not run", "replicates"
+
+
+# ---- The cells
+
+
+class Comparison(NamedTuple):
+    """A method in a setting: our accuracies in percent by seed, and the papers' numbers."""
+
+    method: str
+    data: str
+    division: str
+    by_seed: dict[str, float]
+    runs: list[RunRecord]
+    published: list[Published]
+
+    @property
+    def own(self) -> Statistic:
+        """Mean and standard deviation over the seeds."""
+        return Statistic.of(self.by_seed.values())
+
+    @property
+    def outcome(self) -> str:
+        """Return the verdict beside all of the papers' numbers, which may disagree; "" where they have none.
+
+        ``replicates`` is said of all of them, ``replicates v1`` of those named; ``lower`` and ``higher`` are than all,
+        ``between`` is none of these.
+        """
+        verdicts = {number.short_source: verdict(self.own, number) for number in self.published}
+        replicated = {name: said for name, said in verdicts.items() if said.startswith(REPLICATES)}
+        if not replicated:
+            return "between" if len(set(verdicts.values())) > 1 else next(iter(verdicts.values()), "")
+        said = [REPLICATES] if len(replicated) == len(verdicts) else [REPLICATES, " and ".join(replicated)]
+        return " ".join([*said, "(spread)"] if REPLICATES not in replicated.values() else said)
+
+
+def verdict(own: Statistic, number: Published) -> str:
+    """Return ``replicates``, ``lower`` or ``higher`` than a paper's number; ``not run`` where we have none.
+
+    Where only the spread of our own seeds reaches the paper's number, the verdict says so.
+
+    Args:
+      own: mean and standard deviation over our seeds, in percent.
+      number: the paper's.
+    """
+    if own.mean is None:
+        return NOT_RUN
+    difference = own.mean - number.mean
+    if abs(difference) <= POINTS:
+        return REPLICATES
+    if abs(difference) <= DEVIATIONS * (own.deviation or 0.0):
+        return f"{REPLICATES} (spread)"
+    return "higher" if difference > 0 else "lower"
+
+
+class Record(NamedTuple):
+    """All cells of the main table, those of the other methods and of longer runs, and the kept runs."""
+
+    cells: dict[tuple[str, str, str], Comparison]  # by method, data and division
+    others: list[Comparison]
+    longer: list[Comparison]
+    kept: Index
+
+    @classmethod
+    def of(cls, folder: Path) -> "Record":
+        """Return the record of the runs that are kept beside the flag files of a folder."""
+        kept, published = Index(folder / "results"), papers.rows()
+
+        def cell(data: str, division: str, *method: str) -> Comparison:
+            config = configuration.parse([f"--flagfile={folder / FLAGS[data]}", *DIVISIONS[division], *method])
+            runs, numbers = kept.of(config), papers.lookup_all(config, published)
+            return Comparison(_name(config), data, division, by_seed(runs), runs, numbers)
+
+        cells = {
+            (method, data, division): cell(data, division, f"--strategy={method}")
+            for data in FLAGS
+            for division in DIVISIONS
+            for method in METHODS
+        }
+        others = [cell(*ONE_SETTING, *flags) for flags in OTHERS]
+        longer = [cell(*LONG_SETTING, f"--strategy={method}", f"--rounds={LONG_ROUNDS}") for method in METHODS]
+        return cls(cells, others, longer, kept)
+
+    def pairs(self, better: str, worse: str) -> dict[tuple[str, str], Difference | None]:
+        """Return the difference of two methods in each setting."""
+        return {
+            (data, division): difference(
+                self.cells[better, data, division].by_seed, self.cells[worse, data, division].by_seed
+            )
+            for data in FLAGS
+            for division in DIVISIONS
+        }
+
+
+def _name(config: Config) -> str:
+    """Return the title of a method, its form where the papers ran another one, and a rate of its server's optimizer."""
+    facts = titles.facts(config)
+    name, variant = titles.method(facts), facts.get(f"{config.strategy}_variant")
+    if variant == "authors" or config.strategy in TWO_FORMS:
+        name += f", variant={variant}"
+    return name if config.server_lr is None else f"{name}, server_lr={config.server_lr:g}"
+
+
+def _is_other_form(cell: Comparison) -> bool:
+    """Return whether the papers' numbers beside a cell are of another form of its method."""
+    return cell.method in [f"{_title(method)}, variant=paper" for method in TWO_FORMS]
+
+
+def _title(method: str) -> str:
+    return titles.method({"strategy": method})
+
+
+def _shown(value: Statistic) -> str:
+    return tables.plus_minus(*value, digits=1)
+
+
+def _own(cell: Comparison) -> str:
+    """Return our number and how many seeds it is of, or why there is none."""
+    diverged = sum(run.state == "diverged" for run in cell.runs)
+    if cell.by_seed:
+        return f"{_shown(cell.own)} (n = {len(cell.by_seed)}{f', {diverged} diverged' if diverged else ''})"
+    return "**diverged**" if diverged else f"**{NOT_RUN}**"
+
+
+def _papers(cell: Comparison) -> str:
+    """Return the papers' numbers, without the spread that they print."""
+    return ", ".join(f"{number.mean:.1f}" for number in cell.published)
+
+
+def _outcome(cell: Comparison) -> str:
+    return f"**{cell.outcome}**" if cell.by_seed and cell.published else ""
+
+
+# ---- The parts of the page
+
+
+def main_table(record: Record) -> str:
+    """Return a table per data set, methods by divisions: ours with the number of seeds, the papers', the verdict."""
+
+    def text(cell: Comparison) -> str:
+        papers = f"paper{'s' * (len(cell.published) > 1)} {_papers(cell)}" if cell.published else ""
+        return "<br>".join(filter(None, [_own(cell), papers, _outcome(cell)]))
+
+    def of(data: str) -> str:
+        rows = [
+            [_title(method), *(text(record.cells[method, data, division]) for division in DIVISIONS)]
+            for method in METHODS
+        ]
+        return tables.markdown([[data, *DIVISIONS], *rows])
+
+    return "\n\n".join(map(of, FLAGS))
+
+
+def headline_table(record: Record) -> str:
+    """Return the main table of the first data set in short: ours with the number of seeds, the papers' in brackets."""
+    data = next(iter(FLAGS))
+
+    def text(cell: Comparison) -> str:
+        own = f"{_shown(cell.own)}, n = {len(cell.by_seed)}" if cell.by_seed else NOT_RUN
+        return f"{own} ({_papers(cell)})" if cell.published else own
+
+    rows = [
+        [_title(method), *(text(record.cells[method, data, division]) for division in DIVISIONS)] for method in METHODS
+    ]
+    return tables.markdown([[data, *DIVISIONS], *rows])
+
+
+def pairs_table(record: Record) -> str:
+    """Return which method is ahead of which in which setting, and how surely."""
+    compared = [
+        (f"{_title(better)} is better than {_title(worse)}", f"{data}, {division}", found)
+        for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))
+        for (data, division), found in record.pairs(better, worse).items()
+        if found
+    ]
+    said = verdicts([(found, False) for *_, found in compared])
+    rows = [
+        [claim, setting, str(found), f"**{verdict}**"]
+        for (claim, setting, found), verdict in zip(compared, said, strict=True)
+    ]
+    head = ["claim", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict"]
+    return tables.markdown([head, *rows])
+
+
+def setting_table(record: Record) -> str:
+    """Return all methods in one setting, best first: ours, the papers', verdict, lead over FedAvg and bytes."""
+    main = [record.cells[method, *ONE_SETTING] for method in METHODS]
+    fedavg, rows = record.cells["fedavg", *ONE_SETTING], []
+    for cell in sorted([*main, *record.others], key=lambda cell: -(cell.own.mean or 0.0)):
+        lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
+        bytes = f"{_bytes(cell) / _bytes(fedavg):.1f}" if cell.by_seed and fedavg.by_seed else ""
+        outcome = "papers ran variant=authors" if _is_other_form(cell) else _outcome(cell)
+        rows.append([cell.method, _own(cell), _papers(cell), outcome, str(lead or ""), bytes])
+    head = ["method", "ours", "papers", "verdict", "points above FedAvg, seeds in common", "bytes, times FedAvg's"]
+    return tables.markdown([head, *rows])
+
+
+def _bytes(cell: Comparison) -> float:
+    """Return the bytes that a finished run has sent, in both directions: the mean over the seeds."""
+    ended = [run.summary() for run in cell.runs if run.state == "finished"]
+    return statistics.fmean(summary["bytes_down"] + summary["bytes_up"] for summary in ended)
+
+
+def longer_table(record: Record) -> str:
+    """Return the main methods in one setting after as many rounds as in the main table, and after more."""
+    fedavg, rows = record.longer[0], []
+    for cell in record.longer:
+        lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
+        rows.append(
+            [cell.method, _up_to(USUAL_ROUNDS, cell), _own(cell), _papers(cell), _outcome(cell), str(lead or "")]
+        )
+    after = [f"after {USUAL_ROUNDS:,} rounds", f"after {LONG_ROUNDS:,}"]
+    head = ["method", *after, "papers", "verdict on the latter", "points above FedAvg"]
+    return tables.markdown([head, *rows])
+
+
+def _up_to(round: int, cell: Comparison) -> str:
+    """Return what the runs of a cell had reached after some rounds: the mean of the ten evaluations before."""
+    reached = [summarise([row for row in run.rows() if row["round"] <= round]) for run in cell.runs]
+    return _shown(Statistic.of(100 * each["accuracy_mean_last_10"] for each in reached))
+
+
+def claims_table(record: Record) -> str:
+    """Return what else the papers claim, and how surely it holds."""
+    return claims.table(record.kept.folder)
+
+
+def cost_table(record: Record) -> str:
+    """Return what a run of each method took: the median over its runs, and on what."""
+    seconds: dict[tuple[str, ...], list[float]] = {}
+    for cell in (*record.cells.values(), *record.others, *record.longer):
+        for ended in (run.summary() for run in cell.runs if run.state == "finished"):
+            kinds = collections.Counter(ended["devices"])
+            devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+            seconds.setdefault((cell.data, cell.method, str(ended["rounds"]), devices), []).append(ended["seconds"])
+    rows = [[*row, str(len(those)), f"{statistics.median(those) / 60:.0f}"] for row, those in seconds.items()]
+    return tables.markdown([["data", "method", "rounds", "devices", "runs", "minutes per run (median)"], *rows])
+
+
+def summary(record: Record) -> str:
+    """Return in two sentences how the cells of the main table ended."""
+    cells = [cell for cell in record.cells.values() if cell.by_seed]
+    count = sum(cell.outcome.startswith(REPLICATES) for cell in cells)
+    said = [f"{count} replicate{'s' if count == 1 else ''} a number of the papers"]
+    for outcome in sorted({cell.outcome for cell in cells if not cell.outcome.startswith(REPLICATES)}):
+        names = [f"{cell.method}: {cell.data}, {cell.division}" for cell in cells if cell.outcome == outcome]
+        said.append(f"{len(names)} {'is' if len(names) == 1 else 'are'} {outcome} ({'; '.join(names)})")
+    total, runs = len(record.cells), sum(len(cell.by_seed) for cell in cells)
+    run = f"All {total} cells are run" if len(cells) == total else f"Of {total} cells {len(cells)} are run"
+    printed = [[number.mean for number in cell.published] for cell in record.cells.values()]
+    apart = max((max(means) - min(means) for means in printed if means), default=0.0)
+    return (
+        f"{run} ({runs} runs): {', '.join(said)}. The papers themselves differ by up to {apart:.1f} points in a cell."
+    )
+
+
+PARTS: dict[str, Callable[[Record], str]] = {
+    "table": main_table, "pairs": pairs_table, "setting": setting_table, "claims": claims_table, "cost": cost_table,
+    "headline": headline_table, "summary": summary, "longer": longer_table,
+}  # fmt: skip

@@ -1,0 +1,103 @@
+"""The lines "Measured:" in the heads of the flag files, made from the kept runs."""
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fedjax_mr.analysis import tables
+from fedjax_mr.analysis.groups import Index, Statistic, by_seed
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from record import documents
+
+LINES = re.compile(r"^# Measured:.*(?:\n# .*)*", re.MULTILINE)  # up to the first line that is no comment
+
+
+class Header(NamedTuple):
+    """What a flag file says of its runs.
+
+    Attributes:
+      page: where more of them is told.
+      job: the flags that all of them share; the first is a flag file.
+      methods: the flags of each, by its name.
+      part: in words, what was run of the file if it was not all of it; "" if it was.
+    """
+
+    page: str
+    job: tuple[str, ...]
+    methods: Mapping[str, tuple[str, ...]]
+    part: str = ""
+
+
+def _strategies(**names: str) -> dict[str, tuple[str, ...]]:
+    return {title: (f"--strategy={name}",) for title, name in names.items()}
+
+
+_THREE = _strategies(FedAvg="fedavg", FedMR="fedmr", FedCross="fedcross")
+_CIFAR10 = "notebook/cifar10.md"
+_PART, _PART_FLAGS = "150 rounds, Dirichlet(1.0), LeNet-5", ("cifar10.flags", "--alpha=1.0", "--rounds=150")
+HEADERS = {
+    "cifar10.flags": Header("RESULTS.md", ("cifar10.flags",), _THREE),
+    "cifar100.flags": Header("RESULTS.md", ("cifar100.flags",), _THREE),
+    "quickstart.flags": Header("notebook/digits.md", ("quickstart.flags",), _THREE),
+    "mnist_by_writer.flags": Header(
+        "notebook/mnist_by_writer.md",
+        ("mnist_by_writer.flags", "--dataset=mnist_by_writer.npz", "--rounds=150"),
+        _strategies(FedAvg="fedavg", FedMR="fedmr"),
+        "150 rounds",
+    ),
+    "ablation_indep.flags": Header(_CIFAR10, _PART_FLAGS, _strategies(FedAvg="fedavg", Indep="indep"), _PART),
+    "ablation_two_stage.flags": Header(
+        _CIFAR10, _PART_FLAGS,
+        {
+            "no first stage": ("--strategy=fedmr", "--fedmr_stage1_rounds=0"),
+            "50 rounds of averaging first": ("--strategy=fedmr", "--fedmr_stage1_rounds=50"),
+        },
+        _PART,
+    ),
+    "ablation_fedcross.flags": Header(
+        _CIFAR10, _PART_FLAGS,
+        {
+            name.replace("_", " "): ("--strategy=fedcross", f"--fedcross_selection={name}")
+            for name in ("in_order", "highest", "lowest")
+        },
+        f"{_PART}, alpha 0.99",
+    ),
+}  # fmt: skip
+
+
+def up_to_date(folder: Path, kept: Index) -> Iterator[tuple[Path, str]]:
+    """Yield the flag files whose heads have such a line, each with the text that it should have.
+
+    Args:
+      folder: where they are.
+      kept: the runs.
+
+    Raises:
+      UserError: a flag file cannot be read, or has no such line.
+    """
+    for name, header in HEADERS.items():
+        text = documents.read(folder / name)
+        before = LINES.search(text)
+        if before is None:
+            raise UserError(f"{folder / name} has no line that begins with '# Measured:': add one after 'Expected'")
+        said = f"Measured: {_measured(folder, header, kept)}"
+        lines = textwrap.wrap(said, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+        yield folder / name, text[: before.start()] + "\n".join(lines) + text[before.end() :]
+
+
+def _measured(folder: Path, header: Header, kept: Index) -> str:
+    """Return what was measured, and where the rest is."""
+    file, *job = header.job
+    said = []
+    for title, flags in header.methods.items():
+        found = by_seed(kept.of(configuration.parse([f"--flagfile={folder / file}", *job, *flags])))
+        if found:
+            accuracy = tables.plus_minus(*Statistic.of(found.values()), digits=1)
+            said.append(f"{title} {accuracy} (seed{'s' * (len(found) > 1)} {', '.join(found)})")
+    if not said:
+        return "not yet."
+    part = f"{header.part}: " if header.part else ""
+    return f"{part}{'; '.join(said)}; percent, the mean of the last ten evaluations ({header.page})."
