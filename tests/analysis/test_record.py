@@ -166,9 +166,7 @@ def test_a_new_run_changes_page_and_flag_file(folder, capsys):
     assert "# Measured: FedMR 40.0 (seed 0); percent" in flags
     assert configuration.parse([f"--flagfile={folder / 'cifar100.flags'}"]).label_mode == "coarse"
     keep_run(folder, "--strategy=fedmr", "--seed=1", accuracy=0.38)
-    keep_run(
-        folder, "--strategy=fedmr", "--seed=2", "--lr=0.02", accuracy=0.9
-    )  # of another setting
+    keep_run(folder, "--strategy=fedmr", "--seed=2", "--lr=0.02", accuracy=0.9)  # of another setting
     assert main([place]) == 0
     assert "39.0 ± 1.4 (n = 2)" in (folder / "RESULTS.md").read_text()
     capsys.readouterr()
