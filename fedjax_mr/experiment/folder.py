@@ -103,8 +103,6 @@ class RunFolder:
         """
         for other in config.compare_to:
             read_rows(other)
-        if config.resume and config.overwrite:
-            raise UserError("--resume continues a run and --overwrite replaces it: use only one of them")
         place = Path(config.run_dir or RUNS).absolute()
         if special := [sign for sign in "[]\\*?" if sign in str(place)]:
             raise UserError(

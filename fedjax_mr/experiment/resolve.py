@@ -135,7 +135,7 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
             f"--cohort={config.cohort} is more than --clients={config.clients}: at most all clients train in a round"
         )
     if config.resume and config.overwrite:
-        raise UserError("--resume goes on with a run and --overwrite replaces it: leave one of them out")
+        raise UserError("--resume continues a run and --overwrite replaces it: use only one of them")
     number, count = config.process_id, config.num_processes
     if number is not None and count is not None and number >= count:
         raise UserError(f"--process_id={number} is not below --num_processes={count}: processes count from 0")
