@@ -1,10 +1,10 @@
-"""The pages of the API: a page for each subject, made by mkdocstrings from the docstrings."""
+"""The pages of the API: one page per subject, which mkdocstrings fills from the docstrings."""
 
-# By page: its title, a sentence, and the modules or names that it documents.
+# Name of the page: its title, its first sentence, and the modules or names that it documents.
 PAGES = {
     "fmr": (
         "fedjax_mr",
-        "The names of `import fedjax_mr as fmr`: run, load, and what a strategy of your own needs.",
+        "The names of `import fedjax_mr as fmr`: run, load, and the names that your own strategy needs.",
         [
             "fedjax_mr.experiment.run.run",
             "fedjax_mr.experiment.seeds.run_seeds",
@@ -20,7 +20,7 @@ PAGES = {
     ),
     "strategies": (
         "Strategies",
-        "What a strategy is, and strategies made from strategies.",
+        "The interface of a strategy, and strategies built from strategies.",
         ["fedjax_mr.strategies.base", "fedjax_mr.strategies.Row", "fedjax_mr.strategies.transforms"],
     ),
     "training": (
@@ -34,7 +34,7 @@ PAGES = {
             "fedjax_mr.engine.clients",
         ],
     ),
-    "trees": ("Trees", "Algebra of parameters and of whole models.", ["fedjax_mr.trees"]),
+    "trees": ("Trees", "Arithmetic on parameters and on whole models.", ["fedjax_mr.trees"]),
     "models": (
         "Models",
         "Networks as pure functions, and zoos of several.",
@@ -42,24 +42,24 @@ PAGES = {
     ),
     "data": (
         "Data",
-        "Data sets, partitions, and the federation that they make.",
+        "Datasets, partitions, and the federation that results from them.",
         ["fedjax_mr.data.federated", "fedjax_mr.data.partition", "fedjax_mr.data.divide"],
     ),
     "analysis": (
         "Analysis",
-        "Runs, their groups and their tables, for statistics of your own.",
+        "Runs, groups of runs and tables, for your own statistics.",
         ["fedjax_mr.analysis.frames", "fedjax_mr.analysis.runs", "fedjax_mr.analysis.groups"],
     ),
 }
 
 
 def navigation() -> list[dict[str, str]]:
-    """Return the part of the navigation."""
+    """The entries of the navigation."""
     return [{title: f"api/{name}.md"} for name, (title, _, _) in PAGES.items()]
 
 
 def pages() -> dict[str, str]:
-    """Return the pages by their path in the site."""
+    """The pages by their path in the site."""
     return {
         f"api/{name}.md": "\n\n".join([f"# {title}", sentence, *(f"::: {each}" for each in documented), ""])
         for name, (title, sentence, documented) in PAGES.items()

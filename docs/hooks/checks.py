@@ -27,7 +27,7 @@ class Links(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what an element refers to."""
+        """Record the targets of an element."""
         values = {name: value for name, value in attrs if value}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         for name, value in values.items():
@@ -38,10 +38,10 @@ class Links(HTMLParser):
 
 
 def problems(folder: str) -> list[str]:
-    """Return a line for every link to nothing and for every file that another host would have to send.
+    """One line for every broken link and for every file that a page would request from another host.
 
     Args:
-      folder: of the built site.
+      folder: folder of the built site.
     """
     root = Path(folder).resolve()
     pages = {path: Links(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.html"))}

@@ -13,10 +13,10 @@ PALETTE = (
 
 
 def picture(*flags: str) -> str:
-    """Return the picture of a partition: a bar for each client, a colour for each class.
+    """The picture of a partition: a bar per client, a colour per class.
 
     Args:
-      flags: of the partition.
+      flags: the flags of the partition.
     """
     federated = federated_data(configuration.parse([*flags, f"--clients={CLIENTS}", "--seed=0"]))
     counts = federated.label_counts()

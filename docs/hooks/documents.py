@@ -1,11 +1,11 @@
-"""Pages and sections taken from the repository's own documents, so that nothing is written twice."""
+"""Pages and sections that the site takes from the documents of the repository, so that no text exists twice."""
 
 import functools
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Pages of the site by the document that they show.
+# Document of the repository: the page of the site that shows it.
 PAGES = {
     "experiments/RESULTS.md": "results/index.md",
     "experiments/README.md": "results/commands.md",
@@ -21,29 +21,29 @@ HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 
 
 def navigation() -> list[str]:
-    """Return the part of the navigation: the pages of the archived notebook."""
+    """The entries of the navigation: the pages of the archived notebook."""
     archived = [page for page in PAGES.values() if page.startswith("results/notebook/")]
     return sorted(archived, key=lambda page: (not page.endswith("index.md"), page))
 
 
 def pages() -> dict[str, str]:
-    """Return the pages made from whole documents, by their path in the site."""
+    """The pages that show whole documents, by their path in the site."""
     return {page: relinked(document, page) for document, page in PAGES.items() if (ROOT / document).exists()}
 
 
 @functools.cache
 def relinked(document: str, page: str) -> str:
-    """Return a document with its links as they are in the site; see `linked`."""
+    """A document with the links of the site; see `linked`."""
     return linked((ROOT / document).read_text(encoding="utf-8"), document, page)
 
 
 def linked(text: str, document: str, page: str) -> str:
-    """Return a text of the repository with its links as they are in the site: to pages, to pictures, or to nothing.
+    """Convert the links of a text to links in the site: to pages and pictures. Links to other files become plain text.
 
     Args:
       text: in Markdown.
-      document: the path in the repository of the file that holds it.
-      page: the path in the site of the page that shows it.
+      document: path in the repository of the file that contains the text.
+      page: path in the site of the page that shows it.
     """
     depth = "../" * page.count("/")
 
@@ -65,24 +65,24 @@ def linked(text: str, document: str, page: str) -> str:
 
 
 def _outside_code(pattern: re.Pattern, replace: object, text: str) -> str:
-    """Replace what is found outside of fenced blocks."""
+    """Replace matches outside of fenced code blocks."""
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if position % 2 else pattern.sub(replace, part) for position, part in enumerate(parts))  # type: ignore[arg-type]
 
 
 def pictures() -> dict[str, Path]:
-    """Return the pictures of the results by their path in the site."""
+    """The pictures of the results by their path in the site."""
     return {f"pictures/{path.name}": path for path in sorted((ROOT / "experiments").glob("*.png"))}
 
 
 def section(document: str, title: str, level: str = "2", page: str = "scaling.md") -> str:
-    """Return a section of a document, with its heading at a level.
+    """A section of a document, with another heading level.
 
     Args:
-      document: its path in the repository.
-      title: of the section.
-      level: of its heading on the page.
-      page: the path of the page.
+      document: path of the document in the repository.
+      title: title of the section.
+      level: heading level of the section on the page.
+      page: path of the page in the site.
 
     Raises:
       KeyError: the document has no such section.

@@ -1,4 +1,4 @@
-"""The drawings of the concepts and of four methods, as SVG that takes the colours of the page, light or dark."""
+"""The drawings of the concepts and of four methods, as SVG with the colours of the page, light or dark."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -90,14 +90,14 @@ def round_() -> str:
     ]
     return figure(
         240,
-        "A round. The strategy selects a cohort and dispatches a payload to each of its clients; they train and "
-        "upload; the strategy updates its state.",
+        "A round. The strategy selects a cohort and sends a payload to each client. The clients train and "
+        "upload. The strategy updates its state.",
         *parts,
     )
 
 
 def cohort() -> str:
-    """N clients of different sizes, of whom K take part."""
+    """N clients of different sizes; K of them take part."""
     sizes = (18, 9, 30, 14, 22, 40, 12, 26, 8, 34, 16, 20, 11, 28, 24, 13, 36, 10, 19, 15)
     drawn = {2: 0, 6: 1, 11: 2, 14: 3, 16: 4}
     parts = []
@@ -110,7 +110,7 @@ def cohort() -> str:
     parts.append(text(310, 180, "client; the height is its number of samples", small=True))
     return figure(
         196,
-        "A cohort: of N = 20 clients K = 5 take part in this round (coloured). Without another rule they are drawn "
+        "A cohort: K = 5 of N = 20 clients take part in this round (coloured). By default they are drawn "
         "uniformly, without replacement, in random order.",
         *parts,
     )
@@ -134,8 +134,7 @@ def strategy() -> str:
     ]
     return figure(
         168,
-        "A strategy is five pure functions, of which select has a default. The engine calls client_update for all K "
-        "clients at once.",
+        "The functions of a strategy. select has a default. The engine calls client_update for all K clients at once.",
         *parts,
     )
 
@@ -176,10 +175,10 @@ def lanes() -> str:
                 client, at = place * 4 + device * 2 + lane, (x + 64 + place * 70, y, 62, 44)
                 words, colour = (f"client\n{client}", COLOURS[client % 4]) if client < 10 else ("padding", "")
                 parts.append(box(*at, words, colour=colour, small=True))
-    parts.append(text(310, 208, "time goes to the right", small=True))
+    parts.append(text(310, 208, "time: left to right", small=True))
     return figure(
         222,
-        "Lanes and devices: K = 10 clients over D = 2 devices with 2 lanes each. The lanes of a device train side by "
+        "Lanes and devices: K = 10 clients on D = 2 devices with 2 lanes each. The lanes of a device train side by "
         "side. Results do not depend on the layout, to float tolerance.",
         *parts,
     )
@@ -210,7 +209,7 @@ def fedmr() -> str:
     ]
     return figure(
         200,
-        "FedMR with K = 3 models of four layers. Each row keeps its three copies, so the mean of the models does not "
+        "FedMR with K = 3 models of four layers. Each row keeps its three layers, so the mean of the models does not "
         "change.",
         *parts,
     )
@@ -231,12 +230,12 @@ def fedcross() -> str:
         ]
     parts += [
         arrow(225, 106, 375, 106),
-        text(300, 88, "alpha = 0.99 of itself,", small=True),
+        text(300, 88, "0.99 (alpha) of itself,", small=True),
         text(300, 128, "0.01 of a collaborator", small=True),
     ]
     return figure(
         200,
-        "FedCross with K = 3 models. Each takes a small share of one other model (the strip, drawn wider than it is).",
+        "FedCross with K = 3 models. Each model takes a small share of one other model (the strip, not to scale).",
         *parts,
     )
 
@@ -267,7 +266,7 @@ def fedme() -> str:
     return figure(
         264,
         "FedMe: two clients of one cluster have exchanged their models. Each trains its own and the received one "
-        "together, keeps the better, and uploads both.",
+        "together, keeps the better one, and uploads both.",
         *parts,
     )
 
@@ -302,7 +301,7 @@ def pfedhr() -> str:
     return figure(
         222,
         "pFedHR: blocks of one colour do the same work (a group). A candidate takes a block of each group, joined by "
-        "stitches, and teaches the client whose outputs are most like its own.",
+        "stitches, and teaches the client with the most similar outputs.",
         *parts,
     )
 

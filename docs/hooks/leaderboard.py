@@ -1,11 +1,11 @@
-"""The leaderboard: every setting that two methods or more have run, over all seeds; never one best run."""
+"""The leaderboard: every setting with runs of at least two methods, over all seeds; never a single best run."""
 
 import kept
 from kept import Line
 
 
 def page() -> str:
-    """Return the tables: the settings of papers first, and of each kind those with most runs."""
+    """The tables. Settings of papers come first; within each kind, settings with the most runs come first."""
     jobs: dict[str, list[Line]] = {}
     for line in kept.lines():
         if line.by_seed or line.diverged:

@@ -1,4 +1,4 @@
-"""The page of a method: its prose, and everything that the registry, its file's head and the kept results say."""
+"""The page of a method: its prose, and what the registry, the head of its file and the kept results contain."""
 
 import functools
 import html
@@ -20,7 +20,7 @@ from fedjax_mr.strategies import STRATEGIES, by_group
 
 ROOT = Path(__file__).parents[2]
 PROSE = ROOT / "docs" / "methods"
-# A page in a clone can be read as it is; the site replaces its title and its last section, and reads the facts.
+# A page in a clone is readable as it is. The site replaces its title and its last section, and reads the facts.
 FORM = re.compile(r"# (?P<title>[^\n]*)\n(?P<text>.*)\n## The rest\n.*\n<!-- facts\n(?P<facts>.*)\n-->\n", re.DOTALL)
 KEYS = {"work", "traffic", "tests", "command"}
 
@@ -29,10 +29,10 @@ class Prose(NamedTuple):
     """The hand-written part of a page.
 
     Attributes:
-      work: what a local step and the server compute, in words.
-      traffic: what the table of traffic cannot count, in words; "" if it counts everything.
-      tests: identities that are tested: the test's name -> what it shows.
-      command: the command that trains it; "" for the main job.
+      work: description of what a local step and the server compute.
+      traffic: description of what the table of traffic cannot count; "" if it counts everything.
+      tests: tested identities: name of the test -> what it shows.
+      command: the command that trains the method; "" for the main job.
       text: three sentences, then the algorithm.
     """
 
@@ -45,22 +45,20 @@ class Prose(NamedTuple):
 
 @functools.cache
 def prose(name: str) -> Prose:
-    """Return the prose of a method.
+    """Read the prose of a method.
 
     Raises:
-      PluginError: there is none, or a part of it is missing, or it names a test that does not exist.
+      PluginError: the page or a part of it is missing, or it names a test that does not exist.
     """
     path = PROSE / f"{name}.md"
     if not path.exists():
         raise PluginError(f"the strategy {name} has no prose: write docs/methods/{name}.md")
     parts = FORM.fullmatch(path.read_text(encoding="utf-8"))
     if parts is None or parts["title"] != STRATEGIES[name].title:
-        raise PluginError(
-            f"{path}: the form is '# TITLE', the prose, '## The rest' and a comment with facts at the end"
-        )
+        raise PluginError(f"{path}: expected '# TITLE', the prose, '## The rest', and a comment with facts at the end")
     facts: dict[str, Any] = yaml.safe_load(parts["facts"])
     if not set(facts) <= KEYS or not facts.get("work"):
-        raise PluginError(f"{path}: the facts are {', '.join(sorted(KEYS))}, and there must be work")
+        raise PluginError(f"{path}: the facts may be {', '.join(sorted(KEYS))}; work is required")
     for test in facts.get("tests") or {}:
         file, _, function = test.partition("::")
         source = ROOT / "tests" / "strategies" / file
@@ -74,19 +72,19 @@ def prose(name: str) -> Prose:
 
 
 def check_prose() -> None:
-    """Read the prose of all methods.
+    """Check the prose of all methods.
 
     Raises:
-      PluginError: a method has none, or a page has no method.
+      PluginError: a method has no page, or a page has no method.
     """
     for name in STRATEGIES:
         prose(name)
     if others := {path.stem for path in PROSE.glob("*.md")} - set(STRATEGIES) - {"index"}:
-        raise PluginError(f"docs/methods has pages of no strategy: {', '.join(sorted(others))}")
+        raise PluginError(f"docs/methods has pages without a strategy: {', '.join(sorted(others))}")
 
 
 def navigation() -> list[Any]:
-    """Return the part of the navigation: all methods by group."""
+    """The entries of the navigation: all methods by group."""
     entries: list[Any] = [{"All methods": "methods/index.md"}]
     for group, names in by_group().items():
         entries.append({group.capitalize(): [{STRATEGIES[name].title: f"methods/{name}.md"} for name in names]})
@@ -94,7 +92,7 @@ def navigation() -> list[Any]:
 
 
 def table() -> str:
-    """Return all methods by group, each with its first sentence."""
+    """All methods by group, each with its first sentence."""
     parts = []
     for group, names in by_group().items():
         rows = ["| method | what it does |", "|---|---|"]
@@ -106,28 +104,28 @@ def table() -> str:
 
 
 def _first(name: str) -> str:
-    """Return the first sentence of a method's prose."""
+    """The first sentence of a method's prose."""
     return re.split(r"(?<=[.])\s", " ".join(prose(name).text.split()), maxsplit=1)[0]
 
 
 def page(name: str) -> str:
-    """Return the page of a method in Markdown."""
+    """The page of a method in Markdown."""
     row, own = STRATEGIES[name], prose(name)
     what, _, algorithm = own.text.partition("## The algorithm")
     head = f"*{row.paper}* · `--strategy={name}` · file `{_file(row.build).relative_to(ROOT)}`"
     drawn = drawings.drawing(name) if name in drawings.DRAWINGS else ""
     source, deviations = _head(row.build)
     if others := [f"[{STRATEGIES[each].title}]({each}.md)" for each in _neighbours(name)]:
-        source += f"\n\n*This method shares its file with {', '.join(others)}; these notes are for all of them.*"
+        source += f"\n\n*This method shares its file with {', '.join(others)}. These notes are about all of them.*"
     sections = {
-        "The algorithm": f"{drawn}\n\n{algorithm.strip()}\n\n[The letters](../glossary.md) are those of all pages.",
-        "What travels, and what is kept": _traffic(name, own),
+        "The algorithm": f"{drawn}\n\n{algorithm.strip()}\n\nThe [glossary](../glossary.md) explains the letters.",
+        "Traffic and memory": _traffic(name, own),
         "Settings": settings_of(name),
         "Sources": source,
-        "Deviations and choices": deviations or "None are named at the head of the file.",
+        "Deviations and choices": deviations or "The head of the file names none.",
         "Cost": _cost(name, own),
         "Tested identities": _tests(own),
-        "Our numbers": _numbers(name),
+        "Our results": _numbers(name),
         "Train it": _command(name, own),
     }
     parts = [f"# {row.title}", head, what.strip()]
@@ -137,7 +135,7 @@ def page(name: str) -> str:
 
 
 def _plain(function: Any) -> Any:
-    """Return the function behind partial applications."""
+    """The function behind partial applications."""
     return _plain(function.func) if isinstance(function, functools.partial) else function
 
 
@@ -146,13 +144,13 @@ def _file(build: Any) -> Path:
 
 
 def _neighbours(name: str) -> list[str]:
-    """Return the other methods of the same file."""
+    """The other methods of the same file."""
     files = {each: _file(row.build) for each, row in STRATEGIES.items()}
     return [each for each, file in files.items() if file == files[name] and each != name]
 
 
 def _head(build: Any) -> tuple[str, str]:
-    """Return the head of a strategy's file in Markdown: its sources, then its deviations."""
+    """The head of a strategy's file in Markdown: its sources, then its deviations."""
     module = sys.modules[_plain(build).__module__]
     paragraphs = (inspect.getdoc(module) or "").split("\n\n")[1:]
     first = next((at for at, text in enumerate(paragraphs) if text.startswith("Deviation")), len(paragraphs))
@@ -162,7 +160,7 @@ def _head(build: Any) -> tuple[str, str]:
 
 
 def _markdown(paragraph: str) -> str:
-    """Return a paragraph of a docstring in Markdown."""
+    """Convert a paragraph of a docstring to Markdown."""
     if paragraph.startswith("    "):
         return paragraph
     lead, *items = re.split(r"(?:^|\n)\* ", html.escape(paragraph, quote=False))
@@ -172,7 +170,7 @@ def _markdown(paragraph: str) -> str:
 
 
 def _flags(text: str) -> str:
-    """Return a text with its flags as code."""
+    """Mark the flags of a text as code."""
     return re.sub(r"(`[^`]*`)|(?<![\w-])(--\w+)", lambda found: found[1] or f"`{found[2]}`", text)
 
 
@@ -181,8 +179,8 @@ def _cell(text: object) -> str:
 
 
 def settings_of(name: str) -> str:
-    """Return the table of a method's own flags."""
-    rows = ["| flag | default | what it is |", "|---|---|---|"]
+    """The table of a method's own flags."""
+    rows = ["| flag | default | meaning |", "|---|---|---|"]
     for each in settings.settings_of(STRATEGIES[name].hyper, f"{name}_"):
         default = ("on" if each.default else "off") if each.kind is bool else each.default
         default = "none" if default in (None, ()) else default
@@ -191,7 +189,7 @@ def settings_of(name: str) -> str:
         help = _flags(f"{each.info.help}<br><small>{'; '.join(filter(None, facts))}</small>")
         rows.append(f"| {' | '.join(map(_cell, (f'`--{each.flag}`', f'`{default}`', help)))} |")
     if len(rows) == 2:
-        return "It has no flags of its own."
+        return "The method has no flags of its own."
     return "\n".join([*rows, "", f"`python -m fedjax_mr.main --help={name}` prints the same."])
 
 
@@ -203,22 +201,22 @@ def _traffic(name: str, own: Prose) -> str:
         return f"{size:,.0f} bytes" + (f" ({count} model{'s' * (count != '1')})" if size else "")
 
     rows = [
-        ("server to a client", models(found.down)),
-        ("a client to the server", models(found.up)),
-        ("client to client", models(found.peer)),
-        ("a client keeps", models(found.kept)),
-        ("the server keeps", models(found.server)),
+        ("sent to each client in a round", models(found.down)),
+        ("sent by each client to the server in a round", models(found.up)),
+        ("sent by each client to other clients in a round", models(found.peer)),
+        ("kept by a client between rounds", models(found.kept)),
+        ("kept by the server between rounds", models(found.server)),
     ]
-    lines = ["| of the main job | per round |", "|---|---|", *(f"| {what} | {size} |" for what, size in rows)]
+    lines = ["| in the main job | size |", "|---|---|", *(f"| {what} | {size} |" for what, size in rows)]
     if found.first:
         down, up, _ = found.first
-        lines.append(f"| the first round is different | {down:,.0f} bytes down, {up:,.0f} up |")
+        lines.append(f"| in the first round | {down:,.0f} bytes sent to each client, {up:,.0f} sent by each client |")
     return "\n".join(
         [
             *lines,
             "",
-            f"Counted from the shapes of the real objects in the main job: digits, N = 20, K = 5, a network of "
-            f"{found.model:,} bytes. A round of FedAvg sends one model down and one up for each client. {own.traffic}",
+            f"Counted from the shapes of the arrays in the main job: digits, N = 20, K = 5, a network of "
+            f"{found.model:,} bytes. FedAvg sends one model to each client and one model back. {own.traffic}",
             "",
             _real_clients(name),
         ]
@@ -226,45 +224,48 @@ def _traffic(name: str, own: Prose) -> str:
 
 
 def _real_clients(name: str) -> str:
-    """Return whether a method runs on real clients, and what they have to tell."""
+    """Whether a method runs on real clients, and what clients then tell the server."""
     row = STRATEGIES[name]
     if row.only_simulated:
-        return f"It is only simulated: {row.only_simulated}."
-    counts = ", which tell the server how many samples of each class they have" if row.label_counts else ""
-    return f"It also runs on [real clients](../recipes/real_clients.md){counts}."
+        return f"The method is only simulated: {row.only_simulated}."
+    counts = " They tell the server how many samples of each class they have." if row.label_counts else ""
+    return f"The method also runs on [real clients](../recipes/real_clients.md).{counts}"
 
 
 def _cost(name: str, own: Prose) -> str:
     measured, lines = kept.costs().get(name), [own.work]
     if measured and name != "fedavg":
         lines.append(
-            f"Measured: **{measured['cost']} rounds of FedAvg** for a round ({measured['job']}; {measured['machine']})."
+            f"Measured: a round takes **{measured['cost']} rounds of FedAvg** ({measured['job']}; "
+            f"{measured['machine']})."
         )
     elif name != "fedavg" and (found := kept.seconds(name)):
         runs = "one run" if found[1] == 1 else f"median of {found[1]} runs"
         lines.append(
-            f"In the kept runs a round took {found[0]:.1f} times as long as FedAvg's ({runs} on a machine with other "
-            "work, so this is rough)."
+            f"In the kept runs, a round took {found[0]:.1f} times as long as FedAvg's ({runs} on a shared "
+            "machine, so this is a rough value)."
         )
     elif name != "fedavg":
-        lines.append("A round has not been timed beside FedAvg's.")
+        lines.append("The time of a round has not been measured.")
     return "\n\n".join(lines)
 
 
 def _tests(own: Prose) -> str:
     if not own.tests:
-        return "None of its own; the contract, which every strategy passes, tests it."
+        return (
+            "The method has no tests of its own. It passes [the contract](../design.md#the-contract) of all strategies."
+        )
     rows = [f"- {what} (`{test}`)" for test, what in own.tests.items()]
-    return "\n".join([*rows, "", "Beside these it passes [the contract](../design.md#the-contract) of all strategies."])
+    return "\n".join([*rows, "", "It also passes [the contract](../design.md#the-contract) of all strategies."])
 
 
 def _numbers(name: str) -> str:
     lines = kept.of(name)
     if not lines:
-        return "No run of it is kept yet."
+        return "There are no kept runs of this method yet."
     compared = any(line.published for line in lines)
     rows = [
-        f"| setting | seeds | accuracy, % |{' papers, %: verdict |' * compared}",
+        f"| setting | seeds | accuracy, % |{' published, %: verdict |' * compared}",
         f"|---|---|---|{'---|' * compared}",
     ]
     lines = sorted(lines, key=_compared_first)
@@ -283,9 +284,9 @@ def _numbers(name: str) -> str:
         [
             *rows,
             "",
-            "Mean of the last ten evaluations (of all, where there are fewer), with the standard deviation over the "
-            "seeds; made from the metrics in `experiments/results`. *Replicates*: within 1.5 points of the paper's "
-            "mean, or within two of our deviations (*spread*). See [the record](../results/index.md) and "
+            "Accuracy: mean of the last ten evaluations (of all, if there are fewer) ± standard deviation over the "
+            "seeds, from the metrics in `experiments/results`. *Replicates*: within 1.5 points of the published "
+            "mean, or within two of our standard deviations (*spread*). See [the record](../results/index.md) and "
             "[the leaderboard](../results/leaderboard.md).",
         ]
     )

@@ -1,4 +1,4 @@
-"""Pages made from the executed notebooks: text and code, and below each cell what it printed and drew."""
+"""Pages from the executed notebooks: text and code, and below each cell its output and plots."""
 
 import base64
 import functools
@@ -11,18 +11,18 @@ LINKS = {"../../experiments/RESULTS.md": "../results/index.md", ".ipynb)": ".md)
 
 
 def navigation() -> list[dict[str, str]]:
-    """Return the part of the navigation: a line per notebook."""
+    """The entries of the navigation: one per notebook."""
     titles = {page: text.partition("\n")[0].removeprefix("# ") for page, text in pages().items()}
     return [{title: page} for page, title in titles.items()]
 
 
 def pages() -> dict[str, str]:
-    """Return the pages by their path in the site."""
+    """The pages by their path in the site."""
     return {f"notebooks/{path.stem}.md": _rendered(path)[0] for path in sorted(FOLDER.glob("*.ipynb"))}
 
 
 def pictures() -> dict[str, bytes]:
-    """Return the pictures that the cells drew, by their path in the site."""
+    """The pictures that the cells drew, by their path in the site."""
     found: dict[str, bytes] = {}
     for path in sorted(FOLDER.glob("*.ipynb")):
         found |= {f"notebooks/{name}": picture for name, picture in _rendered(path)[1].items()}
@@ -31,7 +31,7 @@ def pictures() -> dict[str, bytes]:
 
 @functools.cache
 def _rendered(path: Path) -> tuple[str, dict[str, bytes]]:
-    """Return a notebook as Markdown, and its pictures by name."""
+    """Convert a notebook to Markdown, and collect its pictures by name."""
     parts: list[str] = []
     pictures: dict[str, bytes] = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -50,12 +50,12 @@ def _rendered(path: Path) -> tuple[str, dict[str, bytes]]:
         ):
             name = f"{path.stem}-{len(pictures) + 1}.png"
             pictures[name] = base64.b64decode("".join(drawn))
-            parts.append(f"![What the cell above draws]({name})")
+            parts.append(f"![The plot of the cell above]({name})")
     return "\n\n".join(parts), pictures
 
 
 def _with_badge(text: str, name: str) -> str:
-    """Put the badge below the title; Colab opens what is on GitHub, whose Actions name the repository."""
+    """Put the badge below the title. Colab opens files on GitHub; GitHub Actions set the name of the repository."""
     title, _, rest = text.partition("\n")
     repository = os.environ.get("GITHUB_REPOSITORY")
     opened = f"github/{repository}/blob/main/docs/notebooks/{name}.ipynb" if repository else ""

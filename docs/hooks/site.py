@@ -1,8 +1,8 @@
-"""The site's hooks: pages made from the registry, the kept results and the repository's own documents; equations.
+"""Hooks of the site: pages from the registry, from the kept results and from the repository's documents; equations.
 
-A line that ends with ``<!-- site: NAME ARGUMENTS -->`` stands for what `PARTS` makes of it; what is before it on the
-line is for readers of a clone. Links to the repository's documents become links to their pages. Equations between
-dollar signs become MathML, which browsers draw themselves, with a font that the site brings: no script, no other host.
+A line that ends with ``<!-- site: NAME ARGUMENTS -->`` is replaced by the result of a function in `PARTS`. The text
+before it on the line is for readers of a clone. Links to documents of the repository become links to their pages.
+Equations between dollar signs become MathML, which browsers draw with a font of the site: no script, no other host.
 """
 
 import re
@@ -43,7 +43,7 @@ EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the lists of generated pages into the navigation."""
+    """Insert the lists of generated pages into the navigation."""
     lists = {
         "@methods": methods.navigation, "@notebooks": notebooks.navigation, "@notebook": documents.navigation,
         "@api": api.navigation,
@@ -62,7 +62,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that no file holds, and the pictures that they show."""
+    """Add the generated pages and their pictures."""
     for path, content in (api.pages() | documents.pages() | notebooks.pages() | notebooks.pictures()).items():
         files.append(File.generated(config, path, content=content))
     for path, source in documents.pictures().items():
@@ -73,7 +73,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the generated parts into a page."""
+    """Insert the generated parts into a page."""
     path = page.file.src_uri
     if path.startswith("methods/") and path != "methods/index.md":
         markdown = methods.page(path.removeprefix("methods/").removesuffix(".md"))
@@ -83,14 +83,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def part(found: re.Match) -> str:
         name, arguments = found.groups()
         if name not in PARTS:
-            raise PluginError(f"{path}: {found[0]} is none of {', '.join(PARTS)}")
+            raise PluginError(f"{path}: {found[0]} is unknown; the parts are {', '.join(PARTS)}")
         return PARTS[name](*shlex.split(arguments))
 
     return PART.sub(part, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the equations into MathML; keep flags, short names and numbers with their deviation in one line."""
+    """Convert equations to MathML. Keep flags, short names, and numbers with their deviation on one line."""
 
     def optimum(found: re.Match) -> str:
         arg, name, under, letter = found.groups()
@@ -100,7 +100,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         written = unescape(found[2]).strip()
         made = convert(OPTIMUM.sub(optimum, written), display="block" if found[1] == "div" else "inline")
         if "\\" in made:
-            raise PluginError(f"{page.file.src_uri}: there is an unknown command in {written}")
+            raise PluginError(f"{page.file.src_uri}: unknown command in the equation {written}")
         return BAR.sub(r'<mo stretchy="false">\1</mo>', made)
 
     html = WORD.sub(r'<code class="whole">\1</code>', html)
@@ -110,6 +110,6 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Look at every link of the built pages."""
+    """Check every link of the built pages."""
     if problems := checks.problems(config.site_dir):
         raise PluginError("\n".join(["the built pages have broken links:", *problems]))

@@ -1,4 +1,4 @@
-"""What travels in a round of the main job and what stays, counted from the shapes of the real objects."""
+"""Bytes sent in a round of the main job, and bytes kept, counted from the shapes of the arrays."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ class Bytes(NamedTuple):
     """Bytes of a method in the main job.
 
     Attributes:
-      model: of the network.
-      down, up, peer: per client of the cohort, in a round that is not the first.
-      first: down, up and peer of the first round in the same way, where they differ; else None.
+      model: bytes of the network.
+      down, up, peer: per client of the cohort, in every round after the first.
+      first: down, up and peer of the first round if they differ, else None.
       kept: per client, between rounds.
-      server: what the server keeps.
+      server: bytes that the server keeps between rounds.
     """
 
     model: int
@@ -37,18 +37,18 @@ class Bytes(NamedTuple):
 
 
 def needs_public(strategy: str) -> bool:
-    """Return whether a method needs public data with its default settings."""
+    """Whether a method needs public data with its default settings."""
     needs = STRATEGIES[strategy].needs_public
     return needs(configuration.hyper(Config(strategy=strategy))) if callable(needs) else needs
 
 
 def flags(strategy: str) -> list[str]:
-    """Return the flags of the main job with a method: the defaults, and public data where it needs some."""
+    """The flags of the main job with a method: the defaults, and public data if the method needs some."""
     return [f"--strategy={strategy}", *(["--public_share=0.1"] if needs_public(strategy) else [])]
 
 
 def count(strategy: str) -> Bytes:
-    """Return the bytes of a method; its rounds are traced, and nothing is trained."""
+    """Count the bytes of a method. Its rounds are traced; nothing is trained."""
     config = configuration.parse(flags(strategy))
     federated = federated_data(config)
     model = build_model(config, federated)
@@ -79,6 +79,6 @@ def count(strategy: str) -> Bytes:
 
 
 def _example(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array of a shape for which traffic is counted: whatever may be sent is, of the first network."""
+    """An array of a shape, with values for which traffic is counted: everything is sent, for the first network."""
     fill = 0 if jnp.issubdtype(shape.dtype, jnp.integer) else 1
     return jnp.full(shape.shape, fill, shape.dtype)

@@ -11,16 +11,18 @@
 # %% [markdown]
 # # FedMR in 60 lines of plain JAX
 #
-# Federated averaging sends one model to K clients, trains it on each, and averages. **FedMR** (Hu et al., KDD 2024)
-# keeps K models instead. Client j of a round trains model j, and the server *recombines* the K trained models: for
-# every layer (here: every tensor) it shuffles the K copies among the models. No copy is averaged, none is lost, so
-# the mean of the K models stays what it was; that mean is the model that is deployed.
+# After this notebook you know how FedMR works, line by line.
 #
-# Here is the whole algorithm without a framework. Only the data come from the package. At the end the package trains
-# with the same starting weights and random keys, and arrives at the same numbers.
+# Federated averaging sends one model to K clients, trains it on each client, and averages the results. **FedMR** (Hu
+# et al., KDD 2024) keeps K models instead. Client j of a round trains model j, and the server *recombines* the K
+# trained models: for every layer (here: every tensor) it shuffles the K copies among the models. No copy is averaged
+# and none is lost, so the mean of the K models does not change. This mean is the deployed model.
+#
+# This notebook has the whole algorithm without a framework. Only the data comes from the package. At the end, the
+# package trains with the same initial weights and random keys, and gets the same numbers.
 
 # %% [markdown]
-# The next cell installs the package where it is missing, on Colab for example.
+# The next cell installs the package if it is missing, for example on Colab.
 
 # %%
 import importlib.util
@@ -33,8 +35,8 @@ if importlib.util.find_spec("fedjax_mr") is None:
 # %% [markdown]
 # ## The data
 #
-# 1,797 real handwritten digits of 8 x 8 pixels. N = 20 clients hold them, each mostly some of the ten classes
-# (Dirichlet, alpha = 0.5); K = 5 of them take part in a round.
+# The data are 1,797 real handwritten digits of 8 x 8 pixels. N = 20 clients share them. Each client has mostly a few of
+# the ten classes (Dirichlet, alpha = 0.5). K = 5 clients train in each round.
 
 # %%
 import jax
@@ -51,9 +53,9 @@ print(shares.sizes, "samples of the 20 clients;", len(digits.test_y), "for the t
 # %% [markdown]
 # ## The algorithm
 #
-# JAX's random numbers come from keys; `fold` makes a new key from a key and some numbers: the round, the client, and
-# a number for each purpose (0: start, 1: selection, 3: clients, 4: server), by which the package tells them apart,
-# too.
+# JAX computes random numbers from keys. `fold` makes a new key from a key and some numbers: the round, the client, and
+# a number for each purpose (0: initial weights, 1: selection, 3: clients, 4: server). The package uses the same
+# numbers.
 
 # %%
 x, y = jnp.asarray(digits.x).reshape(-1, 64) * 2 - 1, jnp.asarray(digits.y)
@@ -69,7 +71,7 @@ def fold(key, *numbers):
 
 
 def start(key):
-    """Return a network of one hidden layer as its four tensors, in forward order."""
+    """A network with one hidden layer, as its four tensors in forward order."""
     normal = lambda number, *shape: jax.random.normal(fold(key, number), shape) / shape[0] ** 0.5
     return normal(0, 64, 32), jnp.zeros(32), normal(1, 32, 10), jnp.zeros(10)
 
@@ -86,7 +88,7 @@ def loss(model, x, y, mask):
 
 
 def train(model, client, key):
-    """Train one client: some epochs of SGD with momentum over its own samples, in random order."""
+    """Train one client: several epochs of SGD with momentum over its own samples, in random order."""
     size = sizes[client]
     steps = (size + batch - 1) // batch
 
@@ -104,7 +106,7 @@ def train(model, client, key):
 
 
 def recombine(models, key):
-    """Shuffle the K copies of every tensor, each tensor by a permutation of its own."""
+    """Shuffle the K copies of every tensor, with a separate permutation for each tensor."""
     numbers = jnp.broadcast_to(jnp.arange(cohort), (len(models), cohort))
     permutations = jax.random.permutation(key, numbers, axis=1, independent=True)
     return tuple(tensors[order] for tensors, order in zip(models, permutations, strict=True))
@@ -113,7 +115,7 @@ def recombine(models, key):
 @jax.jit
 def one_round(models, number):
     words = jax.random.bits(fold(root, 1, number), (clients,))
-    chosen = jax.lax.top_k(words, cohort)[1]  # K clients at random: those with the largest words
+    chosen = jax.lax.top_k(words, cohort)[1]  # K random clients: those with the largest random numbers
     keys = jax.vmap(lambda client: fold(root, 3, number, client, 0))(chosen)
     trained = jax.lax.map(lambda row: train(*row), (models, chosen, keys))
     return recombine(trained, fold(root, 4, number))
@@ -121,7 +123,7 @@ def one_round(models, number):
 
 root = jax.random.key(seed)
 first = start(fold(root, 0))
-models = jax.tree.map(lambda leaf: jnp.stack([leaf] * cohort), first)  # K copies of one start
+models = jax.tree.map(lambda leaf: jnp.stack([leaf] * cohort), first)  # K copies of one initial model
 history = []
 for number in range(rounds):
     models = one_round(models, number)
@@ -131,9 +133,9 @@ for number in range(rounds):
 print(f"accuracy after {rounds} rounds: {history[-1]:.4f}")
 
 # %% [markdown]
-# ## The same from the package
+# ## The same with the package
 #
-# The network as a Flax module that begins with our weights, the same settings, the same seed.
+# The network is a Flax module with the same initial weights. Settings and seed are the same too.
 
 # %%
 import flax.linen as nn
@@ -142,7 +144,7 @@ import fedjax_mr as fmr
 
 
 class Network(nn.Module):
-    """Our network; it starts with the weights of above."""
+    """The network of above, with the same initial weights."""
 
     @nn.compact
     def __call__(self, x):
@@ -161,8 +163,8 @@ for ours, row in zip(history, result.rows, strict=True):
     print(f"round {row['round']:3}: {ours:.4f} here, {row['accuracy']:.4f} in the package")
 
 # %% [markdown]
-# The accuracies agree, and so do the weights. On the machine that made this page the difference was 0, bit for bit;
-# other processors may add up in another order, so the check leaves room for rounding.
+# The accuracies agree, and the weights agree too. On the machine that ran this notebook the difference was 0, bit for
+# bit. Other processors may add numbers in another order, so the check allows for rounding.
 
 # %%
 import numpy as np
@@ -177,8 +179,8 @@ np.testing.assert_allclose(history, [row["accuracy"] for row in result.rows], at
 # %% [markdown]
 # ## What one recombination does
 #
-# Left: whose copy of each tensor the five models hold after the last round; every column has each copy once. Right:
-# test accuracy of the deployed model, the mean of the five.
+# Left: the client that trained each tensor of the five models, after the last round. Every column contains each client
+# once. Right: test accuracy of the deployed model, which is the mean of the five models.
 
 # %%
 import matplotlib.pyplot as plt
@@ -201,8 +203,8 @@ right.legend()
 plt.show()
 
 # %% [markdown]
-# ## Where to go on
+# ## What to read next
 #
-# What the package adds to these lines: [the other methods](../methods/index.md) on the same engine, checkpoints and
-# resuming, counted traffic, tables and pictures, several devices, and networks of any kind. Your own method is about
-# twenty lines: [the next page](own_method_in_20_lines.ipynb).
+# The package adds [the other methods](../methods/index.md) on the same engine, checkpoints and resuming, a count of the
+# traffic, tables and plots, several devices, and networks of any kind. Your own method needs about twenty lines: see
+# [the next notebook](own_method_in_20_lines.ipynb).

@@ -11,14 +11,14 @@
 # %% [markdown]
 # # Your own method in 20 lines
 #
-# From an idea to a table and a picture, beside FedAvg and FedMR.
+# After this notebook you can turn an idea into a method, and compare it with FedAvg and FedMR in a table and a plot.
 #
-# **The idea.** FedAvg replaces the K trained models by their mean. FedMR shuffles their layers and never averages.
-# What lies between? After FedMR's shuffle, each model goes a part of the way towards the mean of all: `pull = 0` is
-# FedMR, `pull = 1` is FedAvg (with equal weights for all clients).
+# **The idea.** FedAvg replaces the K trained models by their mean. FedMR shuffles their layers and never averages. The
+# new method is between them: after FedMR's shuffle, each model moves part of the way towards the mean of all models.
+# `pull = 0` is FedMR, and `pull = 1` is FedAvg with equal weights for all clients.
 
 # %% [markdown]
-# The next cell installs the package where it is missing, on Colab for example.
+# The next cell installs the package if it is missing, for example on Colab.
 
 # %%
 import importlib.util
@@ -31,9 +31,9 @@ if importlib.util.find_spec("fedjax_mr") is None:
 # %% [markdown]
 # ## The method
 #
-# A method is a function `build(hyper, problem)` that returns pure functions. This one takes FedMR's and changes what
-# the server does after a round. Each field of `Hyper` is a setting, with its range checked and, on the command line,
-# a flag.
+# A method is a function `build(hyper, problem)` that returns pure functions. This one starts from FedMR's functions and
+# changes the server's update. Each field of `Hyper` is a setting. Its range is checked, and on the command line it is a
+# flag.
 
 # %%
 import dataclasses
@@ -46,11 +46,11 @@ from fedjax_mr.strategies import fedmr
 class Hyper:
     """The method's own settings."""
 
-    pull: float = fmr.field(0.2, "share of the way that each model goes towards the mean", low=0, high=1)
+    pull: float = fmr.field(0.2, "step of each model towards the mean, as a share of the distance", low=0, high=1)
 
 
 def build(hyper, problem):
-    """Return FedMR with a pull towards the mean."""
+    """FedMR with a pull towards the mean."""
     base = fedmr.build(fedmr.Hyper(), problem)
 
     def server_update(state, uploads, cohort, round, key):
@@ -64,12 +64,12 @@ def build(hyper, problem):
 fmr.STRATEGIES["fednear"] = fmr.Row(build, Hyper, "this page", title="FedNear")
 
 # %% [markdown]
-# That is all: the engine trains the clients, counts the traffic, tests, keeps checkpoints and resumes.
+# That is all. The engine trains the clients, counts the traffic, tests the model, writes checkpoints and resumes.
 #
 # ## Three methods, three seeds
 #
-# `run_seeds` trains the seeds of a setting in one compiled program. Every run has a folder, as if it had been started
-# alone. The data are scikit-learn's digits, held by 20 clients; five of them take part in a round.
+# `run_seeds` trains all seeds of a setting in one compiled program. Every run has its own folder, as if it had been
+# started alone. The data are scikit-learn's digits. 20 clients share them, and five clients train in each round.
 
 # %%
 rounds = 40
@@ -80,8 +80,8 @@ for method in ("fedavg", "fedmr", "fednear"):
 # %% [markdown]
 # ## The table
 #
-# What `python -m fedjax_mr.analysis table runs/own --target=0.9` prints: means over the seeds with their standard
-# deviations, the rounds and bytes until 90 % of the test images are recognised.
+# The command `python -m fedjax_mr.analysis table runs/own --target=0.9` prints the same table: mean and standard
+# deviation over the seeds, and the rounds and bytes until the test accuracy is 90 %.
 
 # %%
 from fedjax_mr.analysis.__main__ import main as analysis
@@ -89,9 +89,10 @@ from fedjax_mr.analysis.__main__ import main as analysis
 _ = analysis(["table", "runs/own", "--target=0.9"])
 
 # %% [markdown]
-# ## The picture
+# ## The plot
 #
-# What `python -m fedjax_mr.analysis curves runs/own` draws: means, and bands of one standard deviation.
+# The command `python -m fedjax_mr.analysis curves runs/own` draws the same plot: means, and bands of one standard
+# deviation.
 
 # %%
 from IPython.display import Image
@@ -100,10 +101,10 @@ analysis(["curves", "runs/own"])
 Image("runs/own/analysis/accuracy.png")
 
 # %% [markdown]
-# Three seeds tell two methods apart only where their bands do. The honest next steps are more seeds, other divisions
-# (`alpha=0.1`), and choosing `pull` on seeds that are not reported.
+# With three seeds, two methods differ only where their bands do not overlap. Next, use more seeds and other partitions
+# (`alpha=0.1`), and choose `pull` on seeds that you do not report.
 #
-# ## Where to go on
+# ## What to read next
 #
-# In a file of its own the method has flags, help, sweeps and the tests that every method must pass, by
-# `--import=my_method.py`: [Your own method](../recipes/own_method.md).
+# In its own file, loaded with `--import=my_method.py`, the method has flags, help, sweeps, and the tests that every
+# method must pass: [Your own method](../recipes/own_method.md).

@@ -11,12 +11,12 @@
 # %% [markdown]
 # # Why recombination finds flat ground
 #
-# FedMR trains K models and shuffles their layers after every round. Its paper says that this leads to flat parts of
-# the loss, where models generalise better. This page looks at the reason with small runs on scikit-learn's digits:
-# FedAvg, FedMR, and Indep, which is FedMR without its shuffle.
+# FedMR trains K models and shuffles their layers after every round. Its paper says that this leads to flat minima of
+# the loss, where models generalise better. This notebook shows the reason with small runs on scikit-learn's digits, of
+# FedAvg, FedMR, and Indep. Indep is FedMR without the shuffle.
 
 # %% [markdown]
-# The next cell installs the package where it is missing, on Colab for example.
+# The next cell installs the package if it is missing, for example on Colab.
 
 # %%
 import importlib.util
@@ -29,7 +29,7 @@ if importlib.util.find_spec("fedjax_mr") is None:
 # %% [markdown]
 # ## The runs
 #
-# Three methods, three seeds each, the seeds of a method in one compiled program.
+# There are three methods with three seeds each. The seeds of a method train in one compiled program.
 
 # %%
 import fedjax_mr as fmr
@@ -46,9 +46,9 @@ for method in ("fedavg", "fedmr", "indep"):
 # %% [markdown]
 # ## A shuffle loses nothing
 #
-# Recombination permutes the K copies of every tensor. So it changes neither the mean of the K models nor their
-# spread, the sum of their squared distances from that mean (Lemma 4.4 of the paper). Here it is with the models of a
-# run:
+# Recombination permutes the K copies of every tensor. Therefore it does not change the mean of the K models. It also
+# does not change their spread, which is the sum of their squared distances from that mean (Lemma 4.4 of the paper). The
+# next cell checks this with the models of a run:
 
 # %%
 import jax
@@ -65,7 +65,7 @@ def recombined(models, number):
 
 
 def mean_and_spread(models):
-    """Return the mean of K models as one vector, and the sum of their squared distances from it."""
+    """The mean of K models as one vector, and the sum of their squared distances from it."""
     vectors = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(models)], axis=1)
     mean = vectors.mean(axis=0)
     return mean, float(jnp.sum((vectors - mean) ** 2))
@@ -76,14 +76,14 @@ print(f"spread before {before:.4f}, after {after:.4f}; the mean moved by {float(
 assert abs(after / before - 1) < 1e-4 and jnp.allclose(mean, mean_after, atol=1e-5)
 
 # %% [markdown]
-# ## But it moves every model to another corner
+# ## A shuffle moves every model to another corner
 #
-# Think of the K models as choices: for each tensor one of K copies. Together they span a box of K^L corners, where L
-# is the number of tensors; the K models are K of them. Every shuffle puts the models on other corners, and training
-# goes on from there. So training only gets on where **all corners are good**. The models of Indep never have to be
-# good at any corner but their own.
+# A model is a choice of one of K copies for each of its L tensors. All K^L choices are the corners of a box, and the K
+# models are K of these corners. Every shuffle moves the models to other corners, and training continues from there.
+# Therefore training makes progress only if **all corners are good**. The models of Indep need to be good only at their
+# own corners.
 #
-# We test the K models, and 30 random corners of their boxes:
+# The next cell tests the K models and 30 random corners of their box:
 
 # %%
 import numpy as np
@@ -121,13 +121,13 @@ axes[0].set_ylabel("test accuracy of a corner")
 plt.show()
 
 # %% [markdown]
-# The corners of FedMR's box are as good as its models. Those of Indep are not, although its models alone do nearly as
-# well. A box all of whose corners are good is a piece of low, even ground: this is the flatness.
+# The corners of FedMR's box are as good as its models. The corners of Indep's box are not, although its models are
+# nearly as good as FedMR's. If all corners of a box are good, the loss is low and flat inside the box.
 #
-# ## The models stay alike without being averaged
+# ## The models stay similar without averaging
 #
-# Similarity is the mean cosine between the K uploaded models. Nobody averages FedMR's models, but a model that runs
-# away does not stay whole: at the next shuffle its layers are dealt out to the others.
+# Similarity is the mean cosine between the K uploaded models. FedMR's models are never averaged. But a model that moves
+# far away does not stay in one piece: the next shuffle distributes its layers among the other models.
 
 # %%
 from IPython.display import Image
@@ -139,7 +139,7 @@ analysis(["similarity", *together, "--out=runs/flat/pictures"])
 Image("runs/flat/pictures/similarity.png")
 
 # %% [markdown]
-# Layer by layer, the spread as a share of the layer's norm:
+# The spread of each layer, as a share of the layer's norm:
 
 # %%
 _ = analysis(["spread", *together[1:], "--out=runs/flat/pictures"])
@@ -147,9 +147,9 @@ _ = analysis(["spread", *together[1:], "--out=runs/flat/pictures"])
 # %% [markdown]
 # ## How flat is it?
 #
-# The loss around the deployed models, along a random direction with the same relative length for all filters. The
-# table has two numbers for flatness: the mean rise of the loss at a distance of 0.2 over ten directions, and the
-# largest eigenvalue of the Hessian, the curvature in the sharpest direction.
+# The plot shows the loss around the deployed models, along a random direction that has the same relative length for all
+# filters. The table has two measures of flatness: the mean increase of the loss at a distance of 0.2, over ten
+# directions, and the largest eigenvalue of the Hessian, which is the curvature in the sharpest direction.
 
 # %%
 deployed = [f"runs/flat/{method}-{seed}" for method in ("fedavg", "fedmr") for seed in range(seeds)]
@@ -157,8 +157,9 @@ analysis(["landscape", *deployed, "--dimensions=1", "--points=13", "--of=train",
 Image("runs/flat/pictures/landscape1d.png")
 
 # %% [markdown]
-# Read the table seed by seed. When this page was made, the sharpest direction was clearly flatter for FedMR with two
-# seeds of three and level with the third; in random directions the two methods were about alike. FedMR's loss was
-# higher after these few rounds, and a model that fits less is often flatter. So on this small problem the even box is
-# plain to see, and the flatness around its middle is modest. On CIFAR-10, over 500 rounds,
-# [the record](../../experiments/RESULTS.md) says what FedMR gains in the end, and where it does not.
+# Compare the rows of the table seed by seed. When this notebook was run, FedMR was clearly flatter in the sharpest
+# direction with two of three seeds, and equal with the third. In random directions the two methods were about equal.
+# FedMR's loss was higher after these few rounds, and a model that fits less well is often flatter. On this small
+# problem, the flat box is easy to see, but the deployed model in its middle is only a little flatter than FedAvg's.
+# [The record](../../experiments/RESULTS.md) shows how much FedMR gains on CIFAR-10 over 500 rounds, and where it does
+# not.
