@@ -113,9 +113,9 @@ def make_folder(path: Path | str) -> list[Path]:
 
 
 def refuse_links(folder: Path | str) -> None:
-    """Check that a run folder and its direct subfolders contain no symbolic links.
+    """Check that a folder and its direct subfolders contain no symbolic links.
 
-    A link in a run folder from another person could make us write, rename or remove files outside of it.
+    A link in a folder from another person could make us write, rename or remove files outside of it.
 
     Raises:
       UserError: there is a link, or the folder cannot be listed.
@@ -126,8 +126,8 @@ def refuse_links(folder: Path | str) -> None:
             inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
             if links := [each for each in (path, *inside) if each.is_symlink()]:
                 raise UserError(
-                    f"{links[0]} is a symbolic link, and a run folder must contain its files itself: replace the link "
-                    "by a copy of its target, or remove it"
+                    f"{links[0]} is a symbolic link, which is not allowed in {folder}: replace the link by a copy of "
+                    "its target, or remove it"
                 )
     except OSError as error:
         raise UserError(f"cannot read {folder} ({error.strerror})") from None

@@ -363,7 +363,7 @@ def is_leftover(folder: Path | str) -> bool:
 
 def saved_round(folder: Path | str) -> int | None:
     """The round of a run folder's newest checkpoint, or None."""
-    return max(Checkpoints(Path(folder) / "checkpoints").rounds(), default=None)
+    return Checkpoints(Path(folder) / "checkpoints").latest()
 
 
 # --- Which folder ----------------------------------------------------------------------------------------------------
@@ -480,4 +480,4 @@ def _to_resume(config: Config) -> Path:
 
 
 def _has_checkpoint(path: Path) -> bool:
-    return bool(Checkpoints(path / "checkpoints").rounds())
+    return saved_round(path) is not None
