@@ -21,13 +21,13 @@ __all__ = [
 
 
 def check_source(name: str, row: Any) -> None:
-    """Check the row of a user's dataset.
+    """Check a user's row of `SOURCES`.
 
     Raises:
-      UserError: it is not a function.
+      UserError: the row is not a function.
     """
     if not callable(row):
-        raise UserError(f"fmr.SOURCES[{name!r}] takes a function of a request that returns a Dataset")
+        raise UserError(f"fmr.SOURCES[{name!r}] takes a function of a DataRequest that returns a Dataset")
 
 
 _OURS: dict[str, Callable[[DataRequest], Dataset]] = {
@@ -41,34 +41,34 @@ _OURS: dict[str, Callable[[DataRequest], Dataset]] = {
     "femnist": leaf.femnist,
     "shakespeare": leaf.shakespeare,
 }
-SOURCES = Registry("data set", "fmr.SOURCES", check_source, _OURS)
-"""All datasets by name."""
+SOURCES = Registry("dataset", "fmr.SOURCES", check_source, _OURS)
+"""Every dataset by name."""
 
 LABEL_MODES = {"cifar100": ("fine", "coarse")}
-"""Datasets with several kinds of labels; all others have ``fine`` ones only."""
+"""Datasets with several kinds of labels. All others have only ``fine`` labels."""
 
 
 def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", offline: bool = False) -> Dataset:
     """Load the samples of a dataset.
 
     Args:
-      name: a name in `SOURCES`, one of a family such as ``emnist/letters``, or the path of an .npz file.
-      data_dir: the folder that holds the source's files. Default: its usual folder.
-      label_mode: ``coarse`` for the 20 classes of CIFAR-100.
-      offline: never use the network.
+      name: a name of `SOURCES`, a configuration such as ``emnist/letters``, or the path of an .npz file.
+      data_dir: the folder of the source's files. Default: depends on the source.
+      label_mode: ``coarse`` for the 20 coarse classes of CIFAR-100.
+      offline: whether downloads are forbidden.
 
     Raises:
-      UserError: the name is unknown, the files are missing or damaged, the samples cannot be trained on.
+      UserError: the name is unknown, files are missing or damaged, or the samples cannot be trained on.
     """
     if registry.is_supplied(name):
         raise registry.not_passed("dataset", name)
     base = name.partition("/")[0]
     if label_mode not in LABEL_MODES.get(base, ("fine",)):
-        raise UserError(f"{name} has no {label_mode} labels; label_mode={label_mode} is for {', '.join(LABEL_MODES)}")
+        raise UserError(f"{name} has no {label_mode} labels; only {', '.join(LABEL_MODES)} has label_mode={label_mode}")
     if is_file(name):
         return arrays.load(name)
     if name not in SOURCES and Path(name).exists():
-        raise UserError(f"{name} is not a dataset: pass an .npz file with arrays x and y")
+        raise UserError(f"{name} is not a dataset: convert your data to an .npz file with the arrays x and y")
     if (name != base and base != "emnist") or base not in SOURCES:
-        raise unknown_name("data set", name, SOURCES)
+        raise unknown_name("dataset", name, SOURCES)
     return SOURCES[base](DataRequest(name, data_dir, label_mode, offline)).check()

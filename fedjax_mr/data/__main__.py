@@ -17,21 +17,21 @@ from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import public_share, resolve
 
-DIVISIONS = "runs/data"  # folder of partitions without --run_dir
+PARTITIONS_FOLDER = "runs/data"  # the folder of partitions without --run_dir
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
-         shows how a dataset is divided: prints a table, and writes partition.png and partition.npz into --run_dir
-         (default: a new folder in {DIVISIONS}); accepts the flags of {configuration.COMMAND}
+         Show how a dataset is divided: print a table, and write partition.png and partition.npz to --run_dir
+         (default: a new folder in {PARTITIONS_FOLDER}). The flags are those of {configuration.COMMAND}.
        python -m fedjax_mr.data prepare NAME [--data_dir=FOLDER]
-         downloads {", ".join(tfds.IMAGE_SETS)} (emnist/letters for another part of emnist)
-         into FOLDER; needs TensorFlow: pip install 'fedjax-mr[prepare]'
+         Download {", ".join(tfds.IMAGE_SETS)} (or a configuration such as
+         emnist/letters) into FOLDER. Needs TensorFlow: pip install 'fedjax-mr[prepare]'
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code: 0, or 2 for bad input.
+    """Run the command. The exit code is 0, or 2 for bad input.
 
     Args:
-      arguments: without the program's name. Default: those of the command line.
+      arguments: arguments without the name of the program. Default: those of the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if any(argument in ("--help", "-help", "-h") for argument in arguments):
@@ -56,18 +56,18 @@ def _show(arguments: list[str]) -> None:
     with flags_in_errors(config.strategy):
         federated = federated_data(config)
     words = [Path(config.dataset).stem, Path(config.partition_file or config.partition).stem, federated.hash()[:8]]
-    folder = Path(config.run_dir or f"{DIVISIONS}/{'-'.join(words)}")
-    pictured = folder / f"partition.{config.picture_format}"
+    folder = Path(config.run_dir or f"{PARTITIONS_FOLDER}/{'-'.join(words)}")
+    picture = folder / f"partition.{config.picture_format}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         division = titles.division(titles.facts(config))
         title = f"{titles.dataset(federated.dataset.name)}, {division}, {federated.num_clients} clients"
-        plots.partition(federated.label_counts(), pictured, title=title)
+        plots.partition(federated.label_counts(), picture, title=title)
         partition_file.save(federated.plan, folder / "partition.npz")  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {error.strerror or error}; choose another --run_dir") from None
     print(partition_table(federated))
-    print(f"drawn in {pictured}, kept in {folder / 'partition.npz'}")
+    print(f"saved {picture} and {folder / 'partition.npz'}")
 
 
 def _prepare(arguments: list[str]) -> None:
@@ -76,7 +76,7 @@ def _prepare(arguments: list[str]) -> None:
         raise UserError("prepare takes one name: python -m fedjax_mr.data prepare NAME --data_dir=FOLDER")
     name = names[0]
     if name.partition("/")[0] not in tfds.IMAGE_SETS:
-        raise unknown_name("data set to prepare", name, tfds.IMAGE_SETS)
+        raise unknown_name("dataset to prepare", name, tfds.IMAGE_SETS)
     config = configuration.parse([argument for argument in arguments if argument != name])
     folder = tfds.prepare(DataRequest(name, config.data_dir, config.label_mode, config.offline))
     print(f"{name} is in {folder}")

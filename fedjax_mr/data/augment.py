@@ -1,21 +1,21 @@
-"""Random changes of a batch of images inside the compiled step."""
+"""Data augmentation of a batch of images, inside the compiled step."""
 
 import jax
 import jax.numpy as jnp
 
 
 def crop_flip(key: jax.Array, x: jax.Array, *, pad: int) -> jax.Array:
-    """Pad every image with zeros, cut out its size at a random place, and mirror it with probability one half.
+    """Pad every image with zeros, crop it to its size at a random position, and mirror it with probability 1/2.
 
-    The usual augmentation of CIFAR (pad 4; FedMe's code: 2). Zeros are black pixels: this comes before normalisation.
+    The usual augmentation of CIFAR (pad 4; FedMe's code: 2). Zeros are black pixels, so it must precede normalisation.
 
     Args:
       key: consumed.
-      x: images [B, H, W, channels] of any type.
+      x: images [B, H, W, channels] of any dtype.
       pad: pixels on each side, at least 1.
 
     Returns:
-      Images of the same shape and type; each has a place and a side of its own.
+      Images of the same shape and dtype. Position and mirroring are drawn for each image.
     """
     batch, height, width, channels = x.shape
     corner_key, flip_key = jax.random.split(key)

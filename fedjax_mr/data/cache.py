@@ -1,4 +1,4 @@
-"""Decoded data sets in the user's cache folder, so that only the first run pays for reading the source's format."""
+"""Decoded datasets in the user's cache folder, so that only the first run decodes the source."""
 
 import hashlib
 import json
@@ -11,16 +11,16 @@ from absl import logging
 
 from fedjax_mr.data import files, npz
 
-FORMAT = 1  # raised when a loader decodes differently
+FORMAT = 1  # to be incremented when a loader decodes differently
 
 
 def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the decoded arrays and facts, from the cache if the source's files have not changed since.
+    """Read the decoded arrays and facts of a source from the cache, or build them if its files have changed.
 
     Args:
-      name: the source, its version and whatever else the result depends on.
-      sources: the files that are decoded; known by path, size and time of change.
-      build: decodes them into arrays and what JSON can hold, by name; tuples stay tuples.
+      name: the source, its version and everything else that the result depends on.
+      sources: the files that are decoded, identified by path, size and time of modification.
+      build: decodes the files into a dictionary of arrays and JSON values. Tuples remain tuples.
     """
     if (folder := files.cache_folder()) is None:
         return build()
@@ -41,7 +41,7 @@ def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any
         with files.atomic_write(path) as temporary:
             _write(values, temporary)
     except OSError as error:
-        logging.warning("cannot keep %s in the cache: %s", name, error)
+        logging.warning("cannot write %s to the cache: %s", name, error)
     return values
 
 

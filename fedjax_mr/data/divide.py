@@ -1,7 +1,7 @@
-"""From the samples of a source to a federation: public set, hold-out clients, partition, and each client's splits.
+"""Divide the samples of a dataset: public set, held-out clients, partition, and the splits of each client.
 
-Every draw has a NumPy generator of its own, seeded by the partition seed and the constant of its stream, so that no
-other randomness of a run and no strategy can move a partition.
+Every draw has its own NumPy generator, seeded by the partition seed and the constant of its stream. So a partition does
+not depend on the strategy or on other random numbers of a run.
 """
 
 import dataclasses
@@ -40,46 +40,47 @@ def federate(
     public_labels: bool = True,
     partition_file: str | None = None,
 ) -> FederatedData:
-    """Divide the samples of a data set among N clients.
+    """Divide the samples of a dataset among N clients.
 
     Args:
       dataset: the samples.
       partition: a name of `partition.PARTITIONS`.
-      num_clients: N, clients that train; 0: every natural client, or every client of the partition file.
-      seed: the partition's own seed.
-      alpha: the concentration of the labels (`partition.dirichlet`, `partition.dirichlet_size`).
-      alpha_size: the concentration of the sizes (`partition.dirichlet_size`).
-      shards_per_client: of `partition.shards`.
-      shard_size: of `partition.shards`; None: all samples are dealt.
-      classes_per_client: of `partition.classes`.
-      quantity_power: of `partition.quantity`.
-      min_samples_per_client: natural clients with fewer training and test samples together are left out.
-      holdout_clients: clients beside the N that never train.
-      validation_share: the fraction of a client's training samples that it keeps for validation.
-      client_test_share: the fraction of a client's samples that becomes its own test set; 0: its natural test samples,
-        or else a part of the global test set with the client's label proportions.
-      public_share: the fraction of the training samples that becomes the public set, before the partition.
-      public_max: the largest public set.
+      num_clients: number of training clients N. 0 uses every natural client, or every client of the partition file.
+      seed: seed of the partition.
+      alpha: concentration of the labels (`partition.dirichlet`, `partition.dirichlet_size`).
+      alpha_size: concentration of the sizes (`partition.dirichlet_size`).
+      shards_per_client: shards of each client (`partition.shards`).
+      shard_size: samples of each shard (`partition.shards`). Default: the size that uses all samples.
+      classes_per_client: classes of each client (`partition.classes`).
+      quantity_power: exponent of the sizes (`partition.quantity`).
+      min_samples_per_client: natural clients with fewer samples (training and test together) are excluded.
+      holdout_clients: number of further clients that never train.
+      validation_share: fraction of the training samples of a client that it keeps for validation.
+      client_test_share: fraction of the samples of a client that become its own test set. With 0 the client is tested
+        on its natural test samples if there are any, else on a part of the global test set with its label proportions.
+      public_share: fraction of the training samples that become the public set, before the partition.
+      public_max: largest size of the public set.
       public_labels: whether the public set keeps its labels.
-      partition_file: a file of `plan` that replaces all of the above but ``num_clients`` and ``public_labels`` (.npz),
-        or the partition alone (.json).
+      partition_file: a file that replaces the partition. A .npz file (a `PartitionPlan`) also replaces all other
+        arguments except ``num_clients`` and ``public_labels``; a .json file replaces the partition alone.
 
     Raises:
-      UserError: an unknown partition, a setting out of range, more clients than samples, a client without samples, a
-        partition file that does not fit.
+      UserError: the partition is unknown, a setting is out of range, there are more clients than samples, a client has
+        no samples, or the partition file does not match.
     """
     if partition not in PARTITIONS:
         raise unknown_name("partition", partition, PARTITIONS)
     if alpha <= 0 or alpha_size <= 0:
-        raise UserError(f"alpha {alpha:g}, alpha_size {alpha_size:g}: a Dirichlet concentration must be above 0")
+        raise UserError(f"alpha={alpha:g}, alpha_size={alpha_size:g}: a Dirichlet concentration must be above 0")
     if validation_share + client_test_share >= 1:
         raise UserError(
-            f"shares {validation_share:g} (validation) and {client_test_share:g} (test) leave nothing to train on"
+            f"validation_share={validation_share:g} and client_test_share={client_test_share:g} leave no training "
+            "samples; their sum must be below 1"
         )
     notes: list[str] = []
     if partition_file and not partition_file.endswith(".json"):
         plan = partition_files.read(partition_file, dataset=dataset)
-        _expect(num_clients, int((~plan.held_out).sum()), partition_file)
+        _check_count(partition_file, int((~plan.held_out).sum()), num_clients)
         return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
 
     public_size = round(public_share * len(dataset.y))
@@ -104,7 +105,9 @@ def federate(
         pool = np.delete(np.arange(len(dataset.y)), public)
         total = num_clients + holdout_clients
         if num_clients < 1:
-            raise UserError(f"--clients={num_clients}: partition {partition} needs some (0 is for natural clients)")
+            raise UserError(
+                f"partition {partition!r} needs at least 1 client, not {num_clients}; 0 is only for natural clients"
+            )
         if total > len(pool):
             raise UserError(f"{total} clients are more than the {len(pool)} training samples of {dataset.name}")
         parts = row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **chosen)
@@ -122,7 +125,7 @@ def federate(
     if not client_test_share:
         test = owned.test if owned.test is not None else _matching(dataset, owned.train, seed)
     global_test = np.arange(len(dataset.test_y))
-    if owned.test is not None:  # the papers test on the union of the clients' test samples
+    if owned.test is not None:  # as in the papers, the union of the clients' test samples
         global_test = np.sort(np.concatenate([part for part, out in zip(owned.test, held_out, strict=True) if not out]))
     plan = PartitionPlan(
         dataset=dataset.name,
@@ -140,10 +143,10 @@ def federate(
 
 
 class _Owned(NamedTuple):
-    """The rows of each client, before anything is split."""
+    """The rows of each client, before the splits."""
 
     train: Parts  # rows of x
-    test: Parts | None  # rows of test_x; None where test samples have no owner
+    test: Parts | None  # rows of test_x, or None if test samples have no owner
     public: np.ndarray  # rows of x
     names: tuple[str, ...]
 
@@ -152,10 +155,10 @@ def _stream(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, STREAMS[name]]))
 
 
-def _expect(wanted: int, found: int, file: str) -> None:
-    if wanted not in (0, found):
+def _check_count(file: str, count: int, requested: int) -> None:
+    if requested not in (0, count):
         raise UserError(
-            f"partition file {file} holds {found} clients, not {wanted}: pass --clients={found}, or 0 for all"
+            f"partition file {file} has {count} clients, not {requested}: request {count} clients, or 0 for all"
         )
 
 
@@ -163,7 +166,7 @@ def _from_authors(
     dataset: Dataset, file: str, num_clients: int, holdout_clients: int, public_size: int, seed: int
 ) -> _Owned:
     parts = partition_files.read_authors(file, dataset=dataset)
-    _expect(num_clients and num_clients + holdout_clients, len(parts), file)
+    _check_count(file, len(parts), num_clients and num_clients + holdout_clients)
     free = np.setdiff1d(np.arange(len(dataset.y)), np.concatenate(parts))
     if public_size > len(free):
         raise UserError(f"partition file {file} leaves {len(free)} samples, too few for a public set of {public_size}")
@@ -173,9 +176,9 @@ def _from_authors(
 def _natural(
     dataset: Dataset, num_clients: int, holdout_clients: int, public_size: int, min_samples: int, seed: int
 ) -> _Owned:
-    """Draw the clients (0: all of them); the public set comes from the others' samples if they suffice."""
+    """Draw the clients. The public set is drawn from the samples of the other clients if these are enough."""
     if dataset.client is None:
-        raise UserError(f"{dataset.name} has no natural clients: choose another --partition")
+        raise UserError(f"{dataset.name} has no natural clients: choose another partition")
     known = len(dataset.client_names)
     train = partitions.natural(dataset.client, known)
     test = None if dataset.test_client is None else partitions.natural(dataset.test_client, known)
@@ -185,10 +188,10 @@ def _natural(
     large = np.flatnonzero(sizes >= min_samples)
     total = num_clients + holdout_clients if num_clients else len(large)
     if not len(large) or total > len(large) or total <= holdout_clients:
-        all_of_them = ": --clients=0 takes all" if num_clients and not holdout_clients and len(large) else ""
+        hint = "; request 0 clients to use all" if num_clients and not holdout_clients and len(large) else ""
         raise UserError(
             f"{dataset.name} has {len(large)} natural clients of at least {min_samples} samples, too few for "
-            f"{num_clients} clients and {holdout_clients} held out (the largest has {sizes.max()}){all_of_them}"
+            f"{num_clients} clients and {holdout_clients} held-out ones (the largest has {sizes.max()} samples){hint}"
         )
     chosen = np.sort(_stream(seed, "clients").choice(large, total, replace=False))
     others = np.concatenate(
@@ -205,9 +208,9 @@ def _natural(
 
 
 def _split(parts: Parts, validation_share: float, test_share: float, seed: int) -> tuple[Parts, Parts, Parts]:
-    """Split each client's rows at random into training, validation and test rows.
+    """Split the rows of each client at random into training, validation and test rows.
 
-    A client always keeps a training row; with a single one left, that row also serves for validation (FedMe's code).
+    Every client keeps at least one training row. If only one row is left, it is also the validation row (FedMe's code).
     """
     if not validation_share and not test_share:
         return parts, [part[:0] for part in parts], [part[:0] for part in parts]
@@ -232,7 +235,7 @@ def _matching(dataset: Dataset, parts: Parts, seed: int) -> Parts:
 
 
 def _assemble(dataset: Dataset, plan: PartitionPlan, *, public_labels: bool, notes: list[str]) -> FederatedData:
-    """Give the training clients and the held-out ones the samples that their plan names, and no others."""
+    """Build the federations of the training clients and of the held-out ones. Each has only its own samples."""
     for note in notes:
         logging.warning("%s", note)
     public = None
@@ -244,44 +247,49 @@ def _assemble(dataset: Dataset, plan: PartitionPlan, *, public_labels: bool, not
 
 
 def with_public(federated: FederatedData, other: Dataset, *, labels: bool, seed: int) -> FederatedData:
-    """Return the federation with training samples of another data set in place of its public ones, as many of them.
+    """Replace the public samples by the same number of training samples of another dataset.
 
     Raises:
-      UserError: they are of another shape, kind or number of classes, or too few.
+      UserError: the other samples have another shape, dtype or more classes, or are too few.
     """
     dataset, public = federated.dataset, federated.public
     assert public is not None
-    kinds = [f"{'x'.join(map(str, each.x.shape[1:]))} of {each.x.dtype}" for each in (dataset, other)]
-    if kinds[0] != kinds[1]:
-        raise UserError(f"--public_from: samples of {other.name} are {kinds[1]}, those of {dataset.name} {kinds[0]}")
+    ours, theirs = (f"{'x'.join(map(str, each.x.shape[1:]))} of {each.x.dtype}" for each in (dataset, other))
+    if ours != theirs:
+        raise UserError(f"public samples from {other.name} are {theirs}, but those of {dataset.name} are {ours}")
     if labels and other.num_classes > dataset.num_classes:
-        raise UserError(f"--public_from: {other.name} has {other.num_classes} classes: give --nopublic_labels")
+        raise UserError(
+            f"public samples from {other.name} have {other.num_classes} classes, more than the {dataset.num_classes} "
+            f"of {dataset.name}: use public_labels=False"
+        )
     if len(other.y) < len(public.x):
-        raise UserError(f"--public_from: {other.name} has {len(other.y)} training samples, fewer than {len(public.x)}")
+        raise UserError(
+            f"{len(public.x)} public samples are needed, but {other.name} has only {len(other.y)} training samples"
+        )
     rows = _stream(seed, "public").choice(len(other.y), len(public.x), replace=False)
     return dataclasses.replace(federated, public=Public(other.x[rows], other.y[rows] if labels else None))
 
 
 def _federation(dataset: Dataset, plan: PartitionPlan, members: np.ndarray) -> FederatedData:
-    """Return some clients of a plan with their own samples; rows are renumbered where samples are left out."""
+    """The federation of some clients of a plan. It has only their samples, so rows are renumbered."""
 
     def of_members(split: Split) -> Split:
         parts = split.parts()
         return Split.of([parts[client] for client in members])
 
     train, validation, test = (of_members(split) for split in (plan.train, plan.validation, plan.test))
-    own, others = (test.index, test.index[:0]) if plan.own_test else (test.index[:0], test.index)
-    rows = np.unique(np.concatenate([train.index, validation.index, own]))
-    test_rows = np.union1d(plan.global_test, others)
+    from_x, from_test_x = (test.index, test.index[:0]) if plan.own_test else (test.index[:0], test.index)
+    rows = np.unique(np.concatenate([train.index, validation.index, from_x]))
+    test_rows = np.union1d(plan.global_test, from_test_x)
     if not len(test_rows):
-        raise UserError(f"no client of {dataset.name} that takes part has test samples")
+        raise UserError(f"no participating client of {dataset.name} has test samples")
 
     def renumber(split: Split, rows: np.ndarray) -> Split:
         return split._replace(index=np.searchsorted(rows, split.index).astype(np.int32))
 
-    whole = len(rows) == len(dataset.y) and len(test_rows) == len(dataset.test_y)
+    is_complete = len(rows) == len(dataset.y) and len(test_rows) == len(dataset.test_y)
     return FederatedData(
-        dataset if whole else dataset.take(rows, test_rows),
+        dataset if is_complete else dataset.take(rows, test_rows),
         renumber(train, rows),
         validation=renumber(validation, rows) if len(validation.index) else None,
         test=renumber(test, rows if plan.own_test else test_rows) if len(test.index) else None,

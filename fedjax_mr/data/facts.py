@@ -1,4 +1,4 @@
-"""What a run keeps of its samples beside the partition: enough to use its models where the samples are not."""
+"""Facts about the samples that a run folder keeps, so that its models can be used without the samples."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from fedjax_mr.errors import UserError
 
 FILE = "samples.json"
 DTYPES = ("uint8", "float32", "int32")
-BEYOND = 1.0  # how far float samples may lie outside the training samples' range, in widths of it
+MARGIN = 1.0  # how far float samples may lie outside the range of the training samples, in multiples of the range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Facts:
     """The kind of the samples and their normalisation.
 
     Attributes:
-      name: the data set's.
-      shape: of one sample.
-      dtype: uint8, float32 or int32 (tokens), as the source gives them.
+      name: name of the dataset.
+      shape: shape of one sample.
+      dtype: uint8, float32 or int32 (tokens), as in the source.
       num_classes: C.
-      mean, std: those of the `Dataset`.
-      low, high: the smallest and the largest value in the training samples.
-      vocabulary: how many different tokens there are; 0 for samples that are none.
+      mean, std: see `Dataset`.
+      low, high: the smallest and the largest value of the training samples.
+      vocabulary: number of different tokens. 0 if the samples are not tokens.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Facts:
 
     @classmethod
     def of(cls, dataset: Dataset) -> "Facts":
-        """Return the facts of a data set."""
+        """The facts about a dataset."""
         x = dataset.x
         return cls(
             dataset.name, tuple(x.shape[1:]), x.dtype.name, dataset.num_classes, tuple(map(float, dataset.mean)),
@@ -56,34 +56,34 @@ class Facts:
             path.write_text(self.text() + "\n", encoding="utf-8")
 
     def text(self) -> str:
-        """Return the facts as JSON; `parse` reads it."""
+        """The facts as JSON, which `parse` reads."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def parse(cls, text: str) -> "Facts":
-        """Return the facts that a JSON text holds.
+        """Read the facts from a JSON text.
 
         Raises:
-          ValueError, TypeError, KeyError: it holds something else.
+          ValueError, TypeError, KeyError: the text holds anything else.
         """
         values = files.parse_json(text)
         for name in ("shape", "mean", "std"):
             values[name] = tuple(values[name])
-        found = cls(**values)
-        if found.dtype not in DTYPES or not all(type(each) is int for each in (*found.shape, found.num_classes)):
-            raise ValueError(f"no samples are {found.dtype} of shape {found.shape}")
-        if type(found.name) is not str or type(found.vocabulary) is not int or found.num_classes < 1:
-            raise ValueError("name, vocabulary or num_classes")
-        numbers = (*found.mean, *found.std, found.low, found.high)
+        facts = cls(**values)
+        if facts.dtype not in DTYPES or not all(type(each) is int for each in (*facts.shape, facts.num_classes)):
+            raise ValueError(f"samples cannot be {facts.dtype} of shape {facts.shape}")
+        if type(facts.name) is not str or type(facts.vocabulary) is not int or facts.num_classes < 1:
+            raise ValueError("wrong name, vocabulary or num_classes")
+        numbers = (*facts.mean, *facts.std, facts.low, facts.high)
         if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
-            raise ValueError("mean, std, low and high are finite numbers")
-        if not all(each > 0 for each in found.std) or found.low > found.high or min((*found.shape, 1)) < 1:
-            raise ValueError("std is above 0, low is not above high, and shapes are positive")
-        return found
+            raise ValueError("mean, std, low and high must be finite numbers")
+        if not all(each > 0 for each in facts.std) or facts.low > facts.high or min((*facts.shape, 1)) < 1:
+            raise ValueError("std and shapes must be positive, and low must not be above high")
+        return facts
 
     @classmethod
     def read(cls, folder: Path) -> "Facts | None":
-        """Return the facts that a run folder holds; None if it is older than they are.
+        """Read the facts of a run folder. None if an older version wrote the folder.
 
         Raises:
           UserError: the file is damaged.
@@ -97,9 +97,9 @@ class Facts:
             raise UserError(f"{path} is damaged ({error})") from None
 
     def dataset(self, count: int) -> Dataset:
-        """Return a data set of this kind with ``count`` labels and one sample, all zeros: a template, not to train on.
+        """A placeholder dataset of this kind, with ``count`` labels and one sample, all zeros.
 
-        It stands for the true one where only shapes are asked for.
+        It replaces the real dataset where only shapes are needed. It cannot be trained on.
         """
         x, y = np.zeros((1, *self.shape), self.dtype), np.zeros(count, np.int32)
         return Dataset(
@@ -107,10 +107,10 @@ class Facts:
         )
 
     def samples(self, x: Any) -> np.ndarray:
-        """Return samples as the source would give them, [n, ...], after checking that they are of this kind.
+        """Check that samples are of this kind, and return them [n, ...] in the source's dtype.
 
         Raises:
-          UserError: another shape, another type of numbers, or values that no sample of the source has.
+          UserError: the shape, the kind of numbers or the range of values differs from the source.
         """
         x = np.asarray(x)
         if x.ndim == len(self.shape) and self.shape[-1:] == (1,) and x.shape[1:] == self.shape[:-1]:
@@ -121,18 +121,18 @@ class Facts:
         tokens, floats = self.vocabulary > 0, np.issubdtype(self.dtype, np.floating)
         if not np.issubdtype(x.dtype, np.floating if floats else np.integer):
             kind = f"floats from {self.low:g} to {self.high:g}" if floats else "token numbers" if tokens else "bytes"
-            raise UserError(f"samples of {self.name} are {kind}, and these are {x.dtype}: give them as the source does")
+            raise UserError(f"samples of {self.name} are {kind}, but these are {x.dtype}: use the source's format")
         if not x.size:
             return x.astype(self.dtype)
         if floats and not np.isfinite(x).all():
             raise UserError(f"these samples of {self.name} hold values that are not finite")
         low, high = (0.0, 255.0) if not floats else (self.low, self.high)
         high = self.vocabulary - 1 if tokens else high
-        room = BEYOND * (high - low) if floats else 0.0
-        if x.min() < low - room or x.max() > high + room:
+        margin = MARGIN * (high - low) if floats else 0.0
+        if x.min() < low - margin or x.max() > high + margin:
             raise UserError(
-                f"samples of {self.name} go from {low:g} to {high:g}, and these from {x.min():g} to {x.max():g}: give "
-                "them as the source does, not normalised or scaled in another way"
+                f"samples of {self.name} range from {low:g} to {high:g}, but these from {x.min():g} to {x.max():g}: "
+                "use the source's format, without other normalisation or scaling"
             )
         return x.astype(self.dtype)
 
@@ -142,6 +142,6 @@ def _numbers(shape: tuple[int, ...]) -> str:
 
 
 def scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the normalisation of samples, (pixel - mean) / std, as one factor and one summand [channels] or [1]."""
+    """The normalisation (pixel - mean) / std as a factor and a summand, each [channels] or [1]."""
     unit = 255.0 if np.dtype(dtype) == np.uint8 else 1.0
     return (1 / (unit * np.array(std))).astype(np.float32), (-np.array(mean) / np.array(std)).astype(np.float32)

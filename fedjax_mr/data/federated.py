@@ -1,4 +1,4 @@
-"""The data of a federation: one array of samples, and per client a run of rows in a flat index array."""
+"""The data of a federation: one array of samples, and one array of row numbers in which each client owns a range."""
 
 import dataclasses
 import hashlib
@@ -10,17 +10,17 @@ import numpy as np
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError
 
-MOST_CLASSES = 100_000  # every client's samples are counted by class, and the head of a network has a row for each
+MOST_CLASSES = 100_000  # memory grows with it: label counts are [N, C], and the head of a network has C outputs
 
 
 class DataRequest(NamedTuple):
-    """A request to a source.
+    """A request to a source of datasets.
 
     Attributes:
-      name: the data set, such as ``emnist`` or ``emnist/letters``.
-      data_dir: where its files are; None: the source's usual place.
+      name: the dataset, such as ``emnist`` or ``emnist/letters``.
+      data_dir: the folder of its files. None means the default folder of the source.
       label_mode: ``fine`` or ``coarse``.
-      offline: whether the network must not be used.
+      offline: whether internet access is forbidden.
     """
 
     name: str
@@ -34,17 +34,17 @@ class Dataset:
     """The samples of a source, not yet divided among clients.
 
     Attributes:
-      name: the source's name.
+      name: name of the dataset.
       x: [M, ...] training samples: uint8 or float32 images and vectors, int32 token sequences.
       y: [M] int32 labels in 0..C-1.
-      test_x, test_y: the held-out global test set.
+      test_x, test_y: the global test set.
       num_classes: C.
-      mean, std: per channel (or one number), of pixels in 0..1 for uint8, of the values themselves for float32;
-        a batch becomes (pixel - mean) / std inside the compiled step.
+      mean, std: normalisation, per channel or one number: a batch becomes (pixel - mean) / std inside the compiled
+        step. They refer to pixels in 0..1 for uint8, and to the values as they are for float32.
       client: [M] int32, the natural client of each training sample, or None.
-      test_client: the same for the test samples, or None.
-      client_names: the natural clients' ids by number.
-      vocabulary: how many different tokens there are; 0 unless x holds tokens.
+      test_client: [T] int32, the natural client of each test sample, or None.
+      client_names: ids of the natural clients by number.
+      vocabulary: number of different tokens. 0 if x does not hold tokens.
     """
 
     name: str
@@ -61,16 +61,16 @@ class Dataset:
     vocabulary: int = 0
 
     def check(self) -> "Dataset":
-        """Return the data set itself if it can be trained on.
+        """Check that the dataset can be trained on, and return it.
 
         Raises:
-          UserError: names the first fault: no samples, different lengths, samples without values, labels that are no
-            numbers 0..C-1, far too many classes, values that are not finite.
+          UserError: names the first fault: no samples, different lengths, samples without values, labels outside
+            0..C-1, too many classes, values that are not finite.
         """
         if self.num_classes > MOST_CLASSES:
             raise UserError(
-                f"{self.name}: labels up to {self.num_classes - 1} make {self.num_classes:,} classes, and at most "
-                f"{MOST_CLASSES:,} are possible; number the labels 0..C-1"
+                f"{self.name}: labels up to {self.num_classes - 1} mean {self.num_classes:,} classes, but at most "
+                f"{MOST_CLASSES:,} are supported; number the labels 0..C-1"
             )
         for x, y, part in ((self.x, self.y, "training"), (self.test_x, self.test_y, "test")):
             where = f"{self.name}: the {part} set"
@@ -79,7 +79,7 @@ class Dataset:
             if not len(y):
                 raise UserError(f"{where} is empty")
             if not x[:1].size:
-                raise UserError(f"{where} has samples of shape {x.shape[1:]}, which hold nothing")
+                raise UserError(f"{where} has samples of shape {x.shape[1:]}, which hold no values")
             if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
                 raise UserError(f"{where} needs one integer label per sample, not {y.dtype} of shape {y.shape}")
             if bad := first_position((y < 0) | (y >= self.num_classes)):
@@ -93,17 +93,17 @@ class Dataset:
         return self
 
     def fingerprint(self) -> str:
-        """Return a digest of the labels and of some samples: it tells data sets, versions and orders apart."""
+        """Digest of the labels and of some samples: it distinguishes datasets, their versions and orders of samples."""
         digest = hashlib.sha256(f"{self.x.shape}{self.x.dtype}{self.num_classes}".encode())
-        some = self.x[:: max(1, len(self.x) // 256)]
-        for part in (self.y, self.test_y, some):
+        selected = self.x[:: max(1, len(self.x) // 256)]
+        for part in (self.y, self.test_y, selected):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()[:16]
 
     def recorded_name(self) -> str:
-        """Return the name under which samples that were given in Python are recorded, ``given:NAME:HASH``.
+        """The name that a run folder records for samples passed from Python: ``given:NAME:HASH``.
 
-        The hash is of everything but the name: all samples and labels, clients and normalisation.
+        The hash covers all samples and labels, the clients and the normalisation, but not the name.
         """
         facts = (self.num_classes, self.mean, self.std, self.client_names, self.vocabulary)
         digest = hashlib.sha256(repr(facts).encode())
@@ -114,7 +114,7 @@ class Dataset:
         return registry.supplied_name(self.name, digest.hexdigest())
 
     def take(self, rows: np.ndarray, test_rows: np.ndarray) -> "Dataset":
-        """Return the data set of some training and test rows, in increasing order of the rows."""
+        """Select training rows and test rows, both in increasing order."""
         return dataclasses.replace(
             self,
             x=self.x[rows],
@@ -127,12 +127,12 @@ class Dataset:
 
 
 def first_position(wrong: np.ndarray) -> tuple[int, ...] | None:
-    """Return the position of the first True, or None."""
+    """The position of the first True, or None."""
     return tuple(int(axis[0]) for axis in np.nonzero(wrong)) if wrong.any() else None
 
 
 class Split(NamedTuple):
-    """Rows of the sample array by client: client i owns ``index[offsets[i]:offsets[i + 1]]``."""
+    """Rows of the sample array by client: client i owns the rows ``index[offsets[i]:offsets[i + 1]]``."""
 
     index: np.ndarray  # [sum of sizes] int32
     offsets: np.ndarray  # [N + 1] int32
@@ -143,11 +143,11 @@ class Split(NamedTuple):
         return np.diff(self.offsets)
 
     def rows(self, client: int) -> np.ndarray:
-        """Return the rows of one client."""
+        """The rows of one client."""
         return self.index[self.offsets[client] : self.offsets[client + 1]]
 
     def parts(self) -> list[np.ndarray]:
-        """Return the rows of every client."""
+        """The rows of every client, as a list of N arrays."""
         return np.split(self.index, self.offsets[1:-1])
 
     @classmethod
@@ -159,32 +159,32 @@ class Split(NamedTuple):
 
 
 class PartitionPlan(NamedTuple):
-    """The owners of the source's rows, before the hold-out clients and the public set are taken out.
+    """The owners of all rows of a dataset, including the held-out clients and the public set.
 
-    N counts the clients that train and those that are held out; `partition_file.save` keeps it in a run folder.
+    N counts the training clients and the held-out ones. `partition_file.save` writes the plan to a run folder.
     """
 
-    dataset: str  # the source's name
-    fingerprint: str  # of the source's samples
+    dataset: str  # name of the dataset
+    fingerprint: str  # `Dataset.fingerprint` of its samples
     train: Split  # [N] clients, rows of x
     validation: Split
     test: Split  # rows of x if `own_test`, else of test_x
     own_test: bool
     held_out: np.ndarray  # [N] bool
     public: np.ndarray  # [P] rows of x
-    names: tuple[str, ...]  # [N] ids of natural clients; () for others
-    global_test: np.ndarray  # [T] rows of test_x that the federation's models are tested on
+    names: tuple[str, ...]  # [N] ids of natural clients, or ()
+    global_test: np.ndarray  # [T] rows of test_x on which the models of the federation are tested
 
 
 class Public(NamedTuple):
-    """Samples that the server holds and no client trains on."""
+    """Public samples held by the server. No client trains on them."""
 
     x: np.ndarray  # [P, ...]
-    y: np.ndarray | None  # [P] int32; None: unlabelled
+    y: np.ndarray | None  # [P] int32, or None if unlabelled
 
 
 class Labelled(NamedTuple):
-    """Samples with a split of their rows by client."""
+    """Labelled samples and a split of their rows by client."""
 
     x: np.ndarray
     y: np.ndarray
@@ -193,19 +193,19 @@ class Labelled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FederatedData:
-    """A data set divided among N clients, with a global test set.
+    """A dataset divided among N clients, with a global test set.
 
     Attributes:
-      dataset: the samples that these clients own, and the global test set.
-      train: the clients' training rows.
-      validation: rows of x that the clients do not train on, or None.
-      test: the clients' own test rows, or None; see `client_test`.
-      own_test: whether ``test`` names rows of x (parts of the clients' own samples) rather than of test_x.
+      dataset: the samples of these clients, and the global test set.
+      train: training rows of the clients.
+      validation: rows of x that the clients keep for validation, or None.
+      test: test rows of the clients, or None; see `client_test`.
+      own_test: whether ``test`` refers to rows of x (part of the samples of each client) instead of test_x.
       public: the public set, or None.
-      holdout: clients that never train, with their own samples, or None.
-      names: ids of natural clients [N]; () for others.
-      notes: one line for everything in which the division is not what its name promises.
-      plan: how this division was made from the source, or None if it was made by hand.
+      holdout: the clients that never train, with their samples, or None.
+      names: ids of natural clients [N], or ().
+      notes: one line for each deviation from the requested partition.
+      plan: the plan that this federation was assembled from, or None if it was made by hand.
     """
 
     dataset: Dataset
@@ -221,7 +221,7 @@ class FederatedData:
 
     @property
     def num_clients(self) -> int:
-        """N."""
+        """Number of clients N."""
         return len(self.train.offsets) - 1
 
     @property
@@ -231,10 +231,10 @@ class FederatedData:
 
     @property
     def client_test(self) -> Labelled:
-        """The clients' own test samples; a client may have none.
+        """The test samples of each client. Some clients may have none.
 
         Raises:
-          UserError: this federation has none.
+          UserError: no client has test samples.
         """
         if self.test is None:
             raise UserError(f"the clients of {self.dataset.name} have no test samples of their own")
@@ -242,21 +242,21 @@ class FederatedData:
         return Labelled(x, y, self.test)
 
     def train_and_validation(self) -> Split:
-        """Return each client's training rows and, behind them, those that it keeps for validation."""
+        """The training rows of each client, followed by its validation rows."""
         if self.validation is None or not len(self.validation.index):
             return self.train
         pairs = zip(self.train.parts(), self.validation.parts(), strict=True)
         return Split.of([np.concatenate(pair) for pair in pairs])
 
     def label_counts(self) -> np.ndarray:
-        """Return the training samples per client and class [N, C]."""
+        """Training samples per client and class [N, C]."""
         counts = np.zeros((self.num_clients, self.dataset.num_classes), np.int32)
         owner = np.repeat(np.arange(self.num_clients), self.sizes)
         np.add.at(counts, (owner, self.dataset.y[self.train.index]), 1)
         return counts
 
     def hash(self) -> str:
-        """Return a digest of the samples and of their division."""
+        """Digest of the samples and of their division."""
         digest = hashlib.sha256(self.dataset.fingerprint().encode())
         for split in (self.train, self.validation, self.test):
             for part in split or ():
@@ -268,7 +268,7 @@ class FederatedData:
         return digest.hexdigest()[:16]
 
     def pooled(self) -> "FederatedData":
-        """Return the same samples in the hands of one client: centralized training."""
+        """The same samples, all owned by one client, for centralized training."""
 
         def pool(split: Split | None) -> Split | None:
             return split and Split.of([np.sort(split.index)])

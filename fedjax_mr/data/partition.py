@@ -1,9 +1,9 @@
-"""Ways to divide labelled samples among clients: pure functions of the labels and a NumPy generator.
+"""Partitions of labelled samples among clients: pure functions of the labels and a NumPy generator.
 
 `dirichlet` is the algorithm of the released FedMR code (Hu et al., KDD 2024), `dirichlet_size` that of FedMe
 (Matsuda et al., 2022), `shards` that of McMahan et al. (AISTATS 2017), `classes` the two-class setting of pFedHR
-(Wang et al., NeurIPS 2023). Deviation: the released loops redraw for ever when many clients share few samples;
-here the best of `MAX_DRAWS` draws is repaired, with a note to the caller.
+(Wang et al., NeurIPS 2023). Deviation: with many clients and few samples, the released code redraws without end. Here
+the best of `MAX_DRAWS` draws is repaired, and the caller receives a note.
 """
 
 import heapq
@@ -18,12 +18,12 @@ from fedjax_mr.registry import Registry
 Parts = list[np.ndarray]
 """One row array per client."""
 
-MIN_SAMPLES = 10  # released FedMR and FedMe code: redraw until every client holds ten samples
-MAX_DRAWS = 1000  # far above what the papers' settings need (a few draws); 10,000 clients stay within seconds
-MAX_CELLS = 50_000_000  # numbers drawn before a hopeless setting is repaired: about 2 s
+MIN_SAMPLES = 10  # the released code of FedMR and FedMe redraws until every client has ten samples
+MAX_DRAWS = 1000  # the settings of the papers need a few draws; 10,000 clients take seconds
+MAX_CELLS = 50_000_000  # limit of clients x classes x draws before a repair: about 2 s
 
 Report = Callable[[str], None]
-"""Receives one line when a partition is not what its name promises."""
+"""Receives one line for each deviation from the requested partition."""
 
 
 def _silent(note: str) -> None:
@@ -31,7 +31,7 @@ def _silent(note: str) -> None:
 
 
 def iid(labels: np.ndarray, num_clients: int, *, rng: np.random.Generator) -> Parts:
-    """Deal all samples at random into N disjoint parts whose sizes differ by at most one.
+    """Divide all samples at random into N disjoint parts whose sizes differ by at most one.
 
     Args:
       labels: [M] integer labels.
@@ -50,16 +50,16 @@ def dirichlet(
     min_samples: int = MIN_SAMPLES,
     report: Report = _silent,
 ) -> Parts:
-    """Divide each class by Dirichlet(alpha) proportions; a client that holds M / N samples gets no more.
+    """Divide each class by Dirichlet(alpha) proportions; a client with M / N samples receives no more.
 
-    All M samples are used. The whole draw is repeated until every client holds ``min_samples``.
+    All M samples are used. The draw is repeated until every client has ``min_samples``.
 
     Args:
       labels: [M] integer labels.
       num_clients: N.
       rng: consumed.
-      alpha: the concentration; small values give clients of few classes.
-      min_samples: the least size of a client; lowered to M // N where M is too small for it.
+      alpha: the concentration. Small values give clients with few classes.
+      min_samples: smallest size of a client. At most M // N is used.
       report: called with a note if a repair was needed.
     """
     targets = np.full(num_clients, len(labels) / num_clients)
@@ -78,7 +78,7 @@ def dirichlet_size(
 ) -> Parts:
     """Draw target sizes from Dirichlet(alpha_size), then divide each class like `dirichlet` up to those sizes.
 
-    The targets are soft: the class that fills a client may overshoot them.
+    The targets are soft: the last class of a client may exceed its target.
 
     Args:
       labels: [M] integer labels.
@@ -86,7 +86,7 @@ def dirichlet_size(
       rng: consumed.
       alpha: the concentration of the labels (FedMe: 0.5).
       alpha_size: the concentration of the sizes (FedMe: 10).
-      min_samples: the least size of a client; lowered to M // N where M is too small for it.
+      min_samples: smallest size of a client. At most M // N is used.
       report: called with a note if a repair was needed.
     """
     targets = np.floor(rng.dirichlet(np.full(num_clients, alpha_size)) * len(labels))
@@ -103,28 +103,28 @@ def shards(
     shard_size: int | None = None,
     report: Report = _silent,
 ) -> Parts:
-    """Sort by label, cut into shards and deal ``shards_per_client`` different ones to every client at random.
+    """Sort by label, cut into shards and give ``shards_per_client`` different ones to every client at random.
 
-    All samples are cut into N * shards_per_client shards (McMahan et al.: two each), or into shards of ``shard_size``,
-    of which those that no client is dealt stay unused (pFedHR's code: two of 225 each; there a shard may go to several
-    clients).
+    All samples are cut into N * shards_per_client shards (McMahan et al.: two per client). With ``shard_size``, shards
+    have this size and the remaining ones are unused (pFedHR's code: two of 225 samples; there several clients may
+    receive the same shard).
 
     Args:
       labels: [M] integer labels.
       num_clients: N.
       rng: consumed.
-      shards_per_client: the shards of each client.
-      shard_size: the samples of each shard; None: as many as use all samples.
-      report: called with a note of the samples that stay unused.
+      shards_per_client: number of shards of each client.
+      shard_size: samples of each shard. Default: the size that uses all samples.
+      report: called with the number of unused samples.
 
     Raises:
-      UserError: there are too few samples for so many shards, or for shards of ``shard_size``.
+      UserError: there are too few samples for the shards.
     """
     dealt = num_clients * shards_per_client
     if shard_size is None and dealt > len(labels):
         raise UserError(
             f"partition 'shards': {num_clients} clients x {shards_per_client} shards are more than the {len(labels)} "
-            "samples: use a smaller --shards_per_client"
+            "samples: use a smaller shards_per_client="
         )
     shuffled = rng.permutation(len(labels))
     by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -135,7 +135,7 @@ def shards(
         if len(pieces) < dealt:
             raise UserError(
                 f"partition 'shards': {num_clients} clients x {shards_per_client} shards of {shard_size} samples are "
-                f"more than the {len(labels)} samples: use a smaller --shard_size, or none"
+                f"more than the {len(labels)} samples: use a smaller shard_size=, or leave it out"
             )
         if unused := len(labels) - dealt * shard_size:
             report(f"partition 'shards': {dealt} shards of {shard_size} leave {unused} of {len(labels)} samples unused")
@@ -151,25 +151,25 @@ def classes(
     classes_per_client: int,
     report: Report = _silent,
 ) -> Parts:
-    """Give every client ``classes_per_client`` different classes and share each class equally among its holders.
+    """Give every client ``classes_per_client`` different classes and divide each class equally among its clients.
 
-    Every class has the same number of holders, to within one.
+    The numbers of clients per class differ by at most one.
 
     Args:
       labels: [M] integer labels.
       num_clients: N.
       rng: consumed.
-      classes_per_client: the classes of each client (pFedHR: 2).
-      report: called with a note if some class has no holder, so that its samples stay unused.
+      classes_per_client: number of classes of each client (pFedHR: 2).
+      report: called with a note if the samples of a class are unused because no client has the class.
 
     Raises:
-      UserError: there are not so many classes.
+      UserError: there are fewer classes.
     """
     rows = _rows_by_class(labels, rng)
     present = np.array([len(row) > 0 for row in rows])
     if classes_per_client > present.sum():
         raise UserError(
-            f"partition 'classes': --classes_per_client={classes_per_client} is more than the {present.sum()} classes "
+            f"partition 'classes': classes_per_client={classes_per_client} is more than the {present.sum()} classes "
             "that have training samples"
         )
     holders = np.where(present, 0.0, np.inf)
@@ -199,14 +199,14 @@ def quantity(
     quantity_power: float,
     min_samples: int = MIN_SAMPLES,
 ) -> Parts:
-    """Deal samples at random into parts whose sizes follow a power law: the r-th largest has about r**-power.
+    """Divide samples at random into parts whose sizes follow a power law: the r-th largest has about r**-power.
 
     Args:
       labels: [M] integer labels.
       num_clients: N.
       rng: consumed.
-      quantity_power: the exponent; 0 gives equal sizes.
-      min_samples: the least size of a client; lowered to M // N where M is too small for it.
+      quantity_power: the exponent. 0 gives equal sizes.
+      min_samples: smallest size of a client. At most M // N is used.
     """
     least = min(min_samples, len(labels) // num_clients)
     weights = np.arange(1, num_clients + 1) ** -float(quantity_power)
@@ -216,7 +216,7 @@ def quantity(
 
 
 def natural(client: np.ndarray, num_clients: int) -> Parts:
-    """Return the samples of each natural client in the order of the file.
+    """Divide samples by their natural client. The rows of a client keep their order.
 
     Args:
       client: [M] the natural client of each sample, in 0..N-1.
@@ -227,13 +227,13 @@ def natural(client: np.ndarray, num_clients: int) -> Parts:
 
 
 def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator) -> Parts:
-    """Divide other samples so that each class is shared in the proportions that the clients' counts have.
+    """Divide further samples so that the clients' shares of each class are proportional to ``counts``.
 
-    With the training counts it gives every client a test part of its own label distribution.
+    With the counts of the training samples, every client receives test samples with its label distribution.
 
     Args:
       labels: [M] integer labels of the samples to divide.
-      counts: [N, C] samples that each client holds of each class.
+      counts: [N, C] samples of each client and class.
       rng: consumed.
     """
     rows = _rows_by_class(labels, rng, num_classes=counts.shape[1])
@@ -243,23 +243,23 @@ def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator
 
 
 class Partitioner(NamedTuple):
-    """A registry row: a partition of labels and the names of the settings that it reads."""
+    """A registered partition: its function and the names of the settings that the function reads."""
 
     divide: Callable[..., Parts]
     settings: tuple[str, ...] = ()
 
 
 def check_row(name: str, row: Any) -> None:
-    """Check the row of a partition from outside the package.
+    """Check a user's row of `PARTITIONS`.
 
     Raises:
-      UserError: it is no `Partitioner`, or reads settings that there are not.
+      UserError: the row is not a `Partitioner`, or names unknown settings.
     """
     known = {setting for each in _OURS.values() for setting in each.settings}
     if not isinstance(row, Partitioner) or not callable(row.divide) or not set(row.settings) <= known:
         raise UserError(
             f"fmr.PARTITIONS[{name!r}] takes fmr.Partitioner(divide, settings): divide(labels, num_clients, *, rng, "
-            f"...) returns each client's rows, and settings are some of {', '.join(sorted(known))}"
+            f"...) returns the rows of each client, and settings are some of {', '.join(sorted(known))}"
         )
 
 
@@ -273,11 +273,11 @@ _OURS: dict[str, Partitioner] = {
     "natural": Partitioner(natural),
 }
 PARTITIONS = Registry("partition", "fmr.PARTITIONS", check_row, _OURS)
-"""Every partition; `natural` alone reads client numbers instead of labels."""
+"""All partitions. `natural` is the only one that receives client numbers instead of labels."""
 
 
 def _rows_by_class(labels: np.ndarray, rng: np.random.Generator, num_classes: int = 0) -> list[np.ndarray]:
-    """Return the shuffled rows of each class 0..C-1."""
+    """The shuffled rows of each class 0..C-1."""
     shuffled = rng.permutation(len(labels))
     by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
     return np.split(by_label, np.cumsum(np.bincount(labels, minlength=num_classes))[:-1])
@@ -286,7 +286,7 @@ def _rows_by_class(labels: np.ndarray, rng: np.random.Generator, num_classes: in
 def _dirichlet(
     labels: np.ndarray, targets: np.ndarray, *, rng: np.random.Generator, alpha: float, min_samples: int, report: Report
 ) -> Parts:
-    """Draw class counts until every client holds ``min_samples`` (or repair the best draw), then deal the rows."""
+    """Draw class counts until every client has ``min_samples``, or repair the best draw; then distribute the rows."""
     class_sizes = np.bincount(labels)
     least = min(min_samples, len(labels) // len(targets))
     draws = int(np.clip(MAX_CELLS // (len(targets) * len(class_sizes)), 1, MAX_DRAWS))
@@ -300,12 +300,13 @@ def _dirichlet(
     if smallest < least:
         moved = _repair(best, least, rng)
         report(
-            f"partition: no draw of {draws} gave all {len(targets)} clients {least} samples at alpha {alpha:g} "
+            f"partition: none of {draws} draws gave all {len(targets)} clients {least} samples at alpha {alpha:g} "
             f"(smallest client: {smallest}); moved {moved} samples from the largest clients"
         )
     elif least < min_samples:
         report(
-            f"partition: {len(labels)} samples do not give {len(targets)} clients {min_samples} each; at least {least}"
+            f"partition: {len(labels)} samples are too few for {min_samples} samples in each of {len(targets)} "
+            f"clients; each has at least {least}"
         )
     return _deal(_rows_by_class(labels, rng), best, rng)
 
@@ -313,7 +314,7 @@ def _dirichlet(
 def _draw_counts(
     class_sizes: np.ndarray, targets: np.ndarray, *, alpha: float, rng: np.random.Generator, draws: int
 ) -> Iterator[np.ndarray]:
-    """Yield [N, C] counts: how many samples of each class every client receives.
+    """Yield counts [N, C]: the samples of each client and class.
 
     Only the counts decide whether a draw is accepted, so the rows are shuffled once, after the last draw.
     """
@@ -322,7 +323,7 @@ def _draw_counts(
         held = np.zeros(len(targets), int)
         for label, size in enumerate(class_sizes):
             shares = rng.dirichlet(np.full(len(targets), alpha)) * (held < targets)
-            if shares.sum() <= 0:  # a tiny alpha underflows, or everybody is full: the client furthest below its target
+            if shares.sum() <= 0:  # tiny alpha underflowed, or all clients are full: use the one furthest below target
                 shares = (held - targets <= (held - targets).min()).astype(float)
             cuts = np.floor(np.cumsum(shares / shares.sum())[:-1] * size).astype(int)
             counts[:, label] = np.diff(cuts, prepend=0, append=size)
@@ -331,7 +332,7 @@ def _draw_counts(
 
 
 def _repair(counts: np.ndarray, least: int, rng: np.random.Generator) -> int:
-    """Move samples, in place, from the largest clients to those below ``least``; return how many were moved."""
+    """Move samples in place from the largest clients to those below ``least``. Return the number of moved samples."""
     sizes = counts.sum(axis=1)
     largest = [(-size, client) for client, size in enumerate(sizes.tolist())]
     heapq.heapify(largest)
@@ -348,7 +349,7 @@ def _repair(counts: np.ndarray, least: int, rng: np.random.Generator) -> int:
 
 
 def _deal(rows: list[np.ndarray], counts: np.ndarray, rng: np.random.Generator) -> Parts:
-    """Hand out the rows of each class by the counts [N, C], each client's part in random order."""
+    """Distribute the rows of each class by the counts [N, C]. The rows of each client are in random order."""
     parts: list[list[np.ndarray]] = [[] for _ in counts]
     for row, column in zip(rows, counts.T, strict=True):
         ends = np.cumsum(column)

@@ -1,4 +1,4 @@
-"""Partition files: ``partition.npz`` of a run folder, and the JSON files that ship with the released FedMR family."""
+"""Partition files: ``partition.npz`` of a run folder, and the JSON files in the released code of FedMR and others."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from fedjax_mr.errors import UserError
 
 _LARGEST_ROW = np.iinfo(np.int32).max
 _SPLITS = ("train", "validation", "test")
-_NAMES = {"fashionmnist": "fashion_mnist"}  # the authors' spelling of data sets, without case and hyphens
+_NAMES = {"fashionmnist": "fashion_mnist"}  # by the authors' name, in lower case and without hyphens
 
 
 def save(plan: PartitionPlan, path: Path | str) -> None:
-    """Write a plan, whole or not at all."""
+    """Write a plan atomically."""
     arrays = {name: np.asarray(value) for name, value in plan._asdict().items() if name not in _SPLITS}
     for name in _SPLITS:
         split: Split = getattr(plan, name)
@@ -29,11 +29,11 @@ def read(path: Path | str, *, dataset: Dataset | None = None) -> PartitionPlan:
 
     Args:
       path: the file.
-      dataset: the samples that it divides; None: they are not here to compare it with.
+      dataset: the samples that the plan divides. None if they are not available for a comparison.
 
     Raises:
-      UserError: the file is missing, damaged, made for another data set, or does not divide its samples: rows that the
-        data set does not have, or one sample in two hands.
+      UserError: the file is missing, damaged, or belongs to another dataset; or it names rows that do not exist, or
+        assigns a sample twice.
     """
     path = _existing(path)
     try:
@@ -42,35 +42,35 @@ def read(path: Path | str, *, dataset: Dataset | None = None) -> PartitionPlan:
         single = {name: arrays.pop(name).item() for name in ("dataset", "fingerprint", "own_test")}
         plan = PartitionPlan(**splits, **single, names=tuple(arrays.pop("names").tolist()), **arrays)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"partition file {path} is damaged or no partition file ({_brief(error)})") from None
+        raise UserError(f"partition file {path} is damaged or of another kind ({_brief(error)})") from None
     if dataset is not None and plan.fingerprint != dataset.fingerprint():
         raise UserError(
-            f"partition file {path} was made for other data: {plan.dataset} {plan.fingerprint}, "
+            f"partition file {path} belongs to other data: {plan.dataset} {plan.fingerprint}, "
             f"but this is {dataset.name} {dataset.fingerprint()}"
         )
     try:
         _check(plan, *(_LARGEST_ROW,) * 2 if dataset is None else (len(dataset.y), len(dataset.test_y)))
     except ValueError as error:
-        raise UserError(f"partition file {path} is damaged: {error}; take the partition.npz of a run folder") from None
+        raise UserError(f"partition file {path} is damaged: {error}; use the partition.npz of a run folder") from None
     checked = {name: Split(*(part.astype(np.int32) for part in getattr(plan, name))) for name in _SPLITS}
     return plan._replace(**checked, public=plan.public.astype(np.int64), global_test=plan.global_test.astype(np.int64))
 
 
 def _check(plan: PartitionPlan, num_samples: int, num_test: int) -> None:
-    """Check that a plan gives each sample to one hand, which only a changed file does not.
+    """Check that a plan assigns each sample at most once. Only a modified file can fail this check.
 
-    The single training row of a client may also serve for its validation (`divide`).
+    Exception: the only training row of a client may also be its validation row (`divide`).
 
     Raises:
-      ValueError: says what is wrong, and where.
+      ValueError: names the first fault.
     """
     if plan.held_out.ndim != 1 or plan.held_out.dtype != bool or not len(plan.held_out) or plan.held_out.all():
-        raise ValueError(f"held_out is {_kind(plan.held_out)}, not one True or False for each client, and some False")
+        raise ValueError(f"held_out is {_kind(plan.held_out)}, not one bool per client with at least one False")
     if not isinstance(plan.own_test, bool):
         raise ValueError(f"own_test is {plan.own_test!r}, not True or False")
     clients = len(plan.held_out)
     if len(plan.names) not in (0, clients) or not all(isinstance(name, str) for name in plan.names):
-        raise ValueError(f"names holds {len(plan.names)} values, not one name for each of {clients} clients, or none")
+        raise ValueError(f"names holds {len(plan.names)} values, not one name for each of {clients} clients")
     owners = {}
     for name in _SPLITS:
         split: Split = getattr(plan, name)
@@ -80,23 +80,23 @@ def _check(plan: PartitionPlan, num_samples: int, num_test: int) -> None:
             raise ValueError(f"{name}_offsets is {_kind(offsets)}, not {clients + 1} whole numbers")
         ends = offsets.astype(np.int64)
         if ends[0] or ends[-1] != len(split.index) or (np.diff(ends) < 0).any():
-            raise ValueError(f"{name}_offsets do not rise from 0 to the {len(split.index)} values of {name}_index")
+            raise ValueError(f"{name}_offsets do not increase from 0 to {len(split.index)}, the length of {name}_index")
         owners[name] = np.repeat(np.arange(clients), np.diff(ends))
     _check_rows("public", plan.public, num_samples)
     _check_rows("global_test", plan.global_test, num_test)
     if not plan.train.sizes.all():
         raise ValueError(f"client {int(np.argmin(plan.train.sizes))} has no training samples")
     single = np.where(plan.train.sizes == 1, plan.train.index[plan.train.offsets[:-1]], -1)
-    again = plan.validation.index == single[owners["validation"]]
-    hands = [
+    shared = plan.validation.index == single[owners["validation"]]
+    assigned = [
         plan.train.index,
-        plan.validation.index[~again],
+        plan.validation.index[~shared],
         plan.public,
         *([plan.test.index] if plan.own_test else []),
     ]
-    rows, counts = np.unique(np.concatenate(hands), return_counts=True)
+    rows, counts = np.unique(np.concatenate(assigned), return_counts=True)
     if (counts > 1).any():
-        raise ValueError(f"sample {rows[counts > 1][0]} is in two hands (clients' parts and the public set)")
+        raise ValueError(f"sample {rows[counts > 1][0]} is assigned twice (to clients or the public set)")
 
 
 def _check_rows(name: str, rows: np.ndarray, limit: int) -> None:
@@ -115,10 +115,10 @@ def _kind(array: np.ndarray) -> str:
 def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
     """Read the training rows of each client from {"dataset": name, "train_data": {client: rows}}.
 
-    Rows count in the data set's original order, which the sources keep where they know it (CIFAR).
+    Rows refer to the original order of the dataset, which the sources keep where it is known (CIFAR).
 
     Raises:
-      UserError: the file is missing, damaged, or made for another data set.
+      UserError: the file is missing, damaged, or belongs to another dataset.
     """
     path = _existing(path)
     try:
@@ -127,17 +127,17 @@ def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
         clients = sorted(content["train_data"].items(), key=lambda item: int(item[0]))
         parts = [_whole_numbers(client, rows) for client, rows in clients]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"partition file {path} is damaged or no partition file ({_brief(error)})") from None
+        raise UserError(f"partition file {path} is damaged or of another kind ({_brief(error)})") from None
     simple = name.lower().replace("-", "").replace("_", "")
     if _NAMES.get(simple, simple) != dataset.name:
-        raise UserError(f"partition file {path} was made for {name}, but this is {dataset.name}")
+        raise UserError(f"partition file {path} belongs to {name}, but this is {dataset.name}")
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
     if not len(rows) or rows.min() < 0 or rows.max() >= len(dataset.y):
         raise UserError(
-            f"partition file {path} does not fit {name}: it names no rows, or rows outside 0..{len(dataset.y) - 1}"
+            f"partition file {path} does not match {name}: it has no rows, or rows outside 0..{len(dataset.y) - 1}"
         )
     if len(np.unique(rows)) != len(rows):
-        raise UserError(f"partition file {path} gives one sample to two clients")
+        raise UserError(f"partition file {path} assigns one sample to two clients")
     return parts
 
 
@@ -145,7 +145,7 @@ def _whole_numbers(client: str, values: list[int]) -> np.ndarray:
     rows = np.array(values)
     if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
         raise ValueError(f"rows of client {client} are {_kind(rows)}, not a list of whole numbers")
-    return np.minimum(rows, _LARGEST_ROW).astype(np.int64)  # no data set has more rows
+    return np.minimum(rows, _LARGEST_ROW).astype(np.int64)  # larger numbers are outside every dataset
 
 
 def _existing(path: Path | str) -> Path:

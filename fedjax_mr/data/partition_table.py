@@ -1,17 +1,18 @@
-"""A federation in words: how many clients, how large they are, how many classes they see."""
+"""A summary of a federation: the number of clients, their samples and their classes."""
 
 import numpy as np
 
-from fedjax_mr.data.federated import FederatedData, Split
+from fedjax_mr.data.federated import FederatedData
 
 
 def partition_table(federated: FederatedData) -> str:
-    """Return a few lines about the division of a data set, with min, median, mean, max and std over the clients."""
+    """Describe how a dataset is divided, with min, median, mean, max and standard deviation over the clients."""
     dataset = federated.dataset
-    others = {name: split.sizes for name, split in _others(federated)}
+    splits = {"validation samples": federated.validation, "own test samples": federated.test}
+    others = {name: split.sizes for name, split in splits.items() if split is not None}
     rows = {"training samples": federated.sizes, **others}
     if others:
-        rows["samples together"] = np.sum(list(rows.values()), axis=0)
+        rows["all samples"] = np.sum(list(rows.values()), axis=0)
     rows["classes"] = (federated.label_counts() > 0).sum(axis=1)
     lines = [
         f"{dataset.name}: {federated.num_clients} clients, {federated.sizes.sum()} training samples, "
@@ -32,8 +33,3 @@ def partition_table(federated: FederatedData) -> str:
         held_out = federated.holdout
         lines.append(f"held out: {held_out.num_clients} clients with {held_out.sizes.sum()} training samples")
     return "\n".join([*lines, *federated.notes, f"partition {federated.hash()}"])
-
-
-def _others(federated: FederatedData) -> list[tuple[str, Split]]:
-    splits = {"validation samples": federated.validation, "own test samples": federated.test}
-    return [(name, split) for name, split in splits.items() if split is not None]

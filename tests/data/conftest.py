@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path, monkeypatch):
-    """Where decoded data sets are kept in this test."""
+    """Where decoded datasets are cached in this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "fedjax_mr" / "data"
 

@@ -91,35 +91,41 @@ def with_nan():
     ("changes", "message"),
     [
         ({"y": LABELS[:-1]}, "60 samples but 59 labels"),
-        ({"y": LABELS - 1}, "labels go from -1 to 1; they must be 0..C-1"),
+        ({"y": LABELS - 1}, "labels range from -1 to 1, but must be 0..C-1"),
         ({"y": LABELS + 0.5}, "y is float64 of shape (60,); it must be one integer per sample"),
         ({"y": LABELS[:, None]}, "must be one integer per sample"),
-        ({"y": LABELS.astype(str)}, "one integer per sample: classes, y = np.unique(y, return_inverse=True)"),
-        ({"y": LABELS.astype(object)}, "one integer per sample: classes, y = np.unique(y, return_inverse=True)"),
-        ({"y": LABELS.astype(float)}, "one integer per sample: y.astype(int)"),
-        ({"y": LABELS > 0}, "one integer per sample: y.astype(int)"),
-        ({"y": LABELS[:, None]}, "one integer per sample: y[:, 0]"),
-        ({"y": np.eye(3)[LABELS]}, "one integer per sample: y.argmax(1) if these are one-hot"),
-        ({"y": LABELS + 1}, "labels up to 3 make 4 classes, of which 3 are there (1, 2, 3): classes, y = np.unique(y"),
-        ({"y": np.array([3, 7, 9])[LABELS]}, "labels up to 9 make 10 classes, of which 3 are there (3, 7, 9)"),
-        ({"y": (LABELS > 0) * 10**6}, "make 1,000,001 classes, of which 2 are there (0, 1000000)"),
+        ({"y": LABELS.astype(str)}, "one integer per sample: use classes, y = np.unique(y, return_inverse=True)"),
+        ({"y": LABELS.astype(object)}, "one integer per sample: use classes, y = np.unique(y, return_inverse=True)"),
+        ({"y": LABELS.astype(float)}, "one integer per sample: use y.astype(int)"),
+        ({"y": LABELS > 0}, "one integer per sample: use y.astype(int)"),
+        ({"y": LABELS[:, None]}, "one integer per sample: use y[:, 0]"),
+        ({"y": np.eye(3)[LABELS]}, "one integer per sample: use y.argmax(1) if the labels are one-hot"),
+        (
+            {"y": LABELS + 1},
+            "labels up to 3 mean 4 classes, but only 3 have samples (1, 2, 3): use classes, y = np.unique(y",
+        ),
+        ({"y": np.array([3, 7, 9])[LABELS]}, "labels up to 9 mean 10 classes, but only 3 have samples (3, 7, 9)"),
+        ({"y": (LABELS > 0) * 10**6}, "mean 1,000,001 classes, but only 2 have samples (0, 1000000)"),
         ({"num_classes": 2}, "num_classes is 2, but must be an integer above the largest label, 2"),
         ({"num_classes": 3.0}, "num_classes is 3.0, but must be an integer"),
-        ({"num_classes": 100_001}, "100,001 classes, and at most 100,000 are possible"),
+        ({"num_classes": 100_001}, "100,001 classes, but at most 100,000 are supported"),
         (
             {"x": IMAGES / 1.0},
-            "x has floating-point values from 0 to 255, taken as they are and far above 1",
+            "x has floating-point values from 0 to 255; networks learn little from values far above 1",
         ),
         (
             {"x": IMAGES / 255, "x_test": IMAGES / 1.0, "y_test": LABELS},
             "x_test has floating-point values from 0 to 255",
         ),
-        ({"x": np.zeros((60, 3, 8, 8))}, "x has images of shape (3, 8, 8), channels first: x.transpose(0, 2, 3, 1)"),
-        ({"x": IMAGES / 1.0}, "learn little or nothing: divide them (x / 255), or give mean=12"),
-        ({"x": IMAGES.reshape(60, -1) / 1.0}, "little or nothing: give mean=x.mean(0) and std=x.std(0) + 1e-6"),
-        ({"x": IMAGES / 16.0}, "divide them (x / 16), or give mean="),
-        ({"x": IMAGES * -9.0}, "divide them (x / 2295), or give mean="),
-        ({"x": np.full(IMAGES.shape, 1e30)}, "divide them (x / 1e+30), or give mean=1e+30 and std="),  # and no warning
+        (
+            {"x": np.zeros((60, 3, 8, 8))},
+            "x has images of shape (3, 8, 8) with channels first: use x.transpose(",
+        ),
+        ({"x": IMAGES / 1.0}, "far above 1: divide them (x / 255), or pass mean=12"),
+        ({"x": IMAGES.reshape(60, -1) / 1.0}, "far above 1: pass mean=x.mean(0) and std=x.std(0) + 1e-6"),
+        ({"x": IMAGES / 16.0}, "divide them (x / 16), or pass mean="),
+        ({"x": IMAGES * -9.0}, "divide them (x / 2295), or pass mean="),
+        ({"x": np.full(IMAGES.shape, 1e30)}, "divide them (x / 1e+30), or pass mean=1e+30 and std="),  # and no warning
         ({"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); it must be one number, or one for each of 1 channels"),
         ({"std": 0.0}, "std is 0.0; it must be finite and not 0"),
         ({"mean": np.nan}, "mean is nan; it must be finite"),
@@ -134,7 +140,7 @@ def with_nan():
         ({"x": np.full((60, 2), "a")}, "x is <U1"),
         ({"x": np.full((60, 4), -1)}, "tokens must not be negative"),
         ({"x": np.full((60, 4, 4), 256)}, "pixels must be in 0..255"),
-        ({"client": np.zeros(59, int)}, "(60,) labels but clients of shape (59,)"),
+        ({"client": np.zeros(59, int)}, "labels of shape (60,) need one client id each, not shape (59,)"),
         ({"x_test": IMAGES}, "x_test and y_test belong together"),
         ({"x_test": IMAGES, "y_test": LABELS + 1}, "the test set has label 3 in row 2, outside 0..2"),
         ({"x_test": IMAGES, "y_test": LABELS[1:]}, "the test set has 60 samples but 59 labels"),
@@ -150,9 +156,9 @@ def with_nan():
         ({"client": [None, *range(59)]}, "client ids must be all numbers or all text"),
         ({"x": IMAGES[:0], "y": LABELS[:0]}, "the training set is empty"),
         ({"x": IMAGES[:2], "y": LABELS[:2]}, "the test set is empty"),
-        ({"y": np.where(LABELS == 2, 10**9, LABELS)}, "labels up to 1000000000 make 1,000,000,001 classes"),
-        ({"x": np.zeros((60, 0))}, "the training set has samples of shape (0,), which hold nothing"),
-        ({"x": np.zeros((60, 4, 0), np.uint8)}, "samples of shape (4, 0, 1), which hold nothing"),
+        ({"y": np.where(LABELS == 2, 10**9, LABELS)}, "labels up to 1000000000 mean 1,000,000,001 classes"),
+        ({"x": np.zeros((60, 0))}, "the training set has samples of shape (0,), which hold no values"),
+        ({"x": np.zeros((60, 4, 0), np.uint8)}, "samples of shape (4, 0, 1), which hold no values"),
         ({"x": np.full((60, 4), 1e300)}, "value that is not finite (inf) in row "),
     ],
 )
@@ -176,14 +182,14 @@ def test_refuses_files(tmp_path):
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"no numbers", whole[:300] + b"?" * 100 + whole[400:]):
         path.write_bytes(damaged)
-        assert f"{path} is empty, truncated or no .npz file of plain arrays" in message()
+        assert f"{path} is empty, truncated or not an .npz file of plain arrays" in message()
     np.savez(path, x=IMAGES, labels=LABELS)
-    assert "holds ['labels', 'x']; it needs x and y" in message()
+    assert "contains ['labels', 'x']; it needs x and y" in message()
     np.savez(path, x=np.array([{}], object), y=LABELS[:1])
-    assert "no .npz file of plain arrays" in message() and "holds Python objects" in message()
+    assert "not an .npz file of plain arrays" in message() and "holds Python objects" in message()
     with open(path, "wb") as file:
         np.save(file, IMAGES)
-    assert "no .npz file of plain arrays" in message()
+    assert "not an .npz file of plain arrays" in message()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +198,7 @@ def test_refuses_files(tmp_path):
         ("mine.csv", 'pd.read_csv("mine.csv"); np.savez("mine.npz", x=df.drop(columns="label")'),
         ("a/mine.tsv", 'pd.read_table("a/mine.tsv"); np.savez("a/mine.npz", '),
         ("mine.parquet", 'pd.read_parquet("mine.parquet"); np.savez('),
-        ("x.npy", 'np.savez("x.npz", x=np.load("x.npy"), y=np.load("labels.npy")); then --dataset=x.npz'),
+        ("x.npy", 'np.savez("x.npz", x=np.load("x.npy"), y=np.load("labels.npy")); then use x.npz as the dataset'),
     ],
 )
 def test_other_files_get_their_recipe(name, part):
@@ -211,16 +217,16 @@ def entry(shape, *, dtype="|u1", content=b"", magic=b"\x93NUMPY\x01\x00"):
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        (entry((10**12,)), "x.npy says uint8 of shape (1000000000000,), but has 0 bytes"),
+        (entry((10**12,)), "x.npy should be uint8 of shape (1000000000000,), but has 0 bytes"),
         (entry((10**30, 0)), ""),
         (entry((2**62, 8), dtype="<f8"), "but has 0 bytes"),
-        (entry((3,), content=b"12345"), "x.npy says uint8 of shape (3,), but has 5 bytes"),
+        (entry((3,), content=b"12345"), "x.npy should be uint8 of shape (3,), but has 5 bytes"),
         (entry((-1,)), "but has 0 bytes"),
         (entry((-1, -5), content=b"12345"), ""),
         (entry((1,), dtype="|O", content=b"cos\nsystem\n"), "holds Python objects"),
         (entry((1,), dtype=[("a", "<i8")], content=b"12345678"), "holds Python objects or records"),
         (entry((1,), dtype="no type"), ""),
-        (entry((1,), content=b"1", magic=b"\x93NUMPY\x03\x00"), "an array of format (3, 0)"),
+        (entry((1,), content=b"1", magic=b"\x93NUMPY\x03\x00"), "unknown format (3, 0) of an array"),
         (b"\x93NUMPY\x01\x00\x10\x27" + b"(" * 10000, ""),
         (b"plain text", "the magic string is not correct"),
         (b"", ""),
@@ -234,7 +240,7 @@ def test_forged_arrays_take_no_memory(tmp_path, content, part, compression):
     with pytest.raises(UserError) as caught:
         data.load(str(path))
     message = str(caught.value)
-    assert "no .npz file of plain arrays" in message and part in message
+    assert "not an .npz file of plain arrays" in message and part in message
     assert "\n" not in message and "pickle" not in message
 
 
@@ -246,5 +252,5 @@ def test_a_forged_list_of_contents_takes_no_memory(tmp_path):
     content = bytearray(path.read_bytes())
     content[listed + 20 : listed + 28] = (2**31).to_bytes(4, "little") * 2
     path.write_bytes(content)
-    with pytest.raises(UserError, match="a size in its list of contents is impossible"):
+    with pytest.raises(UserError, match="its directory has an entry of impossible size"):
         data.load(str(path))

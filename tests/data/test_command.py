@@ -26,7 +26,7 @@ def test_shows_a_partition(tmp_path, capsys):
     again = [f"--partition_file={tmp_path / 'a' / 'partition.npz'}", "--clients=0", f"--run_dir={tmp_path / 'b'}"]
     assert main(again) == 0
     repeated = capsys.readouterr().out
-    assert out.partition("drawn")[0] == repeated.partition("drawn")[0]
+    assert out.partition("saved")[0] == repeated.partition("saved")[0]
 
 
 def test_a_division_for_several_networks(tmp_path, monkeypatch, capsys):
@@ -52,7 +52,7 @@ def test_all_natural_clients_are_the_default(tmp_path, capsys, monkeypatch):
     assert main([f"--dataset={path}", f"--partition_file={tmp_path / 'partition.npz'}", f"--run_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.startswith("mine: 7 clients, ")
     assert main([*natural, "--clients=20"]) == 2
-    assert "mine has 7 natural clients" in (line := capsys.readouterr().err) and "--clients=0 takes all" in line
+    assert "mine has 7 natural clients" in (line := capsys.readouterr().err) and "request 0 clients to use all" in line
 
 
 def test_table_counts_samples_and_classes():
@@ -62,7 +62,7 @@ def test_table_counts_samples_and_classes():
     lines = partition_table(data.federate(dataset, partition="natural", num_clients=0)).splitlines()
     assert lines[0] == "mine: 3 clients, 100 training samples, 100 test samples, 2 classes, float32 2"
     assert lines[2].split() == ["training", "samples", "20", "30", "33.3", "50", "12.5", "100"]
-    assert lines[4].split() == ["samples", "together", "40", "60", "66.7", "100", "24.9", "200"]
+    assert lines[4].split() == ["all", "samples", "40", "60", "66.7", "100", "24.9", "200"]
     assert lines[5].split() == ["classes", "1", "1", "1.0", "1", "0.0"]
 
 
@@ -103,17 +103,17 @@ def bad(files):
     (files / "other.json").write_text(json.dumps({"dataset": "cifar10", "train_data": {"0": [1]}}))
     (files / "file").write_text("")
     return {
-        "labels out of range": (["--dataset=labels.npz"], "labels go from -1 to 38"),
+        "labels out of range": (["--dataset=labels.npz"], "labels range from -1 to 38"),
         "labels no integers": (["--dataset=floats.npz"], "one integer per sample"),
         "nan": (["--dataset=nan.npz"], "not finite"),
         "different lengths": (["--dataset=lengths.npz"], "40 samples but 39 labels"),
-        "empty npz": (["--dataset=empty.npz"], "empty, truncated or no .npz file"),
+        "empty npz": (["--dataset=empty.npz"], "empty, truncated or not an .npz file"),
         "a table": (["--dataset=mine.csv"], 'pd.read_csv("mine.csv"); np.savez("mine.npz", '),
-        "a folder": (["--dataset=./leaf"], "./leaf is not a dataset: pass an .npz file with arrays x and y"),
+        "a folder": (["--dataset=./leaf"], "./leaf is not a dataset: convert your data to an .npz file"),
         "missing npz": (["--dataset=absent.npz"], "absent.npz does not exist"),
-        "truncated json": (["--dataset=femnist", "--data_dir=leaf"], "empty, truncated or no LEAF file"),
+        "truncated json": (["--dataset=femnist", "--data_dir=leaf"], "empty, truncated or not a LEAF file"),
         "no leaf folder": (["--dataset=shakespeare"], "shakespeare needs --data_dir"),
-        "version": (["--dataset=mnist", "--data_dir=tfds"], "holds version 1.0.0 of mnist, but 3.0.1 is needed"),
+        "version": (["--dataset=mnist", "--data_dir=tfds"], "contains version 1.0.0 of mnist, but 3.0.1 is needed"),
         "missing set": (
             ["--dataset=cifar100", "--data_dir=tfds", "--offline"],
             "data prepare cifar100 --data_dir=tfds",
@@ -126,7 +126,7 @@ def bad(files):
             "has 0 natural clients of at least 11 samples",
         ),
         "no natural clients": (["--partition=natural"], "digits has no natural clients"),
-        "partition file": (["--partition_file=other.json"], "made for cifar10, but this is digits"),
+        "partition file": (["--partition_file=other.json"], "belongs to cifar10, but this is digits"),
         "no partition file": (["--partition_file=absent.npz"], "absent.npz does not exist"),
         "unwritable": (["--run_dir=file/run"], "cannot write into file/run"),
         "unknown": (["--dataset=cifar11"], "did you mean 'cifar10'?"),
@@ -134,7 +134,7 @@ def bad(files):
         "prepare unknown": (["prepare", "mnisd"], "did you mean 'mnist'?"),
         "prepare offline": (
             ["prepare", "svhn_cropped", "--offline", "--data_dir=tfds"],
-            "preparing svhn_cropped needs",
+            "the preparation of svhn_cropped needs",
         ),
     }
 
@@ -150,6 +150,9 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         assert captured.out == "", name
 
 
+NO_CLIENT = "partition 'dirichlet' needs at least 1 client, not 0; 0 is only for natural clients"
+
+
 def run_the_command(folder, *arguments):
     command = [sys.executable, "-m", "fedjax_mr.data", *arguments, f"--run_dir={folder}"]
     return subprocess.run(command, capture_output=True, text=True)
@@ -159,7 +162,10 @@ def run_the_command(folder, *arguments):
 def test_the_real_command_refuses_in_one_line(tmp_path):
     wrong = run_the_command(tmp_path, "--clients=0")
     assert wrong.returncode == 2
-    assert wrong.stderr == "fedjax-mr: --clients=0: partition dirichlet needs some (0 is for natural clients)\n"
+    assert (
+        wrong.stderr
+        == "fedjax-mr: partition 'dirichlet' needs at least 1 client, not 0; 0 is only for natural clients\n"
+    )
 
 
 @pytest.mark.slow
@@ -167,4 +173,7 @@ def test_the_real_command(tmp_path):
     good, wrong = run_the_command(tmp_path, "--clients=4"), run_the_command(tmp_path, "--clients=0")
     assert (good.returncode, wrong.returncode) == (0, 2)
     assert good.stdout.startswith("digits: 4 clients")
-    assert wrong.stderr == "fedjax-mr: --clients=0: partition dirichlet needs some (0 is for natural clients)\n"
+    assert (
+        wrong.stderr
+        == "fedjax-mr: partition 'dirichlet' needs at least 1 client, not 0; 0 is only for natural clients\n"
+    )

@@ -17,7 +17,7 @@ from fedjax_mr.experiment.federation import federated_data
 
 
 def numbered(num_samples=1000, num_test=200, num_natural=0):
-    """A data set whose samples tell their row: x of row r is r, of test row r it is -1 - r."""
+    """A dataset whose samples tell their row: x of row r is r, of test row r it is -1 - r."""
     rng = np.random.default_rng(7)
     x, test_x = np.arange(num_samples, dtype=np.float32)[:, None], -1 - np.arange(num_test, dtype=np.float32)[:, None]
     dataset = Dataset("numbered", x, rng.integers(0, 10, num_samples).astype(np.int32),
@@ -218,37 +218,39 @@ class TestPartitionFile:
         made = data.federate(numbered(), num_clients=4)
         partition_file.save(made.plan, tmp_path / "partition.npz")
         whole = (tmp_path / "partition.npz").read_bytes()
-        assert "was made for other data: numbered" in message("partition.npz", dataset=numbered(num_test=199))
-        assert "was made for other data: numbered" in message("partition.npz", dataset=numbered(num_samples=999))
-        assert "holds 4 clients, not 5: pass --clients=4, or 0" in message("partition.npz", num_clients=5)
+        assert "belongs to other data: numbered" in message("partition.npz", dataset=numbered(num_test=199))
+        assert "belongs to other data: numbered" in message("partition.npz", dataset=numbered(num_samples=999))
+        assert "has 4 clients, not 5: request 4 clients, or 0 for all" in message("partition.npz", num_clients=5)
         assert "does not exist" in message("absent.npz")
-        assert "damaged or no partition file" in message("cut.npz", whole[:500])
-        assert "damaged or no partition file" in message("cut.npz", b"")
+        assert "damaged or of another kind" in message("cut.npz", whole[:500])
+        assert "damaged or of another kind" in message("cut.npz", b"")
         np.savez(tmp_path / "other.npz", x=np.zeros(3))
-        assert "damaged or no partition file (KeyError" in message("other.npz")
-        assert "damaged or no partition file" in message("cut.json", '{"dataset": "numbered", "train_')
-        assert "damaged or no partition file" in message("list.json", "[]")
+        assert "damaged or of another kind (KeyError" in message("other.npz")
+        assert "damaged or of another kind" in message("cut.json", '{"dataset": "numbered", "train_')
+        assert "damaged or of another kind" in message("list.json", "[]")
         start = '{"dataset": "numbered", "train_data": '
         assert "rows outside 0..999" in message("rows.json", start + '{"0": [1000]}}')
-        assert "names no rows" in message("none.json", start + "{}}")
+        assert "has no rows" in message("none.json", start + "{}}")
         assert "rows outside 0..999" in message("large.json", start + '{"0": [10000000000000000000], "1": [1]}}')
         assert "outside 0..999" in message("negative.json", start + '{"0": [-1]}}')
         for rows in ("[1.5]", "[true]", '["1"]', "[[1]]", "5", "null", f"[{10**30}]", "[NaN]", '{"a": 1}'):
             assert "rows of client 0 are " in message("kind.json", start + f'{{"0": {rows}}}}}'), rows
-        assert "damaged or no partition file" in message("uneven.json", start + '{"0": [[1], [1, 2]]}}')
-        assert "damaged or no partition file" in message("client.json", start + '{"a": [1]}}')
-        assert "damaged or no partition file" in message("deep.json", start + "[" * 100000)
-        assert "damaged or no partition file (ValueError: no whole .npz file" in message(
+        assert "damaged or of another kind" in message("uneven.json", start + '{"0": [[1], [1, 2]]}}')
+        assert "damaged or of another kind" in message("client.json", start + '{"a": [1]}}')
+        assert "damaged or of another kind" in message("deep.json", start + "[" * 100000)
+        assert "damaged or of another kind (ValueError: no complete .npz file" in message(
             "text.npz", "clients and samples\n" * 9
         )
-        assert "damaged or no partition file (ValueError: no whole .npz file" in message(
+        assert "damaged or of another kind (ValueError: no complete .npz file" in message(
             "pickle.npz", pickle.dumps([1, 2])
         )
         assert "one sample to two clients" in message("twice.json", start + '{"0": [1], "1": [1]}}')
         assert "client 1 of 2 of numbered has no training samples" in message(
             "empty.json", start + '{"0": [1], "1": []}}'
         )
-        assert "made for cifar10, but this is numbered" in message("c.json", '{"dataset": "cifar10", "train_data": {}}')
+        assert "belongs to cifar10, but this is numbered" in message(
+            "c.json", '{"dataset": "cifar10", "train_data": {}}'
+        )
         assert "too few for a public set" in message(
             "all.json", start + f'{{"0": {list(range(1000))}}}}}', public_share=0.1
         )
@@ -258,7 +260,7 @@ class TestPartitionFile:
         [
             (
                 lambda file: {"train_index": file["train_index"] + 1},
-                "to 1000, outside 0..999; take the partition.npz of a run folder",
+                "to 1000, outside 0..999; use the partition.npz of a run folder",
             ),
             (lambda file: {"train_index": file["train_index"] - 2}, "train_index has rows from -"),
             (lambda file: {"train_index": file["train_index"] * (1 + 1j)}, "train_index is complex128 of shape"),
@@ -268,8 +270,8 @@ class TestPartitionFile:
             (lambda file: {"train_index": file["train_index"][0]}, "train_index is int32 of shape ()"),
             (lambda file: {"train_index": file["train_index"] // 2}, "train_index names a row twice"),
             (lambda file: {"train_index": file["train_index"].astype(object)}, "holds Python objects"),
-            (lambda file: {"train_offsets": file["train_offsets"][::-1]}, "train_offsets do not rise from 0 to the "),
-            (lambda file: {"train_offsets": file["train_offsets"] + 1}, "train_offsets do not rise from 0"),
+            (lambda file: {"train_offsets": file["train_offsets"][::-1]}, "train_offsets do not increase from 0 to "),
+            (lambda file: {"train_offsets": file["train_offsets"] + 1}, "train_offsets do not increase from 0"),
             (
                 lambda file: {"train_offsets": file["train_offsets"][:-1]},
                 "train_offsets is int32 of shape (10,), not 11",
@@ -278,26 +280,26 @@ class TestPartitionFile:
             (lambda file: {"train_offsets": file["train_offsets"] * (file["train_offsets"] > 90)}, "client 0 has no"),
             (
                 lambda file: {"train_offsets": np.uint64(2**64 - 1) + 0 * file["train_offsets"].astype(np.uint64)},
-                "rise",
+                "increase",
             ),
-            (lambda file: {"public": file["train_index"][:5]}, "is in two hands"),
+            (lambda file: {"public": file["train_index"][:5]}, "is assigned twice"),
             (lambda file: {"validation_index": file["validation_index"] * 0}, "validation_index names a row twice"),
             (
                 lambda file: {"validation_index": file["train_index"][: len(file["validation_index"])]},
-                "is in two hands",
+                "is assigned twice",
             ),
-            (lambda file: {"test_index": file["train_index"][: len(file["test_index"])]}, "is in two hands"),
+            (lambda file: {"test_index": file["train_index"][: len(file["test_index"])]}, "is assigned twice"),
             (
                 lambda file: {"global_test": file["global_test"] + 1},
                 "global_test has rows from 1 to 200, outside 0..199",
             ),
-            (lambda file: {"held_out": ~file["held_out"] | True}, "held_out is bool of shape (10,), not one True or"),
+            (lambda file: {"held_out": ~file["held_out"] | True}, "held_out is bool of shape (10,), not one bool per"),
             (lambda file: {"held_out": file["held_out"] * 1}, "held_out is int64"),
             (lambda file: {"own_test": np.array(3)}, "own_test is 3, not True or False"),
-            (lambda file: {"own_test": file["train_index"]}, "damaged or no partition file"),
+            (lambda file: {"own_test": file["train_index"]}, "damaged or of another kind"),
             (lambda file: {"names": np.array(["a"])}, "names holds 1 values, not one name for each of 10 clients"),
             (lambda file: {"names": np.arange(10)}, "names holds 10 values"),
-            (lambda file: {"surplus": np.arange(10)}, "damaged or no partition file"),
+            (lambda file: {"surplus": np.arange(10)}, "damaged or of another kind"),
         ],
     )
     def test_refuses_changed_arrays(self, tmp_path, changes, message):
@@ -329,9 +331,9 @@ class TestPartitionFile:
         ({"alpha": 0.0}, "a Dirichlet concentration must be above 0"),
         ({"num_clients": 1001}, "1001 clients are more than the 1000 training samples of numbered"),
         ({"num_clients": 999, "holdout_clients": 2}, "1001 clients are more than the 1000"),
-        ({"num_clients": 0}, "--clients=0: partition dirichlet needs some"),
+        ({"num_clients": 0}, "partition 'dirichlet' needs at least 1 client, not 0"),
         ({"partition": "natural"}, "numbered has no natural clients"),
-        ({"validation_share": 0.5, "client_test_share": 0.5}, "leave nothing to train on"),
+        ({"validation_share": 0.5, "client_test_share": 0.5}, "leave no training samples"),
     ],
 )
 def test_refuses(settings, message):
@@ -343,10 +345,10 @@ def test_refuses(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_clients": 31}, "has 30 natural clients of at least 0 samples, too few for 31 clients and 0 held out"),
-        ({"num_clients": 29, "holdout_clients": 2}, "too few for 29 clients and 2 held out"),
+        ({"num_clients": 31}, "has 30 natural clients of at least 0 samples, too few for 31 clients and 0 held-out"),
+        ({"num_clients": 29, "holdout_clients": 2}, "too few for 29 clients and 2 held-out"),
         ({"num_clients": 0, "min_samples_per_client": 500}, "has 0 natural clients of at least 500 samples"),
-        ({"num_clients": 0, "holdout_clients": 30}, "too few for 0 clients and 30 held out"),
+        ({"num_clients": 0, "holdout_clients": 30}, "too few for 0 clients and 30 held-out"),
     ],
 )
 def test_refuses_natural(settings, message):
@@ -383,8 +385,8 @@ class TestPublicFromElsewhere:
         federated = data.federate(dataset, num_clients=5, public_share=0.1)
         for change, message in (
             ({"x": dataset.x.astype(np.float64)}, "float64"),
-            ({"num_classes": 11}, "11 classes: give --nopublic_labels"),
-            ({"x": dataset.x[:50], "y": dataset.y[:50]}, "50 training samples, fewer than 100"),
+            ({"num_classes": 11}, "11 classes, more than the 10 of numbered: use public_labels=False"),
+            ({"x": dataset.x[:50], "y": dataset.y[:50]}, "100 public samples are needed, but other has only 50"),
         ):
             other = dataclasses.replace(dataset, name="other", **change)
             with pytest.raises(UserError, match=message):

@@ -39,12 +39,12 @@ WRONG = {
     "one sample": (FLOATS, np.zeros((4, 4, 1)), "are [n, 4, 4, 1], not [4, 4, 1]; a single sample x is x[None]"),
     "another shape": (FLOATS, np.zeros((2, 8, 8, 1)), "are [n, 4, 4, 1], not [2, 8, 8, 1]"),
     "bytes for floats": (FLOATS, np.zeros((2, 4, 4, 1), np.uint8), "are floats from 0.00"),
-    "another scale": (FLOATS, np.full((2, 4, 4, 1), 255.0), "and these from 255 to 255: give them as the source does"),
+    "another scale": (FLOATS, np.full((2, 4, 4, 1), 255.0), "but these from 255 to 255: use the source's format"),
     "not finite": (FLOATS, np.full((2, 4, 4, 1), np.nan), "not finite"),
-    "normalised": (BYTES, np.zeros((2, 4, 4, 1)), "samples of bytes are bytes, and these are float64"),
-    "no bytes": (BYTES, np.full((2, 4, 4, 1), 256), "go from 0 to 255, and these from 256 to 256"),
-    "no tokens": (TOKENS, np.full((2, 5), 9), "go from 0 to 8, and these from 9 to 9"),
-    "texts": (TOKENS, [["a"] * 5], "are token numbers, and these are <U1"),
+    "normalised": (BYTES, np.zeros((2, 4, 4, 1)), "samples of bytes are bytes, but these are float64"),
+    "no bytes": (BYTES, np.full((2, 4, 4, 1), 256), "range from 0 to 255, but these from 256 to 256"),
+    "no tokens": (TOKENS, np.full((2, 5), 9), "range from 0 to 8, but these from 9 to 9"),
+    "texts": (TOKENS, [["a"] * 5], "are token numbers, but these are <U1"),
 }
 
 

@@ -80,13 +80,13 @@ class TestBadInput:
             assert part in str(caught.value)
 
     def test_no_folder(self, tmp_path):
-        self.refuse(None, "femnist needs --data_dir", "./preprocess.sh")
+        self.refuse(None, "femnist needs data_dir=", "./preprocess.sh")
         self.refuse(tmp_path, f"{tmp_path} has no train/*.json of femnist", "-k 100 -t sample")
         self.refuse(tmp_path / "absent", "has no train/*.json of shakespeare", name="shakespeare")
 
     def test_one_folder_too_deep_or_too_high(self, femnist_folder):
         for wrong in (femnist_folder / "train", femnist_folder.parent):
-            self.refuse(wrong, f"{wrong} has no train/*.json, but there is --data_dir={femnist_folder}")
+            self.refuse(wrong, f"{wrong} has no train/*.json; did you mean data_dir={femnist_folder}?")
 
     def test_no_test_part(self, femnist_folder):
         for path in (femnist_folder / "test").iterdir():
@@ -97,7 +97,7 @@ class TestBadInput:
     def test_empty_or_truncated(self, femnist_folder, size):
         path = femnist_folder / "train" / "all_data_2_train.json"
         path.write_bytes(path.read_bytes()[:size])
-        self.refuse(femnist_folder, str(path), "empty, truncated or no LEAF file")
+        self.refuse(femnist_folder, str(path), "empty, truncated or not a LEAF file")
 
     @pytest.mark.parametrize(
         ("change", "part"),
@@ -126,8 +126,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("change", "part"),
         [
-            ({"x": ["short"]}, "as many characters as the others"),
-            ({"y": ["ab"]}, "its label a single one"),
+            ({"x": ["short"]}, "the same number of characters"),
+            ({"y": ["ab"]}, "each label must be one character"),
             ({"x": ["é" * 80]}, "character 'é' is not in LEAF's vocabulary"),
             ({"y": ["\u20ac"]}, "is not in LEAF's vocabulary"),
         ],

@@ -184,7 +184,7 @@ class TestClasses:
         assert holders.max() - holders.min() <= 1
 
     def test_more_classes_than_there_are(self):
-        with pytest.raises(UserError, match="--classes_per_client=11 is more than the 10 classes"):
+        with pytest.raises(UserError, match="classes_per_client=11 is more than the 10 classes"):
             divide("classes", CIFAR, 12, classes_per_client=11)
 
     def test_tells_of_classes_that_nobody_holds(self):

@@ -135,19 +135,19 @@ class TestBadInput:
             if wrong != folder:
                 with pytest.raises(UserError) as caught:
                     data.load(name, data_dir=str(wrong))
-                assert str(caught.value) == f"{name} is not in {wrong} but in {folder}: give --data_dir={folder}"
+                assert str(caught.value) == f"{name} is not in {wrong} but in {folder}: use data_dir={folder}"
 
     def test_another_version(self, write_image_set):
         folder, _ = write_image_set("cifar10", version="2.0.0")
         with pytest.raises(
-            UserError, match=rf"holds version 2.0.0 of cifar10, but 3.0.2 is needed.*--data_dir={folder}$"
+            UserError, match=rf"contains version 2.0.0 of cifar10, but 3.0.2 is needed.*--data_dir={folder}$"
         ):
             data.load("cifar10", data_dir=folder)
 
     @without_tensorflow
     def test_tfrecord_without_tensorflow(self, write_image_set):
         folder, _ = write_image_set("cifar10", file_format="tfrecord")
-        with pytest.raises(UserError, match=rf"TFRECORD folder, which only TensorFlow reads .*--data_dir={folder}$"):
+        with pytest.raises(UserError, match=rf"TFRECORD folder, which only TensorFlow can read .*--data_dir={folder}$"):
             data.load("cifar10", data_dir=folder)
 
     @pytest.mark.parametrize("damage", ["no info", "broken info", "no records", "truncated records", "no label"])
@@ -175,14 +175,14 @@ class TestBadInput:
 
     def test_coarse_labels_elsewhere(self, write_image_set):
         folder, _ = write_image_set("cifar10")
-        with pytest.raises(UserError, match="cifar10 has no coarse labels; --label_mode=coarse is for cifar100"):
+        with pytest.raises(UserError, match="cifar10 has no coarse labels; only cifar100 has label_mode=coarse"):
             data.load("cifar10", data_dir=folder, label_mode="coarse")
 
 
 class TestPrepare:
     @without_tensorflow
     def test_needs_tensorflow(self, tmp_path):
-        with pytest.raises(UserError, match=r"preparing cifar100 needs TensorFlow: pip install 'fedjax-mr\[prepare\]'"):
+        with pytest.raises(UserError, match=r"cifar100 needs TensorFlow: pip install 'fedjax-mr\[prepare\]'"):
             tfds.prepare(DataRequest("cifar100", str(tmp_path)))
 
     def test_what_is_there_already_is_kept(self, write_image_set):
@@ -200,7 +200,7 @@ class TestPrepare:
             assert not (root / "emnist").exists()
             return made
 
-        assert tfds.appear_whole(root, build, name="emnist") == root / "emnist/letters/3.1.0"
+        assert tfds.build_atomically(root, build, name="emnist") == root / "emnist/letters/3.1.0"
         assert [path.name for path in root.iterdir()] == ["emnist"]
         assert (root / "emnist/letters/3.1.0/dataset_info.json").read_text() == "{}"
 
@@ -211,7 +211,7 @@ class TestPrepare:
             raise error
 
         with pytest.raises(UserError, match=r"could not prepare cifar10 in .*(no route to host|No space left)"):
-            tfds.appear_whole(tmp_path / "root", build, name="cifar10")
+            tfds.build_atomically(tmp_path / "root", build, name="cifar10")
         assert not (tmp_path / "root").exists()
 
     def test_ctrl_c_leaves_nothing_although_a_download_still_writes(self, tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ class TestPrepare:
         monkeypatch.setattr(tfds.shutil, "rmtree", rmtree)
         monkeypatch.setattr(tfds.time, "sleep", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
-            tfds.appear_whole(tmp_path / "root", build, name="cifar10")
+            tfds.build_atomically(tmp_path / "root", build, name="cifar10")
         assert not late and not (tmp_path / "root").exists()
 
     def test_without_internet_it_fails_at_once(self, monkeypatch):

@@ -124,7 +124,7 @@ def test_bad_flags(arguments, parts):
     [
         ({"strategy": "fedmrr"}, ["strategy 'fedmrr'", "did you mean 'fedmr'?"]),
         ({"model": "cnn_digit"}, ["model 'cnn_digit'", "did you mean 'cnn_digits'?"]),
-        ({"dataset": "digit"}, ["data set 'digit'", "did you mean 'digits'?"]),
+        ({"dataset": "digit"}, ["dataset 'digit'", "did you mean 'digits'?"]),
         ({"partition": "dirichlett"}, ["partition 'dirichlett'", "did you mean 'dirichlet'?"]),
         ({"optimizer": "sgdd"}, ["--optimizer", "'sgdd'", "did you mean 'sgd'?"]),
         ({"cohort": 21}, ["--cohort=21", "--clients=20"]),

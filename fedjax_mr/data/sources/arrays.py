@@ -1,7 +1,7 @@
-"""One's own data: arrays in Python, or an .npz file that holds the arguments of `from_arrays` by name.
+"""Datasets of users: arrays in Python, or an .npz file that contains the arguments of `from_arrays` by name.
 
-Samples and labels from which nothing would be learned are refused with the remedy, and never changed by what they look
-like: such a rule would have to be applied again wherever the model is used.
+Unsuitable samples and labels are refused with a remedy. They are never converted by a guess: every user of the model
+would have to repeat the conversion.
 """
 
 import math
@@ -13,18 +13,18 @@ from fedjax_mr.data import files, npz
 from fedjax_mr.data.federated import Dataset, first_position
 from fedjax_mr.errors import UserError
 
-TEST_SHARE = 0.2  # held out where there is no test part
-SPLIT_SEED = 0  # constant: every run of every strategy is tested on the same samples
-LARGEST_FLOATS = 5.0  # root mean square: 1 if standardised, less in 0..1; of digits in 0..16 it is 7.7, in 0..255 117
+TEST_SHARE = 0.2  # share of the test set if the user provides none
+SPLIT_SEED = 0  # constant, so that all runs of all strategies are tested on the same samples
+LARGEST_FLOATS = 5.0  # root mean square: 1 if standardised, below 1 in 0..1, 7.7 for digits in 0..16, 117 in 0..255
 OPTIONAL = ("client", "x_test", "y_test", "client_test", "num_classes", "mean", "std")
 
-# What to do with other files, by the end of their names.
+# How to convert other files, by suffix.
 _TABLE = (
-    'import numpy as np, pandas as pd; df = pd.{read}("{file}"); np.savez("{made}", '
+    'import numpy as np, pandas as pd; df = pd.{read}("{file}"); np.savez("{target}", '
     'x=df.drop(columns="label").to_numpy("float32"), y=df["label"].to_numpy())'
 )
 _RECIPES = {
-    ".npy": 'import numpy as np; np.savez("{made}", x=np.load("{file}"), y=np.load("labels.npy"))',
+    ".npy": 'import numpy as np; np.savez("{target}", x=np.load("{file}"), y=np.load("labels.npy"))',
     ".csv": _TABLE.replace("{read}", "read_csv"),
     ".tsv": _TABLE.replace("{read}", "read_table"),
     ".parquet": _TABLE.replace("{read}", "read_parquet"),
@@ -32,7 +32,7 @@ _RECIPES = {
 
 
 def is_file(name: str) -> bool:
-    """Return whether a name is that of a file, known by its end, and no data set's."""
+    """Whether a name is that of a file, by its suffix, and not that of a dataset."""
     return name.endswith((".npz", *_RECIPES))
 
 
@@ -40,22 +40,22 @@ def load(path: Path | str) -> Dataset:
     """Read an .npz file.
 
     Raises:
-      UserError: the file is missing, empty, truncated, its arrays do not fit together, or it is of another kind: then
-        the message says how to make an .npz file of it.
+      UserError: the file is missing, empty or truncated, its arrays do not match, or it has another suffix. In the last
+        case the message says how to convert it.
     """
     path = files.expanded(path)
     if path.suffix in _RECIPES:
-        made = path.with_suffix(".npz")
-        recipe = _RECIPES[path.suffix].format(file=path, made=made)
-        raise UserError(f"{path}: one's own data come as .npz, made in Python by: {recipe}; then --dataset={made}")
+        target = path.with_suffix(".npz")
+        recipe = _RECIPES[path.suffix].format(file=path, target=target)
+        raise UserError(f"{path} must be converted to .npz, in Python: {recipe}; then use {target} as the dataset")
     if not path.is_file():
-        raise UserError(f"data file {path} does not exist (a data set by name has no '/' and no ending)")
+        raise UserError(f"data file {path} does not exist (names of datasets have no '/' and no suffix)")
     try:
         arrays = npz.read(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is empty, truncated or no .npz file of plain arrays ({error})") from None
+        raise UserError(f"{path} is empty, truncated or not an .npz file of plain arrays ({error})") from None
     if not {"x", "y"} <= arrays.keys() <= {"x", "y", *OPTIONAL}:
-        raise UserError(f"{path} holds {sorted(arrays)}; it needs x and y and may hold {', '.join(OPTIONAL)}")
+        raise UserError(f"{path} contains {sorted(arrays)}; it needs x and y and may contain {', '.join(OPTIONAL)}")
     return from_arrays(name=path.stem, **arrays)
 
 
@@ -72,30 +72,30 @@ def from_arrays(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
 ) -> Dataset:
-    """Make a data set of images, vectors or token sequences with class labels.
+    """Make a dataset of images, vectors or token sequences with class labels.
 
-    Bytes and integers in 0..255 of shape [M, H, W] or [M, H, W, channels] are images (1 or 3 channels that come first,
-    in front of a square, are refused); other integers [M, T] are tokens; floating-point numbers are taken as they are,
-    and need ``mean`` and ``std`` if their root mean square is above `LARGEST_FLOATS`. Without a test part, 20 % of each
-    client's samples, or of all samples of each class, are held out, with a constant seed.
+    Integers in 0..255 of shape [M, H, W] or [M, H, W, channels] are images with channels last (square images with 1 or
+    3 channels first are refused). Integers [M, T] are tokens. Floating-point numbers are used as they are; if their
+    root mean square is above `LARGEST_FLOATS`, ``mean`` and ``std`` are required. If there is no test set, 20 % of the
+    samples of each client (or of each class, without clients) become the test set, with a constant seed.
 
     Args:
       x: [M, ...] samples.
-      y: [M] integer labels 0..C-1, each of them at least once in y or y_test unless ``num_classes`` is given.
+      y: [M] integer labels 0..C-1. Without ``num_classes``, every label must occur in y or y_test.
       client: [M] the natural client of each sample: numbers or names.
       x_test: [T, ...] the global test set.
       y_test: [T] its labels.
       client_test: [T] the natural client of each test sample.
-      name: what to call the data set.
-      num_classes: C; None: one more than the largest label of y.
-      mean: per channel or one number; None: 0.5 for bytes (of pixels in 0..1), else 0.
-      std: likewise; None: 0.5 for bytes, else 1.
+      name: name of the dataset.
+      num_classes: C. Default: the largest label of y plus one.
+      mean: per channel or one number. Default: 0.5 for bytes (of pixels in 0..1), else 0.
+      std: per channel or one number. Default: 0.5 for bytes, else 1.
 
     Raises:
-      UserError: the arrays do not fit together, or hold what cannot be trained on.
+      UserError: the arrays do not match, or cannot be trained on.
     """
     if (x_test is None) != (y_test is None):
-        raise UserError(f"{name}: x_test and y_test belong together, but only one of them is there")
+        raise UserError(f"{name}: x_test and y_test belong together, but one of them is missing")
     if client_test is not None and (client is None or x_test is None):
         raise UserError(f"{name}: client_test needs client and x_test")
     scaled = mean is not None or std is not None
@@ -109,7 +109,7 @@ def from_arrays(
     client_test = None if client_test is None else _array(client_test, f"{name}: client_test")
     for ids, labels in ((client, y), (client_test, y_test)):
         if ids is not None and labels is not None and ids.shape != labels.shape:
-            raise UserError(f"{name}: {labels.shape} labels but clients of shape {ids.shape}: one id each is needed")
+            raise UserError(f"{name}: labels of shape {labels.shape} need one client id each, not shape {ids.shape}")
     names, number, number_of_test = _numbered(client, client_test, name)
     if x_test is not None and y_test is not None:
         test_x, test_y = x_test, y_test
@@ -136,10 +136,10 @@ def from_arrays(
 
 
 def _array(values: object, name: str) -> np.ndarray:
-    """Return the user's values as an array.
+    """Convert the user's values to an array.
 
     Raises:
-      UserError: they are nested lists, or a list of arrays, whose entries have different shapes.
+      UserError: the values are nested lists, or a list of arrays, with entries of different shapes.
     """
     try:
         return np.asarray(values)
@@ -152,16 +152,16 @@ def _array(values: object, name: str) -> np.ndarray:
 def _numbered(
     client: np.ndarray | None, client_test: np.ndarray | None, name: str
 ) -> tuple[tuple[str, ...], np.ndarray | None, np.ndarray | None]:
-    """Return the sorted clients' names, and the number of the client of each training and test sample.
+    """The sorted names of the clients, and the number of the client of each training and test sample.
 
     Raises:
       UserError: the ids cannot be sorted, such as None among numbers.
     """
     if client is None:
         return (), None, None
-    every = client if client_test is None else np.concatenate([client, client_test])
+    all_ids = client if client_test is None else np.concatenate([client, client_test])
     try:
-        ids, number = np.unique(every, return_inverse=True)
+        ids, number = np.unique(all_ids, return_inverse=True)
     except TypeError as error:
         raise UserError(f"{name}: client ids must be all numbers or all text ({error})") from None
     number, number_of_test = np.split(number.astype(np.int32), [len(client)])
@@ -169,34 +169,32 @@ def _numbered(
 
 
 def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
-    """Return the samples as uint8, float32 or int32; images without a channel axis get one.
+    """Check samples and convert them to uint8, float32 or int32. Images without a channel axis receive one.
 
     Args:
-      x: as the user gave them, so that a row that is named is the user's.
-      name: of the data set and of the array, for errors.
-      scaled: whether the user has given mean or std.
+      x: the user's samples in their order, so that errors name the user's row.
+      name: name of the dataset and of the array in errors.
+      scaled: whether the user has passed mean or std.
     """
     x = _array(x, name)
     if x.ndim < 2 or not (np.issubdtype(x.dtype, np.integer) or np.issubdtype(x.dtype, np.floating)):
         raise UserError(f"{name} is {x.dtype} of shape {x.shape}; it must be numbers [samples, ...]")
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3] > 4:
-        raise UserError(
-            f"{name} has images of shape {x.shape[1:]}, channels first: x.transpose(0, 2, 3, 1) puts them last"
-        )
+        raise UserError(f"{name} has images of shape {x.shape[1:]} with channels first: use x.transpose(0, 2, 3, 1)")
     if np.issubdtype(x.dtype, np.floating):
-        with np.errstate(over="ignore"):  # what becomes infinite is refused
+        with np.errstate(over="ignore"):  # infinite values are refused below
             x = x.astype(np.float32)
         if bad := first_position(~np.isfinite(x)):
             raise UserError(f"{name} has a value that is not finite ({x[bad]}) in row {bad[0]}")
         if x.size and not scaled and _root_mean_square(x) > LARGEST_FLOATS:
             low, high = float(x.min()), float(x.max())
             unit = 255 if 128 < high <= 255 else math.ceil(max(high, -low))
-            mean, std = x.mean(dtype=np.float64), x.std(dtype=np.float64)  # of squares that float32 cannot hold
-            remedy = f"divide them (x / {unit:.7g}), or give mean={mean:.4g} and std={std:.4g}"
-            remedy = "give mean=x.mean(0) and std=x.std(0) + 1e-6" if x.ndim == 2 else remedy
+            mean, std = x.mean(dtype=np.float64), x.std(dtype=np.float64)  # float64 because squares overflow in float32
+            remedy = f"divide them (x / {unit:.7g}), or pass mean={mean:.4g} and std={std:.4g}"
+            remedy = "pass mean=x.mean(0) and std=x.std(0) + 1e-6" if x.ndim == 2 else remedy
             raise UserError(
-                f"{name} has floating-point values from {low:g} to {high:g}, taken as they are and far above 1, where "
-                f"networks learn little or nothing: {remedy}"
+                f"{name} has floating-point values from {low:g} to {high:g}; networks learn little from values far "
+                f"above 1: {remedy}"
             )
     elif x.dtype != np.uint8:
         low, high = (int(x.min()), int(x.max())) if x.size else (0, 0)
@@ -215,81 +213,81 @@ def _root_mean_square(x: np.ndarray) -> float:
 
 
 def _labels(y: np.ndarray, name: str) -> np.ndarray:
-    """Return the labels as int32.
+    """Check labels and convert them to int32.
 
     Raises:
-      UserError: they are none; the message says how to make them.
+      UserError: the values are not labels. The message says how to convert them.
     """
     y = _array(y, name)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise UserError(f"{name} is {y.dtype} of shape {y.shape}; it must be one integer per sample{_remedy(y)}")
     if len(y) and (y.min() < 0 or y.max() > np.iinfo(np.int32).max):
         raise UserError(
-            f"{name}: labels go from {y.min()} to {y.max()}; they must be 0..C-1: classes, y = np.unique(y, "
-            "return_inverse=True) numbers them"
+            f"{name}: labels range from {y.min()} to {y.max()}, but must be 0..C-1: use classes, y = np.unique(y, "
+            "return_inverse=True)"
         )
     return y.astype(np.int32)
 
 
 def _remedy(y: np.ndarray) -> str:
-    """Return how to make labels of what somebody took for them, or ""."""
+    """How to convert the values to labels, or "" if unknown."""
     if y.ndim == 1 and y.dtype.kind in "USTO":
-        return ": classes, y = np.unique(y, return_inverse=True) numbers names"
+        return ": use classes, y = np.unique(y, return_inverse=True)"
     if y.ndim == 1 and (y.dtype.kind == "b" or (y.dtype.kind == "f" and np.array_equal(y, np.round(y)))):
-        return ": y.astype(int)"
+        return ": use y.astype(int)"
     if y.ndim == 2 and y.dtype.kind in "biuf":
-        return ": y[:, 0]" if y.shape[1] == 1 else ": y.argmax(1) if these are one-hot"
+        return ": use y[:, 0]" if y.shape[1] == 1 else ": use y.argmax(1) if the labels are one-hot"
     return ""
 
 
-def _num_classes(y: np.ndarray, y_test: np.ndarray | None, given: int | None, name: str) -> int:
-    """Return C.
+def _num_classes(y: np.ndarray, y_test: np.ndarray | None, num_classes: int | None, name: str) -> int:
+    """The number of classes C.
 
     Raises:
-      UserError: ``given`` is no number of classes, or it is None and a label below the largest is nowhere.
+      UserError: ``num_classes`` is not a number of classes, or it is None and a label below the largest is missing.
     """
     largest = int(y.max(initial=0))
-    if given is not None:
-        number = _array(given, f"{name}: num_classes")
+    if num_classes is not None:
+        number = _array(num_classes, f"{name}: num_classes")
         if number.ndim or not np.issubdtype(number.dtype, np.integer) or number <= largest:
             raise UserError(
-                f"{name}: num_classes is {given}, but must be an integer above the largest label, {largest}"
+                f"{name}: num_classes is {num_classes}, but must be an integer above the largest label, {largest}"
             )
         return int(number)
-    found = np.unique(y if y_test is None else np.concatenate([y, y_test]))
-    found = found[found <= largest]
-    if len(y) and len(found) <= largest:
-        some = f"{', '.join(map(str, found[:3]))}{', ...' if len(found) > 3 else ''}"
+    present = np.unique(y if y_test is None else np.concatenate([y, y_test]))
+    present = present[present <= largest]
+    if len(y) and len(present) <= largest:
+        some = f"{', '.join(map(str, present[:3]))}{', ...' if len(present) > 3 else ''}"
         raise UserError(
-            f"{name}: labels up to {largest} make {largest + 1:,} classes, of which {len(found)} are there ({some}): "
-            f"classes, y = np.unique(y, return_inverse=True) numbers these; num_classes={largest + 1} keeps all"
+            f"{name}: labels up to {largest} mean {largest + 1:,} classes, but only {len(present)} have samples "
+            f"({some}): use classes, y = np.unique(y, return_inverse=True), or pass num_classes={largest + 1}"
         )
     return largest + 1
 
 
 def _per_channel(
-    given: object, default: tuple[float, ...], x: np.ndarray, name: str, *, nonzero: bool = False
+    statistic: object, default: tuple[float, ...], x: np.ndarray, name: str, *, nonzero: bool = False
 ) -> tuple[float, ...]:
-    """Return statistics as a tuple.
+    """Check a mean or standard deviation and convert it to a tuple.
 
     Raises:
-      UserError: they are not finite numbers, one or as many as x has channels, or one is 0 that is divided by.
+      UserError: the values are not finite, are neither one nor one per channel, or one is 0 although ``nonzero``.
     """
-    if given is None:
+    if statistic is None:
         return default
-    values = np.atleast_1d(_array(given, name))
+    values = np.atleast_1d(_array(statistic, name))
     if values.ndim > 1 or values.dtype.kind not in "iuf" or len(values) not in (1, x.shape[-1]):
-        raise UserError(f"{name} is {given}; it must be one number, or one for each of {x.shape[-1]} channels")
+        raise UserError(f"{name} is {statistic}; it must be one number, or one for each of {x.shape[-1]} channels")
     if not np.isfinite(values).all() or (nonzero and not values.all()):
-        raise UserError(f"{name} is {given}; it must be finite{' and not 0' if nonzero else ''}")
+        raise UserError(f"{name} is {statistic}; it must be finite{' and not 0' if nonzero else ''}")
     return tuple(float(value) for value in values)
 
 
 def _held_out(groups: np.ndarray) -> np.ndarray:
-    """Return a mask of the test share of each group (client or class), drawn with a constant seed."""
+    """Draw the test share of each group (client or class) with a constant seed. Return a mask [M]."""
     rng = np.random.default_rng(SPLIT_SEED)
     mask = np.zeros(len(groups), bool)
-    order = np.argsort(groups, kind="stable")  # all rows of a group side by side: one pass, however many groups
+    order = np.argsort(groups, kind="stable")  # the rows of a group are adjacent, so one pass serves all groups
     for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         rows = rng.permutation(members)
         mask[rows[: round(TEST_SHARE * len(rows))]] = True

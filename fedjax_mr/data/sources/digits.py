@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits (8 x 8, 17 grey levels) that scikit-learn ships: real data without a download."""
+"""The 1,797 handwritten digits (8 x 8, 17 grey levels) included in scikit-learn: real data without a download."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import numpy as np
 from fedjax_mr.data.federated import DataRequest, Dataset
 
 TEST_SHARE = 0.2
-SPLIT_SEED = 0  # constant: every run of every strategy is tested on the same 360 digits
+SPLIT_SEED = 0  # constant, so that all runs of all strategies are tested on the same 360 digits
 
 
 def load(request: DataRequest) -> Dataset:
-    """Return the digits; test set = a stratified 20 % with a constant seed."""
-    del request  # there is nothing to choose
-    from sklearn.datasets import load_digits  # a second to import, and only this data set needs it
+    """The handwritten digits of scikit-learn. The test set is a stratified 20 % with a constant seed."""
+    del request  # this dataset has no options
+    from sklearn.datasets import load_digits  # imported here because it takes a second and only this dataset needs it
     from sklearn.model_selection import train_test_split
 
     digits: Any = load_digits()

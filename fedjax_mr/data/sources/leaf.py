@@ -1,9 +1,9 @@
 """Natural federations in the JSON format of LEAF (Caldas et al., 2018): ``{train,test}/*.json``.
 
-FEMNIST: 62 classes, pixels 0..1 with paper = 1, which the released FedMR code (Hu et al., KDD 2024) turns into 1 - 2x;
-the pixels are multiples of 1/255 and are kept as bytes. Shakespeare: 80 characters and the next one as the label, both
-numbered by the vocabulary of LEAF's ``language_utils.py``. Files are read one by one, so that only one of them has to
-fit in memory as Python objects.
+FEMNIST has 62 classes and pixels in 0..1 where paper is 1. The released FedMR code (Hu et al., KDD 2024) converts them
+to 1 - 2x. They are multiples of 1/255 and stored as bytes here. Samples of Shakespeare are 80 characters, and the label
+is the next one, numbered by the vocabulary of LEAF's ``language_utils.py``. Files are read one by one, because each
+must fit into memory as Python objects.
 """
 
 import json
@@ -21,25 +21,25 @@ from fedjax_mr.errors import UserError
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 FEMNIST_CLASSES = 62
 SIDE = 28  # pixels
-_NUMBER = np.full(0x110000, -1, np.int8)  # of each Unicode character
+_NUMBER = np.full(0x110000, -1, np.int8)  # the token of each Unicode character
 _NUMBER[[ord(letter) for letter in LETTERS]] = np.arange(len(LETTERS))
 
 
 def femnist(request: DataRequest) -> Dataset:
-    """Return the handwritten characters by writer, x uint8 [M, 28, 28, 1] with paper = 255.
+    """Handwritten characters by writer, x uint8 [M, 28, 28, 1] with paper = 255.
 
     Raises:
-      UserError: no folder, an empty or truncated file, samples of another kind.
+      UserError: there is no folder, a file is empty or truncated, or samples are of another kind.
     """
     facts = {"num_classes": FEMNIST_CLASSES, "mean": (0.5,), "std": (-0.5,)}  # (x - 0.5) / -0.5 = 1 - 2x
     return _load(request, "./preprocess.sh -s niid -sf 0.05 -k 100 -t sample", _images, facts)
 
 
 def shakespeare(request: DataRequest) -> Dataset:
-    """Return the lines by role, x int32 [M, 80].
+    """Lines of Shakespeare's plays by role, x int32 [M, 80].
 
     Raises:
-      UserError: no folder, an empty or truncated file, samples of another kind.
+      UserError: there is no folder, a file is empty or truncated, or samples are of another kind.
     """
     facts = {"num_classes": len(LETTERS), "vocabulary": len(LETTERS)}
     return _load(request, "./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8", _characters, facts)
@@ -54,19 +54,19 @@ class _Part(NamedTuple):
 
 def _load(request: DataRequest, command: str, convert: Callable, facts: dict[str, Any]) -> Dataset:
     name = request.name
-    made = f"LEAF's data/{name} makes it with: {command}"
+    how_to = f"create it in LEAF's folder data/{name} with: {command}"
     if request.data_dir is None:
-        raise UserError(f"{name} needs --data_dir, a folder with train/*.json and test/*.json; {made}")
+        raise UserError(f"{name} needs data_dir=, a folder with train/*.json and test/*.json; {how_to}")
     candidates = [Path(request.data_dir), *(Path(request.data_dir) / place for place in (name, f"{name}/data"))]
     folders = [folder for folder in candidates if any((folder / "train").glob("*.json"))]
     if not folders:
         if near := _near(Path(request.data_dir)):
-            given = " or ".join(f"--data_dir={shlex.quote(str(folder))}" for folder in near)
-            raise UserError(f"{request.data_dir} has no train/*.json, but there is {given}")
-        raise UserError(f"{request.data_dir} has no train/*.json of {name}; {made}")
+            folders = " or ".join(f"data_dir={shlex.quote(str(folder))}" for folder in near)
+            raise UserError(f"{request.data_dir} has no train/*.json; did you mean {folders}?")
+        raise UserError(f"{request.data_dir} has no train/*.json of {name}; {how_to}")
     sources = {part: sorted((folders[0] / part).glob("*.json")) for part in ("train", "test")}
     if not sources["test"]:
-        raise UserError(f"{folders[0]} has train/*.json but no test/*.json; {made}")
+        raise UserError(f"{folders[0]} has train/*.json but no test/*.json; {how_to}")
 
     def build() -> dict[str, Any]:
         train, test = (_read(sources[part], convert) for part in ("train", "test"))
@@ -85,13 +85,13 @@ def _load(request: DataRequest, command: str, convert: Callable, facts: dict[str
 
 
 def _near(folder: Path) -> list[Path]:
-    """Return the folders with train/*.json that may have been meant: one level up, or at most two below."""
-    places = [folder.absolute().parent, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
-    return [place for place in places if any((place / "train").glob("*.json"))][:3]
+    """Folders with train/*.json that the user may have meant: one level up, or at most two levels down."""
+    candidates = [folder.absolute().parent, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
+    return [each for each in candidates if any((each / "train").glob("*.json"))][:3]
 
 
 def _read(sources: list[Path], convert: Callable) -> _Part:
-    """Read the files one by one; users keep their order, the array of samples is filled file by file."""
+    """Read the files one by one, in order of the users."""
     xs, ys, users, sizes = [], [], [], []
     for source in sources:
         parts = list(_users(source, convert))
@@ -115,12 +115,12 @@ def _users(source: Path, convert: Callable) -> Iterator[tuple[str, np.ndarray, n
             content = json.load(file)
         user_data, users = dict(content["user_data"]), list(content["users"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{source} is empty, truncated or no LEAF file ({type(error).__name__}: {error})") from None
+        raise UserError(f"{source} is empty, truncated or not a LEAF file ({type(error).__name__}: {error})") from None
     if not users:
         raise UserError(f"{source} has no users")
     for user in users:
         try:
-            data = user_data.pop(user)  # forgotten as soon as it is converted
+            data = user_data.pop(user)  # freed as soon as it is converted
             xs, ys = data["x"], data["y"]
             if len(xs) != len(ys):
                 raise ValueError(f"{len(xs)} samples but {len(ys)} labels")
@@ -152,7 +152,7 @@ def _images(xs: list, ys: list) -> tuple[np.ndarray, np.ndarray]:
 
 def _characters(xs: list, ys: list) -> tuple[np.ndarray, np.ndarray]:
     if len({len(x) for x in xs}) > 1 or any(len(y) != 1 for y in ys):
-        raise ValueError("a sample must be as many characters as the others and its label a single one")
+        raise ValueError("all samples must have the same number of characters, and each label must be one character")
     rows = [np.frombuffer("".join(text).encode("utf-32-le"), np.uint32) for text in (xs, ys)]
     x, y = (_NUMBER[row].astype(np.int32) for row in rows)
     for row, numbers in zip(rows, (x, y), strict=True):

@@ -1,8 +1,8 @@
-"""Image sets of TensorFlow Datasets: read from an array_record folder without TensorFlow, prepared with it.
+"""Image datasets of TensorFlow Datasets. Preparing one needs TensorFlow; reading an array_record folder does not.
 
-Normalisation, as pixels in 0..1: CIFAR-10, CIFAR-100 (with CIFAR-10's statistics), MNIST and Fashion-MNIST (none) are
-those of the released FedMR code (Hu et al., KDD 2024); SVHN and EMNIST, which it does not have, are our choice:
-CIFAR-10's and MNIST's. Deviation: EMNIST's images, stored mirrored and lying, are turned upright.
+Normalisation, for pixels in 0..1: that of the released FedMR code (Hu et al., KDD 2024) for CIFAR-10, CIFAR-100 (with
+the statistics of CIFAR-10), MNIST and Fashion-MNIST (none). That code has no SVHN and EMNIST, which are normalised like
+CIFAR-10 and MNIST. Deviation: the images of EMNIST are stored transposed and are turned upright here.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from fedjax_mr.errors import UserError
 
 
 class ImageSet(NamedTuple):
-    """A data set of TensorFlow Datasets: its version (any with the same first number is read) and pixel statistics."""
+    """A dataset of TensorFlow Datasets: its version (all with the same first number are read) and statistics."""
 
     version: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    config: str = ""  # the default among several configurations
+    config: str = ""  # the default configuration
 
 
 IMAGE_SETS = {
@@ -45,28 +45,26 @@ IMAGE_SETS = {
     "svhn_cropped": ImageSet("3.1.0", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "emnist": ImageSet("3.1.0", (0.1307,), (0.3081,), config="byclass"),
 }
-LABELS = {"fine": "label", "coarse": "coarse_label"}  # the features of a sample, by label mode
-CHUNK = 5000  # records in memory at once while decoding
+LABELS = {"fine": "label", "coarse": "coarse_label"}  # the feature of a sample, by label mode
+CHUNK = 5000  # records in memory at a time during decoding
 CONNECTION_TIMEOUT = 10  # seconds
 TRIES_TO_REMOVE = 20
 
 
 def load(request: DataRequest) -> Dataset:
-    """Return an image set; ``emnist/letters`` names one of several configurations.
+    """An image dataset of TensorFlow Datasets. Names such as ``emnist/letters`` select a configuration.
 
-    Where the folder is missing, TensorFlow is installed and the network is allowed, it is prepared first.
+    If the folder is missing, it is prepared first, provided that TensorFlow is installed and downloads are allowed.
 
     Raises:
-      UserError: the folder is missing, incomplete, of another version, or of a format that needs TensorFlow.
+      UserError: the folder is missing, incomplete, of another version, or in a format that needs TensorFlow.
     """
     name, known = _full_name(request.name)
     root = _root(request.data_dir)
     folder = _version_folder(root / name, name, known)
     if folder is None:
         if elsewhere := _near(root, name, known):
-            raise UserError(
-                f"{name} is not in {root} but in {elsewhere}: give --data_dir={shlex.quote(str(elsewhere))}"
-            )
+            raise UserError(f"{name} is not in {root} but in {elsewhere}: use data_dir={shlex.quote(str(elsewhere))}")
         if request.offline or not _has_tensorflow():
             raise UserError(f"{name} is not in {root}; get it with: {_prepare_command(name, root)}")
         folder = prepare(request)
@@ -80,12 +78,13 @@ def load(request: DataRequest) -> Dataset:
 
 
 def prepare(request: DataRequest) -> Path:
-    """Download a data set with its own builder, write it as array_record, and return its folder.
+    """Download a dataset with its builder, write it as array_record, and return its folder.
 
-    Everything happens in a temporary folder, whose result is renamed when it is whole and which is removed in any case.
+    All files are written to a temporary folder. The result is moved when it is complete, and the temporary folder is
+    always removed.
 
     Raises:
-      UserError: TensorFlow is missing, the network is not allowed or not there, or the builder fails.
+      UserError: TensorFlow is missing, downloads are forbidden, the network is unavailable, or the builder fails.
     """
     name, known = _full_name(request.name)
     root = _root(request.data_dir)
@@ -93,9 +92,9 @@ def prepare(request: DataRequest) -> Path:
     if folder is not None:
         return folder
     if not _has_tensorflow():
-        raise UserError(f"preparing {name} needs TensorFlow: {_prepare_command(name, root)}")
+        raise UserError(f"the preparation of {name} needs TensorFlow: {_prepare_command(name, root)}")
     if request.offline:
-        raise UserError(f"preparing {name} needs the network: leave out --offline")
+        raise UserError(f"the preparation of {name} downloads files, which offline=True forbids")
 
     def build(temporary: Path) -> Path:
         import tensorflow_datasets
@@ -106,57 +105,57 @@ def prepare(request: DataRequest) -> Path:
         return Path(builder.data_dir)
 
     logging.info("preparing %s in %s", name, root)
-    return appear_whole(root, build, name=name)
+    return build_atomically(root, build, name=name)
 
 
 def _check_connection(urls: Iterable[str]) -> None:
-    """Ask each host once, because TensorFlow Datasets would ask ten times, for minutes.
+    """Send one request to each host, because TensorFlow Datasets would retry ten times, for minutes.
 
     Raises:
-      UserError: one of them cannot be reached.
+      UserError: a host cannot be reached.
     """
-    import requests  # a quarter of a second to import, and it comes with TensorFlow Datasets
+    import requests  # imported here because it takes a quarter of a second; installed with TensorFlow Datasets
 
     for host, url in {urllib.parse.urlsplit(url).netloc: url for url in urls}.items():
         try:
-            requests.head(url, timeout=CONNECTION_TIMEOUT)  # whatever it answers, it is there
+            requests.head(url, timeout=CONNECTION_TIMEOUT)  # any status code shows that the host is reachable
         except requests.RequestException as error:
             reason = "no answer" if isinstance(error, requests.Timeout) else "no connection"
             raise UserError(
-                f"{reason} from {host}, where the samples are: is there internet here? A folder that was prepared "
-                "elsewhere can be copied"
+                f"{reason} from {host}, which has the samples: check the internet connection, or copy a folder that "
+                "was prepared on another machine"
             ) from error
 
 
-def appear_whole(root: Path, build: Callable[[Path], Path], *, name: str) -> Path:
-    """Let ``build`` fill a temporary folder and move what it returns to the same place under ``root``.
+def build_atomically(root: Path, build: Callable[[Path], Path], *, name: str) -> Path:
+    """Call ``build`` with a temporary folder, and move the folder that it returns to the same place under ``root``.
 
     Raises:
       UserError: ``build`` failed or ``root`` cannot be written.
     """
-    temporary, made_for_it = None, []
+    temporary, created = None, []
     try:
-        made_for_it = files.make_folder(root)
+        created = files.make_folder(root)
         temporary = Path(tempfile.mkdtemp(prefix=".preparing-", dir=root))
-        made = build(temporary)
-        target = root / made.relative_to(temporary)
+        result = build(temporary)
+        target = root / result.relative_to(temporary)
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(made, target)
+        os.rename(result, target)
         return target
     except UserError as error:
         raise UserError(f"could not prepare {name} in {root}: {error}") from error
-    except Exception as error:  # a builder raises whatever its downloads and parsers raise
+    except Exception as error:  # downloads and parsers raise many kinds
         raise UserError(f"could not prepare {name} in {root}: {_brief(error)}") from error
     finally:
         if temporary is not None:
             _remove(temporary)
-        for folder in made_for_it:
-            with contextlib.suppress(OSError):  # it holds the result, or what others have put there
+        for folder in created:
+            with contextlib.suppress(OSError):  # it is not empty: it holds the result, or files of other processes
                 folder.rmdir()
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, into which the threads of an interrupted download may still write for a moment."""
+    """Remove a folder. Threads of an interrupted download may still write into it, so try repeatedly."""
     for _ in range(TRIES_TO_REMOVE):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -176,11 +175,11 @@ def _root(data_dir: str | None) -> Path:
 
 
 def _near(root: Path, name: str, known: ImageSet) -> Path | None:
-    """Return the folder that was meant if ``root`` is one or two levels too deep or one too high, or None."""
-    depth = name.count("/") + 2  # of a version, such as emnist/letters/3.1.0, below the folder that is meant
-    place = root.absolute()
-    places = [*place.parents[:depth], *(found.parents[depth - 2] for found in sorted(place.glob(f"*/{name}")))]
-    return next((each for each in places if _fitting(_versions(each / name), known)), None)
+    """The folder that the user may have meant, if ``root`` is one or two levels too deep or one too high; or None."""
+    depth = name.count("/") + 2  # levels of a version, such as emnist/letters/3.1.0, below the right folder
+    start = root.absolute()
+    candidates = [*start.parents[:depth], *(path.parents[depth - 2] for path in sorted(start.glob(f"*/{name}")))]
+    return next((each for each in candidates if _compatible(_versions(each / name), known)), None)
 
 
 def _has_tensorflow() -> bool:
@@ -193,16 +192,16 @@ def _prepare_command(name: str, root: Path) -> str:
 
 
 def _version_folder(folder: Path, name: str, known: ImageSet) -> Path | None:
-    """Return the newest version that has the known first number (the same samples, says TensorFlow Datasets)."""
+    """The newest version with the known first number. TensorFlow Datasets guarantees the same samples for these."""
     versions = _versions(folder)
-    fitting = _fitting(versions, known)
-    if versions and not fitting:
-        found = ", ".join(sorted(path.name for path in versions))
+    compatible = _compatible(versions, known)
+    if versions and not compatible:
+        names = ", ".join(sorted(path.name for path in versions))
         raise UserError(
-            f"{folder} holds version {found} of {name}, but {known.version} is needed; get it with: "
+            f"{folder} contains version {names} of {name}, but {known.version} is needed; get it with: "
             f"{_prepare_command(name, folder.parents[name.count('/')])}"
         )
-    return max(fitting, key=lambda path: [int(part) for part in path.name.split(".")], default=None)
+    return max(compatible, key=lambda path: [int(part) for part in path.name.split(".")], default=None)
 
 
 def _versions(folder: Path) -> list[Path]:
@@ -210,12 +209,12 @@ def _versions(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if pattern.fullmatch(path.name)] if folder.is_dir() else []
 
 
-def _fitting(versions: list[Path], known: ImageSet) -> list[Path]:
+def _compatible(versions: list[Path], known: ImageSet) -> list[Path]:
     return [path for path in versions if path.name.split(".")[0] == known.version.split(".")[0]]
 
 
 def _decode(folder: Path, name: str) -> dict[str, Any]:
-    """Return the images and, of each kind of labels that there is, those of both parts and the number of classes."""
+    """Images and labels of both parts, and the numbers of classes, for all kinds of labels in the dataset."""
     import tensorflow_datasets
 
     try:
@@ -223,7 +222,7 @@ def _decode(folder: Path, name: str) -> dict[str, Any]:
         read = _read_tfrecord if builder.info.file_format.value == "tfrecord" else _read_array_record
         if read is _read_tfrecord and not _has_tensorflow():
             raise UserError(
-                f"{folder} is a TFRECORD folder, which only TensorFlow reads (pip install 'fedjax-mr[prepare]'); "
+                f"{folder} is a TFRECORD folder, which only TensorFlow can read (pip install 'fedjax-mr[prepare]'); "
                 f"or move it away and run: {_prepare_command(name, folder.parents[name.count('/') + 1])}"
             )
         labels = [label for label in LABELS.values() if label == "label" or label in builder.info.features]
@@ -231,9 +230,9 @@ def _decode(folder: Path, name: str) -> dict[str, Any]:
         facts = {f"{label}_classes": builder.info.features[label].num_classes for label in labels}
     except UserError:
         raise
-    except Exception as error:  # damaged files raise whatever the parsers of JSON, protobuf, array_record and PNG raise
+    except Exception as error:  # the parsers of JSON, protobuf, array_record and PNG raise many kinds
         raise UserError(
-            f"{folder} is incomplete or damaged ({_brief(error)}); delete it and prepare it anew"
+            f"{folder} is incomplete or damaged ({_brief(error)}); delete it and prepare it again"
         ) from error
     if name.startswith("emnist"):
         x, test_x = x.swapaxes(1, 2), test_x.swapaxes(1, 2)
@@ -242,7 +241,7 @@ def _decode(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read_array_record(builder: Any, split: str, labels: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return uint8 images and int32 labels by kind, in the original order where samples carry their number."""
+    """Read uint8 images and int32 labels by kind, in the original order if the samples have ids."""
     import tensorflow_datasets
     from PIL import Image
 
@@ -265,12 +264,12 @@ def _records(source: Any) -> Iterator[dict[str, Any]]:
 
 
 def _read_tfrecord(builder: Any, split: str, labels: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return what `_read_array_record` does; needs TensorFlow."""
+    """Like `_read_array_record`, for the TFRECORD format. Needs TensorFlow."""
     import tensorflow_datasets
 
-    whole = tensorflow_datasets.as_numpy(builder.as_dataset(split=split, batch_size=-1))
-    order = np.argsort(whole["id"], kind="stable") if "id" in whole else np.arange(len(whole["label"]))
-    return whole["image"][order], {label: whole[label][order].astype(np.int32) for label in labels}
+    samples = tensorflow_datasets.as_numpy(builder.as_dataset(split=split, batch_size=-1))
+    order = np.argsort(samples["id"], kind="stable") if "id" in samples else np.arange(len(samples["label"]))
+    return samples["image"][order], {label: samples[label][order].astype(np.int32) for label in labels}
 
 
 def _brief(error: Exception) -> str:
