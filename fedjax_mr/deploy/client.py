@@ -28,7 +28,7 @@ from fedjax_mr.deploy.keep import Keep
 from fedjax_mr.deploy.mail import Message
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.devices import set_up_jax
-from fedjax_mr.engine.local import ClientData, Samples
+from fedjax_mr.engine.local import ClientData, Samples, one_client
 from fedjax_mr.engine.personal import part_of, test_client
 from fedjax_mr.engine.round import dispatch
 from fedjax_mr.errors import UserError
@@ -240,9 +240,7 @@ class Client:
         x = np.concatenate([x, np.zeros((fill, *x.shape[1:]), x.dtype)])
         y = np.concatenate([y, np.zeros(fill, np.int32)])
         samples: Samples = normalised(self.request.facts.dataset(1), x, y)
-        index = np.arange(len(y), dtype=np.int32)
-        numbers = (jnp.int32(each) for each in (0, size, self.node.client, kept))
-        return ClientData(samples, index, *numbers)
+        return one_client(samples, client_id=self.node.client, size=size, validation_size=kept)
 
     def _memory(self, built: "Built", problem: Problem, last: int) -> Any:
         """Return the memory after the round ``last``; -1: that before the first round."""

@@ -390,7 +390,7 @@ class MailRounds(Rounds):
                 row = row._replace(memory=trees.take(first, row.client_id))
             return train_client(self.at_clients, constants, round, row)[::2]
 
-        row = row._replace(size=np.int32(0), validation_size=np.int32(0), offset=np.int32(0))
+        row = row._replace(size=np.int32(0))
         upload, metrics = jax.device_get(self.programs.call("untrained", program, self.constants, np.int32(round), row))
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload) if leaf.dtype.kind == "f"):
             raise UserError(f"round {round + 1} cannot go on without client {row.client_id}: use --lost=wait")

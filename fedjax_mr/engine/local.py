@@ -126,7 +126,7 @@ class LocalSetting:
       optimizer: optax transformation; its state starts anew in every round.
       epochs: E, passes over the client's samples.
       batch_size: B; the last batch of an epoch may hold fewer.
-      max_size: the largest number of samples that any client has.
+      max_size: the largest number of samples that any client has; the `Simulator` sets it.
       augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation; None: nothing.
       lr: the learning rate of plain or momentum SGD, for methods that reason about its steps; None: another optimiser.
       momentum: of SGD.
@@ -137,7 +137,7 @@ class LocalSetting:
     optimizer: optax.GradientTransformation
     epochs: int
     batch_size: int
-    max_size: int
+    max_size: int = 0
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     lr: float | None = None
     momentum: float = 0.0
@@ -146,6 +146,36 @@ class LocalSetting:
     def num_steps(self, size: jax.Array) -> jax.Array:
         """Return T = E ceil(size / B), the steps of a client with ``size`` samples, int32."""
         return self.epochs * ((size + self.batch_size - 1) // self.batch_size)
+
+
+def setting(
+    optimizer: str = "sgd",
+    *,
+    lr: float = 0.05,
+    momentum: float = 0.5,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    epochs: int = 5,
+    batch_size: int = 10,
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> LocalSetting:
+    """The clients' training by a named optimizer; the defaults are those of `fmr.Config`.
+
+    For any other optax optimizer, make a `LocalSetting`.
+
+    Args:
+      optimizer: ``sgd``, ``adam`` or ``adamw``; see `make_optimizer` for it and the next four.
+      lr: learning rate.
+      momentum: of ``sgd``.
+      weight_decay: factor of the weights that is added to the gradient.
+      clip_norm: largest L2 norm of a batch's gradient. Default: no limit.
+      epochs: E, passes over the client's samples per round.
+      batch_size: B, samples per step.
+      augment: see `LocalSetting`.
+    """
+    chosen = make_optimizer(optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay, clip_norm=clip_norm)
+    known_lr = lr if optimizer == "sgd" else None
+    return LocalSetting(chosen, epochs, batch_size, augment=augment, lr=known_lr, momentum=momentum)
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # equal settings, the same functions: so programs know each other again
@@ -409,11 +439,26 @@ def validation(data: ClientData) -> ClientData:
     )
 
 
-def whole(samples: Samples) -> ClientData:
-    """Return all of some samples as the data of one client, such as the server's public set."""
-    count = len(samples.y)
-    zero = jnp.zeros((), jnp.int32)
-    return ClientData(samples, jnp.arange(count, dtype=jnp.int32), zero, zero + count, zero)
+def one_client(
+    samples: Samples,
+    *,
+    client_id: Array | int = 0,
+    size: Array | int | None = None,
+    validation_size: Array | int = 0,
+) -> ClientData:
+    """Samples that all belong to one client, such as the server's public set.
+
+    Args:
+      samples: M of them, the training samples first, then those for validation.
+      client_id: its number.
+      size: training samples. Default: all M.
+      validation_size: samples for validation.
+    """
+    count = samples.y.shape[0]
+    number = lambda value: jnp.asarray(value, jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)
+    size = count if size is None else size
+    return ClientData(samples, index, number(0), number(size), number(client_id), number(validation_size))
 
 
 def score(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> Score:

@@ -11,14 +11,14 @@ import numpy as np
 from fedjax_mr.data.federated import FederatedData, Split
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import map_clients
-from fedjax_mr.engine.local import Array, ClientData, Samples, Score
+from fedjax_mr.engine.local import ClientData, Samples, Score
 from fedjax_mr.engine.placement import place
 from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import PERSONAL, Federation, Progress, RunConstants, round_key
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Memory, Problem, State, Strategy, kept_for_validation
+from fedjax_mr.strategies.base import Memory, Problem, State, Strategy
 
 BATCH_OF_ONE = 64  # test samples per step of one client; most have few
 
@@ -62,18 +62,12 @@ class _ClientToTest(NamedTuple):
 
     memory: Any
     client_id: Any
-    offset: Any
-    size: Any
-    validation_size: Any
-    test_offset: Any
-    test_size: Any
 
 
 class _Shared(NamedTuple):
     constants: RunConstants
     server: State
-    test: Samples
-    test_index: Array
+    test: Federation  # the clients' test samples
     round: jax.Array
 
 
@@ -104,13 +98,13 @@ class PersonalEvaluation:
         self.rounds = rounds
         self.axis = rounds.axis
         self.programs = Programs(platform=rounds.axis.platform, key=rounds.key)
-        self._constants, self._sizes = rounds.constants, np.asarray(rounds.constants.problem.sizes)
+        self._constants = rounds.constants
         if rounds.data_on_host:
             if test is not None or rounds.strategy.personal_model is not None:
                 raise UserError(
                     "tests of each client's own model need the samples on the device: --data_placement=device"
                 )
-            self._constants, self._sizes = self._with_validation(federated), np.zeros_like(self._sizes)
+            self._constants = self._with_validation(federated)
         if test is None:
             self._split = Split(np.zeros(1, np.int32), np.zeros(federated.num_clients + 1, np.int32))
         else:
@@ -119,7 +113,7 @@ class PersonalEvaluation:
                 name = federated.dataset.name
                 raise UserError(f"the clients of {name} have no test samples: give --client_test_share")
         known = self._constants.federation.samples if test is None or federated.own_test else test
-        self._test, self._test_index = place((known, self._split.index), rounds.axis.replicated)
+        self._test = place(Federation(known, *self._split), rounds.axis.replicated)
 
     def _with_validation(self, federated: FederatedData) -> RunConstants:
         """Return the constants of the rounds with the validation samples in the place of all, which are on the host."""
@@ -143,19 +137,10 @@ class PersonalEvaluation:
         axis, problem = self.axis, self._constants.problem
         count = problem.num_clients
         order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client fills up
-        offsets, test_offsets = np.asarray(self._constants.federation.offsets), self._split.offsets
-        row = _ClientToTest(
-            progress.memory,
-            np.arange(count, dtype=np.int32),
-            offsets[:-1],
-            self._sizes,
-            np.asarray(kept_for_validation(problem)),
-            test_offsets[:-1],
-            np.diff(test_offsets),
-        )
+        row = _ClientToTest(progress.memory, np.arange(count, dtype=np.int32))
         rows = place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
         server, round = place((progress.server, progress.round), axis.replicated)
-        shared = _Shared(self._constants, server, self._test, self._test_index, round)
+        shared = _Shared(self._constants, server, self._test, round)
         program = map_clients(axis, lambda shared, row: self._one(shared, row, epochs))
         out = self.programs.call(f"personal_{epochs}", program, shared, rows)
         if not out[2].is_fully_addressable:
@@ -165,16 +150,11 @@ class PersonalEvaluation:
 
     def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
         constants = shared.constants
-        problem, federation = constants.problem, constants.federation
-        strategy = self.rounds.build(problem)
-        data = ClientData(
-            federation.samples, federation.index, row.offset, row.size, row.client_id, row.validation_size
-        )
-        zero = jnp.zeros((), jnp.int32)
-        test = ClientData(shared.test, shared.test_index, row.test_offset, row.test_size, row.client_id, zero)
+        strategy = self.rounds.build(constants.problem)
+        data, test = constants.client(row.client_id), shared.test.client(row.client_id)
         part = part_of(strategy, shared.server, row.client_id)
         key = personal_key(constants.key, shared.round, row.client_id)
-        return test_client(strategy, problem, part, row.memory, data, test, key, epochs=epochs)
+        return test_client(strategy, constants.problem, part, row.memory, data, test, key, epochs=epochs)
 
 
 def clients_of(test: Score, validation: Score, architecture: np.ndarray) -> Clients:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import ClientAxis, assign, positions
-from fedjax_mr.engine.local import Array, ClientData, Metrics, Samples
+from fedjax_mr.engine.local import Array, ClientData, Metrics, Samples, one_client
 from fedjax_mr.engine.placement import CohortSamples
 from fedjax_mr.strategies.base import (
     Cohort,
@@ -41,6 +41,13 @@ class Federation(NamedTuple):
     index: Array  # int32: each client's training rows, then those that it keeps for validation, client after client
     offsets: Array  # [N + 1] int32
 
+    def client(self, client_id: jax.Array | int, validation_size: jax.Array | int = 0) -> ClientData:
+        """The data of one client, the last ``validation_size`` of its rows for validation."""
+        client_id, offsets = jnp.asarray(client_id, jnp.int32), jnp.asarray(self.offsets)
+        kept, start = jnp.asarray(validation_size, jnp.int32), offsets[client_id]
+        size = offsets[client_id + 1] - start - kept
+        return ClientData(self.samples, self.index, start, size, client_id, kept)
+
 
 class RunConstants(NamedTuple):
     """The constants of all rounds: an argument of every compiled program, so that no array is baked into one."""
@@ -51,9 +58,7 @@ class RunConstants(NamedTuple):
 
     def client(self, client_id: jax.Array | int) -> ClientData:
         """The data of one client."""
-        samples, index, offsets = self.federation
-        kept = kept_for_validation(self.problem)[client_id]
-        return ClientData(samples, index, offsets[client_id], self.problem.sizes[client_id], jnp.int32(client_id), kept)
+        return self.federation.client(client_id, kept_for_validation(self.problem)[client_id])
 
 
 class Progress(NamedTuple):
@@ -84,9 +89,7 @@ class ClientRow(NamedTuple):
     memory: Memory
     client_id: jax.Array
     occurrence: jax.Array  # how often the client was drawn before in this round
-    offset: jax.Array
     size: jax.Array  # 0 in padding rows
-    validation_size: jax.Array
     samples: CohortSamples | None = None  # its own, where the federation's are kept on the host
 
 
@@ -131,9 +134,7 @@ def begin(build: Build, axis: ClientAxis, constants: RunConstants, progress: Pro
         memory=trees.take(progress.memory, ids),
         client_id=ids,
         occurrence=_occurrences(cohort.ids)[order],
-        offset=jnp.asarray(constants.federation.offsets)[ids],
         size=jnp.where(is_client, cohort.sizes[order], 0),
-        validation_size=kept_for_validation(constants.problem)[ids],
     )
     return chosen, rows
 
@@ -170,11 +171,12 @@ def train_client(
 ) -> tuple[Payload, Memory, Metrics]:
     """Train one client."""
     key = client_key(constants.key, round, row.client_id, row.occurrence)
-    samples, index, offset = constants.federation.samples, constants.federation.index, row.offset
+    data = constants.client(row.client_id)
     if row.samples is not None:
-        samples = samples._replace(x=row.samples.x, y=row.samples.y)
-        index, offset = jnp.arange(row.samples.y.shape[0], dtype=jnp.int32), jnp.zeros((), jnp.int32)
-    data = ClientData(samples, index, offset, row.size, row.client_id, row.validation_size)
+        own = data.samples._replace(x=row.samples.x, y=row.samples.y)
+        data = one_client(own, client_id=row.client_id, validation_size=data.validation_size)
+    kept = jnp.where(row.size > 0, data.validation_size, 0)  # a row without a client has no samples at all
+    data = data._replace(size=row.size, validation_size=kept)
     return build(constants.problem).client_update(row.payload, row.memory, data, round, key)
 
 

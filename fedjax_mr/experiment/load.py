@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import registry
@@ -15,7 +14,6 @@ from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, Public
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
-from fedjax_mr.engine.local import ClientData
 from fedjax_mr.engine.personal import own_model, part_of, personal_key
 from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
@@ -32,7 +30,6 @@ from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.strategies.base import kept_for_validation
 
 
 def load(
@@ -279,17 +276,11 @@ class SavedRun:
           client: its number.
           samples: in place of the samples of ``rounds``.
         """
-        problem, federation = rounds.constants.problem, rounds.constants.federation
-        strategy = rounds.build(problem)
+        strategy = rounds.build(rounds.constants.problem)
         key = personal_key(rounds.constants.key, progress.round, client)
-        here = ClientData(
-            federation.samples if samples is None else samples,
-            federation.index,
-            jnp.asarray(federation.offsets)[client],
-            problem.sizes[client],
-            jnp.int32(client),
-            kept_for_validation(problem)[client],
-        )
+        here = rounds.constants.client(client)
+        if samples is not None:
+            here = here._replace(samples=samples)
         memory = jax.tree.map(lambda leaf: leaf[client], progress.memory)
         part = lambda server: part_of(strategy, server, client)
         own = jax.jit(lambda server, memory: own_model(strategy, part(server), memory, here, key))

@@ -125,7 +125,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             max_size=count,
             augment=None,
         )
-        model, _ = local.train(network, setting, memory.model, local.whole(public), public_key, loss=collaborate)
+        model, _ = local.train(network, setting, memory.model, local.one_client(public), public_key, loss=collaborate)
 
         own_rows = jnp.minimum(jnp.arange(problem.local.max_size, dtype=jnp.int32), data.size - 1)
         own_rows = jnp.asarray(data.index)[data.offset + own_rows]

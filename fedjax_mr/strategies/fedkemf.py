@@ -141,7 +141,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         setting = local.LocalSetting(
             local.make_optimizer("adam", lr=hyper.server_lr), hyper.server_epochs, min(hyper.server_batch, count), count
         )
-        data = local.whole(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
+        data = local.one_client(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
             knowledge, _ = local.train(small, setting, state.knowledge, data, key, loss=distil)
         return State(knowledge), {}

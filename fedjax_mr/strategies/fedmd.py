@@ -122,7 +122,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             digested = difference(logits, payload["consensus"][batch.position % subset], kind=hyper.digest_loss)
             return local.masked_mean(choose(supervised, digested), batch.mask), state
 
-        data_public = local.whole(public)
+        data_public = local.one_client(public)
         rows = jnp.where(memory.trained, jnp.resize(payload["rows"], (count,)), data_public.index)
         data_public = data_public._replace(index=rows, size=choose(count, subset))
         setting = on_public(choose(hyper.public_epochs, hyper.digest_epochs))

@@ -89,9 +89,8 @@ def divide(data: ClientData, max_size: int) -> Parts:
 
     def part(begin: jax.Array, size: jax.Array) -> ClientData:
         zero = jnp.zeros((), jnp.int32)
-        return ClientData(
-            data.samples, rows, jnp.where(few, zero, begin), jnp.where(few, data.size, size), data.client_id
-        )
+        begin, size = jnp.where(few, zero, begin), jnp.where(few, data.size, size)
+        return data._replace(index=rows, offset=begin, size=size, validation_size=zero)
 
     return Parts(part(0 * third, third), part(third, third), part(2 * third, data.size - 2 * third))
 

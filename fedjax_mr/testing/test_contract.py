@@ -150,7 +150,7 @@ def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
     """The deployed model is tested, because a strategy's own loss may have more terms than the cross-entropy."""
     engine = engine(strategy, **federation)
     constants = engine.constants
-    problem, (samples, index, offsets) = constants.problem, constants.federation
+    problem, samples = constants.problem, constants.federation.samples
     count = len(samples.y)
 
     @jax.jit
@@ -161,7 +161,7 @@ def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
             return local.evaluate(problem.model, model, samples, jnp.ones(count), batch_size=count).loss
 
         def on_its_own(client):
-            data = local.ClientData(samples, index, offsets[client], problem.sizes[client], client)
+            data = constants.client(client)
             memory = trees.take(progress.memory, client)
             part = part_of(engine.strategy, progress.server, client)
             model = own_model(engine.strategy, part, memory, data, constants.key)

@@ -1,0 +1,389 @@
+"""The simulator: a federation of N clients as one Python object, without folders, flags or files.
+
+    federated = fmr.data.federate(fmr.data.load("digits"), num_clients=20, partition="dirichlet", alpha=0.5)
+    simulator = fmr.Simulator("fedmr", "cnn_digits", federated, cohort=5)
+    state, report = simulator.run(simulator.init(), 20)
+    print(simulator.test(state).accuracy)
+
+`fmr.run` adds a folder, checkpoints, records and pictures to it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr import models, trees
+from fedjax_mr.data.facts import scale_and_shift
+from fedjax_mr.data.federated import Dataset, FederatedData
+from fedjax_mr.engine import local as local_training
+from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
+from fedjax_mr.engine.evaluation import Evaluation, Tested
+from fedjax_mr.engine.local import ClientData, LocalSetting, Samples
+from fedjax_mr.engine.personal import Clients, PersonalEvaluation, TestsOfClients
+from fedjax_mr.engine.program import memory_needed
+from fedjax_mr.engine.round import Build, Federation, Progress, Report, RunConstants, begin, finish, start, train_client
+from fedjax_mr.engine.rounds import RemoteClients, Rounds
+from fedjax_mr.errors import DivergedError, UserError, unknown_name
+from fedjax_mr.models import BlockNet, Model, Variables, Zoo
+from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.base import Problem, Strategy
+
+
+class Simulator:
+    """Federated training on this machine: all clients of a round train in one compiled program.
+
+    Attributes:
+      federated: the data of the clients.
+      model: the network, or a `Zoo` of several.
+      problem: the facts of the federation that the strategy may use.
+      rounds: the compiled rounds.
+    """
+
+    def __init__(
+        self,
+        strategy: str | Callable[..., Strategy],
+        model: Any,
+        federated: FederatedData,
+        *,
+        cohort: int,
+        local: LocalSetting | None = None,
+        hyper: Any = None,
+        seed: int = 0,
+        architectures: Sequence[int] | np.ndarray | None = None,
+        devices: int | None = None,
+        lanes: int | None = None,
+        memory: str = "auto",
+        data_placement: str = "auto",
+        stop_at_divergence: bool = True,
+        axis: ClientAxis | None = None,
+        key: Hashable = None,
+        remote: RemoteClients | None = None,
+    ) -> None:
+        """Place the data; each program is compiled at its first use.
+
+        Args:
+          strategy: a name in `STRATEGIES`, or a function ``build(problem)`` (with ``hyper``: ``build(hyper, problem)``)
+            that returns a `Strategy`.
+          model: a name in `MODELS`, a Flax module, a `Model`, or a list of several where clients have different ones.
+          federated: the clients' data, from `data.federate`.
+          cohort: K, clients per round.
+          local: the clients' training. Default: `local.setting()`.
+          hyper: the strategy's dataclass of settings. Default for a name: its defaults.
+          seed: of everything that is drawn at random during training; the data have a seed of their own.
+          architectures: the number of the network in ``model`` that each client starts with [N]. Default: blocks of
+            neighbouring clients.
+          devices: D, devices that share the clients. Default: see `client_axis`.
+          lanes: clients that train side by side on a device. Default: 1 on a CPU, else as many as its memory holds.
+          memory: where the memories of all N clients are kept: ``device``, ``host``, or ``auto``, which takes the host
+            if they need over a third of a device.
+          data_placement: likewise, where the clients' samples are kept.
+          stop_at_divergence: end a call after the first round with a loss or weight that is not finite.
+          axis: the layout, in place of ``devices`` and ``lanes``.
+          key: everything that decides about ``strategy``, by value: simulators with equal keys share compiled programs.
+          remote: clients that train elsewhere, such as on machines of their own.
+
+        Raises:
+          UserError: an unknown name, a network that does not fit the samples, K > N, or more devices than there are.
+        """
+        self.federated = federated
+        self.model = network_of(model, federated.dataset)
+        self.problem = problem_of(
+            self.model, local or local_training.setting(), federated, cohort=cohort, architectures=architectures
+        )
+        self._name, self._build = _builder(strategy, hyper)
+        self._strategy = self._build(self.problem)
+        split = federated.train_and_validation()
+        federation = Federation(
+            normalised(federated.dataset, federated.dataset.x, federated.dataset.y), split.index, split.offsets
+        )
+        self._constants = RunConstants(self.problem, federation, jax.random.key(seed))
+        self._memory, self._data_placement = memory, data_placement
+        self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote
+        if remote is not None:
+            axis = first_device()
+        self.axis = axis or self._layout(devices, lanes)
+        if not all(isinstance(network.module, BlockNet) for network in self.model.networks):
+            self._rehearse()
+        self.rounds = self._rounds(self.axis)
+
+    # --- training and tests
+
+    def init(self) -> Progress:
+        """The state before the first round."""
+        return self.rounds.init()
+
+    def run(self, state: Progress, rounds: int = 1) -> tuple[Progress, Report]:
+        """Run some rounds.
+
+        Any division of the rounds into calls gives the same numbers.
+
+        Args:
+          state: from `init` or an earlier call. It is consumed: go on with the returned one.
+          rounds: how many.
+
+        Returns:
+          The new state and the report of the call, on the host.
+
+        Raises:
+          DivergedError: a loss or weight is not finite.
+        """
+        state, report = self.rounds.run(state, rounds)
+        report = jax.device_get(report)
+        if self._stop_at_divergence and report.bad_client >= 0:
+            raise DivergedError(
+                f"round {int(state.round)} diverged: client {int(report.bad_client)} met a loss or weight that is not "
+                f"finite at its local step {int(report.bad_step)} (a smaller lr or a clip_norm may help)"
+            )
+        return state, report
+
+    def test(self, state: Progress) -> Tested:
+        """Accuracy and loss of the deployed model on the global test set.
+
+        Raises:
+          UserError: the strategy deploys no model.
+        """
+        return self.evaluation.one(self.deployed(state))
+
+    def personal(self, state: Progress, *, finetune_epochs: int = 0) -> Clients:
+        """The tests of every client's own model on its own samples [N]; of the deployed model where all share it.
+
+        Args:
+          state: from `init` or `run`.
+          finetune_epochs: epochs in which each client first trains a copy on its training samples.
+
+        Raises:
+          UserError: no client has test samples.
+        """
+        tests = self.tests_of_clients
+        return tests.finetuned(state, finetune_epochs) if finetune_epochs else tests.test(state)
+
+    def deployed(self, state: Progress) -> Variables:
+        """The variables of the deployed model.
+
+        Raises:
+          UserError: the strategy deploys no model.
+        """
+        variables = self.rounds.deployed(state)
+        if variables is None:
+            raise UserError(f"{self._name} deploys no model: personal(state) tests the clients' own")
+        return variables
+
+    def client(self, client_id: int) -> ClientData:
+        """The data of one client."""
+        return self.rounds.constants.client(client_id)
+
+    @functools.cached_property
+    def evaluation(self) -> Evaluation:
+        """The compiled test on the global test set."""
+        dataset = self.federated.dataset
+        test = normalised(dataset, dataset.test_x, dataset.test_y)
+        return Evaluation(self.model, test, self.axis, shared=self.rounds.key is not None)
+
+    @functools.cached_property
+    def tests_of_clients(self) -> TestsOfClients:
+        """The compiled tests of the clients' own models on their own test samples."""
+        if self._remote is not None:
+            return self._remote
+        own = self.federated.client_test
+        return PersonalEvaluation(self.rounds, self.federated, normalised(self.federated.dataset, own.x, own.y))
+
+    @functools.cached_property
+    def validation_of_clients(self) -> TestsOfClients:
+        """The same on their validation samples alone."""
+        return self._remote or PersonalEvaluation(self.rounds, self.federated, None)
+
+    # --- the layout
+
+    def _layout(self, devices: int | None, lanes: int | None) -> ClientAxis:
+        """The devices and lanes asked for, else the most lanes that a device's memory holds.
+
+        The compiler says what a round takes before anything runs. The round is compiled once more for the run itself,
+        from the compilation cache. Several processes, whose devices might know different limits, take all lanes.
+        """
+        axis = client_axis(devices=devices, lanes=lanes, cohort_size=self.problem.cohort_size)
+        limit = memory_limit(axis)
+        if lanes is not None or axis.lanes == 1 or math.isinf(limit) or jax.process_count() > 1:
+            return axis
+        if self._data_on_host(axis):
+            return axis  # such rounds take one client's samples after the other from the host: nothing to compile ahead
+
+        def needed(axis: ClientAxis) -> int:
+            described = dataclasses.replace(axis, described=True)
+            return max(map(memory_needed, self._rounds(described).compile().values()))
+
+        return lanes_that_fit(axis, limit, needed)
+
+    def _rounds(self, axis: ClientAxis) -> Rounds:
+        return Rounds(
+            self._build,
+            self._constants,
+            axis,
+            stop_at_divergence=self._stop_at_divergence,
+            memory_on_host=self._memory_on_host(axis),
+            data_on_host=self._data_on_host(axis),
+            key=self._key,
+            remote=self._remote,
+        )
+
+    def _data_on_host(self, axis: ClientAxis) -> bool:
+        """Whether the clients' samples are kept on the host: as chosen, or if they are over a third of a device."""
+        if self._data_placement != "auto":
+            return self._data_placement == "host"
+        return too_large(self.federated.dataset.x.nbytes, axis)
+
+    def _memory_on_host(self, axis: ClientAxis) -> bool:
+        """Whether the clients' memories are kept on the host: as chosen, or if they are over a third of a device."""
+        if self._strategy.init_memory is None or self._memory == "device":
+            return False
+        if jax.process_count() > 1:  # there the devices share it, parameter by parameter
+            if self._memory == "host":
+                raise UserError("memory=host is for one process; several divide the clients' memory among their devices")
+            return False
+        needed = trees.num_bytes(jax.eval_shape(self._strategy.init_memory, jax.random.key(0)))
+        return self._memory == "host" or too_large(needed, axis)
+
+    def _rehearse(self) -> None:
+        """Trace a round with a network that is not ours; nothing is computed.
+
+        Raises:
+          UserError: the strategy needs more of the network than it has.
+        """
+
+        def one_round(constants: RunConstants) -> Any:
+            progress = start(self._build, constants)
+            plan, rows = begin(self._build, self.axis, constants, progress)
+            trained = jax.lax.map(lambda row: train_client(self._build, constants, progress.round, row), rows)
+            return finish(self._build, constants, progress, plan, trained)
+
+        try:
+            jax.eval_shape(one_round, self._constants)
+        except UserError as error:
+            raise UserError(f"{self._name}: {error}") from None
+
+
+# --- its parts -------------------------------------------------------------------------------------------------------
+
+
+def _builder(strategy: str | Callable[..., Strategy], hyper: Any) -> tuple[str, Build]:
+    """The strategy's name for messages, and problem -> strategy."""
+    if callable(strategy):
+        function = getattr(strategy, "func", strategy)
+        name = getattr(function, "__module__", "").rpartition(".")[2] or "the strategy"
+        return name, strategy if hyper is None else functools.partial(strategy, hyper)
+    if strategy not in STRATEGIES:
+        raise unknown_name("strategy", strategy, STRATEGIES)
+    row = STRATEGIES[strategy]
+    if hyper is None and row.hyper is not None:
+        hyper = row.hyper()
+    return strategy, functools.partial(row.build, hyper)
+
+
+def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: Any) -> Model:
+    """The network for the samples of a dataset; a `Zoo` if there are several.
+
+    Args:
+      model: a name in `MODELS`, a Flax module, a `Model`, or a list of them. A `Model` for such samples is taken as it
+        is.
+      dataset: the samples.
+      init: initialisation of networks by name, see `models.build`.
+      options: ``norm``, ``authors_state`` and ``projection``, see `models.build`.
+
+    Raises:
+      UserError: a network does not fit the samples; this before anything is compiled.
+    """
+    if isinstance(model, Model) and not options and model.input_shape == dataset.x.shape[1:]:
+        return model
+    tokens = np.issubdtype(dataset.x.dtype, np.signedinteger)
+    facts: dict[str, Any] = {
+        "input_shape": dataset.x.shape[1:],
+        "num_classes": dataset.num_classes,
+        "input_dtype": np.int32 if tokens else np.float32,
+    } | options
+    several = model if isinstance(model, list | tuple) else [model]
+    networks = [
+        models.build(each, **facts, init=init) if isinstance(each, str) else models.of_module(each, **facts)
+        for each in several
+    ]
+    return networks[0] if len(networks) == 1 else Zoo.of(networks)
+
+
+def problem_of(
+    model: Model,
+    local: LocalSetting,
+    federated: FederatedData,
+    *,
+    cohort: int,
+    architectures: Sequence[int] | np.ndarray | None = None,
+) -> Problem:
+    """The facts of a federation that its strategy may use.
+
+    Args:
+      model: the network.
+      local: the clients' training; its ``max_size`` is replaced by the largest client's number of samples.
+      federated: the clients' data.
+      cohort: K.
+      architectures: the network that each client starts with [N]. Default: blocks of neighbouring clients.
+
+    Raises:
+      UserError: K is not in 1..N.
+    """
+    count, kept = federated.num_clients, federated.validation
+    if not 1 <= cohort <= count:
+        raise UserError(f"cohort={cohort} is out of range: from 1 to all {count} clients train in a round")
+    if architectures is None:
+        architectures = np.arange(count) * len(model.networks) // count
+    return Problem(
+        model=model,
+        local=dataclasses.replace(local, max_size=int(federated.sizes.max())),
+        num_clients=count,
+        cohort_size=cohort,
+        num_classes=federated.dataset.num_classes,
+        layers=model.layers(),
+        sizes=jnp.asarray(federated.sizes, jnp.int32),
+        label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
+        architectures=jnp.asarray(architectures, jnp.int32),
+        public=public_samples(federated),
+        validation_sizes=None if kept is None else jnp.asarray(kept.sizes, jnp.int32),
+    )
+
+
+def normalised(dataset: Dataset, x: np.ndarray, y: np.ndarray) -> Samples:
+    """Samples with the dataset's normalisation, (pixel - mean) / std, as one factor and one summand."""
+    scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
+    return Samples(x, np.asarray(y, np.int32), scale, shift).in_rows()
+
+
+def public_samples(federated: FederatedData) -> Samples | None:
+    """The server's public set, y None if it is unlabelled; None if there is none."""
+    public = federated.public
+    if public is None:
+        return None
+    labels = np.zeros(len(public.x), np.int32) if public.y is None else public.y
+    known = normalised(federated.dataset, public.x, labels)
+    return known._replace(y=None) if public.y is None else known
+
+
+def too_large(needed: int, axis: ClientAxis) -> bool:
+    """Whether so many bytes are over a third of a device's memory; the processor's own has no limit here."""
+    return 3 * needed > memory_limit(axis)
+
+
+def memory_limit(axis: ClientAxis) -> float:
+    """The bytes of a device; infinity for a processor, which does not tell, and for a device that is only described."""
+    if axis.described:
+        return math.inf
+    statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
+    return statistics.get("bytes_limit", math.inf)
+
+
+def lanes_that_fit(axis: ClientAxis, limit: float, needed: Callable[[ClientAxis], int]) -> ClientAxis:
+    """The layout with its lanes halved until ``needed`` bytes are within ``limit``, or one is left."""
+    while axis.lanes > 1 and needed(axis) > limit:
+        axis = dataclasses.replace(axis, lanes=-(-axis.lanes // 2))
+    return axis
