@@ -45,8 +45,9 @@ from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.program import Program
 from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import build_model, build_rounds, samples
+from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import platforms
 from fedjax_mr.models.__main__ import multiply_adds
@@ -211,15 +212,15 @@ def compile_round(
         written.unlink()
     axis = axis_of(target, cohort=config.cohort, lanes=lanes)
     federated = federation(config, count)
-    model = build_model(config, federated)
-    rounds = build_rounds(config, federated, model, axis)
+    model = build_model(config, federated.dataset)
+    rounds = simulator_of(config, federated, model, axis=axis).rounds
     programs = rounds.compile()
     evaluation = None
     if tested and rounds.strategy.global_model is not None:
         dataset = federated.dataset
         x, y = (np.resize(part, (TEST_SAMPLES, *part.shape[1:])) for part in (dataset.x, dataset.y))
         deployed = rounds.deployed(rounds.shapes())
-        evaluation = Evaluation(model, samples(federated, x, y), axis).compile(deployed)["test"]
+        evaluation = Evaluation(model, normalised(dataset, x, y), axis).compile(deployed)["test"]
     return Compiled(rounds, programs["rounds"], evaluation, model)
 
 

@@ -48,8 +48,10 @@ import fedjax_mr as fmr
 from fedjax_mr.engine.clients import assign, client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
+from fedjax_mr.engine.local import Samples
+from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, build_rounds, samples
+from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.experiment import peak_memory_bytes
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import MODELS, windows
@@ -123,12 +125,16 @@ class Contestant:
         axis = client_axis(cohort_size=config.cohort, **layout)
         self.config = config
         self.federated = federated_data(config, dataset=dataset)
-        self.model = build_model(config, self.federated)
+        self.model = build_model(config, self.federated.dataset)
         with plain_layers() if plain else mock.MagicMock():
-            self.engine = build_rounds(config, self.federated, self.model, axis)
+            self.engine = simulator_of(config, self.federated, self.model, axis=axis).rounds
             self.progress = self.engine.run(self.engine.init(), warm_up)[0]
         self.compile_seconds = sum(program.compile_seconds for program in self.engine.programs.values())
         self.peak_memory_bytes = peak_memory_bytes()
+
+    def normalised(self, dataset: fmr.Dataset) -> Samples:
+        """The samples of a dataset with the normalisation of the contestant's own."""
+        return normalised(self.federated.dataset, dataset.x, dataset.y)
 
     def race(self) -> None:
         """Train some rounds and note the images trained per second."""
@@ -526,7 +532,9 @@ def dissect_rounds(options: Options) -> Rows:
             )  # fmt: skip
             contestant = Contestant(strategy, config, dataset=dataset)
             engine, seconds = contestant.engine, contestant.seconds()
-            evaluation = Evaluation(contestant.model, samples(contestant.federated, test.x, test.y), engine.axis)
+            evaluation = Evaluation(
+                contestant.model, normalised(contestant.federated.dataset, test.x, test.y), engine.axis
+            )
             deployed = engine.deployed(contestant.progress)
             evaluation.one(deployed)
             started = time.perf_counter()
@@ -607,7 +615,9 @@ def run_race(options: Options) -> Rows:
     gpu = jax.default_backend() == "gpu"
     contestant = Contestant("fedavg", config, dataset=dataset)
     test = synthetic((32, 32, 3), 10, 10_000)
-    evaluation = Evaluation(contestant.model, samples(contestant.federated, test.x, test.y), contestant.engine.axis)
+    evaluation = Evaluation(
+        contestant.model, normalised(contestant.federated.dataset, test.x, test.y), contestant.engine.axis
+    )
     evaluation.one(contestant.engine.deployed(contestant.progress))
     rounds = config.rounds if gpu else 2 if options.quick else 10
     started = time.perf_counter()

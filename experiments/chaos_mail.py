@@ -58,10 +58,9 @@ class Place:
         self.replies: dict[tuple[str, int], mail.Content] = {}
         self.messages: dict[tuple[str, int], mail.Message] = {}
         roll = self.roll(self.honest, "stop")
-        self.rounds = server.MailRounds(config, facts.told_data(roll.everybody(), samples), model, roll)
-        progress, _ = self.rounds.run(self.rounds.init(), 1)
-        self.tests = server.MailTests(self.rounds)
-        self.expected = self.tests.test(progress)
+        self.clients = server.MailClients(config, facts.told_data(roll.everybody(), samples), model, roll)
+        progress, _ = self.clients.simulator.run(self.clients.simulator.init(), 1)
+        self.expected = self.clients.test(progress)
         self.hostile = next(number for kind, number in self.replies if kind == "train")
 
     def honest(self, message: mail.Message) -> mail.Content:
@@ -139,8 +138,8 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 def _read(place: Place, kind: str, number: int, reply: mail.Content) -> Any:
     if kind == "train":
-        return place.rounds._read(number, reply)
-    return place.tests.read(number, reply)
+        return place.clients._read(number, reply)
+    return place.clients.read(number, reply)
 
 
 def _require_same(found: Any, expected: Any) -> None:

@@ -32,7 +32,7 @@ from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
-from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.federation import federated_data
 
 SHAPES = {"lenet5": (32, 32, 3), "resnet20": (32, 32, 3), "vgg16": (32, 32, 3), "logistic": (8, 8, 1)}
@@ -66,9 +66,10 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     )
     federated = federated_data(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
     axis = client_axis(devices=devices, lanes=1, cohort_size=cohort)
-    network = build_model(config, federated)
+    network = build_model(config, federated.dataset)
     # One program for whole rounds, as on accelerators; it is only compiled.
-    engine = build_rounds(config, federated, network, dataclasses.replace(axis, fused=True, described=True))
+    described = dataclasses.replace(axis, fused=True, described=True)
+    engine = simulator_of(config, federated, network, axis=described).rounds
     module = Module(engine.compile()["rounds"].compiled.as_text())
     found = [each for each in collectives(module, devices=devices) if each.computation != module.entry]
     exchanges = [each.bytes for each in found if each.kind == "all-to-all"]
@@ -86,7 +87,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     }
     if timed:
         federated = federated_data(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))
-        row["seconds_per_round"] = seconds_per_round(build_rounds(config, federated, network, axis))
+        row["seconds_per_round"] = seconds_per_round(simulator_of(config, federated, network, axis=axis).rounds)
     return row
 
 
@@ -113,7 +114,7 @@ def grow(strategy: str, model: str, *, clients: int, cohort: int, placement: str
     index = np.random.default_rng(0).integers(0, len(pool.y), 20 * clients).astype(np.int32)
     federated = data.FederatedData(pool, data.Split(index, np.arange(0, len(index) + 1, 20, dtype=np.int32)))
     axis = client_axis(devices=1, lanes=1, cohort_size=cohort)
-    engine = build_rounds(config, federated, build_model(config, federated), axis)
+    engine = simulator_of(config, federated, build_model(config, federated.dataset), axis=axis).rounds
     progress, _ = engine.run(engine.init(), 2)
     before, seconds, count = resident_bytes(), [], 100 if model == "logistic" else 5
     for _ in range(3):

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import fedjax_mr as fmr
 from fedjax_mr import models, trees
+from fedjax_mr.engine import simulator
 from fedjax_mr.engine.clients import ClientAxis, client_axis
 from fedjax_mr.engine.program import memory_needed
 from fedjax_mr.experiment import build
@@ -199,7 +200,7 @@ def test_described_devices_compile_and_run_nothing(engine):
 @pytest.mark.parametrize(("limit", "lanes"), [(100, 10), (99, 5), (49, 3), (25, 2), (9, 1)])
 def test_lanes_are_halved_until_they_fit(limit, lanes):
     axis = ClientAxis(client_axis(devices=1, lanes=1, cohort_size=1).mesh, 10, fused=True)
-    assert build.lanes_that_fit(axis, limit, lambda axis: 10 * axis.lanes).lanes == lanes
+    assert simulator.lanes_that_fit(axis, limit, lambda axis: 10 * axis.lanes).lanes == lanes
 
 
 @pytest.mark.slow
@@ -207,23 +208,24 @@ def test_the_default_is_as_many_lanes_as_the_memory_holds(monkeypatch):
     """On a device that tells its memory, here the processor made to; what is asked for is never changed."""
     config = fmr.Config(strategy="fedavg", dataset="digits", clients=8, cohort=8, devices=1)
     federated = federated_data(config)
-    model = build.build_model(config, federated)
+    model = build.build_model(config, federated.dataset)
     of_lanes = lambda *, lanes, **constants: client_axis(lanes=lanes or config.cohort, **constants)
-    monkeypatch.setattr(build, "client_axis", of_lanes)
+    monkeypatch.setattr(simulator, "client_axis", of_lanes)
 
     def needed(lanes):
         axis = dataclasses.replace(of_lanes(devices=1, lanes=lanes, cohort_size=8), described=True)
-        programs = build.build_rounds(config, federated, model, axis).compile()
+        programs = build.simulator_of(config, federated, model, axis=axis).rounds.compile()
         return max(map(memory_needed, programs.values()))
 
+    lanes_of = lambda config: build.simulator_of(config, federated, model).axis.lanes
     bytes_by_lanes = {lanes: needed(lanes) for lanes in (8, 4, 2)}
     assert bytes_by_lanes[8] > bytes_by_lanes[4] > bytes_by_lanes[2]
     for lanes in (8, 4, 2):
-        monkeypatch.setattr(build, "memory_limit", lambda axis, lanes=lanes: bytes_by_lanes[lanes])
-        assert build.layout(config, federated, model).lanes == lanes
-        assert build.layout(dataclasses.replace(config, lanes=7), federated, model).lanes == 7
-    monkeypatch.setattr(build, "memory_limit", lambda axis: math.inf)
-    assert build.layout(config, federated, model).lanes == 8
+        monkeypatch.setattr(simulator, "memory_limit", lambda axis, lanes=lanes: bytes_by_lanes[lanes])
+        assert lanes_of(config) == lanes
+        assert lanes_of(dataclasses.replace(config, lanes=7)) == 7
+    monkeypatch.setattr(simulator, "memory_limit", lambda axis: math.inf)
+    assert lanes_of(config) == 8
 
 
 # ---- state at rest

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.engine import rounds
-from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.strategies import STRATEGIES
@@ -51,8 +50,8 @@ def count(strategy: str) -> Bytes:
     """Count the bytes of a method. Its rounds are traced; nothing is trained."""
     config = configuration.parse(flags(strategy))
     federated = federated_data(config)
-    model = build_model(config, federated)
-    engine = build_rounds(config, federated, model, client_axis(devices=1, lanes=1, cohort_size=config.cohort))
+    model = build_model(config, federated.dataset)
+    engine = simulator_of(config, federated, model, devices=1, lanes=1).rounds
 
     def objects(constants):
         progress = rounds.start(engine.build, constants)

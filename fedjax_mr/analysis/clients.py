@@ -13,9 +13,9 @@ import numpy as np
 from fedjax_mr.analysis import plots, runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.engine.personal import worst_tenth
+from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Variables
 
 
@@ -62,7 +62,7 @@ def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
     own = trained.federated.client_test
     if not own.split.index.size:
         raise UserError(f"the clients of {run.path} have no test samples of their own")
-    test = jax.tree.map(jnp.asarray, samples(trained.federated, own.x, own.y))
+    test = jax.tree.map(jnp.asarray, normalised(trained.federated.dataset, own.x, own.y))
 
     @jax.jit
     def right(variables: Variables, test: local.Samples, rows: jax.Array) -> jax.Array:

@@ -28,10 +28,10 @@ from fedjax_mr import trees
 from fedjax_mr.analysis import plots, runs, tables
 from fedjax_mr.data import files
 from fedjax_mr.engine import local
+from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.build import samples
 from fedjax_mr.models import Model, Variables
 
 SHARPNESS = "sharpness.json"  # the numbers, by a name of the run that is the same on every machine
@@ -148,7 +148,7 @@ def draw(trained: runs.Trained, *, of: str, count: int, seed: int) -> local.Samp
     if count and count < len(y):
         rows = np.sort(np.random.default_rng(seed).choice(len(y), count, replace=False))
         x, y = x[rows], y[rows]
-    return samples(trained.federated, x, y)
+    return normalised(trained.federated.dataset, x, y)
 
 
 def filter_normalised(key: jax.Array, params: Any) -> Any:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 from fedjax_mr.analysis import plots
 from fedjax_mr.data import FederatedData, files
-from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import kept, titles
-from fedjax_mr.experiment.build import build_model, build_rounds
+from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
@@ -203,9 +202,8 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False)
     config = config if data_dir is None else with_data_dir(config, data_dir)
     set_up_jax(devices=1, cohort_size=1)
     federated = federated_data(config)
-    model = build_model(config, federated)
-    axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
-    return Rebuilt(config, federated, model, build_rounds(config, federated, model, axis))
+    model = build_model(config, federated.dataset)
+    return Rebuilt(config, federated, model, simulator_of(config, federated, model, devices=1, lanes=1).rounds)
 
 
 def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = None, trust: bool = False) -> Trained:

@@ -158,6 +158,12 @@ class Split(NamedTuple):
         return cls(index, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
+def consecutive(sizes: np.ndarray, *, first: int = 0) -> Split:
+    """Rows that follow one another from ``first`` on, ``sizes`` [N] of them for each client."""
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    return Split(first + np.arange(ends[-1], dtype=np.int32), ends)
+
+
 class PartitionPlan(NamedTuple):
     """The owners of all rows of a dataset, including the held-out clients and the public set.
 
@@ -218,6 +224,26 @@ class FederatedData:
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     plan: PartitionPlan | None = None
+
+    @classmethod
+    def of_sizes(
+        cls,
+        dataset: Dataset,
+        sizes: np.ndarray,
+        *,
+        validation_sizes: np.ndarray | None = None,
+        public: Public | None = None,
+    ) -> "FederatedData":
+        """A federation whose samples are elsewhere: the clients' rows follow one another and stand for them.
+
+        Args:
+          dataset: as many rows as all clients have, of the right kind and normalisation.
+          sizes: training samples per client [N].
+          validation_sizes: samples that each client keeps for validation [N].
+          public: the public set.
+        """
+        kept = None if validation_sizes is None or not np.any(validation_sizes) else consecutive(validation_sizes)
+        return cls(dataset, consecutive(sizes), validation=kept, public=public)
 
     @property
     def num_clients(self) -> int:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
+from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.deploy import facts as known
 from fedjax_mr.deploy import relay, wire
@@ -31,10 +32,12 @@ from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.local import ClientData, Samples, one_client
 from fedjax_mr.engine.personal import part_of, test_client
 from fedjax_mr.engine.round import dispatch
+from fedjax_mr.engine.simulator import normalised, problem_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
-from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
+from fedjax_mr.experiment.architectures import architectures as architectures_of
+from fedjax_mr.experiment.build import build_strategy, local_setting
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.models import Model
@@ -358,6 +361,14 @@ def _built(
     config = _config(flags)
     # Which network each client has is the server's to say: the runs that the choice came from need not be here.
     config = dataclasses.replace(config, architectures=",".join(map(str, architectures)), architectures_from=())
-    found = known.federation_facts(facts, sizes, validation_sizes)
-    problem = problem_of(config, found, _model(flags, facts))
+    federated = FederatedData.of_sizes(
+        facts.dataset(sum(sizes)), np.array(sizes), validation_sizes=np.array(validation_sizes)
+    )
+    problem = problem_of(
+        _model(flags, facts),
+        local_setting(config, federated.dataset),
+        federated,
+        cohort=config.cohort,
+        architectures=architectures_of(config, len(sizes)),
+    )
     return Built(config, problem, facts.dataset(1), jax.random.wrap_key_data(jnp.array(memory_key, jnp.uint32)))

@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike
 
-from fedjax_mr.data import FederatedData, Split, files, from_arrays, npz
+from fedjax_mr.data import FederatedData, files, from_arrays, npz
 from fedjax_mr.data.facts import Facts
-from fedjax_mr.data.federated import PartitionPlan, Public
+from fedjax_mr.data.federated import PartitionPlan, Public, consecutive
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
-from fedjax_mr.experiment.build import FederationFacts, build_model
+from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import versions
 from fedjax_mr.models import Model
@@ -363,14 +362,14 @@ class ToldData(FederatedData):
     """A federation as its server knows it: the clients' rows stand for samples that are elsewhere.
 
     Attributes:
-      told: samples per client and class [N, C]; None: only their numbers are known.
+      told: samples per client and class [N, C]; None if only their numbers are known.
     """
 
     told: np.ndarray | None = None
 
     def label_counts(self) -> np.ndarray:
-        """Return the training samples per client and class [N, C], or [N, 1] where the classes are not known."""
-        return self.sizes[:, None] if self.told is None else self.told
+        """The training samples per client and class [N, C]; zeros where the classes are not known."""
+        return np.zeros((self.num_clients, self.dataset.num_classes), np.int32) if self.told is None else self.told
 
 
 def told_data(members: Sequence[Member], samples: ServerSamples) -> ToldData:
@@ -383,7 +382,7 @@ def told_data(members: Sequence[Member], samples: ServerSamples) -> ToldData:
     facts = samples.facts
     dataset = dataclasses.replace(facts.dataset(total), x=samples.test_x, test_x=samples.test_x, test_y=samples.test_y)
     counts = np.array([member.label_counts for member in members], np.int32)
-    train, validation, test = _consecutive(sizes), _consecutive(kept, first=total), _consecutive(tested)
+    train, validation, test = consecutive(sizes), consecutive(kept, first=total), consecutive(tested)
     none = np.zeros(0, np.int64)
     plan = PartitionPlan(
         facts.name, dataset.fingerprint(), train, validation, test, False, np.zeros(len(members), bool), none, (),
@@ -400,36 +399,6 @@ def told_data(members: Sequence[Member], samples: ServerSamples) -> ToldData:
     )
 
 
-def _consecutive(sizes: np.ndarray, *, first: int = 0) -> Split:
-    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    return Split(first + np.arange(ends[-1], dtype=np.int32), ends)
-
-
 def network_of(config: Config, facts: Facts) -> Model:
     """Return the configuration's network for samples of a kind."""
-    return build_model(config, FederatedData(facts.dataset(1), Split.of([np.zeros(1, np.int32)])))
-
-
-def federation_facts(
-    facts: Facts,
-    sizes: ArrayLike,
-    validation_sizes: ArrayLike,
-    *,
-    label_counts: np.ndarray | None = None,
-    public: Public | None = None,
-    division: str = "",
-) -> FederationFacts:
-    """Return the facts from which both sides build the same problem.
-
-    Args:
-      facts: the kind of the samples.
-      sizes: training samples per client [N].
-      validation_sizes: samples that each client keeps for validation [N].
-      label_counts: [N, C]; None: nobody here knows them, and they are zeros.
-      public: the public set.
-      division: the name of this division.
-    """
-    kept = np.array(validation_sizes, np.int32)
-    numbers = np.array(sizes, np.int32)
-    counts = np.zeros((len(numbers), facts.num_classes), np.int32) if label_counts is None else label_counts
-    return FederationFacts(facts.dataset(1), numbers, counts, kept if kept.any() else None, public, division)
+    return build_model(config, facts.dataset(1))

@@ -1,8 +1,8 @@
 """The server of real clients: an ordinary run whose clients answer by mail.
 
-The rounds, evaluations, checkpoints and pictures are those of a simulation; `MailRounds` asks real clients where
-`Rounds` trains them, and `MailTests` where `PersonalEvaluation` tests them. A checkpoint is written after every round,
-and the same command goes on from it.
+The rounds, evaluations, checkpoints and pictures are those of a simulation; `MailClients` asks real clients to train
+and to test their own models, where a simulation does so on its devices. A checkpoint is written after every round, and
+the same command resumes from it.
 """
 
 import contextlib
@@ -16,27 +16,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from fedjax_mr import registry, trees
 from fedjax_mr.deploy import relay, wire
-from fedjax_mr.deploy.facts import Request, ServerSamples, ToldData, agreement, federation_facts, network_of, told_data
+from fedjax_mr.deploy.facts import Request, ServerSamples, ToldData, agreement, network_of, told_data
 from fedjax_mr.deploy.mail import Post
 from fedjax_mr.deploy.roll import Roll, Terms, name_of_run
 from fedjax_mr.deploy.wire import Content
-from fedjax_mr.engine.clients import CLIENTS, ClientAxis, positions
+from fedjax_mr.engine.clients import positions
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.personal import Clients, clients_of, part_of, personal_key
-from fedjax_mr.engine.placement import CohortSamples
 from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import (
     MEMORY,
     SERVER,
     ClientRow,
-    Federation,
+    CohortPlan,
     Progress,
-    Report,
     RunConstants,
     begin,
     client_key,
@@ -44,12 +41,11 @@ from fedjax_mr.engine.round import (
     start,
     train_client,
 )
-from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_strategy, normalised, problem_of
+from fedjax_mr.experiment.build import build_strategy, simulator_of
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.experiment import Experiment, Result, needs_clients, needs_tests_of_clients
+from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
@@ -57,7 +53,7 @@ from fedjax_mr.experiment.run import Interrupted, RunLoop
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
-from fedjax_mr.strategies.base import LayerExchange
+from fedjax_mr.strategies.base import Info, LayerExchange
 from fedjax_mr.strategies.hyper import LARGEST_INT32, field
 
 
@@ -161,8 +157,7 @@ def run(post: Post, config: Config, setting: Setting) -> Result:
         cohort = f"{config.cohort} of {config.clients} clients a round"
         print(f"fedjax-mr: {config.strategy}, {cohort}, {config.rounds} rounds; results in {folder.path}", flush=True)
         federated = told_data(roll.everybody(), samples)
-        rounds = MailRounds(config, federated, model, roll)
-        experiment = MailExperiment(config, federated, model, rounds, folder, roll)
+        experiment = MailExperiment(config, MailClients(config, federated, model, roll), folder)
         (end,) = RunLoop([experiment]).run()
     if isinstance(end, DivergedError):
         raise end
@@ -176,30 +171,35 @@ def _say(row: Mapping[str, Any]) -> None:
 
 
 class MailExperiment(Experiment):
-    """A run of real clients: who they are stands in its folder."""
+    """A run of real clients: its folder says who they are."""
 
-    def __init__(
-        self, config: Config, federated: ToldData, model: Model, rounds: "MailRounds", folder: RunFolder, roll: Roll
-    ) -> None:
-        """Gather the parts; the clients test their own models."""
-        tests = None
-        if needs_clients(config, federated, rounds):
-            tests = MailTests(rounds)
-        if needs_tests_of_clients(config, rounds) and not (federated.test and len(federated.test.index)):
+    def __init__(self, config: Config, clients: "MailClients", folder: RunFolder) -> None:
+        """Gather the parts; the clients test their own models.
+
+        Raises:
+          UserError: the clients' own models are to be tested, and no client has test samples.
+        """
+        federated = clients.simulator.federated
+        tests = needs_tests_of_clients(config, clients.simulator.rounds)
+        if tests and not (federated.test and len(federated.test.index)):
             raise UserError("no client has test samples of its own (test_x and test_y in its file)")
-        super().__init__(config, federated, model, rounds, folder, personal=tests, on_row=_say)
-        self._roll = roll
+        super().__init__(config, clients.simulator, folder, on_row=_say)
+        self._roll = clients.roll
 
     def _begin(self) -> None:
         super()._begin()
         self._roll.save(self.folder.path)
 
+    def _partition_counts(self) -> np.ndarray:
+        told = self.federated.told if isinstance(self.federated, ToldData) else None
+        return self.federated.sizes[:, None] if told is None else told
 
-# --- Rounds ----------------------------------------------------------------------------------------------------------
+
+# --- The clients -----------------------------------------------------------------------------------------------------
 
 
-class MailRounds(Rounds):
-    """Rounds whose clients are asked by mail.
+class MailClients:
+    """Clients that are asked by mail to train, and to test their own models on samples that the server never sees.
 
     The clients' memory is on their disks; in its place the server keeps the round after which each client's counts,
     [N] int32, -1 before its first.
@@ -207,6 +207,8 @@ class MailRounds(Rounds):
     Attributes:
       roll: the clients.
       at_clients: problem -> the strategy as the clients have it.
+      simulator: the server's part of the rounds.
+      programs: compiled programs of the server about single clients.
     """
 
     def __init__(self, config: Config, federated: ToldData, model: Model, roll: Roll) -> None:
@@ -215,39 +217,28 @@ class MailRounds(Rounds):
         Raises:
           UserError: the strategy cannot run so, or some clients do not come.
         """
-        kept = np.zeros(federated.num_clients, int) if federated.validation is None else federated.validation.sizes
-        facts = federation_facts(
-            roll.request.facts,
-            federated.sizes,
-            kept,
-            label_counts=federated.told,
-            public=federated.public,
-            division=federated.hash(),
-        )
-        problem = problem_of(config, facts, model)
+        self.roll, self._finite = roll, not config.allow_nonfinite
+        self.programs = Programs()
         self.at_clients = functools.partial(build_strategy, config)
-        strategy = self.at_clients(problem)
-        self.exchange = strategy.exchange
+        self.simulator = simulator_of(config, federated, model, strategy=self._at_server, key=None, remote=self)
+        self._constants, problem = self.simulator.rounds.constants, self.simulator.problem
+        self.exchange = self.at_clients(problem).exchange
         if self.exchange is not None and self.exchange.before_training:
             raise UserError("real clients exchange layers before the upload only: --fedmr_secure_when=before_upload")
         if self.exchange is not None and roll.terms.lost == "untrained":
             raise UserError("an exchange of layers needs all clients of the round: --lost=wait or --lost=stop")
-        self.roll, self._finite = roll, not config.allow_nonfinite
-        key = jax.random.key(config.seed)
-        nothing = normalised(facts.dataset, facts.dataset.x, np.zeros(1, np.int32))
-        offsets = np.zeros(problem.num_clients + 1, np.int32)  # the clients know where their samples are
-        everything = RunConstants(problem, Federation(nothing, np.zeros(1, np.int32), offsets), key)
-        axis = ClientAxis(Mesh(np.array(jax.devices()[:1]), (CLIENTS,)), lanes=1, fused=False)
-        super().__init__(self._at_server, everything, axis, stop_at_divergence=not config.allow_nonfinite)
-        self._sent, self._answer = jax.eval_shape(self._one_client, self.constants)
+        self._sent, self._answer = jax.eval_shape(self._one_client, self._constants)
+        score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))
+        self._scores = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
         if roll.terms.lost == "untrained":
             self._check_untrained()
-        memory_key = jax.random.key_data(jax.random.fold_in(key, MEMORY))
-        numbers = {"sizes": facts.sizes, "validation_sizes": kept.astype(np.int32)}
+        kept = np.zeros(federated.num_clients, int) if federated.validation is None else federated.validation.sizes
+        memory_key = jax.random.key_data(jax.random.fold_in(self._constants.key, MEMORY))
+        numbers = {"sizes": federated.sizes.astype(np.int32), "validation_sizes": kept.astype(np.int32)}
         numbers |= {"architectures": np.asarray(problem.architectures), "memory_key": np.asarray(memory_key)}
-        public = {} if facts.public is None else {"x": facts.public.x}
-        if facts.public is not None and facts.public.y is not None:
-            public["y"] = np.asarray(facts.public.y, np.int32)
+        public = {} if federated.public is None else {"x": federated.public.x}
+        if federated.public is not None and federated.public.y is not None:
+            public["y"] = np.asarray(federated.public.y, np.int32)
         roll.begin({"federation": numbers, "public": public})
 
     def _at_server(self, problem: Problem) -> Strategy:
@@ -265,22 +256,24 @@ class MailRounds(Rounds):
     def _one_client(self, constants: RunConstants) -> Any:
         """Return for their shapes: what one client gets, and its upload and metrics."""
         progress = start(self.at_clients, constants)
-        _, rows = begin(self.at_clients, self.axis, constants, progress)
+        _, rows = begin(self.at_clients, self.simulator.axis, constants, progress)
         row = _row(rows, 0)
         upload, _, metrics = train_client(self.at_clients, constants, progress.round, row)
         return row.payload, (upload, metrics)
 
-    def _in_steps(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
-        plan, rows = self._begin(progress)
-        trained, lost = self._by_mail(int(progress.round), jax.device_get(rows))
-        if self.roll.terms.lost == "untrained":
-            absent = jnp.asarray(lost)[positions(plan.slots, len(lost))]
-            sizes = jnp.where(absent, jnp.zeros_like(plan.cohort.sizes), plan.cohort.sizes)
-            plan = plan._replace(cohort=plan.cohort._replace(sizes=sizes))
-        progress, report = self._finish(progress, plan, trained)
-        if self.roll.terms.lost == "untrained":
-            report = report._replace(info=report.info | {"clients_lost": np.float32(lost.sum())})
-        return progress, report
+    def train(self, round: int, plan: CohortPlan, rows: ClientRow) -> tuple[CohortPlan, Any, Info]:
+        """Train the clients of a round: return the plan without the sizes of lost ones, what they trained, and info.
+
+        Raises:
+          UserError: a client with a memory was drawn twice; or as `Roll.ask`.
+        """
+        trained, lost = self._by_mail(round, rows)
+        if self.roll.terms.lost != "untrained":
+            return plan, trained, {}
+        absent = jnp.asarray(lost)[positions(plan.slots, len(lost))]
+        sizes = jnp.where(absent, jnp.zeros_like(plan.cohort.sizes), plan.cohort.sizes)
+        plan = plan._replace(cohort=plan.cohort._replace(sizes=sizes))
+        return plan, trained, {"clients_lost": np.float32(lost.sum())}
 
     def _by_mail(self, round: int, rows: ClientRow) -> tuple[Any, np.ndarray]:
         """Return what the clients of the rows [K, ...] trained, and which of them are lost [K].
@@ -312,8 +305,8 @@ class MailRounds(Rounds):
 
     def _exchanged(self, round: int, rows: ClientRow, exchange: LayerExchange) -> list[Any]:
         """Return the models that the clients of the rows [K, ...] upload after they have exchanged layers."""
-        problem = self.constants.problem
-        key, _ = jax.random.split(round_key(self.constants.key, SERVER, round))  # as in `server_update`
+        problem = self._constants.problem
+        key, _ = jax.random.split(round_key(self._constants.key, SERVER, round))  # as in `server_update`
 
         def once(post: Post, nodes: Mapping[int, int], attempt: int) -> list[Any]:
             return relay.recombine(
@@ -334,7 +327,7 @@ class MailRounds(Rounds):
 
     def _order(self, round: int, rows: ClientRow, row: Any) -> Content:
         """Return what the client of a row is asked to do."""
-        key = client_key(self.constants.key, round, rows.client_id[row], rows.occurrence[row])
+        key = client_key(self._constants.key, round, rows.client_id[row], rows.occurrence[row])
         last = -1 if rows.memory is None else int(rows.memory[row])
         payload = wire.pack(_row(rows.payload, row))
         return {"payload": payload, "key": {"key": np.asarray(jax.random.key_data(key))}, "numbers": {"last": last}}
@@ -350,7 +343,7 @@ class MailRounds(Rounds):
             upload = {name: each for name, each in upload.items() if name != "model"}
         metrics = wire.unpack(reply.get("metrics", {}), metrics, who="its report", finite=False)
         diverged = int(metrics.bad_step) >= 0
-        most = LARGEST_INT32 // self.constants.problem.cohort_size  # the round's sum has 32 bits
+        most = LARGEST_INT32 // self._constants.problem.cohort_size  # the round's sum has 32 bits
         if not 0 <= int(metrics.images) <= most or not 0 <= int(metrics.steps) <= most:
             raise UserError(f"its report tells of {int(metrics.images)} samples and {int(metrics.steps)} steps")
         if self._finite and not diverged and not np.isfinite(metrics.loss):
@@ -391,36 +384,14 @@ class MailRounds(Rounds):
             return train_client(self.at_clients, constants, round, row)[::2]
 
         row = row._replace(size=np.int32(0))
-        upload, metrics = jax.device_get(self.programs.call("untrained", program, self.constants, np.int32(round), row))
+        upload, metrics = jax.device_get(
+            self.programs.call("untrained", program, self._constants, np.int32(round), row)
+        )
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload) if leaf.dtype.kind == "f"):
             raise UserError(f"round {round + 1} cannot go on without client {row.client_id}: use --lost=wait")
         return upload, metrics
 
-
-def _row(tree: Any, row: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[row], tree)
-
-
-# --- Tests of the clients' own models --------------------------------------------------------------------------------
-
-
-class MailTests:
-    """The test of all clients' own models, each by its client, on samples that the server never sees.
-
-    Attributes:
-      programs: the server's part.
-    """
-
-    def __init__(self, rounds: MailRounds) -> None:
-        """Ask nobody yet.
-
-        Args:
-          rounds: whose clients are tested.
-        """
-        self.programs = Programs()
-        self._rounds = rounds
-        score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))
-        self._like = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
+    # --- tests of the clients' own models, each by its client
 
     def test(self, progress: Progress) -> Clients:
         """Test every client's own model; that of all where the method has a single one."""
@@ -436,8 +407,8 @@ class MailTests:
         Raises:
           UserError: they are malformed, or of more samples than it has.
         """
-        member, networks = self._rounds.roll.members[client], len(self._rounds.constants.problem.model.networks)
-        scores = wire.unpack(reply.get("scores", {}), self._like, who="its test", finite=False)
+        member, networks = self.roll.members[client], len(self._constants.problem.model.networks)
+        scores = wire.unpack(reply.get("scores", {}), self._scores, who="its test", finite=False)
         for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
             if not 0 <= score.correct <= score.count <= size:
                 raise UserError(f"its test tells {score.correct:g} of {score.count:g} samples, and it has {size}")
@@ -446,23 +417,26 @@ class MailTests:
         return scores
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
-        rounds, round = self._rounds, int(progress.round)
-        problem, last = rounds.constants.problem, progress.memory
+        round, problem, last = int(progress.round), self._constants.problem, progress.memory
 
         def program(constants: RunConstants, server: Any, client: jax.Array) -> Any:
-            return part_of(rounds.at_clients(constants.problem), server, client)
+            return part_of(self.at_clients(constants.problem), server, client)
 
         contents = {}
         for client in range(problem.num_clients):
-            part = self.programs.call("part", program, rounds.constants, progress.server, np.int32(client))
-            key = jax.random.key_data(personal_key(rounds.constants.key, round, client))
+            part = self.programs.call("part", program, self._constants, progress.server, np.int32(client))
+            key = jax.random.key_data(personal_key(self._constants.key, round, client))
             contents[client] = {
                 "part": wire.pack(jax.device_get(part)),
                 "key": {"key": np.asarray(key)},
                 "numbers": {"last": -1 if last is None else int(last[client]), "epochs": epochs},
             }
-        answers = rounds.roll.ask("evaluate", round, contents, self.read)
-        absent = jax.tree.map(lambda leaf: np.zeros((), leaf.dtype), self._like)  # no samples tested: not a number
+        answers = self.roll.ask("evaluate", round, contents, self.read)
+        absent = jax.tree.map(lambda leaf: np.zeros((), leaf.dtype), self._scores)  # no samples tested: not a number
         rows = [answers.get(client, absent) for client in range(problem.num_clients)]
         found = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         return clients_of(found["test"], found["validation"], found["architecture"])
+
+
+def _row(tree: Any, row: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[row], tree)

@@ -142,6 +142,11 @@ def client_axis(*, devices: int | None, lanes: int | None, cohort_size: int) -> 
     return ClientAxis(Mesh(np.array(available[:count]), (CLIENTS,)), min(lanes, per_device), fused)
 
 
+def first_device() -> ClientAxis:
+    """The layout of a server whose clients train elsewhere: its own work is done on the first device."""
+    return ClientAxis(Mesh(np.array(jax.devices()[:1]), (CLIENTS,)), lanes=1, fused=False)
+
+
 def assign(axis: ClientAxis, work: jax.Array) -> jax.Array:
     """Return which row each slot trains [K'], K' = K padded: longest first, balanced over the devices.
 

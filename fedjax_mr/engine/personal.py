@@ -14,11 +14,11 @@ from fedjax_mr.engine.clients import map_clients
 from fedjax_mr.engine.local import ClientData, Samples, Score
 from fedjax_mr.engine.placement import place
 from fedjax_mr.engine.program import Programs
-from fedjax_mr.engine.round import PERSONAL, Federation, Progress, RunConstants, round_key
+from fedjax_mr.engine.round import PERSONAL, ClientRow, CohortPlan, Federation, Progress, RunConstants, round_key
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Memory, Problem, State, Strategy
+from fedjax_mr.strategies.base import Info, Memory, Problem, State, Strategy
 
 BATCH_OF_ONE = 64  # test samples per step of one client; most have few
 
@@ -79,6 +79,14 @@ class TestsOfClients(Protocol):
     def test(self, progress: Progress) -> Clients: ...
 
     def finetuned(self, progress: Progress, epochs: int) -> Clients: ...
+
+
+class RemoteClients(TestsOfClients, Protocol):
+    """Clients outside of this process, which train and test their own models there."""
+
+    def train(self, round: int, plan: CohortPlan, rows: ClientRow) -> tuple[CohortPlan, Any, Info]:
+        """Train the rows [K', ...] of a round; see `rounds.RemoteTraining`."""
+        ...
 
 
 class PersonalEvaluation:

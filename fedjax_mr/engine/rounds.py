@@ -36,9 +36,11 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import State
+from fedjax_mr.strategies.base import Info, State
 
 Round = Callable[[Progress], tuple[Progress, Report]]
+RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]
+"""Training outside of this process: (round, plan, rows [K', ...]) -> (plan, trained rows, info), all on the host."""
 
 
 def loop(
@@ -95,6 +97,7 @@ class Rounds:
         memory_on_host: bool = False,
         data_on_host: bool = False,
         key: Hashable = None,
+        remote: RemoteTraining | None = None,
     ) -> None:
         """Place the data; each program is compiled at its first use.
 
@@ -107,12 +110,14 @@ class Rounds:
           data_on_host: keep the clients' samples there; the cohort's are sent while the round before is trained.
           key: all that decides about ``build``, by value: rounds of equal ones share their compiled programs. None:
             they share none, because ``build`` may read what no key can name.
+          remote: trains the clients of a round in place of the devices. The layout is then not fused.
         """
         self.axis = axis
         self.key = None if key is None else (key, axis, stop_at_divergence, memory_on_host, data_on_host)
         self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=self.key)
         self.build = build
         self.strategy = build(constants.problem)
+        self._remote = remote
         self._client = constants.client  # from where the caller keeps the samples
         self._place = shapes_at if axis.described else place
         self._stop_at_divergence = stop_at_divergence
@@ -285,8 +290,11 @@ class Rounds:
     def _in_steps(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
         """Run one round in three compiled calls: server, clients, server; the rows are copied between their devices."""
         plan, rows = self._begin(progress)
-        trained = self._train(progress.round, rows, samples)
-        return self._finish(progress, plan, trained)
+        if self._remote is None:
+            return self._finish(progress, plan, self._train(progress.round, rows, samples))
+        plan, trained, info = self._remote(int(progress.round), plan, jax.device_get(rows))
+        progress, report = self._finish(progress, plan, trained)
+        return progress, report._replace(info=report.info | info)
 
     def _in_steps_beside_memory(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
         """Run one round in three compiled calls, of whose clients alone the memory is read and written on the host."""

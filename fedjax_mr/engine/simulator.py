@@ -25,10 +25,10 @@ from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
 from fedjax_mr.engine.evaluation import Evaluation, Tested
 from fedjax_mr.engine.local import ClientData, LocalSetting, Samples
-from fedjax_mr.engine.personal import Clients, PersonalEvaluation, TestsOfClients
+from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
 from fedjax_mr.engine.program import memory_needed
 from fedjax_mr.engine.round import Build, Federation, Progress, Report, RunConstants, begin, finish, start, train_client
-from fedjax_mr.engine.rounds import RemoteClients, Rounds
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo
 from fedjax_mr.strategies import STRATEGIES
@@ -64,6 +64,7 @@ class Simulator:
         axis: ClientAxis | None = None,
         key: Hashable = None,
         remote: RemoteClients | None = None,
+        name: str = "",
     ) -> None:
         """Place the data; each program is compiled at its first use.
 
@@ -87,6 +88,7 @@ class Simulator:
           axis: the layout, in place of ``devices`` and ``lanes``.
           key: everything that decides about ``strategy``, by value: simulators with equal keys share compiled programs.
           remote: clients that train elsewhere, such as on machines of their own.
+          name: of the strategy in messages. Default: its registered name, or the module of its function.
 
         Raises:
           UserError: an unknown name, a network that does not fit the samples, K > N, or more devices than there are.
@@ -96,7 +98,8 @@ class Simulator:
         self.problem = problem_of(
             self.model, local or local_training.setting(), federated, cohort=cohort, architectures=architectures
         )
-        self._name, self._build = _builder(strategy, hyper)
+        self._build = _builder(strategy, hyper)
+        self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
         self._strategy = self._build(self.problem)
         split = federated.train_and_validation()
         federation = Federation(
@@ -228,7 +231,7 @@ class Simulator:
             memory_on_host=self._memory_on_host(axis),
             data_on_host=self._data_on_host(axis),
             key=self._key,
-            remote=self._remote,
+            remote=None if self._remote is None else self._remote.train,
         )
 
     def _data_on_host(self, axis: ClientAxis) -> bool:
@@ -243,7 +246,7 @@ class Simulator:
             return False
         if jax.process_count() > 1:  # there the devices share it, parameter by parameter
             if self._memory == "host":
-                raise UserError("memory=host is for one process; several divide the clients' memory among their devices")
+                raise UserError("memory=host is for one process: several divide the memories among their devices")
             return False
         needed = trees.num_bytes(jax.eval_shape(self._strategy.init_memory, jax.random.key(0)))
         return self._memory == "host" or too_large(needed, axis)
@@ -270,18 +273,14 @@ class Simulator:
 # --- its parts -------------------------------------------------------------------------------------------------------
 
 
-def _builder(strategy: str | Callable[..., Strategy], hyper: Any) -> tuple[str, Build]:
-    """The strategy's name for messages, and problem -> strategy."""
+def _builder(strategy: str | Callable[..., Strategy], hyper: Any) -> Build:
+    """Problem -> strategy."""
     if callable(strategy):
-        function = getattr(strategy, "func", strategy)
-        name = getattr(function, "__module__", "").rpartition(".")[2] or "the strategy"
-        return name, strategy if hyper is None else functools.partial(strategy, hyper)
+        return strategy if hyper is None else functools.partial(strategy, hyper)
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)
     row = STRATEGIES[strategy]
-    if hyper is None and row.hyper is not None:
-        hyper = row.hyper()
-    return strategy, functools.partial(row.build, hyper)
+    return functools.partial(row.build, row.hyper() if hyper is None and row.hyper is not None else hyper)
 
 
 def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: Any) -> Model:

@@ -18,13 +18,13 @@ from fedjax_mr.analysis import plots
 from fedjax_mr.data import FederatedData, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.evaluation import Evaluation
-from fedjax_mr.engine.personal import Clients, PersonalEvaluation, TestsOfClients
+from fedjax_mr.engine.personal import Clients, TestsOfClients
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.build import samples
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
@@ -67,42 +67,35 @@ class Experiment:
     def __init__(
         self,
         config: Config,
-        federated: FederatedData,
-        model: Model,
-        rounds: Rounds,
+        simulator: Simulator,
         folder: RunFolder,
         processes: Processes = ALONE,
         *,
         on_row: OnRow | None = None,
-        personal: TestsOfClients | None = None,
         record: bool = True,
     ) -> None:
         """Gather the parts; nothing is computed yet.
 
         Args:
           config: all settings.
-          federated: the data.
-          model: the network.
-          rounds: the compiled rounds.
+          simulator: of the configuration.
           folder: of the run.
           processes: that share the run.
           on_row: see `run.run`.
-          personal: the tests of the clients' own models; None: those that the configuration asks for, here.
           record: see `run.run`.
         """
         self.config = config
-        self.federated = federated
-        self.model = model
-        self.rounds = rounds
+        self.federated = simulator.federated
+        self.model = simulator.model
+        self.rounds = simulator.rounds
         self.folder = folder
         self.processes = processes
-        dataset = federated.dataset
-        test = samples(federated, dataset.test_x, dataset.test_y)
-        self.evaluation = Evaluation(model, test, rounds.axis, shared=rounds.key is not None)
-        self.personal = personal
-        if personal is None and needs_clients(config, federated, rounds):
-            own = federated.client_test if needs_tests_of_clients(config, rounds) else None
-            self.personal = PersonalEvaluation(rounds, federated, own and samples(federated, own.x, own.y))
+        self.evaluation = simulator.evaluation
+        self.personal: TestsOfClients | None = None
+        if needs_tests_of_clients(config, self.rounds):
+            self.personal = simulator.tests_of_clients
+        elif keeps_validation(self.federated):
+            self.personal = simulator.validation_of_clients
         self.checkpoints = Checkpoints(folder.path / "checkpoints", keep=config.keep_checkpoints, processes=processes)
         self.images = 0
         self.traffic = (0, 0, 0)  # bytes down, up and from client to client
@@ -328,7 +321,7 @@ class Experiment:
         }
         variables = self.rounds.deployed(progress)
         if variables is not None and (holdout := self.federated.holdout) is not None:
-            own = samples(holdout, holdout.dataset.x, holdout.dataset.y)
+            own = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
             result = Evaluation(self.model, own, self.rounds.axis, shared=self.rounds.key is not None).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
         if self.personal is not None:
@@ -343,13 +336,17 @@ class Experiment:
     def _picture(self, name: str) -> Path:
         return self.folder.path / f"{name}.{self.config.picture_format}"
 
+    def _partition_counts(self) -> np.ndarray:
+        """The samples per client and class [N, C] that the picture of the partition shows."""
+        return self.federated.label_counts()
+
     def draw(self) -> None:
         """Draw the partition, the evaluations so far, and those of the runs to compare with."""
         if not self.pictures:
             return
         name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
         title = f"{name}, {division}, {self.federated.num_clients} clients"
-        plots.partition(self.federated.label_counts(), self._picture("partition"), title=title)
+        plots.partition(self._partition_counts(), self._picture("partition"), title=title)
         if rows := self.folder.rows():
             self._draw_curves(rows)
 
@@ -413,11 +410,6 @@ class Experiment:
 def keeps_validation(federated: FederatedData) -> bool:
     """Return whether clients keep samples for validation."""
     return federated.validation is not None and len(federated.validation.index) > 0
-
-
-def needs_clients(config: Config, federated: FederatedData, rounds: Rounds) -> bool:
-    """Return whether a run asks each client for scores, on test or validation samples."""
-    return needs_tests_of_clients(config, rounds) or keeps_validation(federated)
 
 
 def needs_tests_of_clients(config: Config, rounds: Rounds) -> bool:

@@ -9,17 +9,16 @@ import jax
 import numpy as np
 
 from fedjax_mr import registry
-from fedjax_mr.data import Dataset, FederatedData, Split, files, partition_file
+from fedjax_mr.data import Dataset, FederatedData, files, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, Public
-from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.personal import own_model, part_of, personal_key
 from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_rounds
+from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
@@ -235,17 +234,12 @@ class SavedRun:
         members = np.flatnonzero(~self._plan.held_out)
         sizes = self._plan.train.sizes[members]
         validation = self._plan.validation.sizes[members]
-        rows = _consecutive(sizes)
         public = None
         if count := len(self._plan.public):
             x, y = np.zeros((count, *self.samples.shape), self.samples.dtype), np.zeros(count, np.int32)
             public = Public(x, y if self.config.public_labels else None)
-        return FederatedData(
-            self.samples.dataset(max(1, len(rows.index))),
-            rows,
-            validation=_consecutive(validation) if validation.any() else None,
-            public=public,
-        )
+        rows = self.samples.dataset(max(1, int(sizes.sum())))
+        return FederatedData.of_sizes(rows, sizes, validation_sizes=validation, public=public)
 
     @functools.cached_property
     def _rounds(self) -> Rounds:
@@ -253,12 +247,10 @@ class SavedRun:
 
     def _built(self, federated: FederatedData) -> Rounds:
         # Only shapes are asked for, whichever network a client started with: so the runs that say it need not be here.
-        config = dataclasses.replace(
-            self.config, devices=1, lanes=1, memory="device", data_placement="device", architectures_from=()
-        )
+        config = dataclasses.replace(self.config, architectures_from=())
         set_up_jax(devices=None, cohort_size=config.cohort)
-        axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
-        return build_rounds(config, federated, self.model, axis)
+        here = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
+        return simulator_of(config, federated, self.model, **here).rounds
 
     @functools.cached_property
     def _progress(self) -> Progress:
@@ -291,11 +283,6 @@ class SavedRun:
         own = jax.tree.map(np.asarray, self.model.unpack(variables, number))
         origin = {"strategy": self.config.strategy, "round": self.round, "client": client}
         return TrainedNetwork(self.model.networks[number], own, self.samples, origin)
-
-
-def _consecutive(sizes: np.ndarray) -> Split:
-    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    return Split(np.arange(ends[-1], dtype=np.int32), ends)
 
 
 class _NeedsSamplesError(Exception):

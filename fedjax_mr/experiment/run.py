@@ -20,7 +20,7 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, interrupts
-from fedjax_mr.experiment.build import build_rounds, layout
+from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.federation import federated_data
@@ -126,21 +126,20 @@ def set_up(
     on_row: OnRow | None = None,
     record: bool = True,
 ) -> Experiment:
-    """Build the rounds, take the run folder and return the experiment; ``at_the_end`` a folder without a run goes."""
-    axis = layout(config, federated, model)
-    rounds = build_rounds(config, federated, model, axis)
+    """Build the simulator and take the run folder; ``at_the_end`` a folder without a run is removed."""
+    simulator = simulator_of(config, federated, model)
     folder = open_folder(config, processes)
     at_the_end.callback(folder.withdraw)
     if config.progress and processes.writes:
         notes = [*notes, *federated.notes]
-        if federated.holdout is not None and rounds.strategy.global_model is None:
+        if federated.holdout is not None and simulator.rounds.strategy.global_model is None:
             notes.append(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "
                 "deploys no model that they could take"
             )
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
-        print(headline(config, federated, axis), file=sys.stderr)
-    return Experiment(config, federated, model, rounds, folder, processes, on_row=on_row, record=record)
+        print(headline(config, federated, simulator.axis), file=sys.stderr)
+    return Experiment(config, simulator, folder, processes, on_row=on_row, record=record)
 
 
 def open_folder(config: Config, processes: Processes) -> RunFolder:

@@ -68,7 +68,7 @@ class UserObjects(NamedTuple):
         Raises:
           UserError: a network does not fit the samples, or the configuration records others.
         """
-        model = build_model(config, federated, modules=self.modules)
+        model = build_model(config, federated.dataset, modules=self.modules)
         if not self.modules:
             return config, model
         name = _same("model", ",".join(map(user_module.recorded_name, model.networks)), config.model)

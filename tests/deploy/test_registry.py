@@ -9,8 +9,6 @@ import pytest
 
 from fedjax_mr.deploy import client, facts, mail, server
 from fedjax_mr.deploy.roll import Roll, Terms
-from fedjax_mr.engine.clients import client_axis
-from fedjax_mr.engine.personal import PersonalEvaluation
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import build
 from fedjax_mr.experiment import config as configuration
@@ -63,23 +61,22 @@ class Real:
         return lambda message: client.answer(message, settings, {"flags": shlex.join(self.flags)})
 
     def mailed(self):
-        """Return the rounds of the real clients."""
-        return server.MailRounds(
+        """Return the real clients, with the server's simulator."""
+        return server.MailClients(
             self.config, facts.told_data(self.roll.everybody(), self.samples), self.model, self.roll
         )
 
     def simulated(self):
-        """Return the rounds of the simulator."""
-        axis = client_axis(devices=1, lanes=1, cohort_size=self.config.cohort)
-        return build.build_rounds(self.config, self.federated, self.model, axis)
+        """Return the simulator of the same federation."""
+        return build.simulator_of(self.config, self.federated, self.model, devices=1, lanes=1)
 
 
-def after(rounds, count=ROUNDS):
-    progress = rounds.init()
+def after(simulator, count=ROUNDS):
+    progress = simulator.init()
     reports = []
     for _ in range(count):
-        progress, report = rounds.run(progress, 1)
-        reports.append(jax.device_get(report))
+        progress, report = simulator.run(progress)
+        reports.append(report)
     return progress, reports
 
 
@@ -89,13 +86,11 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
     """The server's state, what a round reports, and the test of the clients' own models."""
     one = Real(tmp_path, shlex.split(f"--strategy={flags}"))
     simulated, mailed = one.simulated(), one.mailed()
-    (theirs, reports), (ours, mailed_reports) = after(simulated), after(mailed)
+    (theirs, reports), (ours, mailed_reports) = after(simulated), after(mailed.simulator)
     tree_equal(ours.server, theirs.server)
     tree_equal(mailed_reports, reports)
-    if mailed.strategy.personal_model is not None:
-        own = one.federated.client_test
-        tests = PersonalEvaluation(simulated, one.federated, build.samples(one.federated, own.x, own.y))
-        tree_equal(server.MailTests(mailed).test(ours), tests.test(theirs))
+    if simulated.rounds.strategy.personal_model is not None:
+        tree_equal(mailed.simulator.personal(ours), simulated.personal(theirs))
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in STRATEGIES.items() if row.only_simulated))
@@ -110,7 +105,7 @@ def test_a_client_with_a_memory_is_not_drawn_twice(tmp_path):
     asked = []
     one = Real(tmp_path, ["--strategy=scaffold"], faults=lambda message, before: asked.append(message.kind))
     mailed = one.mailed()
-    _, rows = mailed._begin(mailed.init())
+    _, rows = mailed.simulator.rounds._begin(mailed.simulator.init())
     twice = rows._replace(client_id=np.array([3, 1, 3]), occurrence=np.array([0, 0, 1]))
     with pytest.raises(UserError, match="client 3 was drawn twice in a round, and a real client has one memory"):
         mailed._by_mail(0, twice)
@@ -155,8 +150,8 @@ def test_after_single_failures_the_weights_are_those_of_the_undisturbed_run(tmp_
         return at[message.round, sum(round == message.round for round, _ in asked) - 1]
 
     flags = ["--strategy=scaffold"]
-    undisturbed, _ = after(Real(tmp_path / "quiet", flags).mailed())
-    disturbed, _ = after(Real(tmp_path / "loud", flags, faults=faults).mailed())
+    undisturbed, _ = after(Real(tmp_path / "quiet", flags).mailed().simulator)
+    disturbed, _ = after(Real(tmp_path / "loud", flags, faults=faults).mailed().simulator)
     tree_equal(disturbed, undisturbed)
     assert len(asked) == 6
     said = capsys.readouterr().err
@@ -181,11 +176,10 @@ def test_an_untrained_client_sends_back_what_it_got(name, tmp_path):
     except UserError as error:
         assert "--lost=untrained is for methods whose clients send back a model that they got" in str(error)
         return
-    progress = mailed.init()
-    _, rows = mailed._begin(progress)
+    _, rows = mailed.simulator.rounds._begin(mailed.simulator.init())
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows)
     tree_equal(mailed._untrained(0, row)[0]["model"], row.payload["model"])
-    progress, reports = after(mailed)
+    progress, reports = after(mailed.simulator)
     assert [float(report.info["clients_lost"]) for report in reports] == [1, 1]
     for leaf in jax.tree.leaves(jax.device_get(progress.server)):
         assert leaf.dtype.kind != "f" or np.isfinite(leaf).all()

@@ -32,7 +32,7 @@ def test_rows_carry_each_client_with_its_own_payload_and_data(engine):
     for slot, row in enumerate(slots):
         client = ids[row if row < count else 0]
         assert rows.client_id[slot] == slot_ids[slot] == client
-        assert rows.offset[slot] == constants.federation.offsets[client]
+        assert constants.client(int(rows.client_id[slot])).offset == constants.federation.offsets[client]
         assert rows.size[slot] == (constants.problem.sizes[client] if row < count else 0)
         for sent, kept in zip(
             jax.tree.leaves(rows.payload["model"]), jax.tree.leaves(progress.server.models), strict=True

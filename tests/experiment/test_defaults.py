@@ -5,9 +5,8 @@ import functools
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, build_rounds, build_strategy
+from fedjax_mr.experiment.build import build_model, build_strategy, simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import public_share, resolve
@@ -21,8 +20,7 @@ def problem(public_share):
     """Return the problem of the embedded job, which is the same for all methods but for the public set."""
     config = Config(strategy="fedavg", public_share=public_share)
     federated = federated_data(config)
-    axis = client_axis(devices=1, lanes=1, cohort_size=config.cohort)
-    return build_rounds(config, federated, build_model(config, federated), axis).constants.problem
+    return simulator_of(config, federated, build_model(config, federated.dataset), devices=1, lanes=1).problem
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -36,13 +36,14 @@ def _alone(tmp_path, monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """Collect the rounds of every run."""
-    found, ordinary = [], running.build_rounds
+    found, ordinary = [], running.simulator_of
 
-    def build_rounds(*arguments):
-        found.append(ordinary(*arguments))
-        return found[-1]
+    def simulator_of(*arguments):
+        simulator = ordinary(*arguments)
+        found.append(simulator.rounds)
+        return simulator
 
-    monkeypatch.setattr(running, "build_rounds", build_rounds)
+    monkeypatch.setattr(running, "simulator_of", simulator_of)
     return found
 
 
