@@ -36,6 +36,7 @@ LIBRARY = {
     "models": set(),
     "engine": {"data", "models", "strategies.base"},
     "engine.local": {"models"},
+    "engine.simulator": {"data", "engine", "models", "strategies"},
     "engine.mutual": {"engine.local", "models"},
     "strategies": {"engine.local", "engine.mutual", "models", "secure"},
     "strategies.base": {"engine.local", "models"},
