@@ -7,7 +7,7 @@ Deviations and choices:
 * Similarity. ``cosine`` is the true cosine of the parameters. Options are the formula printed in Eq. 5, with a sum in
   the denominator (``printed``), and the computation of the released code (``authors``). The latter runs over
   consecutive pairs of all tensors of the state, so it depends on the number of tensors. The released ResNet-20 has 119,
-  with batch counters and an unused last BatchNorm; the setting authors_state adds these. Without it there are 96
+  with batch counters and an unused last BatchNorm; the setting ``authors_state`` adds these. Without it there are 96
   tensors, which form other pairs. ``authors`` also breaks ties like the released scan, in which "highest" may select
   the model itself.
 * Deployed model. Eq. 7 deploys the mean of the mixed models. The released code tests the mean of the uploaded models

@@ -13,7 +13,7 @@ Deviations from the paper:
   compared on the training samples, the paper's "local data".
 * Averages are uniform, as in the notebooks. The paper says "as in FedAvg".
 * Clusters are computed from logits. The paper says outputs (``outputs``).
-* The notebooks clip gradients; here this is the setting clip_norm.
+* The notebooks clip gradients; here this is the setting ``clip_norm``.
 * By default, the first of the paper's two uploads is not counted, because the server already has these models
   (``upload_first``).
 

@@ -10,8 +10,8 @@ where Algorithm 1 starts from K models (``independent``).
 
 Deviations from the released code:
 * Tensors that do not affect any output (a batch counter per BatchNorm, ResNet-20's unused last BatchNorm) are omitted
-  unless the setting authors_state adds them. So there are fewer leaves: 96 instead of 119 in ResNet-20, 84 instead of
-  97 in VGG-16.
+  unless the setting ``authors_state`` adds them. So there are fewer leaves: 96 instead of 119 in ResNet-20, 84 instead
+  of 97 in VGG-16.
 * Segments divide the layers, as in the paper, not the leaves (``segment_of``).
 
 Secure recombination (``secure``; KDD'24, Appendix B): the K clients also exchange whole layers among themselves. The

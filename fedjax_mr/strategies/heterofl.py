@@ -21,7 +21,7 @@ Deviations:
   unscaled inputs are uploaded and averaged like the parameters (``statistics=clients``), or computed from the public
   samples (``statistics=public``).
 * Widths are assigned to consecutive clients, an equal number for each width, as in the released code for equal shares.
-* The released code clips gradients at norm 1 in local training; here this is the setting clip_norm.
+* The released code clips gradients at norm 1 in local training; here this is the setting ``clip_norm``.
 * The released code reports the best round by test accuracy; here it is the last round.
 """
 

@@ -4,7 +4,7 @@ Li, He, Song: Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1, equa
 of the network's ``features``. A client without a previous model trains on the cross-entropy alone.
 
 Deviations. By default there is no projection head, so that all methods train the same network, as in the code of
-FedCross's authors. The network setting projection=256 adds the paper's head. Both teachers are in evaluation mode.
+FedCross's authors. The network setting ``projection=256`` adds the paper's head. Both teachers are in evaluation mode.
 """
 
 import dataclasses
