@@ -21,6 +21,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, run_state, runs_by_settings
 from fedjax_mr.experiment.locks import lock
+from fedjax_mr.experiment.resolve import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -314,7 +315,7 @@ def test_resume_of_something_else_is_refused():
     Path("other").mkdir()
     Checkpoints("other/checkpoints").save(0, {"w": np.ones(1)}, {})
     assert "no config.json" in error_of(RunFolder.open, Config(run_dir="other", resume=True))
-    message = error_of(RunFolder.open, Config(run_dir="other", resume=True, overwrite=True))
+    message = error_of(resolve, Config(run_dir="other", resume=True, overwrite=True))
     assert "--resume" in message and "--overwrite" in message
 
 
