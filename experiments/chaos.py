@@ -26,8 +26,8 @@ surroundings
           Commands whose streams are closed or full, whose folder is deleted, whose user or environment is odd. Runs
           have the same bits. Nothing ends with a traceback, and a refusal ends with a line of ours.
 messages  Secure exchanges with one message spoiled: a SecureError at once, which changes nothing, or at the server.
-clients   Real clients on fake mail, one of which answers whatever it wants: a lost client, one printable line, and the
-          others' answers as before.
+clients   Real clients with fake messages, one of which answers whatever it wants: a lost client, one printable line,
+          and the others' answers as before.
 servers   Real clients whose server asks whatever it wants: an answer or one line, and the client is as before.
 
 Runs are forks of this process, which has imported everything but not started JAX; pictures are not drawn.
@@ -50,9 +50,9 @@ from typing import NamedTuple
 import matplotlib.pyplot  # noqa: F401 (imported once, before the forks)
 import numpy as np
 import orbax.checkpoint  # noqa: F401
+from chaos_deploy import clients, servers
 from chaos_folders import folders
 from chaos_inputs import files, flags
-from chaos_mail import clients, servers
 from chaos_messages import messages
 from chaos_processes import processes
 from chaos_runs import Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end

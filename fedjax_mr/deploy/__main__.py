@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedjax_mr.data import files
-from fedjax_mr.deploy import check, facts, keys
-from fedjax_mr.deploy.server import Setting, check_deployable
+from fedjax_mr.deploy import check, keys, protocol, samples
+from fedjax_mr.deploy.server import ServerOptions, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts
@@ -45,10 +45,10 @@ def new(arguments: Sequence[str]) -> None:
       UserError: real clients cannot run the configuration, or the folder holds other files.
     """
     folder, flags = _folder("new", arguments)
-    requested, setting = configuration.parse_command(flags, Setting)
+    requested, setting = configuration.parse_command(flags, ServerOptions)
     config = resolve(requested).config
     check_deployable(config)
-    for each in settings_of(Setting):
+    for each in settings_of(ServerOptions):
         each.check(getattr(setting, each.name))
     app = folder / "pyproject.toml"
     if folder.exists() and not app.exists() and any(folder.iterdir()):
@@ -74,17 +74,17 @@ def divide(arguments: Sequence[str]) -> None:
       UserError: the dataset cannot be read, or its partition is not possible.
     """
     folder, flags = _folder("divide", arguments)
-    config = resolve(configuration.parse_command(flags, Setting)[0]).config
+    config = resolve(configuration.parse_command(flags, ServerOptions)[0]).config
     with flags_in_errors(config.strategy):
-        paths = facts.divide(federated_data(config), folder)
+        paths = samples.divide(federated_data(config), folder)
     print(*paths, sep="\n")
 
 
-def _app(name: str, config: Config, setting: Setting, *, run_dir: Path, server_data: Path) -> str:
+def _app(name: str, config: Config, setting: ServerOptions, *, run_dir: Path, server_data: Path) -> str:
     """The text of the app's ``pyproject.toml``; values are quoted as in JSON, which TOML reads too."""
     quoted = json.dumps
     flags = shlex.join([*configuration.to_flags(config), f"--run_dir={run_dir}", "--noprogress"])
-    versions = [f"{package} = {quoted(version)}" for package, version in facts.common_versions().items()]
+    versions = [f"{package} = {quoted(version)}" for package, version in protocol.common_versions().items()]
     lines = [
         "# Made by: " + COMMAND + " new. The app runs only code of the package fedjax_mr, which every node has.",
         "[project]",
@@ -109,7 +109,7 @@ def _app(name: str, config: Config, setting: Setting, *, run_dir: Path, server_d
         f"server-data = {quoted(str(server_data))}",
         "",
         "[tool.fedjax_mr]",
-        f"settings = {quoted(facts.digest(config))}",
+        f"settings = {quoted(protocol.digest(config))}",
         *versions,
     ]
     return "\n".join(lines) + "\n"
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own_help = arguments[:1] in (["keys"], ["check"])
     if not arguments or (not own_help and any(argument in ("--help", "-help", "-h") for argument in arguments)):
-        print(USAGE + help_of(Setting))
+        print(USAGE + help_of(ServerOptions))
         return 0
     try:
         if arguments[0] not in COMMANDS:

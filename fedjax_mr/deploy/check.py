@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr.deploy.facts import common_versions, digest, disagreement, trusted_flags
+from fedjax_mr.deploy.protocol import common_versions, digest, disagreement, trusted_flags
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.secure.envelopes import Identity, read_roster

@@ -1,10 +1,10 @@
-"""A real client: it joins, learns the federation's facts, trains when it is asked, and tests its own model.
+"""A real client: it joins, receives the facts of the federation, trains on request, and tests its own model.
 
-Flower starts a process for each message, so all that lasts is on the client's disk (keep.py). The same request has the
-same answer: a client's key comes with it, and its memory is that of the round that the request names.
+Flower starts a process for each message, so everything that must persist is on the client's disk (storage.py). A
+repeated request gets the same answer: it has the random key, and names the round of the memory that it starts from.
 
-The server is not trusted with this client's disk: its flags name no file that is read here and no code that runs here.
-Files and code are those of the node's own settings.
+The server is not trusted with this client's machine: its flags cannot make it read a file or run code. The files and
+the code are those of the node's own settings.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
-from fedjax_mr.deploy import facts as known
-from fedjax_mr.deploy import relay, wire
-from fedjax_mr.deploy.facts import Member, Request, Share
-from fedjax_mr.deploy.keep import Keep
-from fedjax_mr.deploy.mail import Message
+from fedjax_mr.deploy import protocol, relay, wire
+from fedjax_mr.deploy.protocol import Member, RunManifest
+from fedjax_mr.deploy.samples import ClientSamples
+from fedjax_mr.deploy.storage import ClientStorage
+from fedjax_mr.deploy.transport import Message
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.local import ClientData, Samples, one_client
@@ -45,28 +45,28 @@ from fedjax_mr.strategies.base import Cohort, Problem, Strategy
 from fedjax_mr.strategies.hyper import HIGHEST, LARGEST_INT32
 
 
-class Node(NamedTuple):
-    """A node's own settings; they never leave it."""
+class NodeSettings(NamedTuple):
+    """Settings of a node; they are never sent."""
 
     client: int
     data: Path
     state: Path
-    imports: str = ""  # files and modules with the run's own methods or networks, with commas between them
+    imports: str = ""  # files and modules with strategies or networks of the run, separated by commas
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Node":
-        """Return what Flower's ``--node-config`` says.
+    def of(cls, settings: Mapping[str, Any]) -> "NodeSettings":
+        """Read the settings from Flower's ``--node-config``.
 
         Raises:
-          UserError: something is missing or of another kind.
+          UserError: a setting is missing or has the wrong type.
         """
         hint = 'flower-supernode --node-config \'client-id=3 data="mine.npz" state="FOLDER"\''
         own_code = settings.get("import", "")
         if type(own_code) is not str:
-            raise UserError('import in the node\'s configuration is a text: import="FILE.py"')
+            raise UserError('import in the node settings must be a text: import="FILE.py"')
         for name, kind in (("client-id", int), ("data", str), ("state", str)):
             if type(settings.get(name)) is not kind:
-                raise UserError(f"the node's configuration has no {name} that is {_A[kind]}: {hint}")
+                raise UserError(f"the node settings need {name}, {_A[kind]}: {hint}")
         return cls(settings["client-id"], Path(settings["data"]), Path(settings["state"]), own_code)
 
 
@@ -74,35 +74,33 @@ _A = {int: "a whole number", str: "a text"}
 
 
 def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Mapping[str, Any]) -> Content:
-    """Return the reply to a message of the server.
+    """Answer a message of the server.
 
     Args:
-      message: ``join``, ``begin``, ``train``, ``evaluate`` or ``relay``.
-      node_settings: of this node (`Node`).
-      run_settings: of the run; ``flags`` is its configuration.
+      message: message of the kind ``join``, ``begin``, ``train``, ``evaluate`` or ``relay``.
+      node_settings: settings of this node (`NodeSettings`).
+      run_settings: configuration of the app: ``flags`` for the run.
 
     Raises:
-      UserError: whatever is wrong, in one line for the server's log.
+      UserError: any error, as one line for the server's log.
     """
-    node = Node.of(node_settings)
+    node = NodeSettings.of(node_settings)
     try:
-        request, flags = Request.of(message.content), str(run_settings["flags"])
+        manifest, flags = RunManifest.of(message.content), str(run_settings["flags"])
         set_up_jax(devices=1, cohort_size=1)
-        client = Client(node, request, known.trusted_flags(flags, node.imports))
+        client = Client(node, manifest, protocol.trusted_flags(flags, node.imports))
         answers: dict[str, Callable[[Message], Content]] = {
             "join": client.join, "begin": client.begin, "train": client.train, "evaluate": client.evaluate,
             relay.KIND: functools.partial(client.relay, settings=node_settings),
         }  # fmt: skip
         if message.kind not in answers:
-            raise UserError(f"no client knows a request to {message.kind!r}: is the server of another version?")
-        with client.keep:
+            raise UserError(f"unknown request {message.kind!r}: is the server of another version?")
+        with client.storage:
             return answers[message.kind](message)
     except UserError as error:
         named = str(error).startswith(f"client {node.client} ")
         raise UserError(str(error) if named else f"client {node.client}: {error}") from None
-    except (
-        Exception
-    ) as error:  # broad: whatever a message holds, the server gets one line, and this node's log the place
+    except Exception as error:  # broad: for any message, the server gets one line, and this node's log the traceback
         traceback.print_tb(error.__traceback__)
         what = imports.blame(error) or f"{type(error).__name__}: {error}"
         line = f"client {node.client} cannot answer the request to {message.kind}: {what}"
@@ -111,59 +109,61 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
 
 
 class Client:
-    """One client of one run, at work on one message."""
+    """One client of one run, handling one message."""
 
-    def __init__(self, node: Node, request: Request, flags: tuple[str, ...]) -> None:
+    def __init__(self, node: NodeSettings, manifest: RunManifest, flags: tuple[str, ...]) -> None:
         """Read the client's samples; ``flags`` are those of `facts.trusted_flags`.
 
         Raises:
-          UserError: they are missing, damaged or of another kind; the configuration cannot be read.
+          UserError: the samples are missing, damaged or of another kind, or the configuration cannot be read.
         """
-        self.node, self.request, self.flags = node, request, flags
-        self.share = _share(node.data, node.data.stat().st_mtime_ns if node.data.exists() else 0, request.facts)
-        self.keep = Keep(node.state, request.run)
+        self.node, self.manifest, self.flags = node, manifest, flags
+        self.samples = _share(node.data, node.data.stat().st_mtime_ns if node.data.exists() else 0, manifest.facts)
+        self.storage = ClientStorage(node.state, manifest.run)
 
     # --- the four messages
 
     def join(self, message: Message) -> Content:
-        """Tell the server how many samples there are, after checking that both run the same.
+        """Report the numbers of samples, after checking that client and server run the same.
 
         Raises:
-          UserError: other settings, versions or networks, or other samples than earlier in this run.
+          UserError: settings, versions or networks differ, or the samples have changed during this run.
         """
-        ours = known.agreement(_config(self.flags), _model(self.flags, self.request.facts))
-        if different := known.disagreement(ours, self.request.agreement):
-            raise UserError(f"it does not run what the server runs: {different}")
-        share, same = self.share, np.frombuffer(self.share.fingerprint().encode(), np.uint8)
-        if (self.keep.folder / "samples.npz").exists() and not np.array_equal(self.keep.read("samples")["of"], same):
-            raise UserError(f"{self.node.data} has other samples than when this client joined the run")
-        self.keep.write("samples", {"of": same})
-        counts = np.bincount(share.y, minlength=self.request.facts.num_classes) if self.request.label_counts else []
+        ours = protocol.agreement(_config(self.flags), _model(self.flags, self.manifest.facts))
+        if different := protocol.disagreement(ours, self.manifest.agreement):
+            raise UserError(f"it does not match the server: {different}")
+        share, same = self.samples, np.frombuffer(self.samples.fingerprint().encode(), np.uint8)
+        if (self.storage.folder / "samples.npz").exists() and not np.array_equal(
+            self.storage.read("samples")["of"], same
+        ):
+            raise UserError(f"the samples in {self.node.data} have changed since this client joined the run")
+        self.storage.write("samples", {"of": same})
+        counts = np.bincount(share.y, minlength=self.manifest.facts.num_classes) if self.manifest.label_counts else []
         member = Member(
             self.node.client, len(share.y), len(share.validation_y), len(share.test_y), tuple(map(int, counts))
         )
         return {"member": member.record()}
 
     def begin(self, message: Message) -> Content:
-        """Keep the facts of the federation.
+        """Store the facts of the federation.
 
         Raises:
           UserError: they are malformed.
         """
-        facts = self.request.facts
-        federation = known.checked_federation(message.content.get("federation"), client=self.node.client)
-        own = (len(self.share.y), len(self.share.validation_y))
-        if (told := tuple(int(federation[name][self.node.client]) for name in ("sizes", "validation_sizes"))) != own:
+        facts = self.manifest.facts
+        federation = protocol.checked_federation(message.content.get("federation"), client=self.node.client)
+        own = (len(self.samples.y), len(self.samples.validation_y))
+        if (sent := tuple(int(federation[name][self.node.client]) for name in ("sizes", "validation_sizes"))) != own:
             raise UserError(
-                f"the server says that this client has {told[0]} + {told[1]} samples; it has {own[0]} + {own[1]}"
+                f"according to the server this client has {sent[0]} + {sent[1]} samples; it has {own[0]} + {own[1]}"
             )
-        self.keep.write("federation", federation)
-        self.keep.write("public", known.checked_public(message.content.get("public"), facts))
+        self.storage.write("federation", federation)
+        self.storage.write("public", protocol.checked_public(message.content.get("public"), facts))
         self._problem()
         return {"ready": {"client": self.node.client}}
 
     def train(self, message: Message) -> Content:
-        """Train on what the server sends, keep the memory, and return the upload and the report of the training."""
+        """Train on the server's payload, store the memory, and return the upload and the training metrics."""
         built, problem = self._problem()
         strategy = built.build(problem)
         payload = wire.unpack(message.content.get("payload", {}), built.payload(problem), who="the server's payload",
@@ -173,24 +173,26 @@ class Client:
         round = np.int32(message.round)
         upload, memory, metrics = jax.device_get(built.train(problem, payload, memory, self._data(problem), round, key))
         if strategy.init_memory is not None:
-            self.keep.keep_memory(message.round, memory, before=last)
-        if strategy.exchange is not None:  # the others get the model's layers before the server does
-            self.keep.keep_last("outbox", message.round, wire.pack(upload.pop("model")))
+            self.storage.write_memory(message.round, memory, before=last)
+        if strategy.exchange is not None:  # the model's layers go to other clients before the server gets them
+            self.storage.write_last("outbox", message.round, wire.pack(upload.pop("model")))
         return {"upload": wire.pack(upload), "metrics": wire.pack(metrics)}
 
     def relay(self, message: Message, *, settings: Mapping[str, Any]) -> Content:
-        """Exchange layers of what was trained in the message's round with other clients."""
+        """Exchange layers of the model trained in the message's round with other clients."""
         built, problem = self._problem()
         exchange, name = built.build(problem).exchange, f"outbox-{message.round}"
         if exchange is None:
-            raise UserError("the method of this run exchanges no layers")
-        shapes = problem.model.shapes()
+            raise UserError("the strategy of this run does not exchange layers")
+        shapes, folder = problem.model.shapes(), self.storage.folder
         return relay.answer(
             message,
             settings,
-            self.keep.folder,
+            folder,
             client=self.node.client,
-            model=lambda: wire.unpack(self.keep.read(name), shapes, who=str(self.keep.folder / name), finite=False),
+            model=lambda: wire.unpack(
+                self.storage.read(name), shapes, who=str(self.storage.folder / name), finite=False
+            ),
             layers=problem.layers,
             share=exchange.share,
             repetitions=exchange.repetitions,
@@ -207,16 +209,16 @@ class Client:
         scores = built.test(problem, part, memory, self._data(problem), self._test(problem), self._key(message), epochs)
         return {"scores": wire.pack(jax.device_get(scores))}
 
-    # --- what they need
+    # --- their inputs
 
-    def _problem(self) -> tuple["Built", Problem]:
-        """Return the compiled functions and the problem of this client, which knows its own label counts alone."""
-        record = self.keep.read("federation")
+    def _problem(self) -> tuple["CompiledClient", Problem]:
+        """The compiled functions and the problem of this client, which only knows its own label counts."""
+        record = self.storage.read("federation")
         numbers = [tuple(map(int, record[name])) for name in ("sizes", "validation_sizes", "architectures")]
-        built = _built(self.flags, self.request.facts, *numbers, tuple(map(int, record["memory_key"])))
-        counts = np.zeros((len(numbers[0]), self.request.facts.num_classes), np.int32)
-        counts[self.node.client] = np.bincount(self.share.y, minlength=counts.shape[1])
-        public = self.keep.read("public")
+        built = _built(self.flags, self.manifest.facts, *numbers, tuple(map(int, record["memory_key"])))
+        counts = np.zeros((len(numbers[0]), self.manifest.facts.num_classes), np.int32)
+        counts[self.node.client] = np.bincount(self.samples.y, minlength=counts.shape[1])
+        public = self.storage.read("public")
         samples = None
         if "x" in public:
             y = public.get("y")
@@ -225,32 +227,32 @@ class Client:
         return built, built.problem_with(counts, samples)
 
     def _data(self, problem: Problem) -> ClientData:
-        """Return the training samples, those for validation behind them, filled up to as many as any client has."""
-        share = self.share
-        x = np.concatenate([share.x, share.validation_x])
-        y = np.concatenate([share.y, share.validation_y])
+        """The training samples followed by those for validation, padded to the size of the largest client."""
+        own = self.samples
+        x = np.concatenate([own.x, own.validation_x])
+        y = np.concatenate([own.y, own.validation_y])
         kept = 0 if problem.validation_sizes is None else np.asarray(problem.validation_sizes)
         most = int(np.max(np.asarray(problem.sizes) + kept))
-        return self._rows(x, y, most, len(share.y), len(share.validation_y))
+        return self._rows(x, y, most, len(own.y), len(own.validation_y))
 
     def _test(self, problem: Problem) -> ClientData:
         return self._rows(
-            self.share.test_x, self.share.test_y, max(1, len(self.share.test_y)), len(self.share.test_y), 0
+            self.samples.test_x, self.samples.test_y, max(1, len(self.samples.test_y)), len(self.samples.test_y), 0
         )
 
     def _rows(self, x: np.ndarray, y: np.ndarray, most: int, size: int, kept: int) -> ClientData:
         fill = max(0, most - len(y))
         x = np.concatenate([x, np.zeros((fill, *x.shape[1:]), x.dtype)])
         y = np.concatenate([y, np.zeros(fill, np.int32)])
-        samples: Samples = normalised(self.request.facts.dataset(1), x, y)
+        samples: Samples = normalised(self.manifest.facts.dataset(1), x, y)
         return one_client(samples, client_id=self.node.client, size=size, validation_size=kept)
 
-    def _memory(self, built: "Built", problem: Problem, last: int) -> Any:
-        """Return the memory after the round ``last``; -1: that before the first round."""
+    def _memory(self, built: "CompiledClient", problem: Problem, last: int) -> Any:
+        """The memory after the round ``last``; -1 means before the first round."""
         if built.build(problem).init_memory is None:
             return None
         first = built.first_memory(problem, np.int32(self.node.client))
-        return first if last < 0 else self.keep.memory(last, first)
+        return first if last < 0 else self.storage.memory(last, first)
 
     def _key(self, message: Message) -> jax.Array:
         record = wire.unpack(message.content.get("key", {}), {"key": _KEY}, who="the server's key")
@@ -271,14 +273,14 @@ def _number(message: Message, name: str, *, low: int = 0, high: int = LARGEST_IN
     return value
 
 
-# --- What many messages share, where one process answers them ---------------------------------------------------------
+# --- Shared by the messages that one process answers ------------------------------------------------------------------
 
 
-class Built:
-    """The strategy of a run and its compiled functions, which all clients of one kind share."""
+class CompiledClient:
+    """The strategy of a run and its compiled functions, shared by clients in one process."""
 
     def __init__(self, config: Config, problem: Problem, dataset: Any, memory_key: jax.Array) -> None:
-        """Compile nothing yet."""
+        """Prepare the functions; each is compiled at its first call."""
         self.finite = not config.allow_nonfinite
         self.build: Callable[[Problem], Strategy] = functools.partial(build_strategy, config)
         self.problem_dataset = dataset
@@ -300,24 +302,24 @@ class Built:
         )
 
     def problem_with(self, label_counts: np.ndarray, public: Samples | None) -> Problem:
-        """Return the problem with what one client knows."""
+        """The problem with one client's label counts and public data."""
         return dataclasses.replace(self._problem, label_counts=jnp.asarray(label_counts), public=public)
 
     def test(self, *arguments: Any) -> Any:
-        """Return the scores and the network's number, by name."""
+        """The scores of a client's own model and the number of its network, by name."""
         tested, validation, architecture = self._test(*arguments)
         return {"test": tested, "validation": validation, "architecture": architecture}
 
     def first_memory(self, problem: Problem, client: np.int32) -> Any:
-        """Return a client's memory before the first round."""
+        """A client's memory before the first round."""
         return self._first(problem, self._memory_key, client)
 
     def payload(self, problem: Problem) -> Any:
-        """Return the shapes of what a client receives."""
+        """The shapes of the payload that a client receives."""
         return self._shapes("payload", lambda problem: _payload(self.build(problem), problem), problem)
 
     def part(self, problem: Problem) -> Any:
-        """Return the shapes of what the server gives for a client's own model."""
+        """The shapes of the server's part of a client's own model."""
         state = lambda problem: self.build(problem).init(jax.random.key(0))
         return self._shapes("part", lambda problem: part_of(self.build(problem), state(problem), 0), problem)
 
@@ -341,12 +343,12 @@ def _config(flags: tuple[str, ...]) -> Config:
 
 @functools.lru_cache(maxsize=8)
 def _model(flags: tuple[str, ...], facts: Facts) -> Model:
-    return known.network_of(_config(flags), facts)
+    return protocol.network_of(_config(flags), facts)
 
 
 @functools.lru_cache(maxsize=16)
-def _share(path: Path, changed: int, facts: Facts) -> Share:
-    return Share.read(path, facts)
+def _share(path: Path, changed: int, facts: Facts) -> ClientSamples:
+    return ClientSamples.read(path, facts)
 
 
 @functools.lru_cache(maxsize=4)
@@ -357,9 +359,9 @@ def _built(
     validation_sizes: tuple[int, ...],
     architectures: tuple[int, ...],
     memory_key: tuple[int, ...],
-) -> Built:
+) -> CompiledClient:
     config = _config(flags)
-    # Which network each client has is the server's to say: the runs that the choice came from need not be here.
+    # The server decides which network each client has; the runs on which it based the choice need not be here.
     config = dataclasses.replace(config, architectures=",".join(map(str, architectures)), architectures_from=())
     federated = FederatedData.of_sizes(
         facts.dataset(sum(sizes)), np.array(sizes), validation_sizes=np.array(validation_sizes)
@@ -371,4 +373,6 @@ def _built(
         cohort=config.cohort,
         architectures=architectures_of(config, len(sizes)),
     )
-    return Built(config, problem, facts.dataset(1), jax.random.wrap_key_data(jnp.array(memory_key, jnp.uint32)))
+    return CompiledClient(
+        config, problem, facts.dataset(1), jax.random.wrap_key_data(jnp.array(memory_key, jnp.uint32))
+    )

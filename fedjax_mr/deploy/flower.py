@@ -1,4 +1,4 @@
-"""Flower (flwr 1.41): its two apps, and its Grid as the carrier of messages (mail.py).
+"""Flower (flwr 1.41): its two apps, and its Grid as the transport of messages (transport.py).
 
 No other file imports Flower. The others see the records of wire.py.
 """
@@ -16,11 +16,21 @@ from typing import Any
 import numpy as np
 
 from fedjax_mr.data import npz
-from fedjax_mr.deploy.mail import ENVELOPE, Failure, Lost, Message, Post, envelope_of, malformed, reply, too_large
+from fedjax_mr.deploy.transport import (
+    ENVELOPE,
+    DeliveryFailure,
+    Message,
+    Messenger,
+    NoReply,
+    envelope_of,
+    malformed,
+    reply,
+    too_large,
+)
 from fedjax_mr.deploy.wire import SMALL, Content, Record, one_line
 from fedjax_mr.errors import UserError
 
-MOST_RECORDS = 16  # in one message; this package sends at most five
+MAX_RECORDS = 16  # in one message; this package sends at most five
 
 
 def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]], Content]) -> Any:
@@ -44,8 +54,8 @@ def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]],
     return app
 
 
-def server_app(serve: Callable[[Post, Mapping[str, Any]], None]) -> Any:
-    """Make Flower's ServerApp, which runs ``serve(post, run_config)``; a `UserError` there is one line of its log.
+def server_app(serve: Callable[[Messenger, Mapping[str, Any]], None]) -> Any:
+    """Make Flower's ServerApp, which runs ``serve(messenger, run_config)``; a `UserError` there is one line of its log.
 
     Raises:
       UserError: flwr is not installed.
@@ -55,18 +65,18 @@ def server_app(serve: Callable[[Post, Mapping[str, Any]], None]) -> Any:
     @app.main()
     def main(grid: Any, context: Any) -> None:
         logging.getLogger("flwr").addFilter(_without_traceback)
-        serve(FlowerPost(grid), context.run_config)
+        serve(FlowerMessenger(grid), context.run_config)
 
     return app
 
 
-def FlowerPost(grid: Any) -> Post:  # noqa: N802 - named like a kind of `Post`
-    """A `Post` that sends through Flower's Grid."""
-    return Post(_Flower(grid))
+def FlowerMessenger(grid: Any) -> Messenger:  # noqa: N802 - named like a kind of `Messenger`
+    """A `Messenger` that sends through Flower's Grid."""
+    return Messenger(_FlowerTransport(grid))
 
 
-class _Flower:
-    """Flower's Grid as a carrier.
+class _FlowerTransport:
+    """Flower's Grid as a transport.
 
     Replies are pulled object by object instead of by ``grid.pull_messages``, which reads replies of any size, waits up
     to three minutes for a node that stops in the middle of its reply, and loses all replies if one is damaged.
@@ -97,21 +107,21 @@ class _Flower:
         ]
         return [name or "" for name in self._grid.push_messages(made)] if made else []
 
-    def pull(self, names: Iterable[str], most: int) -> dict[str, Content | Failure | Lost]:
+    def pull(self, names: Iterable[str], most: int) -> dict[str, Content | DeliveryFailure | NoReply]:
         wanted = set(names)
         if unknown := sorted(wanted - self._coming.keys()):
             found = self._runtime.PullMessages(self._module.PullAppMessagesRequest(message_ids=unknown))
             for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
                 if (name := message.metadata.reply_to_message_id) in wanted:
                     self._coming[name] = _Coming(message.metadata.message_id, tree, {})
-        replies: dict[str, Content | Failure | Lost] = {}
+        replies: dict[str, Content | DeliveryFailure | NoReply] = {}
         for name in wanted & self._coming.keys():
             coming = self._coming[name]
             try:
                 found = self._reply(coming, most)
             except self._module.TransportError:  # the SuperLink is unreachable, which is no client's fault
                 raise
-            except Exception as error:  # broad: see `mail.malformed`
+            except Exception as error:  # broad: see `transport.malformed`
                 found = malformed(error)
             if found is not None:
                 replies[name] = found
@@ -130,7 +140,7 @@ class _Flower:
     def now(self) -> float:
         return time.monotonic()
 
-    def _reply(self, coming: "_Coming", most: int) -> Content | Failure | None:
+    def _reply(self, coming: "_Coming", most: int) -> Content | DeliveryFailure | None:
         """A reply, or None if some of its objects have not arrived yet.
 
         Raises:
@@ -153,7 +163,7 @@ class _Flower:
             finally:
                 self._room = None
             if not found.object_found:
-                return Failure("the node has not sent all of its reply", passing=True)
+                return DeliveryFailure("the node has not sent all of its reply", passing=True)
             if not found.object_available:
                 return None
             objects[name] = found.object_content
@@ -167,7 +177,7 @@ class _Flower:
         lasting = {codes.LOAD_CLIENT_APP_EXCEPTION, codes.CLIENT_APP_RAISED_EXCEPTION, codes.INVALID_FAB}
         name = names.get(message.error.code, str(message.error.code)).lower().replace("_", " ")
         last = (str(message.error.reason or "").strip().splitlines() or [""])[-1]
-        return Failure(f"{name}{': ' if last else ''}{last}", passing=message.error.code not in lasting)
+        return DeliveryFailure(f"{name}{': ' if last else ''}{last}", passing=message.error.code not in lasting)
 
     def _refuse_large(self, response: Any) -> None:
         """Reject a response of the SuperLink by its announced length, before its content is read."""
@@ -220,7 +230,7 @@ def _received(message: Any) -> Message | UserError:
             raise KeyError
     except KeyError:
         return UserError("the message is not one of this package")
-    except Exception as error:  # broad: the server chooses all bytes, as in `mail.malformed`
+    except Exception as error:  # broad: the server chooses all bytes, as in `transport.malformed`
         return UserError(f"the message cannot be read ({type(error).__name__}: {one_line(str(error))})")
     return Message(kind, message.metadata.dst_node_id, round, attempt, content)
 
@@ -246,7 +256,7 @@ def _content(records: Any, most: float = math.inf) -> dict[str, Record]:
       UserError: there are more records or bytes than allowed, or an array is damaged.
     """
     arrays, content = _flower().ArrayRecord, {}
-    if len(records) > MOST_RECORDS:
+    if len(records) > MAX_RECORDS:
         raise UserError(f"it has {len(records)} records")
     size = sum(len(each.data) for record in records.values() if isinstance(record, arrays) for each in record.values())
     if size > most:
@@ -267,7 +277,7 @@ def _array(name: str, data: bytes) -> np.ndarray:
     """
     try:
         array = npz.read_array(io.BytesIO(data), name="it", size=len(data))
-    except Exception as error:  # broad, as in `mail.malformed`: the sender chooses all bytes
+    except Exception as error:  # broad, as in `transport.malformed`: the sender chooses all bytes
         raise UserError(f"the array {name[:80]!r} is damaged: {error}") from None
     if array.dtype.kind not in "biufc":
         raise UserError(f"the array {name[:80]!r} holds {array.dtype} instead of numbers")

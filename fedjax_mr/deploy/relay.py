@@ -34,7 +34,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.data.files import atomic_write
 from fedjax_mr.deploy import wire
-from fedjax_mr.deploy.mail import Lost, Message, Post
+from fedjax_mr.deploy.transport import Message, Messenger, NoReply
 from fedjax_mr.deploy.wire import Content, Record
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
@@ -47,10 +47,10 @@ KIND = "relay"
 _FILE = "relay.npz"
 
 
-class Broken(Exception):
+class ExchangeFailed(Exception):
     """An attempt failed because clients were lost; ``lost`` maps them to the reasons."""
 
-    def __init__(self, lost: Mapping[int, Lost]) -> None:
+    def __init__(self, lost: Mapping[int, NoReply]) -> None:
         super().__init__("; ".join(f"client {client}: {each.reason}" for client, each in lost.items()))
         self.lost = dict(lost)
 
@@ -59,7 +59,7 @@ class Broken(Exception):
 
 
 def recombine(
-    post: Post,
+    messenger: Messenger,
     nodes: Mapping[int, int],
     *,
     run: str,
@@ -75,7 +75,7 @@ def recombine(
     """Let the clients of a round exchange layers of their trained models, and return the uploaded models.
 
     Args:
-      post: sends messages to the nodes.
+      messenger: sends messages to the nodes.
       nodes: the node of each client, in the order of the cohort.
       run: unique name of the run.
       round: the round, from 0.
@@ -88,7 +88,7 @@ def recombine(
       beside: further records for every message.
 
     Raises:
-      Broken: clients were lost, or sent invalid bundles or uploads.
+      ExchangeFailed: clients were lost, or sent invalid bundles or uploads.
     """
     clients = tuple(nodes)
     leaves = jax.tree.leaves(shapes)
@@ -110,17 +110,17 @@ def recombine(
     for step in range(2 * repetitions + 1):
         same = {**(beside or {}), "relay": {"run": run, "step": step}, **opening}
         asked = [Message(KIND, nodes[client], round, attempt, {**same, "bundles": boxes[client]}) for client in clients]
-        found = post.ask(asked, timeout, most)
+        found = messenger.ask(asked, timeout, most)
         answers: dict[int, Content] = {}
-        lost: dict[int, Lost] = {}
+        lost: dict[int, NoReply] = {}
         for client in clients:
             reply = found[nodes[client]]
-            if isinstance(reply, Lost):
+            if isinstance(reply, NoReply):
                 lost[client] = reply
             else:
                 answers[client] = reply
         if lost:
-            raise Broken(lost)
+            raise ExchangeFailed(lost)
         opening = {}
         if step < 2 * repetitions:
             boxes = _carry(answers, announcement)
@@ -130,14 +130,14 @@ def recombine(
             try:
                 server.receive(_upload(client, reply, round))
             except Exception as error:  # broad: a client chooses what it uploads, and must not end the server with it
-                wrong[client] = Lost(wire.one_line(str(error)), refused=True)
+                wrong[client] = NoReply(wire.one_line(str(error)), refused=True)
         if wrong:
-            raise Broken(wrong)
+            raise ExchangeFailed(wrong)
         try:
             models = server.open()
             return [messages.unpack(models[client], layers, shapes) for client in clients]
         except SecureError as error:  # a layer may be another client's than the one that uploads it
-            raise Broken(dict.fromkeys(clients, Lost(str(error), refused=True))) from None
+            raise ExchangeFailed(dict.fromkeys(clients, NoReply(str(error), refused=True))) from None
     raise ValueError("a round has at least one exchange")
 
 
@@ -145,7 +145,7 @@ def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) 
     """The bundles that clients sent, by receiver and then by sender (as text).
 
     Raises:
-      Broken: a client did not send exactly one bundle of the right length to each other client.
+      ExchangeFailed: a client did not send exactly one bundle of the right length to each other client.
     """
     length, clients = _bundle_length(announcement), tuple(answers)
     wrong = {}
@@ -160,9 +160,11 @@ def _carry(answers: Mapping[int, Content], announcement: messages.Announcement) 
                 for each in bundles.values()
             )
         ):
-            wrong[client] = Lost("it did not send one bundle of the agreed length to each other client", refused=True)
+            wrong[client] = NoReply(
+                "it did not send one bundle of the agreed length to each other client", refused=True
+            )
     if wrong:
-        raise Broken(wrong)
+        raise ExchangeFailed(wrong)
     return {
         receiver: {str(sender): answers[sender]["bundles"][str(receiver)] for sender in clients if sender != receiver}
         for receiver in clients
@@ -378,10 +380,10 @@ def _choices(
     clients, names = party.announcement.clients, tuple(name for name, _ in party.announcement.sizes)
     key = keys[min(step // 2, repetitions - 1)]  # in the last step nothing is drawn
     exchange = jax.device_get(draw(key, num_units=len(names), count=len(clients), share=share))
-    return Simulated(clients.index(party.client), clients, names, exchange)
+    return SimulatedChoices(clients.index(party.client), clients, names, exchange)
 
 
-class Simulated(NamedTuple):
+class SimulatedChoices(NamedTuple):
     """The choices of one client in an exchange drawn for all clients. For tests only: the server can draw it too."""
 
     row: int

@@ -1,6 +1,6 @@
-"""The server of real clients: an ordinary run whose clients answer by mail.
+"""The server of real clients: an ordinary run whose clients are on other machines.
 
-The rounds, evaluations, checkpoints and pictures are those of a simulation; `MailClients` asks real clients to train
+The rounds, evaluations, checkpoints and pictures are those of a simulation; `RemoteClients` asks real clients to train
 and to test their own models, where a simulation does so on its devices. A checkpoint is written after every round, and
 the same command resumes from it.
 """
@@ -19,9 +19,10 @@ import numpy as np
 
 from fedjax_mr import registry, trees
 from fedjax_mr.deploy import relay, wire
-from fedjax_mr.deploy.facts import Request, ServerSamples, ToldData, agreement, network_of, told_data
-from fedjax_mr.deploy.mail import Post
-from fedjax_mr.deploy.roll import Roll, Terms, name_of_run
+from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy, name_of_run
+from fedjax_mr.deploy.protocol import RemoteData, RunManifest, agreement, network_of, remote_data
+from fedjax_mr.deploy.samples import ServerSamples
+from fedjax_mr.deploy.transport import Messenger
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.clients import positions
 from fedjax_mr.engine.devices import set_up_jax
@@ -58,8 +59,8 @@ from fedjax_mr.strategies.hyper import LARGEST_INT32, field
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """The server's own settings, beside the configuration of the run; ``new`` writes them into the app."""
+class ServerOptions:
+    """Options of the server, in addition to the configuration of the run. ``new`` writes them into the app."""
 
     lost: str = field(
         "wait",
@@ -78,62 +79,64 @@ class Setting:
     )
 
     @classmethod
-    def of(cls, run_settings: Mapping[str, Any]) -> "Setting":
-        """Return what the app's configuration says.
+    def of(cls, run_settings: Mapping[str, Any]) -> "ServerOptions":
+        """Read the options from the configuration of the app.
 
         Raises:
-          UserError: a value does not fit.
+          UserError: a value is invalid, or the file of the server is missing.
         """
         names = [each.name for each in dataclasses.fields(cls)]
         named = {name: run_settings.get(name.replace("_", "-")) for name in names}
-        setting = cls(**{name: value for name, value in named.items() if value is not None})
-        for each, value in values_of(setting):
+        options = cls(**{name: value for name, value in named.items() if value is not None})
+        for each, value in values_of(options):
             each.check(value)
-        if setting.server_data is None:
-            raise UserError("the app names no file of the server: --server_data, or server-data in its pyproject.toml")
-        return setting
+        if options.server_data is None:
+            raise UserError(
+                "the app has no file of the server: set --server_data, or server-data in its pyproject.toml"
+            )
+        return options
 
 
-def serve(post: Post, run_settings: Mapping[str, Any]) -> None:
-    """Run a federation of real clients, or go on with it.
+def serve(messenger: Messenger, run_settings: Mapping[str, Any]) -> None:
+    """Run a federation of real clients, or resume it.
 
     Args:
-      post: the way to the nodes.
-      run_settings: ``flags`` is the run's configuration; the others are those of `Setting`.
+      messenger: sends messages to the nodes.
+      run_settings: configuration of the app: ``flags`` for the run, and the options of `ServerOptions`.
 
     Raises:
-      UserError: bad input, or clients that do not come or are lost, where the terms do not allow it.
+      UserError: bad input, or clients are missing or lost and `ClientPolicy` does not allow it.
       DivergedError: a loss or weight is not finite.
     """
     config = resolve(configuration.parse(shlex.split(str(run_settings["flags"])))).config
     try:
         with flags_in_errors(config.strategy):
-            run(post, config, Setting.of(run_settings))
-    except Interrupted as stop:  # Flower reports only what is an Exception
+            run(messenger, config, ServerOptions.of(run_settings))
+    except Interrupted as stop:  # Flower only reports subclasses of Exception
         raise UserError(str(stop)) from None
 
 
 def check_deployable(config: Config) -> None:
-    """Check that a configuration can be run by real clients.
+    """Check that real clients can run a configuration.
 
     Raises:
-      UserError: it cannot.
+      UserError: they cannot.
     """
     if reason := STRATEGIES[config.strategy].only_simulated:
         raise UserError(f"{config.strategy} cannot run on real clients: {reason}")
     if registry.is_supplied(config.dataset) or registry.is_supplied(config.model):
-        raise UserError("networks and samples given in Python cannot run on real clients: name them by --import")
+        raise UserError("networks and samples that were passed in Python cannot run on real clients: use --import")
     if not config.clients:
-        raise UserError("real clients are numbered: --clients must say how many there are")
+        raise UserError("real clients need their number: set --clients")
     if config.holdout_clients:
-        raise UserError("real clients all train: leave out --holdout_clients")
+        raise UserError("all real clients train: remove --holdout_clients")
 
 
-def run(post: Post, config: Config, setting: Setting) -> Result:
-    """Run a federation of real clients, or go on with it, and return its result; the arguments are those of `serve`."""
+def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
+    """Run a federation of real clients, or resume it, and return its result. See `serve`."""
     check_deployable(config)
-    assert setting.server_data is not None
-    samples = ServerSamples.read(setting.server_data)
+    assert options.server_data is not None
+    samples = ServerSamples.read(options.server_data)
     set_up_jax(devices=1, cohort_size=1)
     config = dataclasses.replace(
         config, devices=1, lanes=1, memory="device", data_placement="device", checkpoint_every=1
@@ -144,20 +147,20 @@ def run(post: Post, config: Config, setting: Setting) -> Result:
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(folder.withdraw)
         model = network_of(config, samples.facts)
-        request = Request(
+        manifest = RunManifest(
             (name_of_run(folder.path) if folder.resumed else None) or secrets.token_hex(8),
             samples.facts,
             agreement(config, model),
             label_counts=STRATEGIES[config.strategy].label_counts,
         )
-        terms = Terms(setting.lost, setting.reply_timeout, config.join_timeout, setting.node_keys)
-        roll = Roll(post, request, num_clients=config.clients, terms=terms)
+        policy = ClientPolicy(options.lost, options.reply_timeout, config.join_timeout, options.node_keys)
+        manager = ClientManager(messenger, manifest, num_clients=config.clients, policy=policy)
         if folder.resumed:
-            roll.remember(folder.path)
+            manager.remember(folder.path)
         cohort = f"{config.cohort} of {config.clients} clients a round"
         print(f"fedjax-mr: {config.strategy}, {cohort}, {config.rounds} rounds; results in {folder.path}", flush=True)
-        federated = told_data(roll.everybody(), samples)
-        experiment = MailExperiment(config, MailClients(config, federated, model, roll), folder)
+        federated = remote_data(manager.wait_for_all(), samples)
+        experiment = RemoteExperiment(config, RemoteClients(config, federated, model, manager), folder)
         (end,) = RunLoop([experiment]).run()
     if isinstance(end, DivergedError):
         raise end
@@ -165,72 +168,74 @@ def run(post: Post, config: Config, setting: Setting) -> Result:
 
 
 def _say(row: Mapping[str, Any]) -> None:
-    """Print an evaluation, for who follows the run's log."""
+    """Print an evaluation to the log of the run."""
     accuracy, loss = ("none" if row[name] is None else f"{row[name]:.4f}" for name in ("accuracy", "loss"))
     print(f"fedjax-mr: round {row['round']}: accuracy {accuracy}, loss {loss}", flush=True)
 
 
-class MailExperiment(Experiment):
-    """A run of real clients: its folder says who they are."""
+class RemoteExperiment(Experiment):
+    """A run of real clients, whose folder also records the clients."""
 
-    def __init__(self, config: Config, clients: "MailClients", folder: RunFolder) -> None:
-        """Gather the parts; the clients test their own models.
+    def __init__(self, config: Config, clients: "RemoteClients", folder: RunFolder) -> None:
+        """Set up the run.
 
         Raises:
-          UserError: the clients' own models are to be tested, and no client has test samples.
+          UserError: clients must test their own models, but no client has test samples.
         """
         federated = clients.simulator.federated
         tests = needs_tests_of_clients(config, clients.simulator.rounds)
         if tests and not (federated.test and len(federated.test.index)):
-            raise UserError("no client has test samples of its own (test_x and test_y in its file)")
+            raise UserError("no client has test samples (test_x and test_y in its file)")
         super().__init__(config, clients.simulator, folder, on_row=_say)
-        self._roll = clients.roll
+        self._manager = clients.manager
 
     def _begin(self) -> None:
         super()._begin()
-        self._roll.save(self.folder.path)
+        self._manager.save(self.folder.path)
 
     def _partition_counts(self) -> np.ndarray:
-        told = self.federated.told if isinstance(self.federated, ToldData) else None
-        return self.federated.sizes[:, None] if told is None else told
+        counts = self.federated.counts if isinstance(self.federated, RemoteData) else None
+        return self.federated.sizes[:, None] if counts is None else counts
 
 
 # --- The clients -----------------------------------------------------------------------------------------------------
 
 
-class MailClients:
-    """Clients that are asked by mail to train, and to test their own models on samples that the server never sees.
+class RemoteClients:
+    """Trains real clients, and lets them test their own models on samples that the server never sees.
 
-    The clients' memory is on their disks; in its place the server keeps the round after which each client's counts,
-    [N] int32, -1 before its first.
+    The clients keep their memory on their disks. The server's state has instead the round of each client's last valid
+    memory, [N] int32, -1 before its first round.
 
     Attributes:
-      roll: the clients.
-      at_clients: problem -> the strategy as the clients have it.
+      manager: the clients.
+      at_clients: problem -> the strategy that runs at the clients.
       simulator: the server's part of the rounds.
-      programs: compiled programs of the server about single clients.
+      programs: the server's compiled programs for single clients.
     """
 
-    def __init__(self, config: Config, federated: ToldData, model: Model, roll: Roll) -> None:
-        """Tell the clients the facts of the federation.
+    def __init__(self, config: Config, federated: RemoteData, model: Model, manager: ClientManager) -> None:
+        """Send the facts of the federation to the clients.
 
         Raises:
-          UserError: the strategy cannot run so, or some clients do not come.
+          UserError: real clients cannot run the strategy, or clients are missing.
         """
-        self.roll, self._finite = roll, not config.allow_nonfinite
+        self.manager, self._finite = manager, not config.allow_nonfinite
         self.programs = Programs()
         self.at_clients = functools.partial(build_strategy, config)
         self.simulator = simulator_of(config, federated, model, strategy=self._at_server, key=None, remote=self)
         self._constants, problem = self.simulator.rounds.constants, self.simulator.problem
         self.exchange = self.at_clients(problem).exchange
         if self.exchange is not None and self.exchange.before_training:
-            raise UserError("real clients exchange layers before the upload only: --fedmr_secure_when=before_upload")
-        if self.exchange is not None and roll.terms.lost == "untrained":
-            raise UserError("an exchange of layers needs all clients of the round: --lost=wait or --lost=stop")
+            raise UserError(
+                "real clients only exchange layers before the upload: set --fedmr_secure_when=before_upload"
+            )
+        if self.exchange is not None and manager.policy.lost == "untrained":
+            raise UserError("an exchange of layers needs all clients of the round: use --lost=wait or --lost=stop")
         self._sent, self._answer = jax.eval_shape(self._one_client, self._constants)
         score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))
         self._scores = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
-        if roll.terms.lost == "untrained":
+        if manager.policy.lost == "untrained":
             self._check_untrained()
         kept = np.zeros(federated.num_clients, int) if federated.validation is None else federated.validation.sizes
         memory_key = jax.random.key_data(jax.random.fold_in(self._constants.key, MEMORY))
@@ -239,12 +244,12 @@ class MailClients:
         public = {} if federated.public is None else {"x": federated.public.x}
         if federated.public is not None and federated.public.y is not None:
             public["y"] = np.asarray(federated.public.y, np.int32)
-        roll.begin({"federation": numbers, "public": public})
+        manager.begin({"federation": numbers, "public": public})
 
     def _at_server(self, problem: Problem) -> Strategy:
-        """Return the strategy with the round that counts in the place of each client's memory.
+        """The strategy with the round of each client's memory in place of the memory itself.
 
-        Its exchange, if any, is over when the uploads are here.
+        Its exchange, if it has one, does nothing: the clients have exchanged layers before they upload.
         """
         strategy = self.at_clients(problem)
         if strategy.exchange is not None:
@@ -254,7 +259,7 @@ class MailClients:
         return strategy._replace(init_memory=lambda key: jnp.full(problem.num_clients, -1, jnp.int32))
 
     def _one_client(self, constants: RunConstants) -> Any:
-        """Return for their shapes: what one client gets, and its upload and metrics."""
+        """One client's payload, and its upload and metrics; called only for their shapes."""
         progress = start(self.at_clients, constants)
         _, rows = begin(self.at_clients, self.simulator.axis, constants, progress)
         row = _row(rows, 0)
@@ -262,24 +267,24 @@ class MailClients:
         return row.payload, (upload, metrics)
 
     def train(self, round: int, plan: CohortPlan, rows: ClientRow) -> tuple[CohortPlan, Any, Info]:
-        """Train the clients of a round: return the plan without the sizes of lost ones, what they trained, and info.
+        """Train the clients of a round; return the plan, in which lost clients have no samples, the results and info.
 
         Raises:
-          UserError: a client with a memory was drawn twice; or as `Roll.ask`.
+          UserError: a client with a memory was drawn twice; or as `ClientManager.ask`.
         """
-        trained, lost = self._by_mail(round, rows)
-        if self.roll.terms.lost != "untrained":
+        trained, lost = self._train_remotely(round, rows)
+        if self.manager.policy.lost != "untrained":
             return plan, trained, {}
         absent = jnp.asarray(lost)[positions(plan.slots, len(lost))]
         sizes = jnp.where(absent, jnp.zeros_like(plan.cohort.sizes), plan.cohort.sizes)
         plan = plan._replace(cohort=plan.cohort._replace(sizes=sizes))
         return plan, trained, {"clients_lost": np.float32(lost.sum())}
 
-    def _by_mail(self, round: int, rows: ClientRow) -> tuple[Any, np.ndarray]:
-        """Return what the clients of the rows [K, ...] trained, and which of them are lost [K].
+    def _train_remotely(self, round: int, rows: ClientRow) -> tuple[Any, np.ndarray]:
+        """The results of the clients of the rows [K, ...], and which of them are lost [K].
 
         Raises:
-          UserError: a client with a memory was drawn twice; or as `Roll.ask`.
+          UserError: a client with a memory was drawn twice; or as `ClientManager.ask`.
         """
         count = len(rows.client_id)
         if rows.memory is not None and rows.occurrence.any():
@@ -289,7 +294,9 @@ class MailClients:
         for occurrence in range(int(rows.occurrence.max()) + 1):  # a client has one message at a time
             asked = {int(rows.client_id[row]): row for row in np.flatnonzero(rows.occurrence == occurrence)}
             contents = {client: self._order(round, rows, row) for client, row in asked.items()}
-            for client, answer in self.roll.ask("train", round, contents, self._read, wire.room(self._answer)).items():
+            for client, answer in self.manager.ask(
+                "train", round, contents, self._read, wire.room(self._answer)
+            ).items():
                 trained[asked[client]] = answer
         lost = np.array([each is None for each in trained])
         for row in np.flatnonzero(lost):
@@ -304,36 +311,36 @@ class MailClients:
         return (uploads, memory, metrics), lost
 
     def _exchanged(self, round: int, rows: ClientRow, exchange: LayerExchange) -> list[Any]:
-        """Return the models that the clients of the rows [K, ...] upload after they have exchanged layers."""
+        """The models that the clients of the rows [K, ...] upload after an exchange of layers."""
         problem = self._constants.problem
         key, _ = jax.random.split(round_key(self._constants.key, SERVER, round))  # as in `server_update`
 
-        def once(post: Post, nodes: Mapping[int, int], attempt: int) -> list[Any]:
+        def once(messenger: Messenger, nodes: Mapping[int, int], attempt: int) -> list[Any]:
             return relay.recombine(
-                post,
+                messenger,
                 nodes,
-                run=self.roll.request.run,
+                run=self.manager.manifest.run,
                 round=round,
                 attempt=attempt,
                 shapes=problem.model.shapes(),
                 layers=problem.layers,
                 repetitions=exchange.repetitions,
                 key=key,
-                timeout=self.roll.terms.reply_timeout,
-                beside={"run": self.roll.request.record()},
+                timeout=self.manager.policy.reply_timeout,
+                beside={"run": self.manager.manifest.record()},
             )
 
-        return self.roll.together(round, [int(client) for client in rows.client_id], once)
+        return self.manager.with_all(round, [int(client) for client in rows.client_id], once)
 
     def _order(self, round: int, rows: ClientRow, row: Any) -> Content:
-        """Return what the client of a row is asked to do."""
+        """The content of the training message to the client of a row."""
         key = client_key(self._constants.key, round, rows.client_id[row], rows.occurrence[row])
         last = -1 if rows.memory is None else int(rows.memory[row])
         payload = wire.pack(_row(rows.payload, row))
         return {"payload": payload, "key": {"key": np.asarray(jax.random.key_data(key))}, "numbers": {"last": last}}
 
     def _read(self, client: int, reply: Content) -> Any:
-        """Return a client's upload and metrics.
+        """A client's upload and metrics, checked.
 
         Raises:
           UserError: they are malformed or not finite.
@@ -345,40 +352,40 @@ class MailClients:
         diverged = int(metrics.bad_step) >= 0
         most = LARGEST_INT32 // self._constants.problem.cohort_size  # the round's sum has 32 bits
         if not 0 <= int(metrics.images) <= most or not 0 <= int(metrics.steps) <= most:
-            raise UserError(f"its report tells of {int(metrics.images)} samples and {int(metrics.steps)} steps")
+            numbers = f"{int(metrics.images)} samples and {int(metrics.steps)} steps"
+            raise UserError(f"its report has impossible numbers: {numbers}")
         if self._finite and not diverged and not np.isfinite(metrics.loss):
-            raise UserError("its report has a loss that is not finite, and no step where it became so")
-        if diverged and self._finite and self.roll.terms.lost == "untrained":
+            raise UserError("its report has a loss that is not finite, but no step at which training diverged")
+        if diverged and self._finite and self.manager.policy.lost == "untrained":
             raise UserError(f"its loss or weights are not finite since its local step {int(metrics.bad_step)}")
-        finite = self._finite and not diverged  # a client that says that it diverged ends the run, as in a simulation
+        finite = self._finite and not diverged  # a client that reports divergence ends the run, as in a simulation
         return wire.unpack(reply.get("upload", {}), upload, who="its upload", finite=finite), metrics
 
-    # --- clients that count as untrained
+    # --- lost clients that count as untrained
 
     def _check_untrained(self) -> None:
-        """Check that a client without samples sends back what it got.
+        """Check that a client without samples would send back the model that it received.
 
         Raises:
-          UserError: the method's clients do not.
+          UserError: the strategy's clients send something else.
         """
         sent, (upload, _) = self._sent, self._answer
         shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
         if "model" not in sent or "model" not in upload or shapes(sent["model"]) != shapes(upload["model"]):
             raise UserError(
-                "--lost=untrained is for methods whose clients send back a model that they got, which this one is not: "
-                "use --lost=wait"
+                "--lost=untrained needs a strategy whose clients send back the model they received: use --lost=wait"
             )
 
     def _untrained(self, round: int, row: ClientRow) -> Any:
-        """Return the upload and metrics of a client without samples: what it was sent, and nothing done.
+        """The upload and metrics of a client without samples: the model that it was sent, and no training.
 
         Raises:
-          UserError: they are not finite, so that the round cannot go on without the client.
+          UserError: they are not finite, so the round cannot continue without the client.
         """
 
         def program(constants: RunConstants, round: jax.Array, row: ClientRow) -> Any:
             memory = self.at_clients(constants.problem).init_memory
-            if memory is not None:  # that of a client which never trained stands for the one that is not here
+            if memory is not None:  # the real one is on the lost client's disk; use that before the first round
                 first = memory(jax.random.fold_in(constants.key, MEMORY))
                 row = row._replace(memory=trees.take(first, row.client_id))
             return train_client(self.at_clients, constants, round, row)[::2]
@@ -388,32 +395,32 @@ class MailClients:
             self.programs.call("untrained", program, self._constants, np.int32(round), row)
         )
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload) if leaf.dtype.kind == "f"):
-            raise UserError(f"round {round + 1} cannot go on without client {row.client_id}: use --lost=wait")
+            raise UserError(f"round {round + 1} cannot continue without client {row.client_id}: use --lost=wait")
         return upload, metrics
 
     # --- tests of the clients' own models, each by its client
 
     def test(self, progress: Progress) -> Clients:
-        """Test every client's own model; that of all where the method has a single one."""
+        """Test each client's own model, or the deployed model if there is only that."""
         return self._run(progress, 0)
 
     def finetuned(self, progress: Progress, epochs: int) -> Clients:
-        """Test copies that every client has first trained on its training samples for some more epochs."""
+        """Test copies that each client first trains for some more epochs on its training samples."""
         return self._run(progress, epochs)
 
     def read(self, client: int, reply: Content) -> Any:
-        """Return the scores that a client tells.
+        """A client's scores, checked.
 
         Raises:
-          UserError: they are malformed, or of more samples than it has.
+          UserError: they are malformed, or of more samples than the client has.
         """
-        member, networks = self.roll.members[client], len(self._constants.problem.model.networks)
+        member, networks = self.manager.members[client], len(self._constants.problem.model.networks)
         scores = wire.unpack(reply.get("scores", {}), self._scores, who="its test", finite=False)
         for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
             if not 0 <= score.correct <= score.count <= size:
-                raise UserError(f"its test tells {score.correct:g} of {score.count:g} samples, and it has {size}")
+                raise UserError(f"its test reports {score.correct:g} of {score.count:g} samples, but it has {size}")
         if not 0 <= scores["architecture"] < networks:
-            raise UserError(f"its test is of a network {scores['architecture']}, and there are {networks}")
+            raise UserError(f"its test is of network {scores['architecture']}, but there are {networks}")
         return scores
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
@@ -431,8 +438,10 @@ class MailClients:
                 "key": {"key": np.asarray(key)},
                 "numbers": {"last": -1 if last is None else int(last[client]), "epochs": epochs},
             }
-        answers = self.roll.ask("evaluate", round, contents, self.read)
-        absent = jax.tree.map(lambda leaf: np.zeros((), leaf.dtype), self._scores)  # no samples tested: not a number
+        answers = self.manager.ask("evaluate", round, contents, self.read)
+        absent = jax.tree.map(
+            lambda leaf: np.zeros((), leaf.dtype), self._scores
+        )  # no samples tested, so the accuracy is NaN
         rows = [answers.get(client, absent) for client in range(problem.num_clients)]
         found = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         return clients_of(found["test"], found["validation"], found["architecture"])

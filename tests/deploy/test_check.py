@@ -177,7 +177,10 @@ def test_an_apps_code_runs_only_if_this_machine_names_it(made, tmp_path):
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     path = made / "pyproject.toml"
     path.write_text(path.read_text().replace("--import=none", f"--import={code}"))
-    for told, found in (("--import=", "this run needs"), ("--flagfile=/etc/passwd ", "which no client follows")):
+    for told, found in (
+        ("--import=", "this run needs the code of"),
+        ("--flagfile=/etc/passwd ", "which clients do not accept"),
+    ):
         path.write_text(path.read_text().replace('flags = "', f'flags = "{told if "flag" in told else ""}'))
         (line,) = mistakes(check.app(str(made)))
         assert found in line and not (tmp_path / "ran").exists()

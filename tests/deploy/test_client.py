@@ -8,8 +8,9 @@ import stat
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import client, facts, mail
-from fedjax_mr.deploy.keep import Keep
+from fedjax_mr.deploy import client, protocol, transport
+from fedjax_mr.deploy.samples import ServerSamples, divide
+from fedjax_mr.deploy.storage import ClientStorage
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
@@ -28,9 +29,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("client")
     config = resolve(configuration.parse(shlex.split(FLAGS))).config
     federated = federated_data(config)
-    facts.divide(federated, folder)
-    samples = facts.ServerSamples.read(folder / "server.npz")
-    agreement = facts.agreement(config, facts.network_of(config, samples.facts))
+    divide(federated, folder)
+    samples = ServerSamples.read(folder / "server.npz")
+    agreement = protocol.agreement(config, protocol.network_of(config, samples.facts))
     federation = {
         "sizes": federated.sizes.astype(np.int32),
         "validation_sizes": federated.validation.sizes.astype(np.int32),
@@ -38,14 +39,14 @@ def place(tmp_path_factory):
         "memory_key": np.zeros(2, np.uint32),
     }
     public = {"x": samples.public.x, "y": samples.public.y}
-    run = facts.Request("ab" * 8, samples.facts, agreement, label_counts=False).record()
+    run = protocol.RunManifest("ab" * 8, samples.facts, agreement, label_counts=False).record()
     return folder, run, federation, public
 
 
 def ask(place, kind, content, *, flags=FLAGS, **settings):
     folder = place[0]
     node = {"client-id": 0, "data": str(folder / "client-0.npz"), "state": str(folder / "state")} | settings
-    return client.answer(mail.Message(kind, 100, 0, 0, content), node, {"flags": flags})
+    return client.answer(transport.Message(kind, 100, 0, 0, content), node, {"flags": flags})
 
 
 def test_an_honest_server_is_answered(place):
@@ -144,7 +145,7 @@ def test_what_nobody_thought_of_is_one_line_too(place, monkeypatch, capsys):
 @pytest.mark.parametrize("flag", ["--flagfile={}", "-flagfile={}", "--flagfile {}", "--lr 0.1 ---flagfile={}"])
 def test_no_flag_file_of_a_client_is_read(place, flag, tmp_path):
     (tmp_path / "secret").write_text("a line of a secret\n")
-    with pytest.raises(UserError, match="which no client follows") as error:
+    with pytest.raises(UserError, match="which clients do not accept") as error:
         ask(place, "join", {"run": place[1]}, flags=f"{FLAGS} {flag.format(tmp_path / 'secret')}")
     assert "line of a secret" not in str(error.value)
 
@@ -153,7 +154,9 @@ def test_no_flag_file_of_a_client_is_read(place, flag, tmp_path):
 def test_no_code_of_the_servers_choice_runs(place, flag, tmp_path):
     code, ran = tmp_path / "code.py", tmp_path / "ran"
     code.write_text(f"open({str(ran)!r}, 'w')\n")
-    with pytest.raises(UserError, match=r"no code runs here but that of the node's own|which no client follows"):
+    with pytest.raises(
+        UserError, match=r"a client only runs code named in its node settings|which clients do not accept"
+    ):
         ask(place, "join", {"run": place[1]}, flags=f"{FLAGS} {flag.format(code)}")
     assert not ran.exists()
 
@@ -177,21 +180,21 @@ def test_the_code_of_the_nodes_own_settings_runs(place, tmp_path, registries):
     flags = FLAGS.replace("--model=mlp", "--model=mlp_of_deploy").replace("--import=none", f"--import={code}")
     config = resolve(configuration.parse(shlex.split(flags))).config
     flags = flags.replace(str(code), config.imports[0].replace(str(tmp_path), "/of/the/server"))
-    samples = facts.ServerSamples.read(folder / "server.npz")
-    agreed = facts.agreement(config, facts.network_of(config, samples.facts))
+    samples = ServerSamples.read(folder / "server.npz")
+    agreed = protocol.agreement(config, protocol.network_of(config, samples.facts))
     own = run | {"agreement": json.dumps(agreed)}
     assert "member" in ask(place, "join", {"run": own}, flags=flags, **{"import": str(code)})
     other = run | {"agreement": json.dumps(agreed | {"settings": "0" * 16})}
-    with pytest.raises(UserError, match="it does not run what the server runs: settings"):
+    with pytest.raises(UserError, match="it does not match the server: settings"):
         ask(place, "join", {"run": other}, flags=flags, **{"import": str(code)})
-    with pytest.raises(UserError, match="import in the node's configuration is a text"):
+    with pytest.raises(UserError, match="import in the node settings must be a text"):
         ask(place, "join", {"run": own}, flags=flags, **{"import": 3})
 
 
 def test_a_state_folder_of_before_is_closed_to_others(tmp_path):
     (tmp_path / "state" / "ab").mkdir(parents=True)
     os.chmod(tmp_path / "state" / "ab", 0o755)
-    with Keep(tmp_path / "state", "ab") as keep:
-        keep.write("memory-1", {"x": np.zeros(1)})
+    with ClientStorage(tmp_path / "state", "ab") as storage:
+        storage.write("memory-1", {"x": np.zeros(1)})
     assert stat.S_IMODE((tmp_path / "state" / "ab").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "state" / "ab" / "memory-1.npz").stat().st_mode) == 0o600

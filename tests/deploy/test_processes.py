@@ -149,18 +149,18 @@ import time
 import jax
 import numpy as np
 from fedjax_mr import models
-from fedjax_mr.deploy import flower, mail, wire
+from fedjax_mr.deploy import flower, transport, wire
 
-def serve(post, run):
-    while len(post.nodes()) < 2:
-        post.wait(0.3)
+def serve(messenger, run):
+    while len(messenger.nodes()) < 2:
+        messenger.wait(0.3)
     random = np.random.default_rng(0)
     model = models.build("vgg16", input_shape=(32, 32, 3), num_classes=10).shapes()
     model = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(leaf.dtype), model)
     for round in range(2):
         began = time.monotonic()
-        asked = [mail.Message("train", node, round, 0, {"model": wire.pack(model)}) for node in post.nodes()]
-        for node, reply in post.ask(asked, 600, wire.room(model)).items():
+        asked = [transport.Message("train", node, round, 0, {"model": wire.pack(model)}) for node in messenger.nodes()]
+        for node, reply in messenger.ask(asked, 600, wire.room(model)).items():
             back = wire.unpack(reply["model"], model, who=f"node {node}")
             jax.tree.map(np.testing.assert_array_equal, back, jax.tree.map(lambda leaf: leaf + round, model))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
@@ -189,17 +189,18 @@ def test_states_of_vgg16_pass(tmp_path):
 
 HOSTILE = """\
 import numpy as np
-from fedjax_mr.deploy import flower, mail
+from fedjax_mr.deploy import flower, transport
 
 KINDS = ("header", "large", "chunks", "records", "honest")
 
-def serve(post, run):
-    while len(post.nodes()) < 2:
-        post.wait(0.3)
+def serve(messenger, run):
+    while len(messenger.nodes()) < 2:
+        messenger.wait(0.3)
     for round, kind in enumerate(KINDS):
-        asked = [mail.Message(kind, node, round, 0, {"x": {"x": np.zeros(2, np.float32)}}) for node in post.nodes()]
-        for reply in post.ask(asked, 120).values():
-            print(kind, "->", reply.reason if isinstance(reply, mail.Lost) else reply["x"]["x"], flush=True)
+        content = {"x": {"x": np.zeros(2, np.float32)}}
+        asked = [transport.Message(kind, node, round, 0, content) for node in messenger.nodes()]
+        for reply in messenger.ask(asked, 120).values():
+            print(kind, "->", reply.reason if isinstance(reply, transport.NoReply) else reply["x"]["x"], flush=True)
 
 made = flower._records
 

@@ -1,4 +1,4 @@
-"""Every strategy on real clients, without processes or Flower: a fake post calls the client, and bits are compared."""
+"""Every strategy on real clients, without processes and Flower: a fake messenger calls the client; bits are equal."""
 
 import re
 import shlex
@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import client, facts, mail, server
-from fedjax_mr.deploy.roll import Roll, Terms
+from fedjax_mr.deploy import client, protocol, server, transport
+from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
+from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import build
 from fedjax_mr.experiment import config as configuration
@@ -41,18 +42,18 @@ class Real:
         ]
         self.config = resolve(configuration.parse(self.flags)).config
         self.federated = federated_data(self.config)
-        facts.divide(self.federated, folder)
+        divide(self.federated, folder)
         self.folder = folder
-        self.samples = facts.ServerSamples.read(folder / "server.npz")
-        self.model = facts.network_of(self.config, self.samples.facts)
-        request = facts.Request(
+        self.samples = ServerSamples.read(folder / "server.npz")
+        self.model = protocol.network_of(self.config, self.samples.facts)
+        manifest = protocol.RunManifest(
             "ab" * 8,
             self.samples.facts,
-            facts.agreement(self.config, self.model),
+            protocol.agreement(self.config, self.model),
             STRATEGIES[self.config.strategy].label_counts,
         )
-        post = mail.FakePost({100 + number: self.node(number) for number in range(N)}, faults)
-        self.roll = Roll(post, request, num_clients=N, terms=Terms(lost, seconds, 60.0))
+        messenger = transport.FakeMessenger({100 + number: self.node(number) for number in range(N)}, faults)
+        self.manager = ClientManager(messenger, manifest, num_clients=N, policy=ClientPolicy(lost, seconds, 60.0))
 
     def node(self, number, **changed):
         """Return the answering function of a client's node."""
@@ -62,8 +63,8 @@ class Real:
 
     def mailed(self):
         """Return the real clients, with the server's simulator."""
-        return server.MailClients(
-            self.config, facts.told_data(self.roll.everybody(), self.samples), self.model, self.roll
+        return server.RemoteClients(
+            self.config, protocol.remote_data(self.manager.wait_for_all(), self.samples), self.model, self.manager
         )
 
     def simulated(self):
@@ -108,11 +109,11 @@ def test_a_client_with_a_memory_is_not_drawn_twice(tmp_path):
     _, rows = mailed.simulator.rounds._begin(mailed.simulator.init())
     twice = rows._replace(client_id=np.array([3, 1, 3]), occurrence=np.array([0, 0, 1]))
     with pytest.raises(UserError, match="client 3 was drawn twice in a round, and a real client has one memory"):
-        mailed._by_mail(0, twice)
+        mailed._train_remotely(0, twice)
     assert "train" not in asked
 
 
-# --- Lost clients ----------------------------------------------------------------------------------------------------
+# --- Lost clients -----------------------------------------------------------------------------------------------------
 
 
 def with_upload(change):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.deploy import keys, mail, relay
+from fedjax_mr.deploy import keys, relay, transport
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer
 from fedjax_mr.secure.envelopes import Identity, read_roster
@@ -57,7 +57,7 @@ class Federation:
             for client in CLIENTS
         }
         return relay.recombine(
-            mail.FakePost(handlers, faults),
+            transport.FakeMessenger(handlers, faults),
             {client: 100 + client for client in CLIENTS},
             run=run,
             round=round,
@@ -131,11 +131,11 @@ def test_every_bundle_is_as_long_as_every_other(federation):
 
 def test_a_drop_out_ends_the_attempt_and_the_next_one_is_whole(federation):
     silent = lambda message, before: "lose" if message.node == 102 and message.content["relay"]["step"] == 1 else None
-    with pytest.raises(relay.Broken, match="client 2: no reply within 30 s") as error:
+    with pytest.raises(relay.ExchangeFailed, match="client 2: no reply within 30 s") as error:
         federation.recombine(silent)
     assert set(error.value.lost) == {2}
     whole(federation.recombine(attempt=1))
-    with pytest.raises(relay.Broken, match=r"client 5 is not at step 0 of round 3, attempt 0"):
+    with pytest.raises(relay.ExchangeFailed, match=r"client 5 is not at step 0 of round 3, attempt 0"):
         federation.recombine(attempt=0)
     whole(federation.recombine(attempt=0, round=4))
     whole(federation.recombine(attempt=0, round=0, run="another"))
@@ -171,14 +171,18 @@ def flipped(bundle, place):
     ],
 )
 def test_a_changed_bundle_is_refused(federation, change):
-    with pytest.raises(relay.Broken, match="client 2 received something that client 5 did not seal for it") as error:
+    with pytest.raises(
+        relay.ExchangeFailed, match="client 2 received something that client 5 did not seal for it"
+    ) as error:
         federation.recombine(change=carried(change))
     assert set(error.value.lost) == {2} and error.value.lost[2].refused
 
 
 @pytest.mark.parametrize("bundles", [{}, {"5": np.zeros(3, np.uint8)}])
 def test_a_missing_bundle_is_refused(federation, bundles):
-    with pytest.raises(relay.Broken, match="client 2: the server did not forward one bundle from each other client"):
+    with pytest.raises(
+        relay.ExchangeFailed, match="client 2: the server did not forward one bundle from each other client"
+    ):
         federation.recombine(change=carried(lambda found, content: bundles))
 
 
@@ -192,9 +196,9 @@ def test_bundles_of_another_round_receiver_or_stage_do_not_open(federation):
 
     federation.recombine(change=note)
     line = "client 2 received something that client 5 did not seal for it at this stage"
-    with pytest.raises(relay.Broken, match=line):
+    with pytest.raises(relay.ExchangeFailed, match=line):
         federation.recombine(round=4, change=carried(lambda bundles, content: bundles | {"5": seen[2, 1]["5"]}))
-    with pytest.raises(relay.Broken, match=line):
+    with pytest.raises(relay.ExchangeFailed, match=line):
         federation.recombine(round=5, change=carried(lambda bundles, content: bundles | {"5": seen[9, 1]["5"]}))
 
     def again(client, message):
@@ -203,7 +207,7 @@ def test_bundles_of_another_round_receiver_or_stage_do_not_open(federation):
             return dataclasses.replace(message, content=dict(message.content) | {"bundles": seen[2, 1]})
         return message
 
-    with pytest.raises(relay.Broken, match=line):
+    with pytest.raises(relay.ExchangeFailed, match=line):
         federation.recombine(round=6, change=again)
 
 
@@ -214,7 +218,7 @@ def test_a_foreign_signature_is_refused(federation):
     roster = federation.folder / "other_roster"
     roster.write_text(re.sub(r"(?m)^9 .*$", other.public.line(), (federation.folder / "roster").read_text()))
     federation.nodes[9] |= {"key": str(federation.folder / "foreign.key"), "roster": str(roster)}
-    with pytest.raises(relay.Broken, match="client 5 received something that client 9 did not seal for it"):
+    with pytest.raises(relay.ExchangeFailed, match="client 5 received something that client 9 did not seal for it"):
         federation.recombine()
 
 
@@ -230,14 +234,14 @@ def test_a_foreign_signature_is_refused(federation):
 )
 def test_wrong_settings_of_a_node(federation, client, setting, line):
     federation.nodes[client] |= {name: value.format(folder=federation.folder) for name, value in setting.items()}
-    with pytest.raises(relay.Broken) as error:
+    with pytest.raises(relay.ExchangeFailed) as error:
         federation.recombine()
     assert line.format(folder=federation.folder) in str(error.value) and set(error.value.lost) == {client}
 
 
 def test_a_node_without_settings_for_the_exchange(federation):
     del federation.nodes[5]["roster"]
-    with pytest.raises(relay.Broken, match="the node settings of client 5 have no 'roster'"):
+    with pytest.raises(relay.ExchangeFailed, match="the node settings of client 5 have no 'roster'"):
         federation.recombine()
 
 
@@ -255,14 +259,14 @@ def test_a_node_without_settings_for_the_exchange(federation):
 def test_a_malformed_reply_ends_the_attempt_and_names_the_client(federation, spoil, line):
     where = 2 if "upload" in line or "sealed" in line else 0
     faults = lambda message, before: spoil if (message.node, message.content["relay"]["step"]) == (102, where) else None
-    with pytest.raises(relay.Broken, match="client 2") as error:
+    with pytest.raises(relay.ExchangeFailed, match="client 2") as error:
         federation.recombine(faults)
     assert line in str(error.value)
 
 
 def test_a_diverged_model_is_not_sealed(federation, monkeypatch):
     monkeypatch.setitem(globals(), "model_of", lambda client: [np.full(3, np.nan, np.float32)] * 3)
-    with pytest.raises(relay.Broken, match="the trained model of client 5 has numbers that are not finite"):
+    with pytest.raises(relay.ExchangeFailed, match="the trained model of client 5 has numbers that are not finite"):
         federation.recombine()
 
 
@@ -277,13 +281,13 @@ def test_malformed_messages_are_refused(federation):
         ),
     ):
         with pytest.raises(UserError, match=line):
-            federation.answer(5, mail.Message(relay.KIND, 105, 0, 0, content))
+            federation.answer(5, transport.Message(relay.KIND, 105, 0, 0, content))
 
 
 def test_a_damaged_file_of_a_client_is_named(federation):
     (federation.folder / "5" / "relay.npz").write_bytes(b"PK no archive")
     with pytest.raises(UserError, match=r"cannot read .*relay\.npz"):
-        federation.answer(5, mail.Message(relay.KIND, 105, 0, 0, {"relay": {"run": "r", "step": 0}}))
+        federation.answer(5, transport.Message(relay.KIND, 105, 0, 0, {"relay": {"run": "r", "step": 0}}))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Secure FedMR with mail instead of processes: the simulator's bits, whatever ends an attempt."""
+"""Secure FedMR with messages instead of processes: the simulator's bits, whatever ends an attempt."""
 
 import shlex
 
@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import client, mail, relay, server
-from fedjax_mr.deploy.facts import divide
+from fedjax_mr.deploy import client, relay, server, transport
+from fedjax_mr.deploy.samples import divide
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
@@ -41,7 +41,7 @@ def place(tmp_path_factory):
 
 
 def real(folder, out, *, faults=None, lost="wait", choices="simulated", flags=""):
-    """Run the same on three clients that answer by mail."""
+    """Run the same on three clients that answer messages."""
     flags = f"{FLAGS} --run_dir={out}/run {flags}"
     told = {"flags": flags, "lost": lost, "reply-timeout": 60.0, "server-data": str(folder / "server.npz")}
     node = lambda number: {
@@ -56,7 +56,7 @@ def real(folder, out, *, faults=None, lost="wait", choices="simulated", flags=""
         100 + number: lambda message, number=number: client.answer(message, node(number), told) for number in range(3)
     }
     config = resolve(configuration.parse(shlex.split(flags))).config
-    return server.run(mail.FakePost(handlers, faults), config, server.Setting.of(told))
+    return server.run(transport.FakeMessenger(handlers, faults), config, server.ServerOptions.of(told))
 
 
 def same(result, simulated):

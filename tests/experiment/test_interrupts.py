@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fedjax_mr.deploy import mail, server
+from fedjax_mr.deploy import server, transport
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import interrupts, streams
 from fedjax_mr.experiment.run import Interrupted
@@ -121,4 +121,4 @@ def test_a_stopped_server_of_real_clients_tells_flower(monkeypatch):
 
     monkeypatch.setattr(server, "run", stop)
     with pytest.raises(UserError, match="stopped after round 3"):
-        server.serve(mail.FakePost({}), {"flags": "", "server-data": "server.npz"})
+        server.serve(transport.FakeMessenger({}), {"flags": "", "server-data": "server.npz"})

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr.data.facts import Facts
-from fedjax_mr.deploy.facts import Member, ServerSamples, Share
+from fedjax_mr.deploy.protocol import Member
+from fedjax_mr.deploy.samples import ClientSamples, ServerSamples
 from fedjax_mr.errors import UserError
 
 IMAGES, LABELS = np.zeros((3, 4, 4), np.uint8), np.array([0, 2, 1])
@@ -31,7 +32,7 @@ def test_a_servers_own_test_set_says_the_kind_of_all_samples(tmp_path):
 
 def test_a_clients_file_may_lack_test_and_validation_samples(tmp_path):
     facts = facts_of(tmp_path)
-    share = Share.read(kept(tmp_path, x=IMAGES, y=LABELS), facts)
+    share = ClientSamples.read(kept(tmp_path, x=IMAGES, y=LABELS), facts)
     assert share.x.shape == (3, 4, 4, 1) and len(share.test_y) == len(share.validation_y) == 0
 
 
@@ -49,12 +50,12 @@ def test_a_clients_file_may_lack_test_and_validation_samples(tmp_path):
 def test_faults_of_a_clients_file_are_named(tmp_path, arrays, said):
     facts = facts_of(tmp_path)
     with pytest.raises(UserError, match=said):
-        Share.read(kept(tmp_path, **arrays), facts)
+        ClientSamples.read(kept(tmp_path, **arrays), facts)
 
 
 @pytest.mark.parametrize("arrays", [{"test_x": IMAGES}, {"test_x": IMAGES, "test_y": LABELS, "facts": "{}"}])
 def test_a_file_that_is_no_servers_is_refused(tmp_path, arrays):
-    with pytest.raises(UserError, match="is no file of a server"):
+    with pytest.raises(UserError, match="is not a file of a server"):
         ServerSamples.read(kept(tmp_path, **arrays))
 
 
@@ -62,9 +63,9 @@ def test_a_file_that_is_no_servers_is_refused(tmp_path, arrays):
     ("record", "said"),
     [
         ({}, "malformed"),
-        ({"client": 9}, "client-id 9, and clients are numbered 0 to 2"),
+        ({"client": 9}, "client-id 9; clients are numbered 0 to 2"),
         ({"size": True}, "whole numbers"),
-        ({"label_counts": [5, 5]}, "other label counts"),
+        ({"label_counts": [5, 5]}, "label counts with another sum"),
     ],
 )
 def test_an_answer_at_the_roll_call_is_checked(record, said):

@@ -9,11 +9,11 @@ import types
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import flower, mail
+from fedjax_mr.deploy import flower, transport
 from fedjax_mr.errors import UserError
 
 
-class Node:
+class NodeSettings:
     """A node that counts how often it was asked."""
 
     def __init__(self, number):
@@ -27,10 +27,10 @@ class Node:
 
 
 def ask(*, faults=None, kind="train", timeout=30.0):
-    nodes = {7: Node(7), 9: Node(9)}
-    post = mail.FakePost(nodes, faults)
+    nodes = {7: NodeSettings(7), 9: NodeSettings(9)}
+    messenger = transport.FakeMessenger(nodes, faults)
     content = {"arrays": {"x": np.zeros(2, np.float32)}}
-    found = post.ask([mail.Message(kind, node, 3, 0, content) for node in post.nodes()], timeout)
+    found = messenger.ask([transport.Message(kind, node, 3, 0, content) for node in messenger.nodes()], timeout)
     return nodes, found
 
 
@@ -73,29 +73,29 @@ def test_what_goes_wrong_with_one_node_leaves_the_other_alone(fault, lost, times
 
 
 def test_a_node_that_comes_back_with_another_number_is_not_waited_for():
-    nodes = {7: Node(7), 9: Node(9)}
+    nodes = {7: NodeSettings(7), 9: NodeSettings(9)}
 
     def faults(message, before):
         if message.node == 7:
             nodes.pop(7)
-            nodes[8] = Node(7)
+            nodes[8] = NodeSettings(7)
             return "gone"
         return None
 
-    post = mail.FakePost(nodes, faults)
-    found = post.ask([mail.Message("refuse", node, 3, 0, {}) for node in (7, 9)], 600.0)
-    assert found[7].moved and not found[9].moved and post.now() < 10 and post.nodes() == [9, 8]
+    messenger = transport.FakeMessenger(nodes, faults)
+    found = messenger.ask([transport.Message("refuse", node, 3, 0, {}) for node in (7, 9)], 600.0)
+    assert found[7].moved and not found[9].moved and messenger.now() < 10 and messenger.nodes() == [9, 8]
 
 
 def test_a_refusal_is_not_asked_again():
     nodes, found = ask(kind="refuse")
-    assert found[9] == mail.Lost("client 9 has no data", refused=True) and nodes[9].times == 1
+    assert found[9] == transport.NoReply("client 9 has no data", refused=True) and nodes[9].times == 1
 
 
 def test_one_message_per_node():
-    message = mail.Message("train", 7, 0, 0, {})
+    message = transport.Message("train", 7, 0, 0, {})
     with pytest.raises(ValueError, match="one message per node"):
-        mail.FakePost({7: Node(7)}).ask([message, message], 1.0)
+        transport.FakeMessenger({7: NodeSettings(7)}).ask([message, message], 1.0)
 
 
 def test_a_users_mistake_is_one_line_of_the_log():
@@ -180,8 +180,8 @@ class Grid:
 
     def ask(self, most=2**20, timeout=3.0):
         content = {"arrays": {"x": np.zeros(2, np.float32)}}
-        return flower.FlowerPost(self).ask(
-            [mail.Message("train", node, 3, 0, content) for node in (7, 9)], timeout, most
+        return flower.FlowerMessenger(self).ask(
+            [transport.Message("train", node, 3, 0, content) for node in (7, 9)], timeout, most
         )
 
     def get_nodes(self):
@@ -191,7 +191,7 @@ class Grid:
     def push_messages(self, messages):
         for message in messages:
             node = message.metadata.dst_node_id
-            records = flower._records(mail.reply(flower._received(message), Node(node)))
+            records = flower._records(transport.reply(flower._received(message), NodeSettings(node)))
             self.spoil.get(node, lambda records: None)(records)
             message.metadata.__dict__["_message_id"] = f"asked {node}"
             reply = self.flower.Message(records, reply_to=message)
@@ -232,7 +232,7 @@ def grid(monkeypatch):
         inflatable.get_object_tree,
     )
     names.node = importlib.import_module("flwr.proto.node_pb2").Node(node_id=1)
-    monkeypatch.setattr(mail, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(transport, "POLL_SECONDS", 0.05)
     return Grid(names)
 
 
@@ -264,12 +264,12 @@ def test_a_reply_that_stops_in_the_middle_holds_nobody_up(grid):
         grid.hidden.add(records["arrays"]["x"].slice_array()[0][0])
 
     grid.spoil[7] = hide
-    post = flower.FlowerPost(grid)
+    messenger = flower.FlowerMessenger(grid)
     content = {"arrays": {"x": np.zeros(2, np.float32)}}
-    asking = post.send([mail.Message("train", node, 3, 0, content) for node in (7, 9)], 0.5)
-    assert set(asking.look()) == {9} and asking.nodes == {7}
+    asking = messenger.send([transport.Message("train", node, 3, 0, content) for node in (7, 9)], 0.5)
+    assert set(asking.poll()) == {9} and asking.nodes == {7}
     time.sleep(0.6)
-    assert "no reply within 0.5 s" in asking.look()[7].reason and not post._carrier._coming
+    assert "no reply within 0.5 s" in asking.poll()[7].reason and not messenger._transport._coming
 
 
 @needs_flower
@@ -302,8 +302,8 @@ def test_a_clients_words_are_one_printable_line():
     def refuse(message):
         raise UserError("\x1b[2Jno data\nfedjax-mr: round 9: accuracy 1.0\u202e" + "x" * 10**6)
 
-    post = mail.FakePost({7: refuse})
-    reason = post.ask([mail.Message("train", 7, 3, 0, {})], 1.0)[7].reason
+    messenger = transport.FakeMessenger({7: refuse})
+    reason = messenger.ask([transport.Message("train", 7, 3, 0, {})], 1.0)[7].reason
     assert reason.startswith("?[2Jno data fedjax-mr: round 9: accuracy 1.0?xxx") and len(reason) == 200
     assert reason.isprintable()
 
@@ -314,7 +314,7 @@ def test_a_client_app_answers_and_refuses(monkeypatch):
     identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
     for name in ("_run_id", "_node_id", "_task_id"):  # of the process that a node would start
         monkeypatch.setattr(identity, name, 1)
-    app = flower.client_app(lambda message, node, run: Node(node["client-id"])(message))
+    app = flower.client_app(lambda message, node, run: NodeSettings(node["client-id"])(message))
     context = type("Context", (), {"node_config": {"client-id": 4}, "run_config": {}})()
     for kind, expected in (("train", "arrays"), ("refuse", "fedjax_mr")):
         envelope = {"kind": kind, "round": 1, "attempt": 0}

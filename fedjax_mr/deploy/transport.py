@@ -1,13 +1,13 @@
 """Messages from the server to the nodes of real clients, sent again after errors until a deadline.
 
-`Asking` is the loop, and `Post` starts it. A `Carrier` moves the messages: Flower's Grid (flower.py), or a fake one for
-tests that loses, repeats and corrupts replies.
+`PendingReplies` is the loop, and `Messenger` starts it. A `Transport` moves the messages: Flower's Grid (flower.py), or
+a fake one for tests that loses, repeats and corrupts replies.
 
 Flower's own loop polls every 3 s; this one every 0.3 s. A node that receives a message twice must give the same answer
-twice: clients store their answers by round and attempt (keep.py).
+twice: clients store their answers by round and attempt (storage.py).
 
 Replies are not trusted. A reply that is larger than allowed is rejected before it is read. A reply that cannot be read,
-for whatever reason, counts as a malformed answer of that node (`Lost`).
+for whatever reason, counts as a malformed answer of that node (`NoReply`).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lost:
+class NoReply:
     """The reason why there is no usable reply."""
 
     reason: str  # one line
@@ -45,14 +45,14 @@ class Lost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
-    """An error that the carrier reports instead of a reply."""
+class DeliveryFailure:
+    """An error that the transport reports instead of a reply."""
 
     reason: str
     passing: bool  # whether sending the message again may help
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """Moves messages to nodes and replies back."""
 
     def nodes(self) -> Mapping[int, str]:
@@ -63,12 +63,12 @@ class Carrier(Protocol):
         """Send messages that expire after ``lasting`` seconds; return an identifier for each, "" where it failed."""
         ...
 
-    def pull(self, names: Iterable[str], most: int) -> Mapping[str, Content | Failure | Lost]:
+    def pull(self, names: Iterable[str], most: int) -> Mapping[str, Content | DeliveryFailure | NoReply]:
         """The replies to some messages that have arrived and were not pulled before.
 
         Args:
           names: identifiers of the messages.
-          most: bytes allowed in one reply; a larger one is not read but `Lost`.
+          most: bytes allowed in one reply; a larger one is not read but `NoReply`.
         """
         ...
 
@@ -85,46 +85,46 @@ class Carrier(Protocol):
         ...
 
 
-class Post:
+class Messenger:
     """Sends the server's messages to nodes and collects their replies."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     def nodes(self) -> list[int]:
         """The nodes that are connected now."""
-        return list(self._carrier.nodes())
+        return list(self._transport.nodes())
 
     def owner(self, node: int) -> str:
         """The public key of a node in base 64, or "" if it is not connected.
 
         A SuperNode that is started without a key creates a new one, and gets a new number.
         """
-        return self._carrier.nodes().get(node, "")
+        return self._transport.nodes().get(node, "")
 
     def wait(self, seconds: float) -> None:
         """Let time pass."""
-        self._carrier.wait(seconds)
+        self._transport.wait(seconds)
 
     def now(self) -> float:
         """Return a time in seconds that never goes back."""
-        return self._carrier.now()
+        return self._transport.now()
 
-    def ask(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> dict[int, Content | Lost]:
-        """The reply of each node, or the reason why there is none after ``timeout`` seconds; see `Asking`."""
+    def ask(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> dict[int, Content | NoReply]:
+        """The reply of each node, or the reason why there is none after ``timeout`` seconds; see `PendingReplies`."""
         asking, answers = self.send(messages, timeout, most), {}
         while True:
-            answers |= asking.look()
+            answers |= asking.poll()
             if not asking.nodes:
                 return answers
-            self._carrier.wait(POLL_SECONDS)
+            self._transport.wait(POLL_SECONDS)
 
-    def send(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> "Asking":
-        """Send messages without waiting for the replies; the arguments are those of `Asking`."""
-        return Asking(self._carrier, messages, timeout, most)
+    def send(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> "PendingReplies":
+        """Send messages without waiting for the replies; the arguments are those of `PendingReplies`."""
+        return PendingReplies(self._transport, messages, timeout, most)
 
 
-class Asking:
+class PendingReplies:
     """Messages whose replies are awaited until a deadline.
 
     A message is sent again if its node was unavailable or the client's process crashed. It is not sent again if the
@@ -132,20 +132,20 @@ class Asking:
     new node has connected since: a SuperNode without a key of its own gets a new number when it restarts.
     """
 
-    def __init__(self, carrier: Carrier, messages: Sequence[Message], timeout: float, most: int) -> None:
-        """Prepare the messages; `look` sends them.
+    def __init__(self, transport: Transport, messages: Sequence[Message], timeout: float, most: int) -> None:
+        """Prepare the messages; `poll` sends them.
 
         Args:
-          carrier: moves the messages.
+          transport: moves the messages.
           messages: at most one per node.
           timeout: seconds allowed for a reply.
           most: bytes allowed in one reply.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
-        now = carrier.now()
-        self._carrier, self._timeout, self._most, self._deadline = carrier, timeout, most, now + timeout
-        self._before = set(carrier.nodes())
+        now = transport.now()
+        self._transport, self._timeout, self._most, self._deadline = transport, timeout, most, now + timeout
+        self._before = set(transport.nodes())
         self._reasons: dict[int, str] = {}
         self._due = {message.node: (now, message) for message in messages}  # when to send each message
         self._sent: dict[str, Message] = {}
@@ -153,34 +153,34 @@ class Asking:
 
     @property
     def nodes(self) -> set[int]:
-        """The nodes whose replies `look` has not returned yet."""
+        """The nodes whose replies `poll` has not returned yet."""
         return set(self._open)
 
-    def look(self) -> dict[int, Content | Lost]:
+    def poll(self) -> dict[int, Content | NoReply]:
         """Send the messages that are due, and return the replies that have arrived since the last call, by node."""
-        answers: dict[int, Content | Lost] = {}
+        answers: dict[int, Content | NoReply] = {}
         self._send()
-        for name, reply in self._carrier.pull(list(self._sent), self._most).items():
+        for name, reply in self._transport.pull(list(self._sent), self._most).items():
             message = self._sent.pop(name, None)
             if message is None:  # a reply to another message
                 continue
-            found = self._failed(message, reply) if isinstance(reply, Failure) else _opened(reply, message)
+            found = self._failed(message, reply) if isinstance(reply, DeliveryFailure) else _opened(reply, message)
             if found is None:
-                self._due[message.node] = (self._carrier.now() + PAUSE_SECONDS, message)
+                self._due[message.node] = (self._transport.now() + PAUSE_SECONDS, message)
             else:
                 answers[message.node] = found
-        if self._carrier.now() >= self._deadline:
+        if self._transport.now() >= self._deadline:
             for node in self._open - answers.keys():
                 reason = f" ({self._reasons[node]})" if node in self._reasons else ""
-                answers[node] = Lost(f"no reply within {self._timeout:g} s{reason}")
-            self._carrier.forget(self._sent)
+                answers[node] = NoReply(f"no reply within {self._timeout:g} s{reason}")
+            self._transport.forget(self._sent)
         self._open -= answers.keys()
         return answers
 
     def _send(self) -> None:
-        now = self._carrier.now()
+        now = self._transport.now()
         ready = [message for when, message in self._due.values() if when <= now]
-        names = self._carrier.push(ready, max(self._deadline - now, 1.0))
+        names = self._transport.push(ready, max(self._deadline - now, 1.0))
         for message, name in zip(ready, names, strict=True):
             del self._due[message.node]
             if name:
@@ -189,13 +189,13 @@ class Asking:
                 self._reasons[message.node] = "the message could not be sent"
                 self._due[message.node] = (now + PAUSE_SECONDS, message)
 
-    def _failed(self, message: Message, failure: Failure) -> Lost | None:
+    def _failed(self, message: Message, failure: DeliveryFailure) -> NoReply | None:
         """The consequence of an error for its message: None to send it again."""
         reason = self._reasons[message.node] = one_line(failure.reason)
-        there = set(self._carrier.nodes())
+        there = set(self._transport.nodes())
         if message.node not in there and there - self._before:
-            return Lost(f"its node has disconnected ({reason}), and a new one has connected", moved=True)
-        return None if failure.passing else Lost(reason)
+            return NoReply(f"its node has disconnected ({reason}), and a new one has connected", moved=True)
+        return None if failure.passing else NoReply(reason)
 
 
 def reply(message: Message, answer: Callable[[Message], Content]) -> Content:
@@ -212,30 +212,30 @@ def envelope_of(message: Message) -> dict[str, str | int]:
     return {"kind": message.kind, "round": message.round, "attempt": message.attempt}
 
 
-def _opened(reply: Content | Lost, message: Message) -> Content | Lost:
-    """The records of a reply, or `Lost` if it is a refusal or malformed."""
-    if isinstance(reply, Lost):
+def _opened(reply: Content | NoReply, message: Message) -> Content | NoReply:
+    """The records of a reply, or `NoReply` if it is a refusal or malformed."""
+    if isinstance(reply, NoReply):
         return reply
     try:
         envelope = dict(reply.get(ENVELOPE, {}))
         refused = envelope.pop("refused", None)
         if set(envelope) != {"kind", "round", "attempt"} or envelope != envelope_of(message):
-            return Lost("its reply answers another message", refused=True)
+            return NoReply("its reply answers another message", refused=True)
         if refused is not None:
-            return Lost(one_line(str(refused)), refused=True)
+            return NoReply(one_line(str(refused)), refused=True)
         return {name: record for name, record in reply.items() if name != ENVELOPE}
     except Exception as error:  # broad, as in `malformed`
         return malformed(error)
 
 
-def malformed(error: Exception) -> Lost:
-    """The `Lost` of a node whose reply cannot be read.
+def malformed(error: Exception) -> NoReply:
+    """The `NoReply` of a node whose reply cannot be read.
 
     Callers catch every exception. A client chooses all bytes of its reply, and the parsers of NumPy, JSON, zip and
     Flower raise many kinds of errors, among them MemoryError. None of them may stop the server for the other clients.
     """
     what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return Lost(one_line(f"its reply cannot be read ({what})"), refused=True)
+    return NoReply(one_line(f"its reply cannot be read ({what})"), refused=True)
 
 
 def too_large(most: int) -> UserError:
@@ -248,10 +248,10 @@ def too_large(most: int) -> UserError:
 Fault = str | Callable[[Content], Content] | None
 
 
-def FakePost(  # noqa: N802
+def FakeMessenger(  # noqa: N802
     handlers: Mapping[int, Callable[[Message], Content]], faults: Callable[[Message, int], Fault] | None = None
-) -> Post:
-    """A post without processes and without Flower, whose time passes instantly; for tests.
+) -> Messenger:
+    """A messenger without processes and without Flower, whose time passes instantly; for tests.
 
     Args:
       handlers: the function of each node that answers messages.
@@ -259,16 +259,16 @@ def FakePost(  # noqa: N802
         "gone" (an error instead of a reply), "crash" (the node did its work, then an error), "double" (the node does
         its work twice), or a function that corrupts the reply.
     """
-    return Post(_Fake(handlers, faults or (lambda message, before: None)))
+    return Messenger(_FakeTransport(handlers, faults or (lambda message, before: None)))
 
 
-class _Fake:
+class _FakeTransport:
     def __init__(
         self, handlers: Mapping[int, Callable[[Message], Content]], faults: Callable[[Message, int], Fault]
     ) -> None:
         self._handlers, self._faults = handlers, faults
         self._time, self._count = 0.0, 0
-        self._replies: dict[str, Content | Failure] = {}
+        self._replies: dict[str, Content | DeliveryFailure] = {}
         self._sent: dict[tuple[str, int, int, int], int] = {}
 
     def nodes(self) -> dict[int, str]:
@@ -285,24 +285,28 @@ class _Fake:
             if fault == "lose":
                 continue
             if fault == "gone":
-                self._replies[names[-1]] = Failure("node unavailable", passing=True)
+                self._replies[names[-1]] = DeliveryFailure("node unavailable", passing=True)
                 continue
             message = dataclasses.replace(message, content=_copied(message.content))
             answer = reply(message, self._handlers[message.node])
             if fault == "double":
                 answer = reply(message, self._handlers[message.node])
             elif fault == "crash":
-                self._replies[names[-1]] = Failure("client app crashed", passing=True)
+                self._replies[names[-1]] = DeliveryFailure("client app crashed", passing=True)
                 continue
             answer = _copied(answer)
             self._replies[names[-1]] = fault(answer) if callable(fault) else answer
         return names
 
-    def pull(self, names: Iterable[str], most: int) -> dict[str, Content | Failure | Lost]:
-        found: dict[str, Content | Failure | Lost] = {
+    def pull(self, names: Iterable[str], most: int) -> dict[str, Content | DeliveryFailure | NoReply]:
+        found: dict[str, Content | DeliveryFailure | NoReply] = {
             name: self._replies.pop(name) for name in list(names) if name in self._replies
         }
-        large = [name for name, reply in found.items() if not isinstance(reply, Failure | Lost) and _size(reply) > most]
+        large = [
+            name
+            for name, reply in found.items()
+            if not isinstance(reply, DeliveryFailure | NoReply) and _size(reply) > most
+        ]
         return found | {name: malformed(too_large(most)) for name in large}
 
     def forget(self, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""The roll call and lost clients, with nodes that are plain functions: who joins, what is said, what follows."""
+"""Clients that join or are lost, with nodes that are plain functions: who joins, what is printed, what follows."""
 
 import itertools
 import re
@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from fedjax_mr.data.facts import Facts
-from fedjax_mr.deploy import mail
-from fedjax_mr.deploy.facts import Member, Request, disagreement
-from fedjax_mr.deploy.roll import Roll, Terms
+from fedjax_mr.deploy import transport
+from fedjax_mr.deploy.client_manager import ClientManager
+from fedjax_mr.deploy.client_manager import ClientPolicy as Policy
+from fedjax_mr.deploy.protocol import Member, RunManifest, disagreement
 from fedjax_mr.errors import UserError
 
 FACTS = Facts("toy", (2,), "float32", 3, (0.0,), (1.0,), 0.0, 1.0)
-REQUEST = Request("ab" * 8, FACTS, {"jax": "1"}, label_counts=False)
+MANIFEST = RunManifest("ab" * 8, FACTS, {"jax": "1"}, label_counts=False)
 
 
 def node(client, *, size=5, answer=None):
@@ -27,9 +28,11 @@ def node(client, *, size=5, answer=None):
     return handle
 
 
-def roll_of(nodes, *, faults=None, lost="wait", clients=3):
-    post = mail.FakePost(dict(enumerate(nodes, 100)), faults)
-    return Roll(post, REQUEST, num_clients=clients, terms=Terms(lost, reply_timeout=5.0, join_timeout=9.0))
+def manager_of(nodes, *, faults=None, lost="wait", clients=3):
+    messenger = transport.FakeMessenger(dict(enumerate(nodes, 100)), faults)
+    return ClientManager(
+        messenger, MANIFEST, num_clients=clients, policy=Policy(lost, reply_timeout=5.0, join_timeout=9.0)
+    )
 
 
 def read(client, reply):
@@ -50,22 +53,22 @@ def test_a_client_that_dies_while_it_joins_is_asked_again_in_time(kind, capsys):
             return "lose"
         return None
 
-    post = mail.FakePost({100 + client: node(client) for client in range(3)}, lose)
-    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(reply_timeout=600.0, join_timeout=90.0))
-    assert asked(roll) == {0: 0, 2: 20}
+    messenger = transport.FakeMessenger({100 + client: node(client) for client in range(3)}, lose)
+    manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=600.0, join_timeout=90.0))
+    assert asked(manager) == {0: 0, 2: 20}
     assert "no reply within 30 s" in capsys.readouterr().err
 
 
-def asked(roll):
-    roll.everybody()
-    roll.begin({})
-    return roll.ask("train", 4, {0: {}, 2: {}}, read)
+def asked(manager):
+    manager.wait_for_all()
+    manager.begin({})
+    return manager.ask("train", 4, {0: {}, 2: {}}, read)
 
 
 def test_everybody_joins_and_answers():
-    roll = roll_of([node(2), node(0, size=7), node(1)])
-    assert [member.size for member in roll.everybody()] == [7, 5, 5]
-    assert asked(roll) == {0: 0, 2: 20}
+    manager = manager_of([node(2), node(0, size=7), node(1)])
+    assert [member.size for member in manager.wait_for_all()] == [7, 5, 5]
+    assert asked(manager) == {0: 0, 2: 20}
 
 
 @pytest.mark.parametrize("lost", ["wait", "untrained"])
@@ -78,15 +81,17 @@ def test_a_silent_stranger_delays_no_round(lost):
         asked_of.append(message.node)
         return "lose" if message.node == 200 else None
 
-    post = mail.FakePost(nodes, silent)
-    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(lost, reply_timeout=600.0, join_timeout=300.0))
-    roll.everybody()
-    roll.begin({})
+    messenger = transport.FakeMessenger(nodes, silent)
+    manager = ClientManager(
+        messenger, MANIFEST, num_clients=3, policy=Policy(lost, reply_timeout=600.0, join_timeout=300.0)
+    )
+    manager.wait_for_all()
+    manager.begin({})
     for round in range(8):
-        before = post.now()
-        assert roll.ask("train", round, {0: {}, 2: {}}, read) == {0: 0, 2: 20}
-        assert post.now() - before < 1
-        post.wait(31)
+        before = messenger.now()
+        assert manager.ask("train", round, {0: {}, 2: {}}, read) == {0: 0, 2: 20}
+        assert messenger.now() - before < 1
+        messenger.wait(31)
     assert asked_of.count(200) == 1
 
 
@@ -96,13 +101,13 @@ def test_while_a_client_is_missing_a_stranger_is_asked_with_growing_pauses(capsy
 
     def silent(message, before):
         if message.node == 200:
-            times.append(post.now())
+            times.append(messenger.now())
         return "lose" if message.node == 200 else None
 
-    post = mail.FakePost(nodes, silent)
-    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(reply_timeout=20.0, join_timeout=1000.0))
+    messenger = transport.FakeMessenger(nodes, silent)
+    manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=20.0, join_timeout=1000.0))
     with pytest.raises(UserError, match="missing: 2"):
-        roll.everybody()
+        manager.wait_for_all()
     pauses = [round(later - earlier) for earlier, later in itertools.pairwise(times)]
     assert pauses == [50, 80, 140, 260]  # 20 s without an answer, and 30, 60, 120, 240 s
     assert capsys.readouterr().err.count("node 200 does not join: no reply within 20 s") == 1
@@ -112,40 +117,44 @@ def test_a_client_that_begins_late_is_waited_for_once(capsys):
     """A client that no longer answers is lost without a new delay in every round."""
     nodes = {100 + client: node(client) for client in range(3)}
     deaf = []
-    post = mail.FakePost(nodes, lambda message, before: "lose" if message.node in deaf else None)
-    roll = Roll(post, REQUEST, num_clients=3, terms=Terms("untrained", reply_timeout=50.0, join_timeout=300.0))
-    asked(roll)
+    messenger = transport.FakeMessenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    manager = ClientManager(
+        messenger, MANIFEST, num_clients=3, policy=Policy("untrained", reply_timeout=50.0, join_timeout=300.0)
+    )
+    asked(manager)
     nodes[300] = nodes.pop(102)  # comes back with another number, and never answers
     deaf.append(300)
     spent = []
     for round in range(3):
-        before = post.now()
-        assert roll.ask("train", round, {0: {}, 2: {}}, read) == {0: 0}
-        spent.append(post.now() - before)
+        before = messenger.now()
+        assert manager.ask("train", round, {0: {}, 2: {}}, read) == {0: 0}
+        spent.append(messenger.now() - before)
     assert 50 <= spent[0] < 52 and spent[1:] == [0, 0]
 
 
 def test_a_second_node_takes_a_clients_number_if_the_first_is_silent():
     nodes = {100 + client: node(client) for client in range(3)}
     deaf = []
-    post = mail.FakePost(nodes, lambda message, before: "lose" if message.node in deaf else None)
-    roll = Roll(post, REQUEST, num_clients=3, terms=Terms(reply_timeout=5.0, join_timeout=60.0))
-    asked(roll)
+    messenger = transport.FakeMessenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=5.0, join_timeout=60.0))
+    asked(manager)
     nodes[105] = node(2)
     deaf.append(102)
-    assert roll.ask("train", 5, {0: {}, 2: {}}, read) == {0: 0, 2: 20} and post.now() < 20
-    assert roll._nodes[2] == 105
+    assert manager.ask("train", 5, {0: {}, 2: {}}, read) == {0: 0, 2: 20} and messenger.now() < 20
+    assert manager._nodes[2] == 105
 
 
 def test_a_second_node_does_not_take_the_number_of_a_client_that_answers(capsys):
     nodes = {100 + client: node(client) for client in range(3)}
-    post = mail.FakePost(nodes)
-    roll = Roll(post, REQUEST, num_clients=3, terms=Terms("untrained", reply_timeout=5.0, join_timeout=60.0))
-    asked(roll)
+    messenger = transport.FakeMessenger(nodes)
+    manager = ClientManager(
+        messenger, MANIFEST, num_clients=3, policy=Policy("untrained", reply_timeout=5.0, join_timeout=60.0)
+    )
+    asked(manager)
     nodes[105] = node(2)
     del nodes[101]
-    assert roll.ask("train", 5, {0: {}, 1: {}, 2: {}}, read) == {0: 0, 2: 20}
-    assert roll._nodes[2] == 102 and "node 102 already is client 2" in capsys.readouterr().err
+    assert manager.ask("train", 5, {0: {}, 1: {}, 2: {}}, read) == {0: 0, 2: 20}
+    assert manager._nodes[2] == 102 and "node 102 already is client 2" in capsys.readouterr().err
 
 
 class Greedy:
@@ -185,7 +194,7 @@ FAULTS = ["late", "malformed", "no record", "array", "envelope", "large", "memor
 
 @pytest.mark.parametrize("fault", [*AT_FAULT, ("double", ""), ("crash", "")], ids=[*FAULTS, "double", "crash"])
 def test_a_single_fault_changes_no_answer_where_one_waits(fault, capsys):
-    assert asked(roll_of(map(node, range(3)), faults=once(fault[0]))) == {0: 0, 2: 20}
+    assert asked(manager_of(map(node, range(3)), faults=once(fault[0]))) == {0: 0, 2: 20}
     said = capsys.readouterr().err
     assert said.count("lost client 2") == bool(fault[1]) and fault[1] in said
 
@@ -200,16 +209,18 @@ def test_a_node_that_comes_back_with_another_number_is_no_lost_client(lost, caps
             return "gone"
         return None
 
-    roll = Roll(mail.FakePost(nodes, faults), REQUEST, num_clients=3, terms=Terms(lost, 500.0, 9.0))
-    assert asked(roll) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
+    manager = ClientManager(
+        transport.FakeMessenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy(lost, 500.0, 9.0)
+    )
+    assert asked(manager) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault", AT_FAULT, ids=FAULTS)
 def test_without_waiting_a_lost_client_is_named_and_left_out(fault, capsys):
-    assert asked(roll_of(map(node, range(3)), faults=once(fault[0]), lost="untrained")) == {0: 0}
+    assert asked(manager_of(map(node, range(3)), faults=once(fault[0]), lost="untrained")) == {0: 0}
     assert f"round 5: lost client 2: {fault[1]}" in capsys.readouterr().err
     with pytest.raises(UserError, match=f"round 5: client 2 is lost .*{re.escape(fault[1])}"):
-        asked(roll_of(map(node, range(3)), faults=once(fault[0]), lost="stop"))
+        asked(manager_of(map(node, range(3)), faults=once(fault[0]), lost="stop"))
 
 
 def test_if_all_are_lost_there_is_nothing_to_go_on_with():
@@ -222,7 +233,7 @@ def test_if_all_are_lost_there_is_nothing_to_go_on_with():
             left.remove(message.node)
         return fault
 
-    assert asked(roll_of(map(node, range(3)), faults=again, lost="untrained")) == {0: 0, 2: 20}
+    assert asked(manager_of(map(node, range(3)), faults=again, lost="untrained")) == {0: 0, 2: 20}
 
 
 def refuse(message):
@@ -233,20 +244,20 @@ def refuse(message):
 def test_a_client_that_answers_falsely_again_and_again_ends_the_run(answer, capsys):
     at_train = lambda message: {} if message.kind == "begin" else answer(message)
     with pytest.raises(UserError, match=r"client 2 sent 3 invalid replies .*--lost=untrained"):
-        asked(roll_of([node(0), node(1), node(2, answer=at_train)]))
+        asked(manager_of([node(0), node(1), node(2, answer=at_train)]))
 
 
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
         ([node(0), node(1)], ""),
-        ([node(0), node(1), node(3)], "it has the client-id 3, and clients are numbered 0 to 2"),
+        ([node(0), node(1), node(3)], "it has the client-id 3; clients are numbered 0 to 2"),
         ([node(0), node(1), node(1)], "node 101 already is client 1; each node needs a client-id of its own"),
-        ([node(0), node(1), node(2, size=0)], "sizes are whole numbers, of one sample at least"),
-        ([node(0), node(1), lambda message: {"member": {"client": "2"}}], "its answer at the roll call is malformed"),
+        ([node(0), node(1), node(2, size=0)], "sizes must be whole numbers, and at least one sample"),
+        ([node(0), node(1), lambda message: {"member": {"client": "2"}}], "its reply to join is malformed"),
         (
             [node(0), node(1), node(2, size=2**31)],
-            "it tells 2,147,483,648 samples, and a client has at most 16,777,216",
+            "it reports 2,147,483,648 samples; a client has at most 16,777,216",
         ),
         ([node(0), node(1), node(2, size=10**5000)], "its answer is malformed"),
         ([node(0), node(1), lambda message: {"member": {"client": [1]}}], "malformed"),
@@ -255,26 +266,31 @@ def test_a_client_that_answers_falsely_again_and_again_ends_the_run(answer, caps
 )
 def test_without_all_clients_the_run_does_not_begin(nodes, said, capsys):
     with pytest.raises(UserError, match=r"2 of 3 clients have joined after 9 s; missing: 2"):
-        roll_of(nodes).everybody()
+        manager_of(nodes).wait_for_all()
     assert said in capsys.readouterr().err
 
 
 def test_a_client_of_other_sizes_or_another_node_is_not_the_one_of_the_run(tmp_path, capsys):
-    roll = roll_of(map(node, range(3)))
-    roll.everybody()
-    roll.save(tmp_path)
-    later = roll_of([node(0), node(1), node(2, size=6)])
+    manager = manager_of(map(node, range(3)))
+    manager.wait_for_all()
+    manager.save(tmp_path)
+    later = manager_of([node(0), node(1), node(2, size=6)])
     later.remember(tmp_path)
     with pytest.raises(UserError, match="missing: 2"):
-        later.everybody()
+        later.wait_for_all()
     assert "client 2 reports other numbers of samples than before" in capsys.readouterr().err
 
 
 def test_all_clients_together_have_at_most_as_many_samples_as_32_bits_count(capsys):
     clients = [node(client, size=2**24) for client in range(129)]
-    roll = Roll(mail.FakePost(dict(enumerate(clients))), REQUEST, num_clients=129, terms=Terms(join_timeout=9.0))
+    manager = ClientManager(
+        transport.FakeMessenger(dict(enumerate(clients))),
+        MANIFEST,
+        num_clients=129,
+        policy=Policy(join_timeout=9.0),
+    )
     with pytest.raises(UserError, match=r"127 of 129 clients have joined"):
-        roll.everybody()
+        manager.wait_for_all()
     assert (
         "client 127 reports 16,777,216 samples; all clients together have at most 2^31 - 1" in capsys.readouterr().err
     )
@@ -286,8 +302,8 @@ def test_a_clients_words_cannot_forge_the_servers_lines(capsys):
             return node(2)(message) if message.kind == "join" else {}
         raise UserError("\x1b[2J\nfedjax-mr: round 9: accuracy 1.0" + 1000 * "x")
 
-    roll = roll_of([node(0), node(1), forge], lost="untrained")
-    assert asked(roll) == {0: 0}
+    manager = manager_of([node(0), node(1), forge], lost="untrained")
+    assert asked(manager) == {0: 0}
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable() and line.startswith("fedjax-mr: round 5: lost client 2: ?[2J") and len(line) < 250
 

@@ -1,4 +1,4 @@
-"""Rows ``clients`` and ``servers`` of chaos.py: real clients on fake mail, one side of which is hostile."""
+"""Rows ``clients`` and ``servers`` of chaos.py: real clients with fake messages, one side of which is hostile."""
 
 import contextlib
 import copy
@@ -18,8 +18,9 @@ import numpy as np
 from chaos_messages import ODD
 from chaos_runs import World, Wrong
 
-from fedjax_mr.deploy import client, facts, flower, mail, server
-from fedjax_mr.deploy.roll import Roll, Terms
+from fedjax_mr.deploy import client, flower, protocol, server, transport
+from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
+from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
@@ -51,19 +52,23 @@ class Place:
         ]  # fmt: skip
         self.folder, self.flags = folder, shlex.join(flags)
         config = resolve(configuration.parse(flags)).config
-        facts.divide(federated_data(config), folder)
-        samples = facts.ServerSamples.read(folder / "server.npz")
-        model = facts.network_of(config, samples.facts)
-        self.request = facts.Request("ab" * 8, samples.facts, facts.agreement(config, model), label_counts=False)
-        self.replies: dict[tuple[str, int], mail.Content] = {}
-        self.messages: dict[tuple[str, int], mail.Message] = {}
-        roll = self.roll(self.honest, "stop")
-        self.clients = server.MailClients(config, facts.told_data(roll.everybody(), samples), model, roll)
+        divide(federated_data(config), folder)
+        samples = ServerSamples.read(folder / "server.npz")
+        model = protocol.network_of(config, samples.facts)
+        self.manifest = protocol.RunManifest(
+            "ab" * 8, samples.facts, protocol.agreement(config, model), label_counts=False
+        )
+        self.replies: dict[tuple[str, int], transport.Content] = {}
+        self.messages: dict[tuple[str, int], transport.Message] = {}
+        manager = self.manager(self.honest, "stop")
+        self.clients = server.RemoteClients(
+            config, protocol.remote_data(manager.wait_for_all(), samples), model, manager
+        )
         progress, _ = self.clients.simulator.run(self.clients.simulator.init(), 1)
         self.expected = self.clients.test(progress)
         self.hostile = next(number for kind, number in self.replies if kind == "train")
 
-    def honest(self, message: mail.Message) -> mail.Content:
+    def honest(self, message: transport.Message) -> transport.Content:
         """Answer as a client does, and remember it."""
         number = message.node - 100
         node = {"client-id": number, "data": str(self.folder / f"client-{number}.npz")}
@@ -71,15 +76,15 @@ class Place:
         self.messages[message.kind, number], self.replies[message.kind, number] = message, reply
         return reply
 
-    def roll(self, answer: Any, lost: str, faults: Any = None) -> Roll:
+    def manager(self, answer: Any, lost: str, faults: Any = None) -> ClientManager:
         """Return the clients of a new run."""
-        post = mail.FakePost({100 + number: answer for number in range(CLIENTS)}, faults)
-        return Roll(post, self.request, num_clients=CLIENTS, terms=Terms(lost, 10.0, 30.0))
+        messenger = transport.FakeMessenger({100 + number: answer for number in range(CLIENTS)}, faults)
+        return ClientManager(messenger, self.manifest, num_clients=CLIENTS, policy=ClientPolicy(lost, 10.0, 30.0))
 
 
 @functools.cache
 def _place(dataset: Path, process: int) -> Place:
-    folder = dataset.parent / f"mail-{process}"
+    folder = dataset.parent / f"deploy-{process}"
     folder.mkdir()
     return Place(folder, dataset)
 
@@ -99,29 +104,29 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
     step, lost = chance.choice(STEPS), chance.choice(("untrained", "wait"))
     tried: list[str] = []
 
-    def faults(message: mail.Message, before: int) -> mail.Fault:
+    def faults(message: transport.Message, before: int) -> transport.Fault:
         if message.kind != step or message.node != 100 + place.hostile or (lost == "wait" and tried):
             return None
         seed = chance.random()
 
-        def spoil(content: mail.Content) -> mail.Content:
+        def spoil(content: transport.Content) -> transport.Content:
             spoiled, how = _spoiled(random.Random(seed), content)
             tried.append(how)
             return spoiled
 
         return spoil
 
-    # Replies are those of the first time: the roll is new, but its clients' work is the same.
-    roll = place.roll(lambda message: place.replies[message.kind, message.node - 100], lost, faults)
+    # Replies are those of the first time: the manager is new, but its clients' work is the same.
+    manager = place.manager(lambda message: place.replies[message.kind, message.node - 100], lost, faults)
     said = io.StringIO()
     ended = ""
     try:
         with contextlib.redirect_stderr(said):
-            roll.everybody()
-            roll.begin({})
+            manager.wait_for_all()
+            manager.begin({})
             for kind in ("train", "evaluate"):
                 asked = {each: {} for name, each in place.replies if name == kind}
-                answers = roll.ask(kind, 0, asked, functools.partial(_read, place, kind), 2**22)
+                answers = manager.ask(kind, 0, asked, functools.partial(_read, place, kind), 2**22)
                 for each in asked.keys() - {place.hostile}:
                     _require_same(answers[each], _read(place, kind, each, place.replies[kind, each]))
     except UserError as error:
@@ -136,7 +141,7 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
     return 1, f"{step}: {tried[:1]}"
 
 
-def _read(place: Place, kind: str, number: int, reply: mail.Content) -> Any:
+def _read(place: Place, kind: str, number: int, reply: transport.Content) -> Any:
     if kind == "train":
         return place.clients._read(number, reply)
     return place.clients.read(number, reply)
@@ -181,17 +186,17 @@ def servers(world: World, number: int, folder: Path) -> tuple[int, str]:
     if chance.random() < 0.15:
         flags, how = f"{flags} {chance.choice(TEXTS)}", "flags"
     elif chance.random() < 0.1:
-        message, how = mail.dataclasses.replace(message, kind=chance.choice((*TEXTS, "relay"))), "kind"
+        message, how = transport.dataclasses.replace(message, kind=chance.choice((*TEXTS, "relay"))), "kind"
     else:
         content, how = _spoiled(chance, message.content)
-        message = mail.dataclasses.replace(message, content=content)
+        message = transport.dataclasses.replace(message, content=content)
     said, tried = io.StringIO(), f"{message.kind[:20]!r}: {how}"
     try:
         with contextlib.redirect_stderr(said):
-            reply = mail.reply(message, lambda message: client.answer(message, node, {"flags": flags}))
+            reply = transport.reply(message, lambda message: client.answer(message, node, {"flags": flags}))
     except Exception:  # broad: any error other than a UserError is a failure of the trial, reported with its place
         raise Wrong(f"{tried}: {traceback.format_exc()}") from None
-    refused = reply[mail.ENVELOPE].get("refused")
+    refused = reply[transport.ENVELOPE].get("refused")
     if refused is not None and (not refused.isprintable() or not 10 < len(refused) <= 200):
         raise Wrong(f"{tried}: refused by {refused!r}")
     if refused is not None and not refused.startswith("client") and "run" not in refused:
@@ -217,8 +222,8 @@ def _spoiled(chance: random.Random, content: Mapping[str, Any]) -> tuple[Any, st
         return records, f"{name} is gone"
     if kind < 0.16:
         return records | {name: chance.choice(ODD)}, f"{name} is no record"
-    if kind < 0.22 and mail.ENVELOPE in records:
-        records[mail.ENVELOPE]["refused"] = chance.choice((*TEXTS, *ODD))
+    if kind < 0.22 and transport.ENVELOPE in records:
+        records[transport.ENVELOPE]["refused"] = chance.choice((*TEXTS, *ODD))
         return records, "a refusal"
     if kind < 0.26:
         return records | {"more": {"x": np.zeros(chance.choice((1, 2**22)), np.float32)}}, "one record more"

@@ -2,7 +2,7 @@
 
 A client's number is set by its operator (``client-id``). With node authentication, a number belongs to the node key
 that joined with it first. A client is lost if its reply is late, malformed or not finite; one line reports its number,
-and `Terms` decides what follows. A round never averages over fewer rows.
+and `ClientPolicy` decides what follows. A round never averages over fewer rows.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr.data import files
-from fedjax_mr.deploy import mail, relay
-from fedjax_mr.deploy.facts import Member, Request
-from fedjax_mr.deploy.mail import Asking, Lost, Message, Post
+from fedjax_mr.deploy import relay, transport
+from fedjax_mr.deploy.protocol import Member, RunManifest
+from fedjax_mr.deploy.transport import Message, Messenger, NoReply, PendingReplies
 from fedjax_mr.deploy.wire import SMALL, Content, one_line
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import REAL_CLIENTS
 from fedjax_mr.strategies.hyper import LARGEST_INT32
 
-SECONDS_BETWEEN_LOOKS = mail.POLL_SECONDS
+SECONDS_BETWEEN_POLLS = transport.POLL_SECONDS
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds until a node that failed to join is asked again; doubled each time
-MOST_FALSE_REPLIES = 3  # invalid replies of one client in one round; then the run ends
+MAX_INVALID_REPLIES = 3  # invalid replies of one client in one round; then the run ends
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class ClientPolicy:
     """Rules for the clients of a run.
 
     Attributes:
@@ -45,59 +45,61 @@ class Terms:
     node_keys: bool = False
 
     @property
-    def at_the_roll_call(self) -> float:
+    def join_reply_timeout(self) -> float:
         """Seconds allowed for one reply to ``join`` or ``begin``, so that time is left to retry."""
         return min(self.reply_timeout, self.join_timeout / 3)
 
 
-class Roll:
+class ClientManager:
     """The clients of a run.
 
     Attributes:
-      request: the facts about the run in every message.
+      manifest: the facts about the run in every message.
       members: each client's facts about itself, by its number.
-      terms: rules for the clients.
+      policy: rules for the clients.
     """
 
-    def __init__(self, post: Post, request: Request, *, num_clients: int, terms: Terms) -> None:
+    def __init__(self, messenger: Messenger, manifest: RunManifest, *, num_clients: int, policy: ClientPolicy) -> None:
         """Start without any client.
 
         Args:
-          post: sends messages to the nodes.
-          request: the facts about the run in every message.
+          messenger: sends messages to the nodes.
+          manifest: the facts about the run in every message.
           num_clients: N.
-          terms: rules for the clients.
+          policy: rules for the clients.
         """
-        self.request, self.terms = request, terms
+        self.manifest, self.policy = manifest, policy
         self.members: dict[int, Member] = {}
         self._owners: dict[int, str] = {}  # the authenticated key of each client's node
-        self._post, self._record = post, request.record()
+        self._messenger, self._record = messenger, manifest.record()
         self._num_clients = num_clients
         self._nodes: dict[int, int] = {}  # the node of each client
         self._begin: Content | None = None
         self._begun: set[tuple[int, int]] = set()  # (client, node) pairs that know the federation
-        self._open: list[tuple[Asking, Callable[[int, Content | Lost], None]]] = []  # with the handler of replies
+        self._open: list[
+            tuple[PendingReplies, Callable[[int, Content | NoReply], None]]
+        ] = []  # with the handler of replies
         self._late: set[int] = set()  # clients whose node did not reply in time; they may have another node now
-        self._claims: set[int] = set()  # nodes that claim a client whose former node is being checked
+        self._claiming: set[int] = set()  # nodes that claim a client whose former node is being checked
         # For nodes that failed to join: when to ask again, and the length of the pause.
         self._pauses: dict[int, tuple[float, float]] = {}
         self._printed: set[str] = set()  # lines that were printed
 
     # --- admission
 
-    def everybody(self) -> list[Member]:
+    def wait_for_all(self) -> list[Member]:
         """Wait for all N clients at the start of a run, and return their facts about themselves.
 
         Raises:
           UserError: clients are missing, or one number is claimed twice.
         """
-        self._gather(range(self._num_clients), self.terms.join_timeout)
+        self._gather(range(self._num_clients), self.policy.join_timeout)
         return [self.members[client] for client in range(self._num_clients)]
 
     def begin(self, content: Content) -> None:
         """Send the facts of the federation to all clients, and from now on to every client that reconnects."""
         self._begin = content
-        self._gather(range(self._num_clients), self.terms.join_timeout)
+        self._gather(range(self._num_clients), self.policy.join_timeout)
 
     def _gather(self, clients: Collection[int], patience: float | None) -> None:
         """Wait until these clients are ready; ``patience`` None waits without limit.
@@ -105,19 +107,19 @@ class Roll:
         Raises:
           UserError: clients are missing after ``patience`` seconds.
         """
-        started = reported = self._post.now()
+        started = reported = self._messenger.now()
         while missing := sorted(set(clients) - self._ready(clients)):
-            now = self._post.now()
+            now = self._messenger.now()
             if patience is not None and now - started > patience:
                 raise UserError(
                     f"{len(clients) - len(missing)} of {len(clients)} clients have joined after {patience:g} s; "
                     f"missing: {', '.join(map(str, missing))} (client-id of their nodes; --join_timeout sets how long "
                     f"to wait)"
                 )
-            if patience is None and now - reported >= self.terms.reply_timeout:
+            if patience is None and now - reported >= self.policy.reply_timeout:
                 reported = now
                 self._say(f"still waiting for client {', '.join(map(str, missing))}", again=True)
-            self._post.wait(SECONDS_BETWEEN_LOOKS)
+            self._messenger.wait(SECONDS_BETWEEN_POLLS)
 
     def _ready_soon(self, clients: Collection[int]) -> set[int]:
         """The clients among these that are ready, after a wait for the replies of new nodes.
@@ -127,7 +129,7 @@ class Roll:
         while set(clients) - (ready := self._ready(clients)):
             if not any(asking.nodes - self._pauses.keys() for asking, _ in self._open):
                 break
-            self._post.wait(SECONDS_BETWEEN_LOOKS)
+            self._messenger.wait(SECONDS_BETWEEN_POLLS)
         return ready & set(clients)
 
     def _ready(self, clients: Collection[int]) -> set[int]:
@@ -138,67 +140,67 @@ class Roll:
         """
         self._look()
         if set(clients) - self._prepared() or self._late.intersection(clients):
-            connected = set(self._post.nodes())
-            self._ask_nodes("join", connected - set(self._nodes.values()), self._joined, {})
+            connected = set(self._messenger.nodes())
+            self._ask_nodes("join", connected - set(self._nodes.values()), self._admit, {})
             self._look()
             if self._begin is not None:
                 new = {self._nodes[each] for each in clients if each in self._nodes} & connected
                 begun = {node for _, node in self._begun}
-                self._ask_nodes("begin", new - begun, self._has_begun, self._begin)
+                self._ask_nodes("begin", new - begun, self._mark_begun, self._begin)
             self._look()
         return self._prepared()
 
     def _prepared(self) -> set[int]:
-        connected = set(self._post.nodes())
+        connected = set(self._messenger.nodes())
         there = {client for client, node in self._nodes.items() if node in connected}
         return there if self._begin is None else {each for each in there if (each, self._nodes[each]) in self._begun}
 
     def _look(self) -> None:
         """Handle the replies that have arrived."""
         for asking, then in list(self._open):
-            for node, reply in asking.look().items():
+            for node, reply in asking.poll().items():
                 then(node, reply)
         self._open = [(asking, then) for asking, then in self._open if asking.nodes]
 
     def _ask_nodes(
-        self, kind: str, nodes: Collection[int], then: Callable[[int, Content | Lost], None], content: Content
+        self, kind: str, nodes: Collection[int], then: Callable[[int, Content | NoReply], None], content: Content
     ) -> None:
         """Send a message to nodes, except those whose reply is awaited and those that failed recently."""
-        now, busy = self._post.now(), self._claims.union(*(asking.nodes for asking, _ in self._open))
+        now, busy = self._messenger.now(), self._claiming.union(*(asking.nodes for asking, _ in self._open))
         due = [node for node in sorted(set(nodes) - busy) if self._pauses.get(node, (now, 0.0))[0] <= now]
         messages = [Message(kind, node, 0, 0, {"run": self._record, **content}) for node in due]
         if messages:
-            self._open.append((self._post.send(messages, self.terms.at_the_roll_call), then))
+            self._open.append((self._messenger.send(messages, self.policy.join_reply_timeout), then))
 
-    def _joined(self, node: int, reply: Content | Lost) -> None:
+    def _admit(self, node: int, reply: Content | NoReply) -> None:
         """Admit a node's client, or print why not."""
         try:
-            if isinstance(reply, Lost):
+            if isinstance(reply, NoReply):
                 raise UserError(reply.reason)
             member, owner = self._member(node, reply)
         except UserError as error:
             self._pause(node, f"node {node} does not join: {one_line(str(error))}")
             return
         other = self._nodes.get(member.client)
-        if other is None or other not in self._post.nodes():
+        if other is None or other not in self._messenger.nodes():
             self._enter(node, member, owner)
             return
 
-        def challenged(_: int, reply: Content | Lost) -> None:
-            self._claims.discard(node)
-            if isinstance(reply, Lost):
+        def challenged(_: int, reply: Content | NoReply) -> None:
+            self._claiming.discard(node)
+            if isinstance(reply, NoReply):
                 self._enter(node, member, owner)
             else:
                 claim = f"node {other} already is client {member.client}; each node needs a client-id of its own"
                 self._pause(node, f"node {node} does not join: {claim}")
 
-        self._claims.add(node)
+        self._claiming.add(node)
         message = Message("join", other, 0, 1, {"run": self._record})
-        self._open.append((self._post.send([message], self.terms.at_the_roll_call), challenged))
+        self._open.append((self._messenger.send([message], self.policy.join_reply_timeout), challenged))
 
-    def _has_begun(self, node: int, reply: Content | Lost) -> None:
+    def _mark_begun(self, node: int, reply: Content | NoReply) -> None:
         for client in [client for client, its in self._nodes.items() if its == node]:
-            if isinstance(reply, Lost):
+            if isinstance(reply, NoReply):
                 self._pause(node, f"client {client} does not begin: {reply.reason}")
             else:
                 self._pauses.pop(node, None)
@@ -208,7 +210,7 @@ class Roll:
         """Print what is wrong with a node, and do not ask it again for a pause that doubles each time."""
         self._say(line)
         pause = min(2 * self._pauses.get(node, (0.0, FIRST_PAUSE / 2))[1], LONGEST_PAUSE)
-        self._pauses[node] = (self._post.now() + pause, pause)
+        self._pauses[node] = (self._messenger.now() + pause, pause)
 
     def _member(self, node: int, reply: Content) -> tuple[Member, str]:
         """A client's facts about itself, checked, and the key of its node.
@@ -220,14 +222,14 @@ class Roll:
             member = Member.of(
                 reply,
                 num_clients=self._num_clients,
-                num_classes=self.request.facts.num_classes,
-                counted=self.request.label_counts,
+                num_classes=self.manifest.facts.num_classes,
+                counted=self.manifest.label_counts,
             )
         except UserError:
             raise
         except Exception as error:  # broad, as in `_read`
             raise _malformed(error) from None
-        client, owner = member.client, self._post.owner(node) if self.terms.node_keys else ""
+        client, owner = member.client, self._messenger.owner(node) if self.policy.node_keys else ""
         if self._owners.get(client, owner) != owner:
             raise UserError(f"client {client} joined this run with another node key before")
         if self.members.get(client, member) != member:
@@ -254,7 +256,7 @@ class Roll:
         read: Callable[[int, Content], Any],
         most: int = SMALL,
     ) -> dict[int, Any]:
-        """Ask clients and return their answers by client number. Lost clients are missing if `Terms` allows it.
+        """Ask clients and return their answers by number. Lost clients are missing if `ClientPolicy` allows it.
 
         Args:
           kind: kind of the message.
@@ -264,7 +266,7 @@ class Roll:
           most: bytes allowed in one reply.
 
         Raises:
-          UserError: a client is lost and `Terms` says to stop; or a client's replies are invalid several times.
+          UserError: a client is lost and `ClientPolicy` says to stop; or a client's replies are invalid several times.
         """
         answers: dict[int, Any] = {}
         false = dict.fromkeys(contents, 0)
@@ -274,8 +276,8 @@ class Roll:
             ready = self._ready_soon(wanted)
             asked = [client for client in wanted if client in ready]
             messages = [self._message(kind, client, round, attempt, contents[client]) for client in asked]
-            replies = self._post.ask(messages, self.terms.reply_timeout, most) if messages else {}
-            moved = {node for node, reply in replies.items() if isinstance(reply, Lost) and reply.moved}
+            replies = self._messenger.ask(messages, self.policy.reply_timeout, most) if messages else {}
+            moved = {node for node, reply in replies.items() if isinstance(reply, NoReply) and reply.moved}
             lost = {client: "its node is not connected" for client in wanted if client not in asked}
             for client, message in zip(asked, messages, strict=True):
                 reply = replies[message.node]
@@ -283,7 +285,7 @@ class Roll:
                     continue
                 self._late.discard(client)
                 try:
-                    if isinstance(reply, Lost):
+                    if isinstance(reply, NoReply):
                         if not reply.refused:
                             self._late.add(client)
                         else:
@@ -300,15 +302,15 @@ class Roll:
                 continue
             for client, reason in lost.items():
                 self._say(f"round {round + 1}: lost client {client}: {reason}", again=True)
-            if self.terms.lost == "stop":
+            if self.policy.lost == "stop":
                 first = min(lost)
                 raise UserError(f"round {round + 1}: client {first} is lost ({lost[first]}), and --lost=stop")
-            if self.terms.lost == "untrained" and answers:
+            if self.policy.lost == "untrained" and answers:
                 return answers
             for client in lost:
-                if false[client] >= MOST_FALSE_REPLIES:
+                if false[client] >= MAX_INVALID_REPLIES:
                     remedy = "--lost=untrained continues without it"
-                    if self.terms.lost == "untrained":
+                    if self.policy.lost == "untrained":
                         remedy = "no other client of the round replies, so the round cannot continue"
                     raise UserError(
                         f"round {round + 1}: client {client} sent {false[client]} invalid replies ({lost[client]}); "
@@ -326,29 +328,31 @@ class Roll:
             false[client] += 1
             raise _malformed(error) from None
 
-    def together(self, round: int, clients: Sequence[int], once: Callable[[Post, Mapping[int, int], int], Any]) -> Any:
+    def with_all(
+        self, round: int, clients: Sequence[int], once: Callable[[Messenger, Mapping[int, int], int], Any]
+    ) -> Any:
         """Run something that needs all clients of a round, again until no client is lost, and return its result.
 
         Args:
           round: round of the run.
           clients: the cohort.
-          once: (post, the node of each client in the order of the cohort, number of the attempt) -> the result.
+          once: (messenger, the node of each client in the order of the cohort, number of the attempt) -> the result.
             Numbers of attempts grow, also after a restart of the server.
 
         Raises:
-          UserError: a client is lost and `Terms` says to stop; or a client's replies are invalid several times.
+          UserError: a client is lost and `ClientPolicy` says to stop; or a client's replies are invalid several times.
         """
         attempt, false = 0, dict.fromkeys(clients, 0)
         while True:
             self._gather(clients, None)
             attempt = max(attempt + 1, int(time.time()))
             try:
-                return once(self._post, {client: self._nodes[client] for client in clients}, attempt)
-            except relay.Broken as broken:
+                return once(self._messenger, {client: self._nodes[client] for client in clients}, attempt)
+            except relay.ExchangeFailed as broken:
                 for client, lost in broken.lost.items():
                     self._say(f"round {round + 1}: lost client {client}: {lost.reason}", again=True)
                     false[client] += lost.refused
-                    if self.terms.lost == "stop" or false[client] >= MOST_FALSE_REPLIES:
+                    if self.policy.lost == "stop" or false[client] >= MAX_INVALID_REPLIES:
                         raise UserError(f"round {round + 1}: client {client} is lost ({lost.reason})") from None
 
     def _message(self, kind: str, client: int, round: int, attempt: int, content: Content) -> Message:
@@ -365,7 +369,7 @@ class Roll:
     def save(self, folder: Path) -> None:
         """Write the clients' facts and node keys into the run folder."""
         content = {
-            "run": self.request.run,
+            "run": self.manifest.run,
             "clients": {
                 client: self.members[client].record() | {"key": self._owners[client]} for client in self.members
             },

@@ -21,7 +21,7 @@ from fedjax_mr.errors import UserError
 _NAME = re.compile(r"[0-9a-f]{1,64}")
 
 
-class Keep:
+class ClientStorage:
     """A client's folder for one run; a context manager that keeps other processes out."""
 
     def __init__(self, folder: Path | str, run: str) -> None:
@@ -38,7 +38,7 @@ class Keep:
             raise UserError(f"{run[:80]!r} is not a valid name of a run")
         self.folder = Path(folder) / run
 
-    def __enter__(self) -> "Keep":
+    def __enter__(self) -> "ClientStorage":
         """Create the folder and wait until no other process uses it.
 
         Raises:
@@ -92,7 +92,7 @@ class Keep:
         name = f"memory-{round}"
         return wire.unpack(self.read(name), like, who=str(self.folder / name), finite=False)
 
-    def keep_memory(self, round: int, memory: Any, *, before: int) -> None:
+    def write_memory(self, round: int, memory: Any, *, before: int) -> None:
         """Write the memory after a round, keep that of the round ``before``, and delete all others."""
         self.write(f"memory-{round}", wire.pack(memory))
         stay = {f"memory-{each}.npz" for each in (round, before)}
@@ -100,7 +100,7 @@ class Keep:
             if path.name not in stay:
                 path.unlink(missing_ok=True)
 
-    def keep_last(self, name: str, round: int, record: wire.Record) -> None:
+    def write_last(self, name: str, round: int, record: wire.Record) -> None:
         """Write the record of a round, and delete the records of other rounds."""
         self.write(f"{name}-{round}", record)
         for path in self.folder.glob(f"{name}-*.npz"):

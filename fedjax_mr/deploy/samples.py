@@ -1,0 +1,157 @@
+"""The files with the samples of real clients and of their server.
+
+A client's file is an .npz file with arrays ``x`` and ``y``, and optionally ``validation_x``, ``validation_y``,
+``test_x``, ``test_y``. The server's file has ``test_x`` and ``test_y``, on which the deployed model is tested, and
+``public_x`` (and ``public_y``) if the strategy needs public data. It also defines the kind of all samples and their
+normalisation: either by ``facts``, which `divide` writes from a dataset for a trial, or by ``num_classes``, ``mean``
+and ``std``, with the defaults of `from_arrays`.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_mr.data import FederatedData, files, from_arrays, npz
+from fedjax_mr.data.facts import Facts
+from fedjax_mr.data.federated import Public
+from fedjax_mr.errors import UserError
+
+
+class ClientSamples(NamedTuple):
+    """A client's samples, in their order for training."""
+
+    x: np.ndarray  # [n, ...] training samples
+    y: np.ndarray  # [n] int32
+    validation_x: np.ndarray
+    validation_y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path | str, facts: Facts) -> "ClientSamples":
+        """Read a client's file.
+
+        Raises:
+          UserError: the file is missing or damaged, or its samples are not of the federation's kind.
+        """
+        arrays = _read(path)
+        parts: list[np.ndarray] = []
+        for before in ("", "validation_", "test_"):
+            x, y = (arrays.get(before + name) for name in ("x", "y"))
+            if (x is None) != (y is None) or (x is None and not before):
+                raise UserError(f"{path} needs arrays {before}x and {before}y, of samples and labels")
+            if x is None or y is None:
+                x, y = np.zeros((0, *facts.shape), facts.dtype), np.zeros(0, np.int32)
+            parts += checked_samples(path, before, x, y, facts)
+        if not len(parts[1]):
+            raise UserError(f"{path} holds no training samples")
+        return cls(*parts)
+
+    def fingerprint(self) -> str:
+        """A digest of all samples and labels; it is never sent."""
+        digest = hashlib.sha256()
+        for part in self:
+            digest.update(f"{part.shape}{part.dtype}".encode())
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+
+class ServerSamples(NamedTuple):
+    """The server's samples, and the kind of all samples in the federation."""
+
+    facts: Facts
+    test_x: np.ndarray
+    test_y: np.ndarray
+    public: Public | None
+
+    @classmethod
+    def read(cls, path: Path | str) -> "ServerSamples":
+        """Read the server's file.
+
+        Raises:
+          UserError: the file is missing or damaged, or its samples are not of the kind that it declares.
+        """
+        arrays = _read(path)
+        try:
+            x, y = arrays["test_x"], arrays["test_y"]
+            if "facts" in arrays:
+                facts = Facts.parse(str(arrays["facts"].item()))
+            else:
+                kind = {name: arrays[name].tolist() for name in ("num_classes", "mean", "std") if name in arrays}
+                facts = Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a file of a server: it needs test_x and test_y ({error})") from None
+        public = None
+        if "public_x" in arrays:
+            if "public_y" in arrays:
+                public = Public(*checked_samples(path, "public_", arrays["public_x"], arrays["public_y"], facts))
+            else:
+                public = Public(facts.samples(arrays["public_x"]), None)
+        x, y = checked_samples(path, "test_", x, y, facts)
+        return cls(facts, x, y, public)
+
+
+def _read(path: Path | str) -> dict[str, np.ndarray]:
+    try:
+        return npz.read(Path(path))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def checked_samples(path: Path | str, before: str, x: np.ndarray, y: np.ndarray, facts: Facts) -> list[np.ndarray]:
+    """Check the samples and labels of a part of a file, and return them with the dtypes of the federation.
+
+    Args:
+      path: where they come from, for errors.
+      before: prefix of the arrays' names, such as "test_".
+      x: samples.
+      y: labels.
+      facts: the kind of the federation's samples.
+
+    Raises:
+      UserError: they are not of the kind.
+    """
+    try:
+        x = facts.samples(x)
+    except UserError as error:
+        raise UserError(f"{before}x in {path}: {error}") from None
+    if y.shape != (len(x),) or y.dtype.kind not in "iu" or (len(y) and (y.min() < 0 or y.max() >= facts.num_classes)):
+        raise UserError(
+            f"{before}y in {path} must be {len(x)} labels from 0 to {facts.num_classes - 1}, one per sample"
+        )
+    return [x, y.astype(np.int32)]
+
+
+def divide(federated: FederatedData, folder: Path) -> list[Path]:
+    """Write the files of the server and of all clients; return their paths, the server's first."""
+    dataset, owned = federated.dataset, federated.client_test if federated.test is not None else None
+    written = []
+
+    def write(name: str, **arrays: Any) -> None:
+        with files.atomic_write(folder / name) as path:
+            np.savez_compressed(path, **{key: value for key, value in arrays.items() if value is not None})
+        written.append(folder / name)
+
+    files.make_folder(folder)
+    public = federated.public
+    write(
+        "server.npz",
+        facts=np.array(Facts.of(dataset).text()),
+        test_x=dataset.test_x,
+        test_y=dataset.test_y,
+        public_x=public and public.x,
+        public_y=public and public.y,
+    )
+    for client in range(federated.num_clients):
+        rows = {"": (dataset.x, dataset.y, federated.train.rows(client))}
+        if federated.validation is not None:
+            rows["validation_"] = (dataset.x, dataset.y, federated.validation.rows(client))
+        if owned is not None:
+            rows["test_"] = (owned.x, owned.y, owned.split.rows(client))
+        parts = {f"{name}x": x[own] for name, (x, _, own) in rows.items()}
+        write(f"client-{client}.npz", **parts, **{f"{name}y": y[own] for name, (_, y, own) in rows.items()})
+    return written
