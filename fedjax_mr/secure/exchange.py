@@ -3,27 +3,27 @@
 Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via Layer-wise Model
 Recombination, KDD 2024, Appendix B (no code released). Every client has a buffer per layer.
 
-1. A client picks some of its layers and sends each to one random other client; it puts the rest into its own buffers.
-2. It puts what it receives into its buffers and remembers who sent it.
-3. To each of these senders it returns a random layer of the same buffer, drawn without replacement.
-4. What came back and what is left in its buffers is its new model.
+1. A client selects some of its layers, sends each to one random other client, and puts the others into its own buffers.
+2. It puts the layers that it receives into its buffers and remembers their senders.
+3. It returns to each of these senders a random layer of the same buffer, drawn without replacement.
+4. The returned layers and those left in its buffers are its new model.
 
-So the copies of a layer that meet in one buffer go back, in uniformly random order, to the clients they came from:
-one exchange permutes the copies within the groups of one holder. Hence every sum over clients stays (Lemma 4.4).
+So the copies of a layer in one buffer return, in uniformly random order, to the clients that they came from: one
+exchange permutes the copies within the group of each holder. Hence every sum over clients is preserved (Lemma 4.4).
 
-How far this hides whose layer is whose. Let each of K clients send each layer with probability q. A uniformly random
-order leaves one copy in its place on average, whatever the size of the group; so the expected share of layers that are
-where they were is the expected number of buffers in use, divided by K: 1 - q (1 - q / (K - 1))^(K - 1). No q brings it
-below 1 - (1 - 1/K)^K, which is more than 1 - 1/e = 0.63; repetitions take it on to 1/K (`expected_unmoved`).
+Privacy. Let each of K clients send each layer with probability q. A uniformly random order leaves one copy in its place
+on average, for every size of the group. So the expected share of unmoved layers is the expected number of used buffers
+divided by K: 1 - q (1 - q / (K - 1))^(K - 1). Its minimum over q is 1 - (1 - 1/K)^K, more than 1 - 1/e = 0.63.
+Repetitions bring it towards 1/K (`expected_unmoved`).
 
-What it does not hide. The server knows which copy of a layer it sent to whom, and a trained layer is mostly still
-closest to the copy that its training started from (tests/secure/test_exchange.py). So a server that compares finds the
-owner after an exchange before the upload, and the start after one before the training; only both together leave it with
-the odds above.
+Limitation. The server knows which copy of a layer it sent to which client, and a trained layer is usually still closest
+to the copy that its training started from (tests/secure/test_exchange.py). So by comparison the server can identify
+the owner after an exchange before the upload, and the starting copy after an exchange before the training. The share
+above applies only if both exchanges take place.
 
-The paper leaves open how many layers are picked (here each with the same probability, independently) and whether
-normalisation statistics count as layers (here they stay with the module that owns them). The real messages, with the
-encryption, are in messages.py; for the same choices both give the same models.
+The paper does not specify how many layers are selected (here each independently with the same probability) and whether
+normalisation statistics are layers (here they stay with their module). The real, encrypted messages are in messages.py;
+for the same choices both give the same models.
 """
 
 from typing import NamedTuple
@@ -35,41 +35,41 @@ import jax.numpy as jnp
 class Repetition(NamedTuple):
     """One repetition of stages 1 to 4."""
 
-    holders: jax.Array  # [U, K] int32: the client in whose buffer k's copy of unit u lies, k itself if it was not sent
-    permutations: jax.Array  # [U, K] int32: client j ends with the copy that client permutations[u, j] had
+    holders: jax.Array  # [U, K] int32: the client whose buffer has the copy of client k; k itself if it was not sent
+    permutations: jax.Array  # [U, K] int32: client j receives the copy of client permutations[u, j]
 
 
 class Outcome(NamedTuple):
-    """All repetitions of one round."""
+    """The result of all repetitions of one round."""
 
-    permutations: jax.Array  # [U, K] int32: client j ends with the copy of owner permutations[u, j]
-    held: jax.Array  # [U, K, K] bool: client m has had the copy of owner o of unit u in its hands, at [u, m, o]
-    sent: jax.Array  # [U] int32: how many copies of the unit went to another client (each makes one come back)
+    permutations: jax.Array  # [U, K] int32: client j has the copy of owner permutations[u, j] at the end
+    held: jax.Array  # [U, K, K] bool, at [u, m, o]: whether client m ever held the copy of unit u of owner o
+    sent: jax.Array  # [U] int32: number of copies sent to other clients (the same number is returned)
 
 
 def draw(key: jax.Array, *, num_units: int, count: int, share: float) -> Repetition:
-    """Return one random exchange of U units among K = ``count`` clients; consumes ``key``.
+    """Draw one random exchange of U units among K = ``count`` clients; consumes ``key``.
 
     Args:
       key: a random key.
       num_units: U.
-      count: K; a client alone keeps everything.
-      share: the probability with which a client sends a unit.
+      count: K. A single client keeps everything.
+      share: probability that a client sends a unit.
     """
-    pick_key, receiver_key, order_key = jax.random.split(key, 3)
+    select_key, receiver_key, order_key = jax.random.split(key, 3)
     clients = jnp.arange(count, dtype=jnp.int32)[None, :]
-    picked = jax.random.bernoulli(pick_key, share, (num_units, count))
+    selected = jax.random.bernoulli(select_key, share, (num_units, count))
     ahead = jax.random.randint(receiver_key, (num_units, count), 1, max(count, 2), jnp.int32)
-    holders = jnp.where(picked, (clients + ahead) % count, clients)
-    # Both orders list the groups one after the other, one by client and one at random: what stands at the same place
-    # in both is who receives and what.
-    places = jnp.argsort(holders, axis=1)
+    holders = jnp.where(selected, (clients + ahead) % count, clients)
+    # Both arrays list the groups of holders one after the other: `receivers` by client, `copies` in random order. The
+    # entries at the same position are a receiver and its copy.
+    receivers = jnp.argsort(holders, axis=1)
     copies = jnp.lexsort((jax.random.bits(order_key, holders.shape), holders), axis=1)
-    return Repetition(holders, jnp.take_along_axis(copies, jnp.argsort(places, axis=1), axis=1).astype(jnp.int32))
+    return Repetition(holders, jnp.take_along_axis(copies, jnp.argsort(receivers, axis=1), axis=1).astype(jnp.int32))
 
 
 def exchange(key: jax.Array, *, num_units: int, count: int, share: float, repetitions: int) -> Outcome:
-    """Return what repeated exchanges of U units among K = ``count`` clients come to; consumes ``key``."""
+    """Simulate repeated exchanges of U units among K = ``count`` clients; consumes ``key``."""
     units = jnp.arange(num_units, dtype=jnp.int32)[:, None]
     clients = jnp.arange(count, dtype=jnp.int32)[None, :]
     start = Outcome(
@@ -78,21 +78,20 @@ def exchange(key: jax.Array, *, num_units: int, count: int, share: float, repeti
         sent=jnp.zeros(num_units, jnp.int32),
     )
 
-    def repeat(before: Outcome, key: jax.Array) -> tuple[Outcome, None]:
+    def repeat(last: Outcome, key: jax.Array) -> tuple[Outcome, None]:
         step = draw(key, num_units=num_units, count=count, share=share)
-        owners = jnp.take_along_axis(before.permutations, step.permutations, axis=1)
-        held = before.held.at[units, step.holders, before.permutations].set(True).at[units, clients, owners].set(True)
-        sent = before.sent + jnp.sum(step.holders != clients, axis=1, dtype=jnp.int32)
+        owners = jnp.take_along_axis(last.permutations, step.permutations, axis=1)
+        held = last.held.at[units, step.holders, last.permutations].set(True).at[units, clients, owners].set(True)
+        sent = last.sent + jnp.sum(step.holders != clients, axis=1, dtype=jnp.int32)
         return Outcome(owners, held, sent), None
 
     return jax.lax.scan(repeat, start, jax.random.split(key, repetitions))[0]
 
 
 def expected_unmoved(count: int, *, share: float, repetitions: int = 1) -> float:
-    """Return the expected share of layers that are where they were before the exchanges, among K = ``count`` clients.
+    """Expected share of layers that are with their owner after the exchanges, among K = ``count`` clients.
 
-    A copy that leaves its place is equally likely to go to any other client, so the share follows a Markov chain of
-    two states.
+    A copy that moves is equally likely to move to any other client, so the share follows a two-state Markov chain.
     """
     if count == 1:
         return 1.0

@@ -1,4 +1,4 @@
-"""The messages of secure recombination, the errors that refuse them, and what everybody can check without a key."""
+"""The messages of secure recombination, their errors, and the checks that need no key."""
 
 import dataclasses
 import numbers
@@ -7,24 +7,24 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-OVERHEAD = 48  # bytes that sealing adds: an X25519 public key (32) and the tag of ChaCha20-Poly1305 (16)
-MOST_ENTRIES = 2**16  # layers of a model, and clients of a round: a longer list is refused before anybody reads it
+OVERHEAD = 48  # bytes added by sealing: an X25519 public key (32) and the tag of ChaCha20-Poly1305 (16)
+MOST_ENTRIES = 2**16  # limit for layers of a model and clients of a round: longer lists are refused before reading
 
 
 class SecureError(Exception):
-    """A message that the protocol does not allow; its receiver is as if it had not come."""
+    """A message violates the protocol. Its receiver ignores it and keeps its state."""
 
 
 class MalformedMessage(SecureError):
-    """A message is not built as its kind is: other types, numbers out of range, a key that is none, too long."""
+    """A message has wrong types, numbers out of range, an invalid key, or too many entries."""
 
 
 class TamperedLayer(SecureError):
-    """A sealed layer is not what was sealed for this place: changed, cut, or of another layer or round."""
+    """A sealed layer was changed or truncated, or belongs to another layer or round."""
 
 
 class ReplayedMessage(SecureError):
-    """A message or sealed layer came before."""
+    """A message or sealed layer was received before."""
 
 
 class WrongRound(SecureError):
@@ -32,11 +32,11 @@ class WrongRound(SecureError):
 
 
 class UnexpectedMessage(SecureError):
-    """A message is not for its receiver, or not for this stage."""
+    """A message is for another receiver or another stage."""
 
 
 class MissingLayer(SecureError):
-    """Something has not arrived that the next step needs."""
+    """A layer or upload that the next step needs has not arrived."""
 
 
 # --- Messages --------------------------------------------------------------------------------------------------------
@@ -47,14 +47,14 @@ class Announcement:
     """The server's announcement before the exchange."""
 
     round: int
-    public_key: bytes  # X25519, of this round only
-    clients: tuple[int, ...]  # ids of the round's clients
+    public_key: bytes  # X25519, for this round only
+    clients: tuple[int, ...]  # ids of the clients of the round
     sizes: tuple[tuple[str, int], ...]  # name and bytes of every layer
 
 
 @dataclasses.dataclass(frozen=True)
 class SealedLayer:
-    """A layer that only the server can read; it does not say whose it is."""
+    """A layer that only the server can read. It does not reveal its owner."""
 
     round: int
     name: str
@@ -80,7 +80,7 @@ class Returned(_BetweenClients):
 
 @dataclasses.dataclass(frozen=True)
 class Upload:
-    """To the server: one layer of each name."""
+    """The message to the server: one layer of each name."""
 
     round: int
     sender: int
@@ -90,17 +90,17 @@ class Upload:
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def is_whole(value: object) -> typing.TypeGuard[int]:
-    """Return whether a value of the caller's own is a whole number, also one of NumPy."""
+def is_integer(value: object) -> typing.TypeGuard[int]:
+    """Whether a value from the caller is an integer, of Python or NumPy."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_form(value: Any, kind: Any, place: str = "") -> None:
-    """Check that a received object is built of exactly the types that its kind declares, before anything reads it.
+    """Check that a received object has exactly the declared types, before any other code reads it.
 
     Raises:
-      UnexpectedMessage: it is a message of another kind, or no message.
-      MalformedMessage: one of its fields is of another type, a number of over 64 bits, or too long a list.
+      UnexpectedMessage: the object is a message of another kind, or not a message.
+      MalformedMessage: a field has another type, is an integer of more than 64 bits, or is too long.
     """
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if type(value) is not kind:
@@ -118,48 +118,52 @@ def check_form(value: Any, kind: Any, place: str = "") -> None:
         for entry, each in zip(value, of[:1] * len(value) if open_ended else of, strict=True):
             check_form(entry, each, place)
     elif kind is int and not -(2**63) <= value < 2**63:
-        raise MalformedMessage(f"{place} is a number of over 64 bits")
+        raise MalformedMessage(f"{place} is a number of more than 64 bits")
 
 
 def check_announcement(announcement: Announcement) -> None:
-    """Check what a client can see of an announcement.
+    """Check an announcement on behalf of a client.
 
     Raises:
-      SecureError: it is no announcement, or its clients or layers are not distinct, or have impossible values.
+      SecureError: the object is not an announcement, or its clients or layers are not distinct or have invalid values.
     """
     check_form(announcement, Announcement)
     names = [name for name, _ in announcement.sizes]
     if announcement.round < 0 or len(announcement.public_key) != 32:
-        raise MalformedMessage("an announcement has a round from 0 and a public key of 32 bytes")
+        raise MalformedMessage("an announcement needs a round of at least 0 and a public key of 32 bytes")
     if not _are_distinct(announcement.clients):
-        raise MalformedMessage("the round's clients are no distinct numbers")
+        raise MalformedMessage("the clients of the round are not distinct numbers")
     if not _are_distinct(names) or any(size < 0 for _, size in announcement.sizes):
-        raise MalformedMessage("the layers have no distinct names, or sizes below 0")
+        raise MalformedMessage("the names of the layers are not distinct, or a size is below 0")
     try:
         "".join(names).encode()
     except UnicodeEncodeError:
-        raise MalformedMessage("the name of a layer is no text that UTF-8 can hold") from None
+        raise MalformedMessage("the name of a layer cannot be encoded in UTF-8") from None
 
 
 def _are_distinct(values: Collection[Any]) -> bool:
     return len(set(values)) == len(values) > 0
 
 
-def check_round(found: int, expected: int) -> None:
-    """Raise WrongRound unless a message is of the round that is expected."""
-    if found != expected:
-        raise WrongRound(f"a message of round {found} came in round {expected}")
+def check_round(actual: int, expected: int) -> None:
+    """Check that a message belongs to the expected round.
+
+    Raises:
+      WrongRound: the message belongs to another round.
+    """
+    if actual != expected:
+        raise WrongRound(f"a message of round {actual} arrived in round {expected}")
 
 
 def check_sealed(layer: SealedLayer, round: int, sizes: Mapping[str, int]) -> None:
-    """Check what everybody can see of a sealed layer.
+    """Check the public part of a sealed layer.
 
     Raises:
-      SecureError: it is of another round, name or length.
+      SecureError: the layer has another round, name or length.
     """
     check_round(layer.round, round)
     if layer.name not in sizes:
-        raise UnexpectedMessage(f"no layer is called {reprlib.repr(layer.name)}")
+        raise UnexpectedMessage(f"there is no layer {reprlib.repr(layer.name)}")
     if len(layer.sealed) != sizes[layer.name] + OVERHEAD:
         raise TamperedLayer(
             f"{layer.name!r} has {len(layer.sealed)} sealed bytes; it should have {sizes[layer.name] + OVERHEAD}"

@@ -1,9 +1,9 @@
 """Secure recombination with real messages: clients exchange layers that only the server can read.
 
 Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via Layer-wise Model
-Recombination, KDD 2024, Appendix B. exchange.py tells the four stages and simulates them inside the compiled round.
-Here each client is a `Party` and each message an object; there is no network: a deployment carries the messages. Needs
-the extra ``secure``.
+Recombination, KDD 2024, Appendix B. exchange.py describes the four stages and simulates them inside the compiled round.
+Here each client is a `Party` and each message an object. This module has no network: a deployment transports the
+messages. It needs the extra ``secure``.
 
 >>> from fedjax_mr.secure import messages
 >>> server = messages.SecureServer({"conv": 4, "dense": 2}, clients=(3, 8))  # bytes per layer
@@ -17,35 +17,34 @@ the extra ``secure``.
 >>> sorted(model["conv"] for model in models.values())
 [b'CCCC', b'cccc']
 
-Layers of Flax models become bytes and back with `pack` and `unpack`.
+`pack` and `unpack` convert layers of Flax models to bytes and back.
 
-Before the upload only. A client cannot train on a layer that is sealed for the server, so an exchange before the
-training has to be in clear, and there is nothing to encrypt: parties here have no way to open a layer.
+Scope. Only the exchange before the upload. An exchange before the training cannot be encrypted, because a client cannot
+train on a layer that is sealed for the server. Parties cannot open layers.
 
-Encryption. One HPKE message per layer (RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305; the package cryptography
-implements it): a fresh ephemeral key each, 48 bytes more than the layer. The server has a new key pair in every round
-and forgets it after opening. Round, name and length of the layer are authenticated; nothing in a sealed layer names its
-owner.
+Encryption. One HPKE message per layer (RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305; implemented by the package
+cryptography), each with a new ephemeral key and 48 bytes larger than the layer. The server generates a key pair for
+every round and deletes it after opening. Round, name and length of the layer are authenticated. A sealed layer does not
+contain its owner.
 
-What is assumed. Everybody is curious but follows the protocol. The channels are encrypted and tell truly who is at the
-other end (such as TLS with certificates on both sides), and the announcement comes from the server. All clients of the
-round finish a stage before the next one begins. A client that drops out takes layers with it, and the round has to
-start again.
+Assumptions. All participants are honest but curious. Channels are encrypted and authenticate both ends (such as TLS
+with certificates on both sides), and the announcement comes from the server. All clients of the round finish a stage
+before the next one begins. If a client drops out, its layers are lost and the round must start again.
 
-What a client learns. Names and lengths of the layers, which are public anyway; from whom it got a sealed layer and to
-whom it returned which. In the first exchange a layer comes from its owner. It recognises a sealed layer that it meets
-again. It reads none of them.
+Knowledge of a client. It knows the names and lengths of the layers, which are public, and the sender and the receiver
+of each sealed layer that it handles. In the first exchange a layer comes from its owner. A client recognises a sealed
+layer that it receives again. It cannot read any.
 
-What the server learns. The K models that were uploaded, in clear, and from whom they came. By position it tells who
-owns a layer with the probability that `exchange.expected_unmoved` gives, at least 0.63 after one exchange. By comparing
-it does better: it knows which model it sent to whom, and a trained layer is mostly still closest to the one that its
-owner started from; against that, the clients need to exchange what they start from, too. Clients that remember what
-passed through their hands in the first exchange, and tell the server, give the owners of those layers away.
+Knowledge of the server. It knows the K uploaded models in plain text and their senders. By position it can guess the
+owner of a layer with the probability of `exchange.expected_unmoved`, at least 0.63 after one exchange. By comparison it
+can guess better: it knows which model it sent to which client, and a trained layer is usually still closest to the
+layer that its training started from. To prevent this, the clients must also exchange the models that they start from.
+Clients that record the first exchange and report it to the server reveal the owners of these layers.
 
-What is noticed. The server notices changed layers, layers of other rounds, missing ones and ones that come twice;
-clients notice messages of another round, repeated ones, and returns that no client owes them. Not noticed is a client
-that puts a layer of its own making in the place of another's: every client can seal for the server, and none signs,
-because owners are not to be named.
+Detection. The server detects changed, missing and repeated layers and layers of other rounds. Clients detect repeated
+messages, messages of another round, and returns that no client owes them. It is not detected if a client replaces the
+layer of another client by a layer of its own: every client can seal for the server, and layers are not signed, because
+a signature would reveal the owner.
 """
 
 import dataclasses
@@ -79,7 +78,7 @@ from fedjax_mr.secure.forms import (
     check_form,
     check_round,
     check_sealed,
-    is_whole,
+    is_integer,
 )
 from fedjax_mr.secure.primitives import primitives
 
@@ -90,79 +89,86 @@ _PURPOSE = b"fedjax_mr secure recombination"
 
 
 class Choices(Protocol):
-    """The source of a party's random choices."""
+    """The source of the random choices of a party."""
 
     def receivers(self, names: Sequence[str], others: Sequence[int]) -> Mapping[str, int]:
-        """Return to which of the other clients each picked layer goes (stage 1)."""
+        """Select layers, and one of the other clients as the receiver of each (stage 1)."""
         ...
 
     def order(self, name: str, count: int) -> Sequence[int]:
-        """Return a random order of a buffer's ``count`` places (stage 3)."""
+        """Draw a random order of the ``count`` entries of a buffer (stage 3)."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomChoices:
-    """The operating system's randomness; each layer is picked with probability ``share``."""
+    """Choices by the random numbers of the operating system. Each layer is selected with probability ``share``."""
 
     share: float = 0.5
 
     def receivers(self, names: Sequence[str], others: Sequence[int]) -> Mapping[str, int]:
-        """Pick each layer independently and a uniformly random receiver for it."""
+        """Select each layer independently, and a uniformly random receiver for it."""
         random = secrets.SystemRandom()
         return {name: random.choice(others) for name in names if others and random.random() < self.share}
 
     def order(self, name: str, count: int) -> Sequence[int]:
-        """Return a uniformly random order."""
+        """Draw a uniformly random order."""
         return secrets.SystemRandom().sample(range(count), count)
 
 
 class Party:
-    """One client in one round: it seals its layers, exchanges them with others, and uploads what it ends with.
+    """One client in one round: it seals its layers, exchanges them with others, and uploads the resulting layers.
 
-    Every exchange is `send`, `receive` for each message that came, `give_back`, and `take_back` for each that came.
+    Every exchange consists of `send`, `receive` for each message that arrives, `give_back`, and `take_back` for each
+    message that arrives.
     """
 
     def __init__(
         self, client: int, layers: Mapping[str, bytes], announcement: Announcement, choices: Choices | None = None
     ) -> None:
-        """Seal the client's own trained layers, given as bytes by name.
+        """Seal the client's trained layers.
+
+        Args:
+          client: id of the client.
+          layers: the layers as bytes, by name.
+          announcement: the server's announcement of the round.
+          choices: the random choices. Default: `RandomChoices`.
 
         Raises:
           SecureError: the announcement is malformed.
-          UserError: the layers or the client are not those of the announcement, or cryptography is missing.
+          UserError: the client or its layers do not match the announcement, or cryptography is missing.
         """
         check_announcement(announcement)
-        if not is_whole(client) or client not in announcement.clients:
+        if not is_integer(client) or client not in announcement.clients:
             raise UserError(
-                f"client {reprlib.repr(client)} is none of the round's clients {reprlib.repr(announcement.clients)}"
+                f"client {reprlib.repr(client)} is not one of the round's clients {reprlib.repr(announcement.clients)}"
             )
         if not isinstance(layers, Mapping) or not all(isinstance(layer, bytes) for layer in layers.values()):
-            raise UserError(f"the layers of client {client} have to be bytes by name")
-        found, wanted = {name: len(layer) for name, layer in layers.items()}, dict(announcement.sizes)
-        if found != wanted:
+            raise UserError(f"the layers of client {client} must be bytes by name")
+        sizes, announced = {name: len(layer) for name, layer in layers.items()}, dict(announcement.sizes)
+        if sizes != announced:
             raise UserError(
-                f"client {client} has layers {reprlib.repr(found)} (bytes), but the server announced "
-                f"{reprlib.repr(wanted)}"
+                f"client {client} has layers {reprlib.repr(sizes)} (bytes), but the server announced "
+                f"{reprlib.repr(announced)}"
             )
         self.client = int(client)
         self.announcement = announcement
         self.choices = choices or RandomChoices()
-        self._sizes = wanted
+        self._sizes = announced
         self._others = tuple(other for other in announcement.clients if other != client)
         self._repetition = -1
         self._collecting = False  # between stages 1 and 3
         self._buffers: dict[str, list[SealedLayer]] = {
-            name: [_seal(announcement, name, layers[name])] for name in wanted
+            name: [_seal(announcement, name, layers[name])] for name in announced
         }
-        self._senders: dict[str, list[int]] = {}  # stage 2: to whom a layer of this name is owed
-        self._awaited: dict[str, int] = {}  # who owes this client a layer of this name
+        self._senders: dict[str, list[int]] = {}  # by name of a layer, the clients to whom this client owes one
+        self._awaited: dict[str, int] = {}  # by name of a layer, the client that owes one to this client
 
     def send(self) -> list[Sent]:
-        """Stage 1: return the messages with the picked layers; the others stay in this client's buffers.
+        """Stage 1: select layers and create their messages. The other layers stay in the buffers.
 
         Raises:
-          MissingLayer: the exchange before is not over.
+          MissingLayer: the previous exchange is not complete.
         """
         self._check_over()
         self._repetition += 1
@@ -172,30 +178,30 @@ class Party:
         return [self._message(Sent, other, self._buffers[name].pop()) for name, other in self._awaited.items()]
 
     def receive(self, message: Sent) -> None:
-        """Stage 2: put a layer into its buffer and remember who sent it.
+        """Stage 2: put a layer into its buffer and remember its sender.
 
         Raises:
-          SecureError: the message is not for this client, round or stage, came before, or holds no layer of its length.
+          SecureError: the message is for another client, round or stage, is repeated, or its layer has a wrong length.
         """
         self._check(message, Sent)
         name = message.layer.name
         if message.sender in self._senders.get(name, ()):
-            raise ReplayedMessage(f"client {message.sender} has sent its {name!r} before")
+            raise ReplayedMessage(f"client {message.sender} has already sent its {name!r}")
         if not self._collecting:
-            raise UnexpectedMessage(f"client {message.sender} sent {name!r} too late: the buffers are given back")
+            raise UnexpectedMessage(f"client {message.sender} sent {name!r} too late: stage 2 is over")
         if message.layer in self._buffers[name]:
-            raise ReplayedMessage(f"this {name!r} is in the buffer of client {self.client} already")
+            raise ReplayedMessage(f"this {name!r} is already in the buffer of client {self.client}")
         self._buffers[name].append(message.layer)
         self._senders[name].append(message.sender)
 
     def give_back(self) -> list[Returned]:
-        """Stage 3: return the messages with a random layer of the same buffer for everybody who sent one.
+        """Stage 3: for each sender of a layer, create a message with a random layer of the same buffer.
 
         Raises:
-          UnexpectedMessage: nothing was sent since the last time.
+          UnexpectedMessage: `send` was not called since the last call.
         """
         if not self._collecting:
-            raise UnexpectedMessage(f"client {self.client} can only give back once after it sent")
+            raise UnexpectedMessage(f"client {self.client} can give back only once after each send")
         self._collecting = False
         messages = []
         for name, senders in self._senders.items():
@@ -208,30 +214,30 @@ class Party:
         return messages
 
     def take_back(self, message: Returned) -> None:
-        """Stage 4: take a layer in return for the one that was sent.
+        """Stage 4: receive a layer in return for one that this client sent.
 
         Raises:
-          SecureError: the message is not for this client, round or stage, or nothing is owed.
+          SecureError: the message is for another client, round or stage, or its sender owes no such layer.
         """
         self._check(message, Returned)
         name = message.layer.name
         if self._collecting or self._awaited.get(name) != message.sender:
             raise UnexpectedMessage(f"client {message.sender} owes client {self.client} no {name!r}")
         if self._buffers[name]:
-            raise ReplayedMessage(f"client {message.sender} has returned {name!r} before")
+            raise ReplayedMessage(f"client {message.sender} has already returned {name!r}")
         self._buffers[name].append(message.layer)
 
     def upload(self) -> Upload:
-        """Return the message to the server.
+        """Create the message to the server.
 
         Raises:
-          MissingLayer: an exchange is not over.
+          MissingLayer: an exchange is not complete.
         """
         self._check_over()
         return Upload(self.announcement.round, self.client, tuple(layer for (layer,) in self._buffers.values()))
 
     def saved(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Return all that this party knows, as values of JSON and sealed layers, so that another process can go on."""
+        """The state of this party as JSON values and sealed layers, so that another process can continue."""
         facts = {
             "client": self.client,
             "announcement": dataclasses.asdict(self.announcement) | {"public_key": self.announcement.public_key.hex()},
@@ -245,15 +251,15 @@ class Party:
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any], sealed: Sequence[bytes], choices: Choices | None = None) -> "Party":
-        """Return the party that `saved` described, with choices to go on with."""
-        about, party, rest = facts["announcement"], cls.__new__(cls), iter(sealed)
+        """Restore a party from the state of `saved`."""
+        about, party, layers = facts["announcement"], cls.__new__(cls), iter(sealed)
         clients, sizes = tuple(about["clients"]), tuple((name, size) for name, size in about["sizes"])
         party.client, party.choices = facts["client"], choices or RandomChoices()
         party.announcement = Announcement(about["round"], bytes.fromhex(about["public_key"]), clients, sizes)
         party._sizes, party._others = dict(sizes), tuple(other for other in clients if other != party.client)
         party._repetition, party._collecting = facts["repetition"], facts["collecting"]
         party._buffers = {
-            name: [SealedLayer(about["round"], name, next(rest)) for _ in range(length)]
+            name: [SealedLayer(about["round"], name, next(layers)) for _ in range(length)]
             for name, length in facts["lengths"].items()
         }
         party._senders, party._awaited = facts["senders"], facts["awaited"]
@@ -270,26 +276,25 @@ class Party:
                 f"a message from client {message.sender} to client {message.receiver} reached client {self.client}"
             )
         check_sealed(message.layer, self.announcement.round, self._sizes)
-        if message.repetition < self._repetition:
-            raise ReplayedMessage(f"a message of exchange {message.repetition} came in exchange {self._repetition}")
-        if message.repetition > self._repetition:
-            raise UnexpectedMessage(f"a message of exchange {message.repetition} came in exchange {self._repetition}")
+        if message.repetition != self._repetition:
+            error = ReplayedMessage if message.repetition < self._repetition else UnexpectedMessage
+            raise error(f"a message of exchange {message.repetition} arrived in exchange {self._repetition}")
 
     def _check_over(self) -> None:
         missing = [name for name, buffer in self._buffers.items() if len(buffer) != 1]
         if missing or self._collecting:
-            raise MissingLayer(f"client {self.client} is in the middle of an exchange; it waits for {missing}")
+            raise MissingLayer(f"client {self.client} is in the middle of an exchange and waits for {missing}")
 
 
 def exchange_layers(parties: Mapping[int, Party], *, repetitions: int = 1) -> None:
-    """Carry the messages of whole exchanges among parties of one process.
+    """Transport the messages of complete exchanges among parties in one process.
 
     Raises:
-      UserError: a client of the round is missing among the parties.
+      UserError: the party of a client of the round is missing.
     """
     for party in parties.values():
         if missing := [client for client in party.announcement.clients if client not in parties]:
-            raise UserError(f"an exchange needs all clients of the round; missing are {reprlib.repr(missing)}")
+            raise UserError(f"an exchange needs all clients of the round, but {reprlib.repr(missing)} are missing")
     for _ in range(repetitions):
         for message in [message for party in parties.values() for message in party.send()]:
             parties[message.receiver].receive(message)
@@ -301,19 +306,23 @@ def exchange_layers(parties: Mapping[int, Party], *, repetitions: int = 1) -> No
 
 
 class SecureServer:
-    """The server in one round after the other: it announces a key, collects uploads and opens them together."""
+    """The server: in each round it announces a key, collects the uploads and opens them together."""
 
     def __init__(self, sizes: Mapping[str, int], clients: Sequence[int]) -> None:
-        """Keep what is public: the bytes of every layer by name, and the ids of the round's clients.
+        """Create a server for the clients of a round.
+
+        Args:
+          sizes: the bytes of every layer by name.
+          clients: the ids of the clients.
 
         Raises:
-          UserError: no bytes by name, or no distinct whole numbers.
+          UserError: sizes are not numbers of bytes by name, or clients are not distinct integers.
         """
         if not isinstance(sizes, Mapping) or not isinstance(clients, Iterable):
-            raise UserError("a server takes the bytes of every layer by name, and the ids of the round's clients")
+            raise UserError("a server needs the bytes of every layer by name, and the ids of the clients")
         self._sizes, self._clients = (
-            {name: int(size) if is_whole(size) else size for name, size in sizes.items()},
-            tuple(int(client) if is_whole(client) else client for client in clients),
+            {name: int(size) if is_integer(size) else size for name, size in sizes.items()},
+            tuple(int(client) if is_integer(client) else client for client in clients),
         )
         try:
             check_announcement(Announcement(0, bytes(32), self._clients, tuple(self._sizes.items())))
@@ -324,13 +333,13 @@ class SecureServer:
         self._uploads: dict[int, Upload] = {}
 
     def announce(self, round: int) -> Announcement:
-        """Begin a round: make a new key pair and return the message to all clients.
+        """Begin a round: generate a key pair and create the message to all clients.
 
         Raises:
-          UserError: the round is no whole number from 0, or cryptography is missing.
+          UserError: the round is not an integer from 0, or cryptography is missing.
         """
-        if not is_whole(round) or not 0 <= round < 2**63:
-            raise UserError(f"a round is a whole number from 0, not {reprlib.repr(round)}")
+        if not is_integer(round) or not 0 <= round < 2**63:
+            raise UserError(f"a round must be an integer from 0, not {reprlib.repr(round)}")
         self._private_key = primitives().X25519PrivateKey.generate()
         public_key = self._private_key.public_key().public_bytes_raw()
         self._announcement = Announcement(int(round), public_key, self._clients, tuple(self._sizes.items()))
@@ -338,10 +347,11 @@ class SecureServer:
         return self._announcement
 
     def receive(self, upload: Upload) -> None:
-        """Take a client's upload.
+        """Receive the upload of a client.
 
         Raises:
-          SecureError: it is of another round, a stranger's, a second one, or not one layer of each name.
+          SecureError: the upload has another round, is from an unknown client, is repeated, or does not have one layer
+            of each name.
         """
         check_form(upload, Upload)
         announcement = self._open_round()
@@ -349,7 +359,7 @@ class SecureServer:
         if upload.sender not in announcement.clients:
             raise UnexpectedMessage(f"client {upload.sender} does not take part in round {announcement.round}")
         if upload.sender in self._uploads:
-            raise ReplayedMessage(f"client {upload.sender} has uploaded before")
+            raise ReplayedMessage(f"client {upload.sender} has already uploaded")
         if len(upload.layers) != len(self._sizes):
             raise MissingLayer(f"client {upload.sender} uploaded {len(upload.layers)} layers, not {len(self._sizes)}")
         for layer in upload.layers:
@@ -359,19 +369,19 @@ class SecureServer:
         self._uploads[upload.sender] = upload
 
     def open(self) -> dict[int, dict[str, bytes]]:
-        """Return the opened layers by client and name, and forget the round's private key.
+        """Open all layers and delete the private key of the round. Return the layers by client and name.
 
-        An upload that an error names is forgotten, so that its client can upload again; all others are kept.
+        If an error names an upload, this upload is deleted and its client can upload again. All others are kept.
 
         Raises:
           MissingLayer: a client has not uploaded.
-          ReplayedMessage: a sealed layer came from two clients; both uploads are forgotten.
-          TamperedLayer: a layer is not what was sealed for this round and name.
+          ReplayedMessage: two clients uploaded the same sealed layer. Both uploads are deleted.
+          TamperedLayer: a layer was not sealed for this round and name.
         """
         announcement = self._open_round()
         missing = [client for client in announcement.clients if client not in self._uploads]
         if missing:
-            raise MissingLayer(f"no upload from clients {reprlib.repr(missing)}")
+            raise MissingLayer(f"the uploads of clients {reprlib.repr(missing)} are missing")
         seen: dict[bytes, int] = {}
         for client, upload in self._uploads.items():
             for layer in upload.layers:
@@ -389,7 +399,7 @@ class SecureServer:
 
     def _open_round(self) -> Announcement:
         if self._announcement is None:
-            raise WrongRound("no round is open: announce one first")
+            raise WrongRound("no round is open: call announce first")
         return self._announcement
 
     def _unseal(self, announcement: Announcement, client: int, layer: SealedLayer) -> bytes:
@@ -397,10 +407,10 @@ class SecureServer:
         try:
             info = _context(announcement, layer.name)
             return crypto.suite.decrypt(layer.sealed, self._private_key, info=info)
-        except (crypto.InvalidTag, ValueError):  # ValueError: its ephemeral key is no point that is safe to use
+        except (crypto.InvalidTag, ValueError):  # ValueError: its ephemeral key is not a safe point
             del self._uploads[client]
             raise TamperedLayer(
-                f"{layer.name!r} uploaded by client {client} is not what was sealed for round {announcement.round}"
+                f"{layer.name!r} uploaded by client {client} was not sealed for round {announcement.round}, or changed"
             ) from None
 
 
@@ -408,24 +418,24 @@ class SecureServer:
 
 
 def pack(model: Variables, layers: Sequence[Layer]) -> dict[str, bytes]:
-    """Return one model's layers as bytes by name: the numbers of their tensors, least byte first."""
+    """Convert the layers of one model to bytes by name: the values of their tensors, little-endian."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
     return {layer.name: b"".join(map(_to_bytes, (leaves[leaf] for leaf in layer.leaves))) for layer in layers}
 
 
 def unpack(packed: Mapping[str, bytes], layers: Sequence[Layer], shapes: Variables) -> Variables:
-    """Return the model that `pack` made bytes of; ``shapes`` are those of ``Model.shapes()``.
+    """Convert the bytes of `pack` back to a model; ``shapes`` is ``Model.shapes()``.
 
     Raises:
-      SecureError: a layer is missing or unknown, or has not as many bytes as its tensors.
+      SecureError: a layer is missing or unknown, or its number of bytes does not match its tensors.
     """
     leaves, structure = jax.tree.flatten(shapes)
     if not isinstance(packed, Mapping) or set(packed) != {layer.name for layer in layers}:
-        raise MissingLayer(f"a packed model holds exactly the layers {reprlib.repr([layer.name for layer in layers])}")
+        raise MissingLayer(f"a packed model must have the layers {reprlib.repr([layer.name for layer in layers])}")
     for layer in layers:
         start, size = 0, sum(leaves[leaf].size * np.dtype(leaves[leaf].dtype).itemsize for leaf in layer.leaves)
         if type(packed[layer.name]) is not bytes or len(packed[layer.name]) != size:
-            raise MalformedMessage(f"{layer.name!r} has to be {size} bytes")
+            raise MalformedMessage(f"{layer.name!r} must be {size} bytes")
         for position in layer.leaves:
             shape, dtype = leaves[position].shape, np.dtype(leaves[position].dtype)
             count = int(np.prod(shape))
@@ -443,7 +453,7 @@ def _to_bytes(leaf: np.ndarray) -> bytes:
 
 
 def _context(announcement: Announcement, name: str) -> bytes:
-    """Return what is authenticated with a layer: round, name and length, none of which tells the owner."""
+    """The authenticated context of a layer: round, name and length, which do not reveal the owner."""
     text = name.encode()
     numbers = (announcement.round, dict(announcement.sizes)[name], len(text))
     return _PURPOSE + b"".join(number.to_bytes(8, "big") for number in numbers) + text
@@ -455,5 +465,5 @@ def _seal(announcement: Announcement, name: str, layer: bytes) -> SealedLayer:
         public_key = crypto.X25519PublicKey.from_public_bytes(announcement.public_key)
         sealed = crypto.suite.encrypt(layer, public_key, info=_context(announcement, name))
     except ValueError:
-        raise MalformedMessage("the announced public key is no key of X25519 that is safe to use") from None
+        raise MalformedMessage("the announced public key is not a safe X25519 key") from None
     return SealedLayer(announcement.round, name, sealed)

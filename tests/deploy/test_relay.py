@@ -172,7 +172,7 @@ def flipped(bundle, place):
 )
 def test_a_changed_bundle_is_refused(federation, change):
     with pytest.raises(
-        relay.ExchangeFailed, match="client 2 received something that client 5 did not seal for it"
+        relay.ExchangeFailed, match="client 2 received an envelope that client 5 did not seal for it"
     ) as error:
         federation.recombine(change=carried(change))
     assert set(error.value.lost) == {2} and error.value.lost[2].refused
@@ -195,7 +195,7 @@ def test_bundles_of_another_round_receiver_or_stage_do_not_open(federation):
         return message
 
     federation.recombine(change=note)
-    line = "client 2 received something that client 5 did not seal for it at this stage"
+    line = "client 2 received an envelope that client 5 did not seal for it at this stage"
     with pytest.raises(relay.ExchangeFailed, match=line):
         federation.recombine(round=4, change=carried(lambda bundles, content: bundles | {"5": seen[2, 1]["5"]}))
     with pytest.raises(relay.ExchangeFailed, match=line):
@@ -218,7 +218,7 @@ def test_a_foreign_signature_is_refused(federation):
     roster = federation.folder / "other_roster"
     roster.write_text(re.sub(r"(?m)^9 .*$", other.public.line(), (federation.folder / "roster").read_text()))
     federation.nodes[9] |= {"key": str(federation.folder / "foreign.key"), "roster": str(roster)}
-    with pytest.raises(relay.ExchangeFailed, match="client 5 received something that client 9 did not seal for it"):
+    with pytest.raises(relay.ExchangeFailed, match="client 5 received an envelope that client 9 did not seal for it"):
         federation.recombine()
 
 
@@ -227,7 +227,7 @@ def test_a_foreign_signature_is_refused(federation):
     [
         (2, {"key": "{folder}/9.key"}, "the keys of client 2 are not those in its line of the roster"),
         (2, {"key": "{folder}/none"}, "cannot read {folder}/none, the private keys of a client"),
-        (2, {"key": "{folder}/roster"}, "{folder}/roster holds the keys of 3 clients, not of one"),
+        (2, {"key": "{folder}/roster"}, "{folder}/roster contains the keys of 3 clients, not of one"),
         (2, {"roster": "{folder}/5.key"}, "the keys of client 2 are not those"),
         (2, {"choices": "mine"}, "choices='mine' in the node settings of client 2"),
     ],
@@ -253,7 +253,7 @@ def test_a_node_without_settings_for_the_exchange(federation):
         (lambda content: content | {"upload": {"conv": np.zeros(3, np.uint8)}}, "uploaded 1 layers, not 2"),
         (lambda content: content | {"upload": {"conv": 3, "dense": 4}}, "uploaded something other than bytes"),
         (lambda content: content | {"upload": {name: flipped(each, 0) for name, each in content["upload"].items()}},
-         "is not what was sealed for round 3"),
+         "was not sealed for round 3"),
     ],
 )  # fmt: skip
 def test_a_malformed_reply_ends_the_attempt_and_names_the_client(federation, spoil, line):
@@ -293,9 +293,9 @@ def test_a_damaged_file_of_a_client_is_named(federation):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("5 abc def\n", "roster:1 is no line of a roster"),
+        ("5 abc def\n", "roster:1 is not a line of the roster"),
         ("5 {0} {1}\n5 {2} {3}\n", "two lines for client 5"),
-        ("5 {0} {1}\n6 {0} {3}\n", "two lines for client 6, or a key of it twice"),
+        ("5 {0} {1}\n6 {0} {3}\n", "two lines for client 6, or repeats one of its keys"),
     ],
 )
 def test_malformed_rosters(tmp_path, text, line):

@@ -16,6 +16,7 @@ from fedjax_mr.engine.round import dispatch
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.exchange import draw, exchange, expected_unmoved
 from fedjax_mr.strategies import fedmr
+from fedjax_mr.strategies.base import Models
 
 UNITS = 4000  # many units are many independent trials
 few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
@@ -172,7 +173,7 @@ def test_whole_layers_move_before_the_training(engine):
     problem, models = secure.constants.problem, secure.init().server.models
     strategy = secure.build(problem)
     cohort = None  # FedMR sends row j to the j-th client, whoever that is
-    sent = jax.jit(lambda models, key: dispatch(strategy, fedmr.State(models), cohort, key)["model"])
+    sent = jax.jit(lambda models, key: dispatch(strategy, Models(models), cohort, key)["model"])
     leaves = lambda tree: [np.asarray(leaf).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(tree)]
     old, moved = leaves(models), 0
     for seed in range(5):
