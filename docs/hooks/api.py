@@ -25,8 +25,9 @@ PAGES = {
     ),
     "training": (
         "Training and rounds",
-        "How one client trains, and how the engine runs rounds.",
+        "The simulator, the training of one client, and the rounds of the engine.",
         [
+            "fedjax_mr.engine.simulator.Simulator",
             "fedjax_mr.engine.local",
             "fedjax_mr.engine.mutual",
             "fedjax_mr.engine.round",
