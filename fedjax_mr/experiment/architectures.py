@@ -1,4 +1,4 @@
-"""The network that each client starts with: by a rule, by a list, or by FedMe's choice of the best one."""
+"""The network that each client starts with: by a rule, by a list, or the best one for its samples (FedMe)."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -8,23 +8,22 @@ import numpy as np
 
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import read_rows, read_summary, run_state
 
-RANDOM_STREAM = 1  # beside the seed, of the draw of networks
+RANDOM_STREAM = 1  # of the seed, for the random rule
 
 
 def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarray:
-    """Return for each client the number of the run [N] whose model was best on the client's validation samples.
+    """The number of the run whose model was best on each client's validation samples [N].
 
-    The test samples of a client without validation samples decide; the first of equals wins.
+    A client without validation samples uses its test samples. The first of equally good runs wins.
 
     Args:
       folders: run folders with ``clients.csv``.
-      num_clients: N; None: as many as the first folder has.
+      num_clients: N. Default: the number of clients in the first folder.
 
     Raises:
-      UserError: a folder holds no such file, or a damaged one, or one of other clients.
+      UserError: a folder has no such file, or it is damaged or of another number of clients.
     """
     columns = []
     for folder in folders:
@@ -46,70 +45,73 @@ def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarra
 
 
 def trained_alone(folders: Iterable[Path | str]) -> dict[str, dict[str, Path]]:
-    """Return the finished runs of Local-only with a single network by their division of the data and by network.
+    """The finished runs of Local-only with a single network, by partition hash and network.
 
-    Of several with the same division and network, the one whose clients are best on average, judged as by `best_of`.
+    Of several runs with the same partition and network, the one with the best mean accuracy of its clients, on the
+    samples of `best_of`.
     """
-    found: dict[str, dict[str, tuple[float, Path]]] = {}
+    candidates: dict[str, dict[str, tuple[float, Path]]] = {}
     for folder in map(Path, folders):
         config = configuration.load(folder)
         if config.strategy == "local" and "," not in config.model and run_state(folder) == "finished":
             summary, last = read_summary(folder), read_rows(folder)[-1]
             known = [last.get(name) for name in ("validation_accuracy", "personal_accuracy")]
             quality = next((value for value in known if value is not None), 0.0)
-            networks = found.setdefault(summary["partition_hash"], {})
+            networks = candidates.setdefault(summary["partition_hash"], {})
             networks[config.model] = max(networks.get(config.model, (-1.0, folder)), (quality, folder))
     return {
-        division: {network: folder for network, (_, folder) in networks.items()} for division, networks in found.items()
+        division: {network: folder for network, (_, folder) in networks.items()}
+        for division, networks in candidates.items()
     }
 
 
-def _runs_of_networks(config: Config, division: str) -> Sequence[str]:
-    """Return the run folder of each network, in order, that ``architectures_from`` names or holds.
+def best_networks(
+    folders: Sequence[str], networks: Sequence[str], num_clients: int, *, division: str = ""
+) -> np.ndarray:
+    """The number of the network that was best for each client in earlier runs [N].
 
     Args:
-      config: names as many folders as networks, or one that holds the runs of all of them.
-      division: the hash of the data's division, by which the runs in that one folder are found.
+      folders: the run folder of each network, in order, or one folder that contains the runs of all networks.
+      networks: the names of the networks.
+      num_clients: N.
+      division: the hash of the partition, by which the runs in that one folder are found.
 
     Raises:
-      UserError: a network has no such run.
+      UserError: a network has no such run, or as `best_of`.
     """
-    named, networks = config.architectures_from, config.model.split(",")
-    if len(named) == len(networks):
-        return named
-    runs = trained_alone(path.parent for path in sorted(Path(named[0]).rglob("config.json"))).get(division, {})
+    if len(folders) == len(networks):
+        return best_of(folders, num_clients)
+    runs = trained_alone(path.parent for path in sorted(Path(folders[0]).rglob("config.json"))).get(division, {})
     if missing := [network for network in networks if network not in runs]:
         raise UserError(
-            f"--architectures_from: {named[0]} holds no finished run of --strategy=local --model={missing[0]} with the "
-            "same division of the data (seed, partition, shares)"
+            f"--architectures_from: {folders[0]} holds no finished run of --strategy=local --model={missing[0]} with "
+            "the same partition of the data (seed, partition, shares)"
         )
-    return [str(runs[network]) for network in networks]
+    return best_of([str(runs[network]) for network in networks], num_clients)
 
 
-def architectures(config: Config, num_clients: int, *, division: str = "") -> np.ndarray:
-    """Return the number of the network, in the order of the configuration, that each client starts with [N].
+def architectures(rule: str, count: int, num_clients: int, *, seed: int = 0) -> np.ndarray:
+    """The number of the network that each client starts with [N].
 
     Args:
-      config: the configuration.
+      rule: ``blocks``, ``cyclic``, ``random``, or the number of each client's network, separated by commas.
+      count: number of networks.
       num_clients: N.
-      division: the hash of the data's division, for ``architectures_from`` of one folder.
+      seed: of the random rule.
 
     Raises:
-      UserError: a list of another length or with numbers that no network has; runs with other clients.
+      UserError: an unknown rule, or a list of another length or with numbers that no network has.
     """
-    count = len(config.model.split(","))
-    if config.architectures_from:
-        return best_of(_runs_of_networks(config, division), num_clients)
-    match config.architectures:
+    match rule:
         case "blocks":
             return np.arange(num_clients) * count // num_clients
         case "cyclic":
             return np.arange(num_clients) % count
         case "random":
-            return np.random.default_rng([config.seed, RANDOM_STREAM]).integers(0, count, num_clients)
-    words = config.architectures.split(",")
+            return np.random.default_rng([seed, RANDOM_STREAM]).integers(0, count, num_clients)
+    words = rule.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise unknown_name("value of --architectures", config.architectures, ("blocks", "cyclic", "random", "0,1,..."))
+        raise unknown_name("value of --architectures", rule, ("blocks", "cyclic", "random", "0,1,..."))
     numbers = np.array([int(word) for word in words])
     if len(numbers) != num_clients or numbers.max() >= count:
         raise UserError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
@@ -13,7 +14,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.simulator import Simulator, network_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.architectures import architectures
+from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS, Model
@@ -33,7 +34,7 @@ def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = ()
       UserError: a network does not fit the samples; this before anything is compiled.
     """
     options = {"norm": config.norm, "authors_state": config.authors_state, "projection": config.projection}
-    return network_of(list(modules) or config.model.split(","), dataset, init=config.init, **options)
+    return network_of(list(modules) or config.networks, dataset, init=config.init, **options)
 
 
 def simulator_of(config: Config, federated: FederatedData, model: Model, **changes: Any) -> Simulator:
@@ -45,13 +46,12 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
       model: the network.
       changes: arguments of `Simulator` in place of the configuration's.
     """
-    division = federated.hash() if config.architectures_from else ""
     chosen: dict[str, Any] = {
         "strategy": functools.partial(build_strategy, config),
         "cohort": config.cohort,
         "local": local_setting(config, federated.dataset),
         "seed": config.seed,
-        "architectures": architectures(config, federated.num_clients, division=division),
+        "architectures": _architectures(config, federated),
         "devices": config.devices,
         "lanes": config.lanes,
         "memory": config.memory,
@@ -60,6 +60,13 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
         "key": program_key(config),
     } | changes
     return Simulator(model=model, federated=federated, name=config.strategy, **chosen)
+
+
+def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
+    if not config.architectures_from:
+        return architectures(config.architectures, len(config.networks), federated.num_clients, seed=config.seed)
+    division = federated.hash()
+    return best_networks(config.architectures_from, config.networks, federated.num_clients, division=division)
 
 
 def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
@@ -102,8 +109,7 @@ def program_key(config: Config) -> str | None:
     None if some of the code is not this package's: a notebook's functions may read what no key can name, such as a
     number in another cell, and are traced anew in every run.
     """
-    names = config.model.split(",")
-    if not (STRATEGIES.is_ours(config.strategy) and all(map(MODELS.is_ours, names))):
+    if not (STRATEGIES.is_ours(config.strategy) and all(map(MODELS.is_ours, config.networks))):
         return None
     data = {each.flag for each in settings_of(Config) if each.info.group in ("Data", "Partition")}
     settings = configuration.decisive(config)

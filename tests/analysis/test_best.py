@@ -9,7 +9,7 @@ from fedjax_mr.analysis import best, curves, groups, seconds, tables
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import architectures
+from fedjax_mr.experiment.architectures import best_networks
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import fedme
@@ -221,10 +221,10 @@ def test_fedme_starts_from_these_choices_whatever_the_seed(divisions):
         strategy="fedme", model="mlp,cnn_digits,logistic", architectures_from=("runs",), clients=3, cohort=3
     )
     resolve(config)
-    assert architectures(config, 3, division="data0").tolist() == [2, 1, 1]
-    assert architectures(config, 3, division="data1").tolist() == [2, 0, 0]
+    assert best_networks(config.architectures_from, config.networks, 3, division="data0").tolist() == [2, 1, 1]
+    assert best_networks(config.architectures_from, config.networks, 3, division="data1").tolist() == [2, 0, 0]
     with pytest.raises(UserError, match="runs holds no finished run of --strategy=local --model=mlp with the same"):
-        architectures(config, 3, division="data2")
+        best_networks(config.architectures_from, config.networks, 3, division="data2")
 
 
 def test_no_choice_without_all_networks(divisions, alone, capsys):

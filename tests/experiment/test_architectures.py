@@ -8,7 +8,7 @@ import pytest
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.architectures import architectures
+from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.run import run
 
 
@@ -51,11 +51,11 @@ def test_each_client_starts_with_its_best_network(digits_run, tmp_path):
         row[header.index("validation_accuracy")] = str(number % 2 * 2 - 0.5)
     (other / "clients.csv").write_text("\n".join([lines[0], *map(",".join, best)]) + "\n")
     chosen = dataclasses.replace(config, architectures_from=(str(result.folder), str(other)))
-    assert architectures(chosen, 4).tolist() == [0, 1, 0, 1]
+    assert best_networks(chosen.architectures_from, chosen.networks, 4).tolist() == [0, 1, 0, 1]
     with pytest.raises(UserError, match="about 4 clients, not 5"):
-        architectures(chosen, 5)
+        best_networks(chosen.architectures_from, chosen.networks, 5)
     with pytest.raises(UserError, match="no results per client"):
-        architectures(dataclasses.replace(chosen, architectures_from=("nowhere", "here")), 4)
+        best_networks(("nowhere", "here"), chosen.networks, 4)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,7 @@ def test_each_client_starts_with_its_best_network(digits_run, tmp_path):
     [("blocks", [0, 0, 1, 1]), ("cyclic", [0, 1, 0, 1]), ("1,1,0,1", [1, 1, 0, 1])],
 )
 def test_architectures(value, expected):
-    config = configuration.Config(model="logistic,mlp", architectures=value)
-    assert architectures(config, 4).tolist() == expected
+    assert architectures(value, 2, 4).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -72,4 +71,4 @@ def test_architectures(value, expected):
 )
 def test_wrong_architectures(value, message):
     with pytest.raises(UserError, match=message):
-        architectures(configuration.Config(model="logistic,mlp", architectures=value), 4)
+        architectures(value, 2, 4)
