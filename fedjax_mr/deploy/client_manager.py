@@ -24,6 +24,7 @@ from fedjax_mr.strategies.hyper import LARGEST_INT32
 
 SECONDS_BETWEEN_POLLS = transport.POLL_SECONDS
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds until a node that failed to join is asked again; doubled each time
+Handler = Callable[[int, Content | NoReply], None]  # (node, reply) -> None
 MAX_INVALID_REPLIES = 3  # invalid replies of one client in one round; then the run ends
 
 
@@ -76,9 +77,7 @@ class ClientManager:
         self._nodes: dict[int, int] = {}  # the node of each client
         self._begin: Content | None = None
         self._begun: set[tuple[int, int]] = set()  # (client, node) pairs that know the federation
-        self._open: list[
-            tuple[PendingReplies, Callable[[int, Content | NoReply], None]]
-        ] = []  # with the handler of replies
+        self._open: list[tuple[PendingReplies, Handler]] = []
         self._late: set[int] = set()  # clients whose node did not reply in time; they may have another node now
         self._claiming: set[int] = set()  # nodes that claim a client whose former node is being checked
         # For nodes that failed to join: when to ask again, and the length of the pause.
@@ -127,7 +126,7 @@ class ClientManager:
         Nodes that failed to join before are not waited for, because a silent one would delay every round.
         """
         while set(clients) - (ready := self._ready(clients)):
-            if not any(asking.nodes - self._pauses.keys() for asking, _ in self._open):
+            if not any(pending.nodes - self._pauses.keys() for pending, _ in self._open):
                 break
             self._messenger.wait(SECONDS_BETWEEN_POLLS)
         return ready & set(clients)
@@ -138,16 +137,16 @@ class ClientManager:
         If one of ``clients`` is not among them, or was late, new nodes are asked to join and new clients are sent the
         facts of the federation.
         """
-        self._look()
+        self._poll()
         if set(clients) - self._prepared() or self._late.intersection(clients):
             connected = set(self._messenger.nodes())
             self._ask_nodes("join", connected - set(self._nodes.values()), self._admit, {})
-            self._look()
+            self._poll()
             if self._begin is not None:
                 new = {self._nodes[each] for each in clients if each in self._nodes} & connected
                 begun = {node for _, node in self._begun}
                 self._ask_nodes("begin", new - begun, self._mark_begun, self._begin)
-            self._look()
+            self._poll()
         return self._prepared()
 
     def _prepared(self) -> set[int]:
@@ -155,22 +154,20 @@ class ClientManager:
         there = {client for client, node in self._nodes.items() if node in connected}
         return there if self._begin is None else {each for each in there if (each, self._nodes[each]) in self._begun}
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Handle the replies that have arrived."""
-        for asking, then in list(self._open):
-            for node, reply in asking.poll().items():
-                then(node, reply)
-        self._open = [(asking, then) for asking, then in self._open if asking.nodes]
+        for pending, handle in list(self._open):
+            for node, reply in pending.poll().items():
+                handle(node, reply)
+        self._open = [(pending, handle) for pending, handle in self._open if pending.nodes]
 
-    def _ask_nodes(
-        self, kind: str, nodes: Collection[int], then: Callable[[int, Content | NoReply], None], content: Content
-    ) -> None:
+    def _ask_nodes(self, kind: str, nodes: Collection[int], handle: Handler, content: Content) -> None:
         """Send a message to nodes, except those whose reply is awaited and those that failed recently."""
-        now, busy = self._messenger.now(), self._claiming.union(*(asking.nodes for asking, _ in self._open))
+        now, busy = self._messenger.now(), self._claiming.union(*(pending.nodes for pending, _ in self._open))
         due = [node for node in sorted(set(nodes) - busy) if self._pauses.get(node, (now, 0.0))[0] <= now]
         messages = [Message(kind, node, 0, 0, {"run": self._record, **content}) for node in due]
         if messages:
-            self._open.append((self._messenger.send(messages, self.policy.join_reply_timeout), then))
+            self._open.append((self._messenger.send(messages, self.policy.join_reply_timeout), handle))
 
     def _admit(self, node: int, reply: Content | NoReply) -> None:
         """Admit a node's client, or print why not."""
@@ -186,7 +183,7 @@ class ClientManager:
             self._enter(node, member, owner)
             return
 
-        def challenged(_: int, reply: Content | NoReply) -> None:
+        def after_challenge(_: int, reply: Content | NoReply) -> None:
             self._claiming.discard(node)
             if isinstance(reply, NoReply):
                 self._enter(node, member, owner)
@@ -196,7 +193,7 @@ class ClientManager:
 
         self._claiming.add(node)
         message = Message("join", other, 0, 1, {"run": self._record})
-        self._open.append((self._messenger.send([message], self.policy.join_reply_timeout), challenged))
+        self._open.append((self._messenger.send([message], self.policy.join_reply_timeout), after_challenge))
 
     def _mark_begun(self, node: int, reply: Content | NoReply) -> None:
         for client in [client for client, its in self._nodes.items() if its == node]:
@@ -254,7 +251,7 @@ class ClientManager:
         round: int,
         contents: Mapping[int, Content],
         read: Callable[[int, Content], Any],
-        most: int = SMALL,
+        max_bytes: int = SMALL,
     ) -> dict[int, Any]:
         """Ask clients and return their answers by number. Lost clients are missing if `ClientPolicy` allows it.
 
@@ -263,20 +260,20 @@ class ClientManager:
           round: round of the run.
           contents: content of the message to each client.
           read: (client, reply) -> the checked answer; after an error the client counts as lost.
-          most: bytes allowed in one reply.
+          max_bytes: bytes allowed in one reply.
 
         Raises:
           UserError: a client is lost and `ClientPolicy` says to stop; or a client's replies are invalid several times.
         """
         answers: dict[int, Any] = {}
-        false = dict.fromkeys(contents, 0)
+        invalid = dict.fromkeys(contents, 0)
         attempt = 0
         while True:
             wanted = [client for client in contents if client not in answers]
             ready = self._ready_soon(wanted)
             asked = [client for client in wanted if client in ready]
             messages = [self._message(kind, client, round, attempt, contents[client]) for client in asked]
-            replies = self._messenger.ask(messages, self.policy.reply_timeout, most) if messages else {}
+            replies = self._messenger.ask(messages, self.policy.reply_timeout, max_bytes) if messages else {}
             moved = {node for node, reply in replies.items() if isinstance(reply, NoReply) and reply.moved}
             lost = {client: "its node is not connected" for client in wanted if client not in asked}
             for client, message in zip(asked, messages, strict=True):
@@ -289,10 +286,10 @@ class ClientManager:
                         if not reply.refused:
                             self._late.add(client)
                         else:
-                            false[client] += 1
+                            invalid[client] += 1
                             self._begun.discard((client, message.node))  # its folder may be gone: send the facts again
                         raise UserError(reply.reason)
-                    answers[client] = self._read(client, reply, read, false)
+                    answers[client] = self._read(client, reply, read, invalid)
                 except UserError as error:
                     lost[client] = str(error)
             if not lost and not moved:
@@ -308,24 +305,24 @@ class ClientManager:
             if self.policy.lost == "untrained" and answers:
                 return answers
             for client in lost:
-                if false[client] >= MAX_INVALID_REPLIES:
+                if invalid[client] >= MAX_INVALID_REPLIES:
                     remedy = "--lost=untrained continues without it"
                     if self.policy.lost == "untrained":
                         remedy = "no other client of the round replies, so the round cannot continue"
                     raise UserError(
-                        f"round {round + 1}: client {client} sent {false[client]} invalid replies ({lost[client]}); "
+                        f"round {round + 1}: client {client} sent {invalid[client]} invalid replies ({lost[client]}); "
                         f"{remedy}"
                     )
             self._gather(sorted(lost), None)
 
-    def _read(self, client: int, reply: Content, read: Callable[[int, Content], Any], false: dict[int, int]) -> Any:
+    def _read(self, client: int, reply: Content, read: Callable[[int, Content], Any], invalid: dict[int, int]) -> Any:
         try:
             return read(client, reply)
         except UserError as error:
-            false[client] += 1
+            invalid[client] += 1
             raise UserError(one_line(str(error))) from None
         except Exception as error:  # broad: a client chooses what it answers, and must not end the server with it
-            false[client] += 1
+            invalid[client] += 1
             raise _malformed(error) from None
 
     def with_all(
@@ -342,17 +339,17 @@ class ClientManager:
         Raises:
           UserError: a client is lost and `ClientPolicy` says to stop; or a client's replies are invalid several times.
         """
-        attempt, false = 0, dict.fromkeys(clients, 0)
+        attempt, invalid = 0, dict.fromkeys(clients, 0)
         while True:
             self._gather(clients, None)
             attempt = max(attempt + 1, int(time.time()))
             try:
                 return once(self._messenger, {client: self._nodes[client] for client in clients}, attempt)
-            except relay.ExchangeFailed as broken:
-                for client, lost in broken.lost.items():
+            except relay.ExchangeFailed as failed:
+                for client, lost in failed.lost.items():
                     self._say(f"round {round + 1}: lost client {client}: {lost.reason}", again=True)
-                    false[client] += lost.refused
-                    if self.policy.lost == "stop" or false[client] >= MAX_INVALID_REPLIES:
+                    invalid[client] += lost.refused
+                    if self.policy.lost == "stop" or invalid[client] >= MAX_INVALID_REPLIES:
                         raise UserError(f"round {round + 1}: client {client} is lost ({lost.reason})") from None
 
     def _message(self, kind: str, client: int, round: int, attempt: int, content: Content) -> Message:
@@ -377,7 +374,7 @@ class ClientManager:
         with files.atomic_write(folder / REAL_CLIENTS) as path:
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
-    def remember(self, folder: Path) -> None:
+    def load(self, folder: Path) -> None:
         """Restore the clients' facts and node keys from the run folder.
 
         Raises:

@@ -107,7 +107,7 @@ class _FlowerTransport:
         ]
         return [name or "" for name in self._grid.push_messages(made)] if made else []
 
-    def pull(self, names: Iterable[str], most: int) -> dict[str, Content | DeliveryFailure | NoReply]:
+    def pull(self, names: Iterable[str], max_bytes: int) -> dict[str, Content | DeliveryFailure | NoReply]:
         wanted = set(names)
         if unknown := sorted(wanted - self._coming.keys()):
             found = self._runtime.PullMessages(self._module.PullAppMessagesRequest(message_ids=unknown))
@@ -118,7 +118,7 @@ class _FlowerTransport:
         for name in wanted & self._coming.keys():
             coming = self._coming[name]
             try:
-                found = self._reply(coming, most)
+                found = self._reply(coming, max_bytes)
             except self._module.TransportError:  # the SuperLink is unreachable, which is no client's fault
                 raise
             except Exception as error:  # broad: see `transport.malformed`
@@ -140,7 +140,7 @@ class _FlowerTransport:
     def now(self) -> float:
         return time.monotonic()
 
-    def _reply(self, coming: "_Coming", most: int) -> Content | DeliveryFailure | None:
+    def _reply(self, coming: "_Coming", max_bytes: int) -> Content | DeliveryFailure | None:
         """A reply, or None if some of its objects have not arrived yet.
 
         Raises:
@@ -149,17 +149,17 @@ class _FlowerTransport:
         """
         flower, objects = self._module, coming.objects
         wanted = list(dict.fromkeys(each.object_id for each in flower.iterate_object_tree(coming.tree)))
-        if len(wanted) * _LEAST_OBJECT > most:
-            raise too_large(most)
+        if len(wanted) * _LEAST_OBJECT > max_bytes:
+            raise too_large(max_bytes)
         for name in wanted:
             if name in objects:
                 continue
             request = flower.PullObjectRequest(node=self._grid.node, run_id=self._grid.run.run_id, object_id=name)
-            self._room = most - sum(map(len, objects.values()))
+            self._room = max_bytes - sum(map(len, objects.values()))
             try:
                 found = self._runtime.PullObject(request)
             except _TooLarge:
-                raise too_large(most) from None
+                raise too_large(max_bytes) from None
             finally:
                 self._room = None
             if not found.object_found:
@@ -167,11 +167,11 @@ class _FlowerTransport:
             if not found.object_available:
                 return None
             objects[name] = found.object_content
-        if _inflated(flower, objects) > most:
-            raise too_large(most)
+        if _inflated(flower, objects) > max_bytes:
+            raise too_large(max_bytes)
         message = flower.inflate_object_from_contents(coming.message, objects)
         if not message.has_error():
-            return _content(message.content, most)
+            return _content(message.content, max_bytes)
         codes = flower.ErrorCode
         names = {code: name for name, code in vars(codes).items() if isinstance(code, int)}
         lasting = {codes.LOAD_CLIENT_APP_EXCEPTION, codes.CLIENT_APP_RAISED_EXCEPTION, codes.INVALID_FAB}
@@ -245,12 +245,12 @@ def _records(content: Content) -> Any:
     return flower.RecordDict(records)
 
 
-def _content(records: Any, most: float = math.inf) -> dict[str, Record]:
+def _content(records: Any, max_bytes: float = math.inf) -> dict[str, Record]:
     """The records of a message.
 
     Args:
       records: Flower's records; nothing about them is trusted.
-      most: bytes allowed in all arrays together; one array may have several names.
+      max_bytes: bytes allowed in all arrays together; one array may have several names.
 
     Raises:
       UserError: there are more records or bytes than allowed, or an array is damaged.
@@ -259,8 +259,8 @@ def _content(records: Any, most: float = math.inf) -> dict[str, Record]:
     if len(records) > MAX_RECORDS:
         raise UserError(f"it has {len(records)} records")
     size = sum(len(each.data) for record in records.values() if isinstance(record, arrays) for each in record.values())
-    if size > most:
-        raise too_large(int(most))
+    if size > max_bytes:
+        raise too_large(int(max_bytes))
     for name, record in records.items():
         if isinstance(record, arrays):
             content[name] = {each: _array(each, value.data) for each, value in record.items()}

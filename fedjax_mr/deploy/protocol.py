@@ -58,7 +58,7 @@ class RunManifest(NamedTuple):
             raise UserError(f"a request of the server is malformed ({error})") from None
 
     def record(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Plain values, as they are sent."""
         return {
             "name": self.run,
             "facts": self.facts.text(),
@@ -90,7 +90,7 @@ def checked_federation(record: Any, *, client: int) -> dict[str, np.ndarray]:
         raise UserError("the server's facts about the federation are malformed: their lengths differ")
     if client >= count:
         raise UserError(
-            f"the server's federation has {count} clients (from 0), and this client has the number {client}"
+            f"the server's federation has {count} clients, numbered from 0; this client has the number {client}"
         )
     if max(int(record[name].max()) for name in names[:2]) > MAX_SAMPLES or not record["sizes"].all():
         raise UserError(f"the server's federation has clients without samples, or with more than {MAX_SAMPLES:,}")
@@ -129,7 +129,7 @@ class Member(NamedTuple):
         return self.size + self.validation_size + self.test_size
 
     def record(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Plain values, as they are sent."""
         return self._asdict() | {"label_counts": list(self.label_counts)}
 
     @classmethod

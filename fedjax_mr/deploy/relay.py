@@ -105,12 +105,14 @@ def recombine(
         "choices": {"key": np.asarray(jax.random.key_data(key))},
     }
     bundle = jax.ShapeDtypeStruct((_bundle_length(announcement),), np.uint8)
-    most = wire.room([bundle] * len(clients) + [np.uint8(0)] * len(layers))  # a reply has bundles, or one of each layer
+    max_bytes = wire.size_limit(
+        [bundle] * len(clients) + [np.uint8(0)] * len(layers)
+    )  # a reply has bundles, or one of each layer
     boxes: dict[int, dict[str, np.ndarray]] = {client: {} for client in clients}  # the bundles to forward, by receiver
     for step in range(2 * repetitions + 1):
         same = {**(beside or {}), "relay": {"run": run, "step": step}, **opening}
         asked = [Message(KIND, nodes[client], round, attempt, {**same, "bundles": boxes[client]}) for client in clients]
-        found = messenger.ask(asked, timeout, most)
+        found = messenger.ask(asked, timeout, max_bytes)
         answers: dict[int, Content] = {}
         lost: dict[int, NoReply] = {}
         for client in clients:

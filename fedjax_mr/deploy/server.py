@@ -127,7 +127,7 @@ def check_deployable(config: Config) -> None:
     if registry.is_supplied(config.dataset) or registry.is_supplied(config.model):
         raise UserError("networks and samples that were passed in Python cannot run on real clients: use --import")
     if not config.clients:
-        raise UserError("real clients need their number: set --clients")
+        raise UserError("real clients need --clients, the number of clients")
     if config.holdout_clients:
         raise UserError("all real clients train: remove --holdout_clients")
 
@@ -156,7 +156,7 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
         policy = ClientPolicy(options.lost, options.reply_timeout, config.join_timeout, options.node_keys)
         manager = ClientManager(messenger, manifest, num_clients=config.clients, policy=policy)
         if folder.resumed:
-            manager.remember(folder.path)
+            manager.load(folder.path)
         cohort = f"{config.cohort} of {config.clients} clients a round"
         print(f"fedjax-mr: {config.strategy}, {cohort}, {config.rounds} rounds; results in {folder.path}", flush=True)
         federated = remote_data(manager.wait_for_all(), samples)
@@ -295,7 +295,7 @@ class RemoteClients:
             asked = {int(rows.client_id[row]): row for row in np.flatnonzero(rows.occurrence == occurrence)}
             contents = {client: self._order(round, rows, row) for client, row in asked.items()}
             for client, answer in self.manager.ask(
-                "train", round, contents, self._read, wire.room(self._answer)
+                "train", round, contents, self._read, wire.size_limit(self._answer)
             ).items():
                 trained[asked[client]] = answer
         lost = np.array([each is None for each in trained])

@@ -63,12 +63,12 @@ class Transport(Protocol):
         """Send messages that expire after ``lasting`` seconds; return an identifier for each, "" where it failed."""
         ...
 
-    def pull(self, names: Iterable[str], most: int) -> Mapping[str, Content | DeliveryFailure | NoReply]:
+    def pull(self, names: Iterable[str], max_bytes: int) -> Mapping[str, Content | DeliveryFailure | NoReply]:
         """The replies to some messages that have arrived and were not pulled before.
 
         Args:
           names: identifiers of the messages.
-          most: bytes allowed in one reply; a larger one is not read but `NoReply`.
+          max_bytes: bytes allowed in one reply; a larger one is not read but `NoReply`.
         """
         ...
 
@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
     def now(self) -> float:
-        """Return a time in seconds that never goes back."""
+        """A monotonic time in seconds."""
         ...
 
 
@@ -107,21 +107,21 @@ class Messenger:
         self._transport.wait(seconds)
 
     def now(self) -> float:
-        """Return a time in seconds that never goes back."""
+        """A monotonic time in seconds."""
         return self._transport.now()
 
-    def ask(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> dict[int, Content | NoReply]:
+    def ask(self, messages: Sequence[Message], timeout: float, max_bytes: int = SMALL) -> dict[int, Content | NoReply]:
         """The reply of each node, or the reason why there is none after ``timeout`` seconds; see `PendingReplies`."""
-        asking, answers = self.send(messages, timeout, most), {}
+        asking, answers = self.send(messages, timeout, max_bytes), {}
         while True:
             answers |= asking.poll()
             if not asking.nodes:
                 return answers
             self._transport.wait(POLL_SECONDS)
 
-    def send(self, messages: Sequence[Message], timeout: float, most: int = SMALL) -> "PendingReplies":
+    def send(self, messages: Sequence[Message], timeout: float, max_bytes: int = SMALL) -> "PendingReplies":
         """Send messages without waiting for the replies; the arguments are those of `PendingReplies`."""
-        return PendingReplies(self._transport, messages, timeout, most)
+        return PendingReplies(self._transport, messages, timeout, max_bytes)
 
 
 class PendingReplies:
@@ -132,19 +132,19 @@ class PendingReplies:
     new node has connected since: a SuperNode without a key of its own gets a new number when it restarts.
     """
 
-    def __init__(self, transport: Transport, messages: Sequence[Message], timeout: float, most: int) -> None:
+    def __init__(self, transport: Transport, messages: Sequence[Message], timeout: float, max_bytes: int) -> None:
         """Prepare the messages; `poll` sends them.
 
         Args:
           transport: moves the messages.
           messages: at most one per node.
           timeout: seconds allowed for a reply.
-          most: bytes allowed in one reply.
+          max_bytes: bytes allowed in one reply.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
         now = transport.now()
-        self._transport, self._timeout, self._most, self._deadline = transport, timeout, most, now + timeout
+        self._transport, self._timeout, self._most, self._deadline = transport, timeout, max_bytes, now + timeout
         self._before = set(transport.nodes())
         self._reasons: dict[int, str] = {}
         self._due = {message.node: (now, message) for message in messages}  # when to send each message
@@ -238,9 +238,9 @@ def malformed(error: Exception) -> NoReply:
     return NoReply(one_line(f"its reply cannot be read ({what})"), refused=True)
 
 
-def too_large(most: int) -> UserError:
+def too_large(max_bytes: int) -> UserError:
     """The error about a reply that has more bytes than allowed."""
-    return UserError(f"it is larger than the {most:,} bytes allowed for this reply")
+    return UserError(f"it is larger than the {max_bytes:,} bytes allowed for this reply")
 
 
 # --- For tests -------------------------------------------------------------------------------------------------------
@@ -298,16 +298,16 @@ class _FakeTransport:
             self._replies[names[-1]] = fault(answer) if callable(fault) else answer
         return names
 
-    def pull(self, names: Iterable[str], most: int) -> dict[str, Content | DeliveryFailure | NoReply]:
+    def pull(self, names: Iterable[str], max_bytes: int) -> dict[str, Content | DeliveryFailure | NoReply]:
         found: dict[str, Content | DeliveryFailure | NoReply] = {
             name: self._replies.pop(name) for name in list(names) if name in self._replies
         }
         large = [
             name
             for name, reply in found.items()
-            if not isinstance(reply, DeliveryFailure | NoReply) and _size(reply) > most
+            if not isinstance(reply, DeliveryFailure | NoReply) and _size(reply) > max_bytes
         ]
-        return found | {name: malformed(too_large(most)) for name in large}
+        return found | {name: malformed(too_large(max_bytes)) for name in large}
 
     def forget(self, names: Iterable[str]) -> None:
         for name in names:

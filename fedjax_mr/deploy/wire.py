@@ -56,7 +56,7 @@ def unpack(record: Any, like: Any, *, who: str, finite: bool = True) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), [record[name] for name in wanted])
 
 
-def room(like: Any) -> int:
+def size_limit(like: Any) -> int:
     """The bytes allowed in a message that contains a tree.
 
     Args:

@@ -275,7 +275,7 @@ def test_a_client_of_other_sizes_or_another_node_is_not_the_one_of_the_run(tmp_p
     manager.wait_for_all()
     manager.save(tmp_path)
     later = manager_of([node(0), node(1), node(2, size=6)])
-    later.remember(tmp_path)
+    later.load(tmp_path)
     with pytest.raises(UserError, match="missing: 2"):
         later.wait_for_all()
     assert "client 2 reports other numbers of samples than before" in capsys.readouterr().err

@@ -160,7 +160,7 @@ def serve(messenger, run):
     for round in range(2):
         began = time.monotonic()
         asked = [transport.Message("train", node, round, 0, {"model": wire.pack(model)}) for node in messenger.nodes()]
-        for node, reply in messenger.ask(asked, 600, wire.room(model)).items():
+        for node, reply in messenger.ask(asked, 600, wire.size_limit(model)).items():
             back = wire.unpack(reply["model"], model, who=f"node {node}")
             jax.tree.map(np.testing.assert_array_equal, back, jax.tree.map(lambda leaf: leaf + round, model))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))

@@ -51,4 +51,4 @@ def test_text_of_the_other_side_becomes_one_printable_line():
 
 
 def test_the_room_for_a_message():
-    assert wire.room(TREE) == 2**20 + 3 * 2**13 + 4 * (6 + 3 + 1)
+    assert wire.size_limit(TREE) == 2**20 + 3 * 2**13 + 4 * (6 + 3 + 1)
