@@ -54,7 +54,7 @@ def cache_folder() -> Path | None:
         return None
 
 
-def expanded(path: Path | str) -> Path:
+def expand_home(path: Path | str) -> Path:
     """Replace ``~`` in a path by the home folder.
 
     Raises:
@@ -158,12 +158,12 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """Add a checksum of all entries to a JSON object; `unsealed` compares it."""
+def with_checksum(values: dict[str, Any]) -> dict[str, Any]:
+    """Add a checksum of all entries to a JSON object; `without_checksum` compares it."""
     return {CHECKSUM: _checksum_of(values), **values}
 
 
-def unsealed(values: Any) -> dict[str, Any]:
+def without_checksum(values: Any) -> dict[str, Any]:
     """Verify the checksum of a JSON object and return the object without it; version 0.2 and earlier wrote none.
 
     Raises:

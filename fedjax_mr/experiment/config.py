@@ -375,7 +375,7 @@ def save(config: Config, folder: Path | str) -> None:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     imports.keep(config.imports, folder / imports.FOLDER)
     with files.atomic_write(folder / "config.json") as path:
-        path.write_text(json.dumps(files.sealed(to_json(config)), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(files.with_checksum(to_json(config)), indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: Path | str) -> Config:
@@ -389,7 +389,7 @@ def load(folder: Path | str) -> Config:
     path = Path(folder) / "config.json"
     try:
         kept_run = kept.run(folder)
-        values = kept_run.config if kept_run else files.unsealed(files.parse_json(files.read_text(path)))
+        values = kept_run.config if kept_run else files.without_checksum(files.parse_json(files.read_text(path)))
         config = _build(values)
         if config.strategy not in STRATEGIES:
             common = {setting.flag for setting in settings.settings_of(Config)}

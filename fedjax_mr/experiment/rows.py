@@ -142,7 +142,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any], evaluations: str) ->
     inputs = {"metrics.jsonl": evaluations}
     if clients := files.checksum(folder / "clients.csv"):
         inputs["clients.csv"] = clients
-    content = files.sealed(plain_numbers(summary) | {INPUTS: inputs})
+    content = files.with_checksum(plain_numbers(summary) | {INPUTS: inputs})
     with files.atomic_write(folder / "summary.json") as path:
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -157,7 +157,7 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
         return dict(kept_run.summary)
     path = Path(folder) / "summary.json"
     try:
-        summary = files.unsealed(files.parse_json(files.read_text(path)))
+        summary = files.without_checksum(files.parse_json(files.read_text(path)))
     except OSError as error:
         raise UserError(f"{folder} is not a finished run ({path.name}: {error.strerror})") from None
     except ValueError as error:
@@ -175,7 +175,7 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
 def _inputs_of_summary(folder: Path) -> dict[str, str]:
     """The checksums of the files from which a summary was computed; empty without an intact summary."""
     try:
-        return files.unsealed(files.parse_json(files.read_text(folder / "summary.json"))).get(INPUTS) or {}
+        return files.without_checksum(files.parse_json(files.read_text(folder / "summary.json"))).get(INPUTS) or {}
     except (OSError, ValueError):
         return {}
 

@@ -120,8 +120,8 @@ class Zoo(Model):
         """Compute the representation [B, F] in evaluation mode, padded with zeros to the largest width."""
         widths = self.feature_widths()
 
-        def padded(number: int, network: Model, own: Variables, x: jax.Array) -> jax.Array:
-            z = network.features(own, x).reshape(x.shape[0], -1)
+        def padded(number: int, network: Model, unpacked: Variables, x: jax.Array) -> jax.Array:
+            z = network.features(unpacked, x).reshape(x.shape[0], -1)
             return jnp.pad(z, ((0, 0), (0, max(widths) - widths[number])))
 
         return self.switch(variables, padded, x)
@@ -129,7 +129,9 @@ class Zoo(Model):
     def head(self, variables: Variables, z: jax.Array) -> jax.Array:
         """Compute the logits [B, C] of a representation [B, F] in evaluation mode, ignoring its padding."""
         widths = self.feature_widths()
-        return self.switch(variables, lambda number, network, own, z: network.head(own, z[:, : widths[number]]), z)
+        return self.switch(
+            variables, lambda number, network, unpacked, z: network.head(unpacked, z[:, : widths[number]]), z
+        )
 
     def feature_widths(self) -> tuple[int, ...]:
         """Width of the representation of each network [A]."""
@@ -139,10 +141,10 @@ class Zoo(Model):
         )
 
     def _apply(self, variables: Variables, x: jax.Array, *, mutable: Any = None, **options: Any) -> Any:
-        def one(number: int, network: Model, own: Variables, x: jax.Array) -> Any:
+        def one(number: int, network: Model, unpacked: Variables, x: jax.Array) -> Any:
             if mutable is None:
-                return network._apply(own, x, **options)
-            out, state = network._apply(own, x, mutable=[name for name in own if name != "params"], **options)
+                return network._apply(unpacked, x, **options)
+            out, state = network._apply(unpacked, x, mutable=[name for name in unpacked if name != "params"], **options)
             new = {name: {"vector": _ravel(tree, variables[name]["vector"].size)} for name, tree in state.items()}
             return out, {name: new.get(name, variables[name]) for name in mutable}
 

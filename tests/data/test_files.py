@@ -81,11 +81,11 @@ def test_json_is_read_or_is_a_value_error(text):
 
 def test_without_a_home_there_is_no_cache_and_a_path_in_it_is_one_line(monkeypatch):
     """Of a user without an entry in the user database, when HOME is not set."""
-    assert files.expanded("a/~b") == Path("a/~b")
+    assert files.expand_home("a/~b") == Path("a/~b")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert files.cache_folder() == Path("/cache/fedjax_mr")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert files.cache_folder() is None
     with pytest.raises(UserError, match="~/data: the home folder is unknown; set HOME, or use an absolute path"):
-        files.expanded("~/data")
+        files.expand_home("~/data")

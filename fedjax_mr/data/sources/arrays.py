@@ -43,7 +43,7 @@ def load(path: Path | str) -> Dataset:
       UserError: the file is missing, empty or truncated, its arrays do not match, or it has another suffix. In the last
         case the message says how to convert it.
     """
-    path = files.expanded(path)
+    path = files.expand_home(path)
     if path.suffix in _RECIPES:
         target = path.with_suffix(".npz")
         recipe = _RECIPES[path.suffix].format(file=path, target=target)

@@ -171,7 +171,7 @@ def _full_name(name: str) -> tuple[str, ImageSet]:
 
 
 def _root(data_dir: str | None) -> Path:
-    return files.expanded(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    return files.expand_home(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
 def _near(root: Path, name: str, known: ImageSet) -> Path | None:
