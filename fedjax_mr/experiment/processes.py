@@ -25,8 +25,10 @@ import jax
 from fedjax_mr.errors import LostError, UserError
 from fedjax_mr.experiment import coordination, heartbeats, interrupts, rendezvous
 
-HEARTBEAT_SECONDS = 60  # until JAX aborts the other processes; `heartbeats` notices a loss much earlier
-SHUTDOWN_SECONDS = 20  # how long a process that has finished waits for the others
+TIMEOUTS: dict[str, Any] = {  # of JAX, for its client and its service
+    "heartbeat_timeout_seconds": 60,  # then JAX aborts the other processes; `heartbeats` notices a loss much earlier
+    "shutdown_timeout_seconds": 20,  # how long a process that has finished waits for the others
+}
 JOIN_SECONDS = 300  # default of --join_timeout
 CONNECT_SECONDS = 60  # how long JAX may take to connect processes that have met
 LEAVE_SECONDS = 5  # how long a process waits for the others to exit together after an error
@@ -250,9 +252,7 @@ def join_processes(
         else:
             options = _meet(place, join_timeout, until_joined)
         try:
-            jax.distributed.initialize(
-                **options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS
-            )
+            jax.distributed.initialize(**options, **TIMEOUTS)
         except ValueError:
             if place is not None:
                 raise
@@ -295,12 +295,7 @@ def _meet(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dic
     try:
         serve = until_joined.enter_context(coordination.prepared())
         meeting(listen_at=(host, port))
-        serve(
-            coordinator_bind_address=address,
-            num_processes=place.num_processes,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-        )
+        serve(coordinator_bind_address=address, num_processes=place.num_processes, **TIMEOUTS)
     except OSError as error:
         raise UserError(
             f"cannot start JAX's coordination service at {address} ({error}): choose another port for --coordinator"
