@@ -1,4 +1,4 @@
-"""The kept results, by method and setting: what the pages of methods and the leaderboard show."""
+"""The kept results by method and setting, for the pages of the methods and the leaderboard."""
 
 import csv
 import functools
@@ -23,10 +23,10 @@ sys.path.insert(0, str(EXPERIMENTS))
 
 from record.comparisons import verdict  # noqa: E402 (the scripts of experiments/ are not installed)
 
-# Rounds of the papers' runs as their code has them; fewer are not compared with the papers' numbers.
+# Rounds of the papers' runs in their code. Runs with fewer rounds are not compared with the papers' values.
 PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
 
-# Files of the kept runs, in words.
+# Titles of the data files of kept runs.
 DATASETS = {
     "mnist_by_writer": "MNIST by writer", "mnist_reduced": "reduced MNIST", "cifar10_reduced": "reduced CIFAR-10",
     "mnist_reduced_7600": "reduced MNIST of 7,600 images",
@@ -39,14 +39,14 @@ class Line(NamedTuple):
 
     Attributes:
       strategy: its registered name.
-      config: of one of its runs.
-      job: the settings of the run that are not the method's own, by flag.
-      own: the method's own settings that are not the defaults, by name.
-      by_seed: the mean of the last ten evaluations in percent, of finished runs.
-      evaluations: how many there are at most in a run.
-      bytes: both ways, of a finished run.
-      diverged: how many runs did.
-      published: the papers' numbers for the setting.
+      config: configuration of one of its runs.
+      job: settings of the run that do not belong to the method, by flag.
+      own: settings of the method that differ from their defaults, by name.
+      by_seed: mean of the last ten evaluations in percent, of finished runs.
+      evaluations: largest number of evaluations of a run.
+      bytes: bytes of both directions of a finished run.
+      diverged: number of diverged runs.
+      published: the papers' values for the setting.
     """
 
     strategy: str
@@ -65,7 +65,7 @@ class Line(NamedTuple):
         return Statistic.of(self.by_seed.values())
 
     def verdict(self, number: Published) -> str:
-        """Return whether a paper's number is reached; the reason where the two are not compared."""
+        """The verdict on a paper's value, or the reason why the two are not compared."""
         wanted = PAPER_ROUNDS[number.paper]
         if self.config.rounds < wanted:
             return f"not compared: {self.config.rounds} rounds of {wanted}"
@@ -73,26 +73,26 @@ class Line(NamedTuple):
 
     @property
     def compared(self) -> bool:
-        """Whether a paper's number stands beside it that is of as many rounds."""
+        """Whether a paper has a value for at most as many rounds."""
         return any(self.config.rounds >= PAPER_ROUNDS[number.paper] for number in self.published)
 
     def title(self) -> str:
-        """Return the method's name with its own settings."""
+        """The name of the method with its own settings."""
         words = [f"{name.replace('_', ' ')} = {value}" for name, value in self.own.items()]
         return ", ".join([titles.method(titles.facts(self.config)), *words])
 
     def accuracy(self) -> str:
-        """Return the mean and the deviation."""
+        """Mean and standard deviation as text."""
         return tables.plus_minus(*self.statistic, digits=2)
 
     def seeds(self) -> str:
-        """Return how many seeds there are, and how many runs diverged."""
+        """Number of seeds, and of diverged runs."""
         return str(len(self.by_seed)) + (f" ({self.diverged} diverged)" if self.diverged else "")
 
 
 @functools.cache
 def lines() -> tuple[Line, ...]:
-    """Return all methods in all settings of the kept runs."""
+    """All methods in all settings of the kept runs."""
     published = papers.rows()
     return tuple(_line(runs, published) for runs in Index(EXPERIMENTS / "results").settings())
 
@@ -127,12 +127,12 @@ def _line(runs: list[RunRecord], published: list[dict[str, str]]) -> Line:
 
 
 def of(strategy: str) -> list[Line]:
-    """Return the settings in which a method has finished or diverged runs."""
+    """The settings in which a method has finished or diverged runs."""
     return [each for each in lines() if each.strategy == strategy and (each.by_seed or each.diverged)]
 
 
 def data_title(line: Line) -> str:
-    """Return the data and the division of a run in words."""
+    """Dataset and partition of a run in words."""
     facts = titles.facts(line.config)
     coarse = " (coarse labels)" if facts.get("label_mode") == "coarse" else ""
     name = titles.dataset(line.config.dataset)
@@ -140,53 +140,53 @@ def data_title(line: Line) -> str:
 
 
 def particulars(lines: Sequence[Line]) -> list[str]:
-    """Return for each line the settings, in words, by which it differs from lines of the same title; "" if none has it.
+    """The settings, in words, in which each line differs from lines of the same title. "" if there is no such line.
 
     Args:
-      lines: of one method, or of one table each.
+      lines: lines of one method, or one line per table.
     """
     titles_of = [(data_title(line), clients_title(line), json.dumps(line.own)) for line in lines]
-    found = []
+    differences = []
     for line, title in zip(lines, titles_of, strict=True):
         same = [other.job for other, another in zip(lines, titles_of, strict=True) if another == title]
         flags = [flag for flag in titles.varied(same) if flag != "eval_clients"]
         words = titles.words(flags, line.job | {"strategy": line.strategy}, brief=True)
         if line.job.get("eval_clients") and len(same) > 1:
             words.append(OWN_SAMPLES)
-        found.append(", ".join(words))
-    return found
+        differences.append(", ".join(words))
+    return differences
 
 
 def clients_title(line: Line) -> str:
-    """Return the network, the clients and the rounds of a run in words."""
+    """Network, clients and rounds of a run in words."""
     clients = f"{line.config.cohort} of {line.config.clients} clients" if line.config.clients else "all natural clients"
     return f"{titles.network(line.config.model)}, {clients}, {line.config.rounds} rounds"
 
 
 def costs() -> dict[str, dict[str, str]]:
-    """Return the measured times of a round, by method: the rows of experiments/costs.csv."""
+    """The measured times of a round by method: the rows of experiments/costs.csv."""
     with (EXPERIMENTS / "costs.csv").open(encoding="utf-8", newline="") as file:
         return {row["strategy"]: row for row in csv.DictReader(file)}
 
 
 def seconds(strategy: str) -> tuple[float, int] | None:
-    """Return the median time of a round in rounds of FedAvg, and the number of runs, from the kept runs of one job.
+    """The median time of a round relative to FedAvg in the same table, and the number of runs.
 
-    None where no table has both methods on the same number of devices.
+    None if no table has both methods with the same network on the same number of devices.
     """
     ratios, count = [], 0
     for table in sorted((EXPERIMENTS / "results").glob(f"*{tables_of_runs.SUFFIX}")):
-        found: dict[tuple, list[float]] = {}
+        times_of: dict[tuple, list[float]] = {}
         for summary in (run.summary for run in tables_of_runs.read(table).values() if run.summary is not None):
             key = (summary["strategy"], summary["model"], len(summary["devices"]))
-            found.setdefault(key, []).append(summary["seconds_per_round"])
-        for (name, *job), times in found.items():
-            if name == strategy and ("fedavg", *job) in found:
-                ratios.append(statistics.median(times) / statistics.median(found["fedavg", *job]))
+            times_of.setdefault(key, []).append(summary["seconds_per_round"])
+        for (name, *job), times in times_of.items():
+            if name == strategy and ("fedavg", *job) in times_of:
+                ratios.append(statistics.median(times) / statistics.median(times_of["fedavg", *job]))
                 count += len(times)
     return (statistics.median(ratios), count) if ratios else None
 
 
 def same_job(settings: Mapping[str, Any]) -> str:
-    """Return a key that runs share whose accuracies can be compared."""
+    """A key that is equal for runs whose accuracies can be compared."""
     return json.dumps(settings, sort_keys=True)

@@ -1,10 +1,9 @@
-"""How many clients do best with each network when they train alone: FedMe's choice of the first networks (its Table 3).
+"""Number of clients whose best network is each one when they train alone: FedMe's first networks (its Table 3).
 
-RUN may also be a folder of run folders, at any depth; only those of Local-only with one network count. A client's best
-network is the one with the highest accuracy on its validation samples (test samples where it keeps none for
-validation). Of several runs with one network and the same division of the data, the one that is better on average
-counts. Shown are means over the divisions (seeds), the networks by size. FedMe starts from the same choice by
---architectures_from=RUN.
+Only runs of Local-only with a single network count. The best network of a client has the highest accuracy on its
+validation samples, or on its test samples if it has none for validation. If several runs have the same network and
+partition of the data, the one with the best mean counts. Values are means over the partitions (seeds), with the
+networks sorted by size. FedMe starts from the same choice with --architectures_from=RUN.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.architectures import best_of, trained_alone
 
-DIVISION = ("strategy", "clients", *inspect.signature(data.federate).parameters)  # the flags that tell rows apart
+DIVISION = ("strategy", "clients", *inspect.signature(data.federate).parameters)  # flags that differ between rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +34,15 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def cells(chosen: Sequence[RunRecord]) -> list[list[str]]:
-    """Return the table as cells, the head first.
+    """The table as cells, its head first.
 
     Raises:
-      UserError: no run counts, or a network lacks a run with the data that another one was trained on.
+      UserError: no run counts, or no run trains a network on the data of another one.
     """
     alone = trained_alone([run.path for run in chosen])
     counted = {folder for folders in alone.values() for folder in folders.values()}
     if not counted:
-        raise UserError("none of the runs is a finished one of --strategy=local with a single network")
+        raise UserError("no run is a finished one of --strategy=local with a single network")
     rows: dict[str, dict[str, dict[str, RunRecord]]] = {}  # by row, division, network
     for setting, members in groups.by_setting([run for run in chosen if run.path in counted]):
         divisions = rows.setdefault(groups.name({flag: setting[flag] for flag in setting if flag in DIVISION}), {})
@@ -63,7 +62,7 @@ def cells(chosen: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def _row(divisions: dict[str, dict[str, RunRecord]], networks: Sequence[str]) -> list[str]:
-    """Return how many clients do best with each network, how many there are, and the number of divisions."""
+    """Number of clients per best network, number of clients, and number of partitions."""
     known = [network for network in networks if any(network in runs for runs in divisions.values())]
     counts = []
     for runs in divisions.values():

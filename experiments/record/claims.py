@@ -1,9 +1,9 @@
-"""What papers claim of one method beside another, and how surely the kept runs say so.
+"""Claims of the papers that compare two methods, and whether the kept runs support them.
 
-A claim compares two settings over the seeds that both have; seeds share division, start and cohorts, so their
-differences are paired. That one setting is better is tested by Student's paired t-test, two-sided; that two are as
-good as each other by two one-sided tests against a margin (TOST). The p-values of a table are corrected by Holm's
-method over its comparisons. One seed allows no test, so it has no verdict.
+A claim compares two settings over the seeds that both have. Runs of one seed share partition, initial model and
+cohorts, so their differences are paired. "Better" is tested by Student's paired t-test, two-sided; "as good as each
+other" by two one-sided tests against a margin (TOST). The p-values of a table are corrected for its number of
+comparisons by Holm's method. A single seed allows no test, so it has no verdict.
 """
 
 import statistics
@@ -19,12 +19,12 @@ from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept, titles
 
-LEVEL = 0.95  # of confidence intervals; a claim holds where its p-value is below 1 - LEVEL
-POINTS = 1.5  # the margin: two settings are as good as each other if their means differ by less
+LEVEL = 0.95  # of confidence intervals; a claim holds if its p-value is below 1 - LEVEL
+POINTS = 1.5  # margin: two settings are as good as each other if their means differ by less
 
 
 class Difference(NamedTuple):
-    """One method's accuracies minus another's over the seeds that both have, in points.
+    """Accuracies of one method minus those of another over the seeds that both have, in percentage points.
 
     Attributes:
       count: number of seeds.
@@ -45,15 +45,15 @@ class Difference(NamedTuple):
         return self.mean - half, self.mean + half
 
     def p_better(self) -> float | None:
-        """Return the p-value of a difference of zero, two-sided; None with a single seed."""
+        """Two-sided p-value of a difference of zero. None with a single seed."""
         return None if self.error is None else min(1.0, 2 * self._beyond(abs(self.mean)))
 
     def p_level(self) -> float | None:
-        """Return the p-value of a difference of `POINTS` or more: the larger of two one-sided tests."""
+        """The p-value of a difference of `POINTS` or more: the larger of two one-sided tests."""
         return None if self.error is None else self._beyond(POINTS - abs(self.mean))
 
     def _beyond(self, distance: float) -> float:
-        """Return the probability that Student's t is larger than a distance in points."""
+        """Probability that Student's t is larger than a distance in points."""
         if not self.error:  # seeds that do not differ at all
             return 0.0 if distance > 0 else 1.0
         return float(student.sf(distance / self.error, self.count - 1))
@@ -64,11 +64,11 @@ class Difference(NamedTuple):
 
 
 def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Difference | None:
-    """Return the mean difference of paired seeds; None without a common seed.
+    """The mean difference of paired seeds. None without a common seed.
 
     Args:
-      better: accuracies in percent by seed.
-      worse: those of the other method.
+      better: accuracies of one method in percent, by seed.
+      worse: accuracies of the other method.
     """
     found = [better[seed] - worse[seed] for seed in better if seed in worse]
     if not found:
@@ -79,9 +79,9 @@ def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Diffe
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Return p-values corrected for their number by Holm's method; None is no test and stays None.
+    """Correct p-values for their number by Holm's method. None is no test and stays None.
 
-    The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than the one before it.
+    The smallest of m is multiplied by m, the next by m - 1, and so on. None becomes smaller than the previous one.
     """
     tests = sorted((value, place) for place, value in enumerate(values) if value is not None)
     found: list[float | None] = [None] * len(values)
@@ -92,11 +92,11 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
-    """Return the verdicts on the comparisons of a table, whose p-values are corrected together.
+    """The verdicts on the comparisons of a table, whose p-values are corrected together.
 
     Args:
-      compared: each with whether the claim is that the two are as good as each other; otherwise that the first is
-        better.
+      compared: each comparison, and whether its claim is "as good as each other". Otherwise the claim is that the first
+        one is better.
     """
     corrected = holm([each.p_level() if level else each.p_better() for each, level in compared])
     return [_verdict(each, level, p) for (each, level), p in zip(compared, corrected, strict=True)]
@@ -127,9 +127,9 @@ class Claim(NamedTuple):
     better: Chosen
     worse: Chosen
     rounds: tuple[int, int]
-    level: bool = False  # claimed is that the two are as good as each other
-    metric: str = "accuracy"  # of the deployed model; of the clients' own ones: personal_ or finetuned_accuracy
-    # "flatness": minus the mean rise of the loss around the deployed model (a point is a hundredth of a nat)
+    level: bool = False  # whether the claim is that the two are as good as each other
+    metric: str = "accuracy"  # of the deployed model; personal_accuracy and finetuned_accuracy: of the clients' own
+    # "flatness": minus the mean rise of the loss around the deployed model, where a point is a hundredth of a nat
 
 
 def _pfedhr(where: str, folder: str, **flags: Any) -> Claim:
@@ -220,17 +220,17 @@ CLAIMS = (
 
 
 def accuracies(chosen: Chosen, results: Path, rounds: tuple[int, int], *, metric: str = "accuracy") -> dict[str, float]:
-    """Return the mean accuracy of a setting's runs over the evaluations of some rounds in percent, by seed.
+    """The mean accuracy of the runs of a setting over the evaluations of some rounds in percent, by seed.
 
     Args:
       chosen: the setting.
       results: the folder of the tables.
       rounds: the first and the last round.
-      metric: the column; ``finetuned_accuracy``, which the summary alone has, is of the end, ``flatness`` of the round
-        that ``landscape`` was told.
+      metric: the column. ``finetuned_accuracy``, which only the summary has, is of the end of the run, ``flatness`` of
+        the checkpoint of ``landscape``.
 
     Raises:
-      UserError: no run is of that setting, or two are of one seed.
+      UserError: no run has the setting, two runs have the same seed, or a run has no evaluation in these rounds.
     """
     found: dict[str, float] = {}
     path = results / f"{chosen.table}{kept.SUFFIX}"
@@ -259,7 +259,7 @@ def _flatness(run: RunRecord) -> list[float]:
 
 
 def table(results: Path) -> str:
-    """Return the claims with their differences and verdicts as a Markdown table.
+    """The claims with their differences and verdicts as a Markdown table.
 
     Args:
       results: the folder of the tables.

@@ -41,12 +41,12 @@ OTHERS = (
       for method in ("fedavg", "fedcross") for optimizer in ("momentum", "adam", "yogi", "adagrad")),
     ("--strategy=fedcross", "--server_optimizer=momentum", "--server_lr=1"),
 )  # fmt: skip
-# The papers' numbers of these methods are of variant=authors, so that of variant=paper neither replicates nor refutes
-# them.
+# The papers' values of these methods are of variant=authors, so variant=paper neither replicates nor refutes them.
 TWO_FORMS = ("scaffold", "fedexp")
-# The papers state no number of rounds. Where clients differ most, accuracies still rise at the end of the flag file's.
+# The papers state no number of rounds. With the most different clients, accuracies still rise after those of the flag
+# file.
 LONG_SETTING, USUAL_ROUNDS, LONG_ROUNDS = ("CIFAR-10", "Dirichlet(0.1)"), 500, 1000
-# A mean replicates within POINTS of the paper's, or within so many of our standard deviations.
+# A mean replicates the paper's value if they differ by at most POINTS, or by this many of our standard deviations.
 DEVIATIONS = 2.0
 NOT_RUN, REPLICATES = "not run", "replicates"
 
@@ -55,7 +55,7 @@ NOT_RUN, REPLICATES = "not run", "replicates"
 
 
 class Comparison(NamedTuple):
-    """A method in a setting: our accuracies in percent by seed, and the papers' numbers."""
+    """A method in a setting: our accuracies in percent by seed, and the papers' values."""
 
     method: str
     data: str
@@ -71,10 +71,10 @@ class Comparison(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """Return the verdict beside all of the papers' numbers, which may disagree; "" where they have none.
+        """The verdict on all of the papers' values, which may disagree. "" if they have none.
 
-        ``replicates`` is said of all of them, ``replicates v1`` of those named; ``lower`` and ``higher`` are than all,
-        ``between`` is none of these.
+        ``replicates`` means all of them, ``replicates v1`` only the named ones. ``lower`` and ``higher`` mean than all
+        of them, ``between`` is neither.
         """
         verdicts = {number.short_source: verdict(self.own, number) for number in self.published}
         replicated = {name: said for name, said in verdicts.items() if said.startswith(REPLICATES)}
@@ -85,13 +85,13 @@ class Comparison(NamedTuple):
 
 
 def verdict(own: Statistic, number: Published) -> str:
-    """Return ``replicates``, ``lower`` or ``higher`` than a paper's number; ``not run`` where we have none.
+    """The verdict on a paper's value: ``replicates``, ``lower``, ``higher``, or ``not run`` if we have no run.
 
-    Where only the spread of our own seeds reaches the paper's number, the verdict says so.
+    If only the standard deviation of our seeds reaches the paper's value, the verdict is ``replicates (spread)``.
 
     Args:
       own: mean and standard deviation over our seeds, in percent.
-      number: the paper's.
+      number: the paper's value.
     """
     if own.mean is None:
         return NOT_RUN
@@ -104,7 +104,7 @@ def verdict(own: Statistic, number: Published) -> str:
 
 
 class Record(NamedTuple):
-    """All cells of the main table, those of the other methods and of longer runs, and the kept runs."""
+    """The comparisons of the main table, of the other methods and of longer runs, and the kept runs."""
 
     cells: dict[tuple[str, str, str], Comparison]  # by method, data and division
     others: list[Comparison]
@@ -113,7 +113,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> "Record":
-        """Return the record of the runs that are kept beside the flag files of a folder."""
+        """The record of the kept runs in a folder that also holds the flag files."""
         kept, published = Index(folder / "results"), papers.rows()
 
         def cell(data: str, division: str, *method: str) -> Comparison:
@@ -132,7 +132,7 @@ class Record(NamedTuple):
         return cls(cells, others, longer, kept)
 
     def pairs(self, better: str, worse: str) -> dict[tuple[str, str], Difference | None]:
-        """Return the difference of two methods in each setting."""
+        """The difference of two methods in each setting."""
         return {
             (data, division): difference(
                 self.cells[better, data, division].by_seed, self.cells[worse, data, division].by_seed
@@ -143,7 +143,7 @@ class Record(NamedTuple):
 
 
 def _name(config: Config) -> str:
-    """Return the title of a method, its form where the papers ran another one, and a rate of its server's optimizer."""
+    """The title of a method, with its variant if the papers ran another one, and the learning rate of its server."""
     facts = titles.facts(config)
     name, variant = titles.method(facts), facts.get(f"{config.strategy}_variant")
     if variant == "authors" or config.strategy in TWO_FORMS:
@@ -152,7 +152,7 @@ def _name(config: Config) -> str:
 
 
 def _is_other_form(cell: Comparison) -> bool:
-    """Return whether the papers' numbers beside a cell are of another form of its method."""
+    """Whether the papers' values belong to another variant of the method."""
     return cell.method in [f"{_title(method)}, variant=paper" for method in TWO_FORMS]
 
 
@@ -165,7 +165,7 @@ def _shown(value: Statistic) -> str:
 
 
 def _own(cell: Comparison) -> str:
-    """Return our number and how many seeds it is of, or why there is none."""
+    """Our value and its number of seeds, or why there is none."""
     diverged = sum(run.state == "diverged" for run in cell.runs)
     if cell.by_seed:
         return f"{_shown(cell.own)} (n = {len(cell.by_seed)}{f', {diverged} diverged' if diverged else ''})"
@@ -173,7 +173,7 @@ def _own(cell: Comparison) -> str:
 
 
 def _papers(cell: Comparison) -> str:
-    """Return the papers' numbers, without the spread that they print."""
+    """The papers' values, without their standard deviations."""
     return ", ".join(f"{number.mean:.1f}" for number in cell.published)
 
 
@@ -185,7 +185,7 @@ def _outcome(cell: Comparison) -> str:
 
 
 def main_table(record: Record) -> str:
-    """Return a table per data set, methods by divisions: ours with the number of seeds, the papers', the verdict."""
+    """A table per dataset, methods by partitions: our value with its number of seeds, the papers', the verdict."""
 
     def text(cell: Comparison) -> str:
         papers = f"paper{'s' * (len(cell.published) > 1)} {_papers(cell)}" if cell.published else ""
@@ -202,7 +202,7 @@ def main_table(record: Record) -> str:
 
 
 def headline_table(record: Record) -> str:
-    """Return the main table of the first data set in short: ours with the number of seeds, the papers' in brackets."""
+    """The main table of the first dataset in short: our value with its number of seeds, the papers' in brackets."""
     data = next(iter(FLAGS))
 
     def text(cell: Comparison) -> str:
@@ -216,7 +216,7 @@ def headline_table(record: Record) -> str:
 
 
 def pairs_table(record: Record) -> str:
-    """Return which method is ahead of which in which setting, and how surely."""
+    """Comparisons of two methods in each setting, with differences and verdicts."""
     compared = [
         (f"{_title(better)} is better than {_title(worse)}", f"{data}, {division}", found)
         for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))
@@ -233,7 +233,7 @@ def pairs_table(record: Record) -> str:
 
 
 def setting_table(record: Record) -> str:
-    """Return all methods in one setting, best first: ours, the papers', verdict, lead over FedAvg and bytes."""
+    """All methods in one setting, best first: our value, the papers', verdict, lead over FedAvg, and bytes."""
     main = [record.cells[method, *ONE_SETTING] for method in METHODS]
     fedavg, rows = record.cells["fedavg", *ONE_SETTING], []
     for cell in sorted([*main, *record.others], key=lambda cell: -(cell.own.mean or 0.0)):
@@ -246,13 +246,13 @@ def setting_table(record: Record) -> str:
 
 
 def _bytes(cell: Comparison) -> float:
-    """Return the bytes that a finished run has sent, in both directions: the mean over the seeds."""
+    """Bytes that a finished run sends in both directions, mean over the seeds."""
     ended = [run.summary() for run in cell.runs if run.state == "finished"]
     return statistics.fmean(summary["bytes_down"] + summary["bytes_up"] for summary in ended)
 
 
 def longer_table(record: Record) -> str:
-    """Return the main methods in one setting after as many rounds as in the main table, and after more."""
+    """The main methods in one setting after the rounds of the main table, and after more."""
     fedavg, rows = record.longer[0], []
     for cell in record.longer:
         lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
@@ -265,18 +265,18 @@ def longer_table(record: Record) -> str:
 
 
 def _up_to(round: int, cell: Comparison) -> str:
-    """Return what the runs of a cell had reached after some rounds: the mean of the ten evaluations before."""
+    """The mean of the last ten evaluations up to a round."""
     reached = [summarise([row for row in run.rows() if row["round"] <= round]) for run in cell.runs]
     return _shown(Statistic.of(100 * each["accuracy_mean_last_10"] for each in reached))
 
 
 def claims_table(record: Record) -> str:
-    """Return what else the papers claim, and how surely it holds."""
+    """Other claims of the papers, with differences and verdicts."""
     return claims.table(record.kept.folder)
 
 
 def cost_table(record: Record) -> str:
-    """Return what a run of each method took: the median over its runs, and on what."""
+    """The median time of the runs of each method, and their devices."""
     seconds: dict[tuple[str, ...], list[float]] = {}
     for cell in (*record.cells.values(), *record.others, *record.longer):
         for ended in (run.summary() for run in cell.runs if run.state == "finished"):
@@ -288,7 +288,7 @@ def cost_table(record: Record) -> str:
 
 
 def summary(record: Record) -> str:
-    """Return in two sentences how the cells of the main table ended."""
+    """A summary of the main table in two sentences."""
     cells = [cell for cell in record.cells.values() if cell.by_seed]
     count = sum(cell.outcome.startswith(REPLICATES) for cell in cells)
     said = [f"{count} replicate{'s' if count == 1 else ''} a number of the papers"]

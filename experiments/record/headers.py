@@ -1,4 +1,4 @@
-"""The lines "Measured:" in the heads of the flag files, made from the kept runs."""
+"""The lines "Measured:" in the heads of the flag files."""
 
 import re
 import textwrap
@@ -16,13 +16,13 @@ LINES = re.compile(r"^# Measured:.*(?:\n# .*)*", re.MULTILINE)  # up to the firs
 
 
 class Header(NamedTuple):
-    """What a flag file says of its runs.
+    """The kept runs of a flag file.
 
     Attributes:
-      page: where more of them is told.
-      job: the flags that all of them share; the first is a flag file.
-      methods: the flags of each, by its name.
-      part: in words, what was run of the file if it was not all of it; "" if it was.
+      page: page with more about them.
+      job: flags that all of them share. The first is a flag file.
+      methods: flags of each method, by its name.
+      part: the part of the file that was run, in words. "" if all of it was run.
     """
 
     page: str
@@ -69,11 +69,11 @@ HEADERS = {
 
 
 def up_to_date(folder: Path, kept: Index) -> Iterator[tuple[Path, str]]:
-    """Yield the flag files whose heads have such a line, each with the text that it should have.
+    """Yield the flag files with such a line, each with the text that it should have.
 
     Args:
-      folder: where they are.
-      kept: the runs.
+      folder: folder of the flag files.
+      kept: the kept runs.
 
     Raises:
       UserError: a flag file cannot be read, or has no such line.
@@ -83,21 +83,21 @@ def up_to_date(folder: Path, kept: Index) -> Iterator[tuple[Path, str]]:
         before = LINES.search(text)
         if before is None:
             raise UserError(f"{folder / name} has no line that begins with '# Measured:': add one after 'Expected'")
-        said = f"Measured: {_measured(folder, header, kept)}"
-        lines = textwrap.wrap(said, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+        measured = f"Measured: {_measured(folder, header, kept)}"
+        lines = textwrap.wrap(measured, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
         yield folder / name, text[: before.start()] + "\n".join(lines) + text[before.end() :]
 
 
 def _measured(folder: Path, header: Header, kept: Index) -> str:
-    """Return what was measured, and where the rest is."""
+    """The measured accuracies, and the page with more about them."""
     file, *job = header.job
-    said = []
+    parts = []
     for title, flags in header.methods.items():
-        found = by_seed(kept.of(configuration.parse([f"--flagfile={folder / file}", *job, *flags])))
-        if found:
-            accuracy = tables.plus_minus(*Statistic.of(found.values()), digits=1)
-            said.append(f"{title} {accuracy} (seed{'s' * (len(found) > 1)} {', '.join(found)})")
-    if not said:
+        accuracies = by_seed(kept.of(configuration.parse([f"--flagfile={folder / file}", *job, *flags])))
+        if accuracies:
+            accuracy = tables.plus_minus(*Statistic.of(accuracies.values()), digits=1)
+            parts.append(f"{title} {accuracy} (seed{'s' * (len(accuracies) > 1)} {', '.join(accuracies)})")
+    if not parts:
         return "not yet."
     part = f"{header.part}: " if header.part else ""
-    return f"{part}{'; '.join(said)}; percent, the mean of the last ten evaluations ({header.page})."
+    return f"{part}{'; '.join(parts)}; percent, the mean of the last ten evaluations ({header.page})."

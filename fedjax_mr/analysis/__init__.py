@@ -1,4 +1,4 @@
-"""From run folders to tables and pictures: ``python -m fedjax_mr.analysis``, and `frame` for one's own."""
+"""Tables and plots from run folders: ``python -m fedjax_mr.analysis``, and `frame` for a pandas data frame."""
 
 from fedjax_mr.analysis.frames import frame
 

@@ -1,4 +1,7 @@
-"""The command ``python -m fedjax_mr.analysis COMMAND RUN ... [--option]``; a new command is a file and a row here."""
+"""The command ``python -m fedjax_mr.analysis COMMAND RUN ... [--option]``.
+
+A new command is a file in this folder and a row of `COMMANDS`.
+"""
 
 import argparse
 import sys
@@ -81,7 +84,12 @@ def main(
         )
         command.add_arguments(parser)
         parser.add_argument(
-            "--import", dest="imports", action="append", default=[], metavar="FILE", help="Python file with own methods"
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="Python file that registers your own methods",
         )
         parsed = parser.parse_args(rest)
         imports.load(parsed.imports)
@@ -100,7 +108,9 @@ def usage(commands: Mapping[str, Any] = COMMANDS, program: str = PROGRAM) -> str
     width = max(map(len, commands))
     lines = [f"  {name.ljust(width)}  {(each.__doc__ or '').splitlines()[0]}" for name, each in commands.items()]
     head = f"usage: {program} COMMAND RUN ... [--option=value ...]"
-    return "\n".join([head, "       COMMAND --help describes one command; RUN is a run folder", "", *lines])
+    return "\n".join(
+        [head, "       COMMAND --help describes one command; RUN is a run folder or TABLE/RUN", "", *lines]
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How the deployed model does on each client's own test samples: histogram, mean, spread and the worst tenth.
+"""Accuracy of the deployed model on each client's own test samples: histogram, mean, spread and the worst tenth.
 
 The clients' test samples are those of ``python -m fedjax_mr.data``: their natural ones, or parts of the test set in the
-proportions of their labels. Every client counts the same, whatever its size; clients without test samples do not count.
+proportions of their labels. Every client counts the same, whatever its size. Clients without test samples do not count.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw the clients' accuracies and print how they spread."""
+    """Plot the clients' accuracies and print their distribution."""
     chosen = runs.read(arguments.runs)
     accuracies = {
         run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir, trust=arguments.trust))
@@ -52,10 +52,10 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
-    """Return the accuracies of the clients that have test samples of their own, in the clients' order.
+    """Accuracies [clients with test samples] of the deployed model, in the order of the clients.
 
     Raises:
-      UserError: the run's method has no deployed model, or no client has test samples.
+      UserError: the method deploys no model, or no client has test samples.
     """
     if trained.deployed is None:
         raise UserError(f"{run.path}: {run.config.strategy} deploys no model")

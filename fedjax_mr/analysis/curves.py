@@ -31,14 +31,16 @@ CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     groups.add_arguments(parser)
-    parser.add_argument("--column", default="accuracy", help="column of metrics.csv (default: accuracy)")
-    parser.add_argument("--panels", metavar="FLAGS", help="a panel for each value of a flag: alpha, or partition,alpha")
-    parser.add_argument("--best", metavar="FLAGS", help="draw only the values of these flags that do best: lr")
+    parser.add_argument("--column", default="accuracy", help="column of metrics.csv. Default: accuracy")
+    parser.add_argument(
+        "--panels", metavar="FLAGS", help="draw one panel per value of these flags, such as alpha or partition,alpha"
+    )
+    parser.add_argument("--best", metavar="FLAGS", help="draw only the best value of these flags, such as lr")
     runs.add_picture_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw the curves and print the picture's path."""
+    """Plot the curves and print the path of the plot."""
     chosen = groups.find(arguments.runs)
     if arguments.best:
         choices = groups.choose(chosen, over=arguments.best.split(","))
@@ -56,7 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 class Curves(NamedTuple):
-    """Curves by panel and name, the names' methods, and by panel and name the last evaluations of diverged seeds."""
+    """Curves by panel and name, the method of each name, and crosses at the last evaluations of diverged seeds."""
 
     panels: dict[str, plots.Series]
     methods: dict[str, str]
@@ -64,47 +66,47 @@ class Curves(NamedTuple):
 
 
 def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = None) -> Curves:
-    """Return the curves of some runs.
+    """The curves of some runs.
 
-    A curve has rounds, means and, with several seeds, standard deviations. Its name is that of the method and of the
-    settings in which the curves of a panel differ, and the number of seeds: ``FedMR (n = 3)``. Seeds that diverged are
-    counted there and are not part of the mean, unless all have diverged.
+    A curve has rounds, means and, with several seeds, standard deviations. Its name has the method, the settings in
+    which the curves of a panel differ, and the number of seeds: ``FedMR (n = 3)``. Seeds that diverged are counted in
+    the name. They are not part of the mean, unless all diverged.
 
     Args:
-      chosen: as `groups.find` returns them.
-      column: of the evaluations.
-      panels: the flags, separated by commas, that divide the curves among panels; None: one panel.
+      chosen: runs, as `groups.find` returns them.
+      column: column of the evaluations.
+      panels: the flags, separated by commas, that divide the curves into panels. Default: one panel.
 
     Raises:
-      UserError: a run has no such column or flag, or one that has not diverged has no evaluation.
+      UserError: a run has no such column or flag, or a run that has not diverged has no evaluation.
     """
     by_panel: dict[str, list[RunRecord]] = {}
     for run in sorted(chosen, key=lambda run: _place(run, panels)):
         by_panel.setdefault(_panel(run, panels), []).append(run)
-    found: dict[str, dict[str, _Curve]] = {}
+    curves_of: dict[str, dict[str, _Curve]] = {}
     methods: dict[str, str] = {}
     for title, own in by_panel.items():
         settings = groups.by_setting(own)
         names = groups.titles_of(settings)
-        found[title] = {name: _curve(members, column) for name, (_, members) in zip(names, settings, strict=True)}
+        curves_of[title] = {name: _curve(members, column) for name, (_, members) in zip(names, settings, strict=True)}
         methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
-    shown = {name: _name(name, [each[name] for each in found.values() if name in each]) for name in methods}
+    shown = {name: _name(name, [each[name] for each in curves_of.values() if name in each]) for name in methods}
     return Curves(
-        {title: {shown[name]: curve.line for name, curve in each.items()} for title, each in found.items()},
+        {title: {shown[name]: curve.line for name, curve in each.items()} for title, each in curves_of.items()},
         {shown[name]: method for name, method in methods.items()},
-        {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in found.items()},
+        {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in curves_of.items()},
     )
 
 
 def _place(run: RunRecord, flags: str | None) -> list[tuple]:
-    """Return what a run's panel is sorted by: numbers by size and before words."""
+    """The sort key of a run's panel: numbers by size, then words."""
     facts = titles.facts(run.config)
     values = [facts.get(name) for name in (flags.split(",") if flags else [])]
     return [(0, value) if isinstance(value, int | float) else (1, str(value)) for value in values]
 
 
 def _panel(run: RunRecord, flags: str | None) -> str:
-    """Return the title of the panel that a run's curve belongs to."""
+    """The title of the panel of a run."""
     names = flags.split(",") if flags else []
     known = configuration.decisive(run.config)
     for name in names:
@@ -114,7 +116,7 @@ def _panel(run: RunRecord, flags: str | None) -> str:
 
 
 class _Curve(NamedTuple):
-    """One curve of one panel: its line, the crosses beside it, and how many seeds it has of each kind."""
+    """One curve of one panel: its line, the crosses of diverged seeds, and the number of seeds of each kind."""
 
     line: tuple[Sequence[float], ...]
     crosses: tuple[Sequence[float], ...]
@@ -139,13 +141,13 @@ def _curve(members: Sequence[RunRecord], column: str) -> _Curve:
 
 
 def _history(run: RunRecord, column: str) -> dict[int, float]:
-    """Return a column by round; a run may diverge before its first evaluation, and has none then."""
+    """A column by round. It is empty for a run that diverged before its first evaluation."""
     rows = run.rows_so_far() if run.state == "diverged" else run.rows()
     return {row["round"]: _value(run, row, column) for row in rows}
 
 
 def _mean(histories: Sequence[dict[int, float]]) -> tuple[Sequence[float], ...]:
-    """Return the rounds that all runs have, their mean and, of several runs, the sample standard deviation."""
+    """The rounds that all runs have, the mean and, for several runs, the sample standard deviation."""
     if not histories:
         return [], []
     rounds = sorted(set.intersection(*map(set, histories)))
@@ -156,7 +158,7 @@ def _mean(histories: Sequence[dict[int, float]]) -> tuple[Sequence[float], ...]:
 
 
 def _name(name: str, own: Sequence[_Curve]) -> str:
-    """Return the name of a method's curves, with the number of seeds, which may differ between panels."""
+    """The name of a method's curves with the number of seeds, which may differ between panels."""
     fewest, most = min(each.seeds for each in own), max(each.seeds for each in own)
     counts = [f"n = {most}" if fewest == most else f"n = {fewest} to {most}"] if most else []
     if diverged := sum(each.diverged for each in own):
@@ -165,7 +167,7 @@ def _name(name: str, own: Sequence[_Curve]) -> str:
 
 
 def _possible(column: str) -> tuple[float, float]:
-    """Return the values that a column can have: of bands, the rest is not drawn."""
+    """The lowest and highest possible value of a column. Bands end there."""
     return (0.0, 1.0) if "accuracy" in column else (0.0, math.inf) if "loss" in column else (-math.inf, math.inf)
 
 

@@ -1,4 +1,4 @@
-"""The evaluations of runs as a pandas frame, for pictures and statistics of one's own."""
+"""The evaluations of runs as a pandas data frame."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def frame(paths: Path | str | Iterable[Path | str]) -> "pandas.DataFrame":
-    """Return a frame with a row per run and evaluation.
+    """A data frame with one row per run and evaluation.
 
-    Its columns are ``run`` (the folder), ``method`` (its name in pictures), ``strategy``, ``seed``, ``state`` of the
-    run, the settings in which the runs differ (by flag; missing where a run does not know one), and the metrics, first
-    of them ``round``. Runs without an evaluation have no rows.
+    Its columns are ``run`` (the folder), ``method`` (its name in plots), ``strategy``, ``seed``, ``state`` of the run,
+    the settings in which the runs differ (by flag; missing if a run does not have it), and the metrics, ``round``
+    first. Runs without an evaluation have no rows.
 
     Args:
-      paths: a run folder or a folder that holds some, or several of these.
+      paths: a run folder, a table of kept runs or a folder that holds some, or several of these.
 
     Raises:
-      UserError: pandas is missing, a path holds no run folder, or its files cannot be read.
+      UserError: pandas is missing, a path holds no run, or its files cannot be read.
     """
     try:
         import pandas
     except ImportError:
-        raise UserError("a frame needs pandas: pip install 'fedjax-mr[pandas]'") from None
+        raise UserError("a data frame needs pandas: pip install 'fedjax-mr[pandas]'") from None
     chosen = groups.find([paths] if isinstance(paths, Path | str) else paths)
     known = [titles.facts(run.config) for run in chosen]
     varied = [flag for flag in titles.varied(known) if flag != "strategy"]

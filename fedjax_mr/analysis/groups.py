@@ -1,4 +1,4 @@
-"""Runs found in folders and grouped by their settings, so that the seeds of a setting stand together."""
+"""Find runs in folders and tables, and group them by settings, so that the seeds of a setting form one group."""
 
 import argparse
 import json
@@ -21,14 +21,14 @@ RUNS = "run folder, table of kept runs (NAME.jsonl.gz), TABLE/PATTERN for some o
 
 
 class Statistic(NamedTuple):
-    """Mean and sample standard deviation over the seeds; None where there is nothing to say."""
+    """Mean and sample standard deviation over the seeds. None if unknown; a single seed has no deviation."""
 
     mean: float | None
     deviation: float | None
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Statistic":
-        """Return the statistic of values; if one of them is missing there is none."""
+        """The statistic of some values. If one of them is None, mean and deviation are None."""
         known = []
         for value in values:
             if value is None:
@@ -40,7 +40,7 @@ class Statistic(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run folders of a command that joins the seeds of a setting."""
+    """Add the runs to the arguments of a command that groups seeds."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
 
 
@@ -48,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find(paths: Iterable[Path | str]) -> list[RunRecord]:
-    """Return the runs of run folders and of folders that hold some, at any depth.
+    """Read the runs at some paths: run folders, tables of kept runs, or folders that hold some at any depth.
 
-    They come in the order of the paths, and those of one folder by strategy and by the values of their settings.
+    They are in the order of the paths. The runs of one path are sorted by strategy and by the values of their settings.
 
     Raises:
-      UserError: a path holds no run folder.
+      UserError: a path holds no run, or a run cannot be read.
     """
     ordered: dict[Path, None] = {}
     for path in map(Path, paths):
@@ -71,15 +71,15 @@ def _order(run: RunRecord) -> tuple[str, list[tuple[str, str, Any]]]:
 
 
 def seeds(config: Config) -> list[int]:
-    """Return the two seeds of all random draws of a run: its own, and that of its partition."""
+    """The two seeds of a run: of training, and of the partition of the data."""
     return [config.seed, config.seed if config.partition_seed is None else config.partition_seed]
 
 
 def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[RunRecord]]]:
-    """Return the runs by setting, in their order; runs of one setting differ in nothing but seeds.
+    """Group runs by setting, in their order. The runs of one setting differ only in their seeds.
 
-    A setting names the strategy, and the flags whose values differ between runs that know them. Of several runs of
-    one setting and seed, one counts: the last of those that are furthest.
+    A setting has the strategy, and the flags whose values differ between the runs that have them. If several runs have
+    the same setting and seed, the most advanced one counts, and the last of several that are equally advanced.
     """
     once = {
         json.dumps([titles.facts(run.config), *seeds(run.config)]): run.path
@@ -103,17 +103,17 @@ def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[R
 
 
 class Index:
-    """The runs of a folder, at any depth, by their settings; those of one setting differ in nothing but seeds.
+    """The runs in a folder, at any depth, by their settings. The runs of one setting differ only in their seeds.
 
     Attributes:
-      folder: where they are.
+      folder: the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the settings of all runs.
 
         Raises:
-          UserError: the folder holds none.
+          UserError: the folder holds no run.
         """
         self.folder = folder
         self._by_setting: dict[str, list[RunRecord]] = {}
@@ -121,11 +121,11 @@ class Index:
             self._by_setting.setdefault(_key(run.config), []).append(run)
 
     def settings(self) -> Iterable[list[RunRecord]]:
-        """Return the runs of each setting."""
+        """The runs of each setting."""
         return self._by_setting.values()
 
     def of(self, config: Config) -> list[RunRecord]:
-        """Return the runs that differ from a configuration in nothing but seeds."""
+        """The runs that differ from a configuration only in their seeds."""
         return self._by_setting.get(_key(config), [])
 
 
@@ -134,28 +134,28 @@ def _key(config: Config) -> str:
 
 
 def by_seed(runs: Sequence[RunRecord]) -> dict[str, float]:
-    """Return the mean of the last ten evaluations in percent of the finished runs, by seed.
+    """The mean accuracy of the last ten evaluations of each finished run in percent, by seed.
 
-    A seed of the partition that is not the run's own stands behind it: ``0/7``.
+    If the partition has another seed, it follows the seed of the run: ``0/7``.
     """
-    found = {}
+    accuracies = {}
     for run in sorted(runs, key=lambda run: seeds(run.config)):
         seed, partition_seed = seeds(run.config)
         if run.state == "finished":
             name = str(seed) if seed == partition_seed else f"{seed}/{partition_seed}"
-            found[name] = 100 * float(run.summary()["accuracy_mean_last_10"])
-    return found
+            accuracies[name] = 100 * float(run.summary()["accuracy_mean_last_10"])
+    return accuracies
 
 
 def name(setting: Mapping[str, Any]) -> str:
-    """Return a setting in words: the strategy and the flags that differ, such as ``fedmr alpha=0.1 unit=layer``."""
+    """A setting as text: the strategy and the flags that differ, such as ``fedmr alpha=0.1 unit=layer``."""
     strategy, *others = setting.items()
     prefix = f"{strategy[1]}_"
     return " ".join([strategy[1], *(f"{flag.removeprefix(prefix)}={value}" for flag, value in others)])
 
 
 def titles_of(settings: Sequence[tuple[Mapping[str, Any], Sequence[RunRecord]]]) -> list[str]:
-    """Return the names of settings, as `by_setting` returns them, in pictures: ``FedMR, Dirichlet(0.1)``."""
+    """Names for plots, such as ``FedMR, Dirichlet(0.1)``, of the settings that `by_setting` returns."""
     known = [titles.facts(members[0].config) for _, members in settings]
     return [
         ", ".join([titles.method(own), *titles.words(setting, {**own, **setting}, brief=True)])
@@ -164,90 +164,92 @@ def titles_of(settings: Sequence[tuple[Mapping[str, Any], Sequence[RunRecord]]])
 
 
 def short_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings in words, without the flags that have one value in all settings of a strategy."""
+    """Settings as text, without the flags that have the same value in all settings of a strategy."""
 
-    def tells_apart(flag: str, strategy: str) -> bool:
+    def differs(flag: str, strategy: str) -> bool:
         values = [json.dumps(each.get(flag, "-")) for each in settings if each["strategy"] == strategy]
         return flag == "strategy" or len(set(values)) > 1
 
-    return [name({flag: each[flag] for flag in each if tells_apart(flag, each["strategy"])}) for each in settings]
+    return [name({flag: each[flag] for flag in each if differs(flag, each["strategy"])}) for each in settings]
 
 
 # --- The best of some settings ----------------------------------------------------------------------------------------
 
 
-class Tried(NamedTuple):
-    """One value of the flags and its runs, one per seed."""
+class Candidate(NamedTuple):
+    """One combination of values of the compared flags, and its runs, one per seed."""
 
     values: dict[str, Any]
     runs: list[RunRecord]
 
     def count(self, state: str) -> int:
-        """Return how many of the runs are in a state of `STATES`."""
+        """Number of runs in one of `STATES`."""
         return sum(run.state == state for run in self.runs)
 
     def finished(self) -> dict[str, RunRecord]:
-        """Return the finished runs by their seeds."""
+        """The finished runs by their seeds."""
         return {str(seeds(run.config)): run for run in self.runs if run.state == "finished"}
 
     def lacks_validation(self) -> bool:
-        """Return whether a finished run has no validation accuracy."""
+        """Whether a finished run has no validation accuracy."""
         return not all(map(_validated, self.finished().values()))
 
     def mean(self, column: str, seeds: Sequence[str] | None = None) -> Statistic:
-        """Return the statistic of a last result, over some seeds (None: all that are finished)."""
+        """The statistic of a final result over some seeds. Default: all finished ones."""
         finished = self.finished()
         chosen = finished.values() if seeds is None else [finished[seed] for seed in seeds]
         return Statistic.of((run.summary() | run.rows()[-1]).get(column) for run in chosen)
 
 
 class Choice(NamedTuple):
-    """A setting, all values tried in it and the best of them; None if no value has a finished run."""
+    """A setting, its candidates, and the best of them. The best is None if no candidate has a finished run."""
 
     setting: dict[str, Any]
-    tried: list[Tried]
-    best: Tried | None
+    candidates: list[Candidate]
+    best: Candidate | None
 
 
 def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
-    """Return the choice of each setting.
+    """Choose the best candidate of each setting by validation accuracy.
 
     Args:
-      chosen: as `find` returns them.
+      chosen: runs, as `find` returns them.
       over: the flags whose values are compared.
 
     Raises:
-      UserError: no run knows a flag, or no run that has finished has a validation accuracy.
+      UserError: no run has one of the flags, or no finished run has a validation accuracy.
     """
     flags = {flag for run in chosen for flag in configuration.decisive(run.config)}
     for flag in over:
         if flag not in flags:
             raise unknown_name("flag in --over", flag, sorted(flags))
-    grids: dict[str, tuple[dict[str, Any], list[Tried]]] = {}
+    grids: dict[str, tuple[dict[str, Any], list[Candidate]]] = {}
     for setting, members in by_setting(chosen):
         known = titles.facts(members[0].config)
         values = {flag: known[flag] for flag in over if flag in known}
         rest = {flag: value for flag, value in setting.items() if flag not in over}
-        grids.setdefault(json.dumps(rest), (rest, []))[1].append(Tried(values, members))
+        grids.setdefault(json.dumps(rest), (rest, []))[1].append(Candidate(values, members))
     finished = [run for run in chosen if run.state == "finished"]
     if finished and not any(_validated(run) for run in finished):
-        raise UserError(f"{finished[0].path} has no {VALIDATION}: train with --validation_share")
-    return [Choice(setting, tried, _best(tried)) for setting, tried in grids.values()]
+        raise UserError(f"{finished[0].path} has no {VALIDATION}: train the runs with --validation_share")
+    return [Choice(setting, candidates, _best(candidates)) for setting, candidates in grids.values()]
 
 
 def _validated(run: RunRecord) -> bool:
-    """Return whether a finished run has a last validation accuracy; those of earlier versions may have none."""
+    """Whether a finished run has a final validation accuracy. Runs of earlier versions may have none."""
     return (run.summary() | run.rows()[-1]).get(VALIDATION) is not None
 
 
-def _best(tried: Sequence[Tried]) -> Tried | None:
-    candidates = [each for each in tried if each.finished() and not each.count("diverged")]
+def _best(candidates: Sequence[Candidate]) -> Candidate | None:
+    candidates = [each for each in candidates if each.finished() and not each.count("diverged")]
     candidates = [each for each in candidates if not each.lacks_validation()]
     if not candidates:
         return None
     common = sorted(set.intersection(*(set(each.finished()) for each in candidates)))
     if not common:
         names = ", ".join(map(str, candidates[0].values))
-        raise UserError(f"no seed has all values of {names} (see {candidates[0].runs[0].path}): run the same seeds")
+        raise UserError(
+            f"no seed has a run for every value of {names} (see {candidates[0].runs[0].path}): run the same seeds"
+        )
 
     return max(candidates, key=lambda each: each.mean(VALIDATION, common).mean or 0.0)

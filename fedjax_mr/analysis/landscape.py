@@ -6,9 +6,9 @@ the same for models whose weights differ in scale. A filter is all that makes on
 of a kernel. Biases and normalisation parameters are not moved (their option), and the statistics of BatchNorm stay
 those of the model. All runs of a command share the random draw; each scales it by its own filters.
 
-Sharpness, beside the picture: the mean rise of the loss at filter-normalised distance R over random directions, both
-ways; and the largest eigenvalue (in magnitude) of the Hessian of the loss in all parameters, by power iteration.
-The loss is the mean cross-entropy in evaluation mode of a random part of the samples.
+Sharpness is printed and written to sharpness.json. It is the mean rise of the loss at filter-normalised distance R over
+random directions, both ways, and the largest eigenvalue (in magnitude) of the Hessian of the loss in all parameters, by
+power iteration. The loss is the mean cross-entropy in evaluation mode of a random subset of the samples.
 """
 
 import argparse
@@ -34,19 +34,19 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
 from fedjax_mr.models import Model, Variables
 
-SHARPNESS = "sharpness.json"  # the numbers, by a name of the run that is the same on every machine
+SHARPNESS = "sharpness.json"  # results by `configuration.portable_name` of the run
 BATCH = 500  # samples per step of the loss
 SIDE_BY_SIDE = {"cpu": 1}  # points that one call computes; convolutions whose kernels differ are slow there
 ELSEWHERE = 32
 
 
 class Sharpness(NamedTuple):
-    """How sharp the minimum is; each number with how sure it is."""
+    """The sharpness of a minimum: two numbers, each with its error."""
 
     rise: float  # mean rise of the loss at the radius, in nats
     rise_error: float  # standard error of that mean over the directions
     eigenvalue: float  # largest in magnitude of the Hessian
-    residual: float  # ||H v - eigenvalue v|| for the unit vector v found
+    residual: float  # ||H v - eigenvalue v|| of the unit eigenvector v
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,19 +54,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     runs.add_picture_arguments(parser)
     runs.add_restore_arguments(parser)
-    parser.add_argument("--dimensions", type=int, choices=(1, 2), default=2, help="directions drawn (default: 2)")
-    parser.add_argument("--points", type=int, default=21, help="points per direction, odd (default: 21)")
-    parser.add_argument("--radius", type=float, default=1.0, help="largest distance, of filter norms (default: 1)")
-    parser.add_argument("--of", choices=("test", "train"), default="test", help="samples of the loss (default: test)")
-    parser.add_argument("--samples", type=int, default=1000, help="how many of them; 0: all (default: 1000)")
-    parser.add_argument("--round", type=int, default=None, help="checkpoint (default: each run's newest)")
-    parser.add_argument("--sharpness_radius", type=float, default=0.2, help="R of the mean rise (default: 0.2)")
-    parser.add_argument("--sharpness_directions", type=int, default=10, help="directions of it (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of directions and samples (default: 0)")
+    parser.add_argument(
+        "--dimensions", type=int, choices=(1, 2), default=2, help="number of random directions. Default: 2"
+    )
+    parser.add_argument("--points", type=int, default=21, help="points per direction, an odd number. Default: 21")
+    parser.add_argument("--radius", type=float, default=1.0, help="largest distance, in filter norms. Default: 1")
+    parser.add_argument("--of", choices=("test", "train"), default="test", help="samples of the loss. Default: test")
+    parser.add_argument("--samples", type=int, default=1000, help="number of samples. 0 uses all. Default: 1000")
+    parser.add_argument(
+        "--round", type=int, default=None, help="round of the checkpoint. Default: the newest of each run"
+    )
+    parser.add_argument(
+        "--sharpness_radius", type=float, default=0.2, help="distance R of the mean rise, in filter norms. Default: 0.2"
+    )
+    parser.add_argument(
+        "--sharpness_directions", type=int, default=10, help="random directions of the mean rise. Default: 10"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of directions and samples. Default: 0")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Compute, draw and keep the landscapes of the runs, and print their sharpness."""
+    """Compute, plot and save the landscapes of the runs, and print their sharpness."""
     check(arguments)
     chosen = runs.read(arguments.runs)
     with runs.output_folder(arguments.out, chosen) as folder:
@@ -74,7 +82,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], folder: Path) -> None:
-    """Compute the landscapes, keep and draw them in ``folder``, and print the sharpness."""
+    """Compute the landscapes, save and plot them in ``folder``, and print the sharpness."""
     steps = np.linspace(-arguments.radius, arguments.radius, arguments.points, dtype=np.float32)
     grid = np.stack(np.meshgrid(*[steps] * arguments.dimensions, indexing="ij"), axis=-1)  # [points, (points,) D]
     surfaces: dict[str, np.ndarray] = {}
@@ -85,7 +93,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], fo
     for run in chosen:
         trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir, trust=arguments.trust)
         if trained.deployed is None:
-            raise UserError(f"{run.path}: {run.config.strategy} has no global model")
+            raise UserError(f"{run.path}: {run.config.strategy} deploys no model")
         part = draw(trained, of=arguments.of, count=arguments.samples, seed=arguments.seed)
         around = Around(trained.model, jax.tree.map(jnp.asarray, trained.deployed), part)
         key = jax.random.key(arguments.seed)
@@ -126,7 +134,7 @@ def check(arguments: argparse.Namespace) -> None:
     """Check the ranges of the arguments.
 
     Raises:
-      UserError: one is out of its range.
+      UserError: an argument is out of its range.
     """
     allowed = {
         "points": ("an odd number of at least 3", arguments.points >= 3 and arguments.points % 2 == 1),
@@ -138,11 +146,11 @@ def check(arguments: argparse.Namespace) -> None:
     }
     for name, (words, fine) in allowed.items():
         if not fine:
-            raise UserError(f"--{name}={getattr(arguments, name)} is out of range: it has to be {words}")
+            raise UserError(f"--{name}={getattr(arguments, name)} is out of range: it must be {words}")
 
 
 def draw(trained: runs.Trained, *, of: str, count: int, seed: int) -> local.Samples:
-    """Return a random part of the test or training samples, at most ``count`` (0: all)."""
+    """A random subset of at most ``count`` test or training samples. 0 uses all."""
     dataset = trained.federated.dataset
     x, y = (dataset.test_x, dataset.test_y) if of == "test" else (dataset.x, dataset.y)
     if count and count < len(y):
@@ -152,9 +160,9 @@ def draw(trained: runs.Trained, *, of: str, count: int, seed: int) -> local.Samp
 
 
 def filter_normalised(key: jax.Array, params: Any) -> Any:
-    """Return a random direction whose filters have the norms of those of ``params``; consumes ``key``.
+    """A random direction whose filters have the norms of the filters of ``params``. Consumes ``key``.
 
-    Tensors with fewer than two axes are not moved.
+    Tensors with fewer than two axes are zero: they are not moved.
     """
     leaves, structure = jax.tree.flatten(params)
 
@@ -171,10 +179,10 @@ def filter_normalised(key: jax.Array, params: Any) -> Any:
 
 
 class Around:
-    """The loss around a model: compiled once, for any direction and any point."""
+    """The loss around a model, compiled once for all directions and points."""
 
     def __init__(self, model: Model, variables: Variables, part: local.Samples, *, batch: int = BATCH):
-        """Cut the samples into batches of equal size, the last one filled up and masked."""
+        """Cut the samples into batches of equal size. The last one is padded and masked."""
         count = len(part.y)
         batch = min(batch, count)
         rows = np.minimum(np.arange(-(-count // batch) * batch), count - 1)
@@ -188,12 +196,12 @@ class Around:
             score = local.evaluate(model, {"params": params, **rest}, part, mask, batch_size=batch)
             return score.loss / score.count
 
-        def losses(params: Any, directions: Sequence[Any], points: jax.Array, *given: Any) -> jax.Array:
+        def losses(params: Any, directions: Sequence[Any], points: jax.Array, *others: Any) -> jax.Array:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
 
             def one(point: jax.Array) -> jax.Array:
                 moved = jax.tree.map(lambda leaf, along: leaf + jnp.tensordot(point, along, axes=1), params, stacked)
-                return loss(moved, *given)
+                return loss(moved, *others)
 
             return jax.vmap(one)(points)
 
@@ -210,30 +218,30 @@ class Around:
         self.direction: Callable[[jax.Array], Any] = jax.jit(functools.partial(_swap(filter_normalised), self.params))
 
     def loss(self) -> float:
-        """Return the model's own loss."""
+        """The loss of the model itself."""
         return float(self._loss(self.params, self._rest, self._samples, self._mask))
 
     def losses(
         self, directions: Sequence[Any], points: np.ndarray, *, report: Callable[[int], Any] = lambda count: None
     ) -> np.ndarray:
-        """Return the losses [P] at params + sum over d of points[p, d] * directions[d].
+        """The losses [P] at params + sum over d of points[p, d] * directions[d].
 
         Args:
           directions: D trees like the parameters.
           points: [P, D].
-          report: called with the number of points of each finished call.
+          report: called with the number of points after each batch of points.
         """
-        width, found = SIDE_BY_SIDE.get(jax.default_backend(), ELSEWHERE), []
+        width, computed = SIDE_BY_SIDE.get(jax.default_backend(), ELSEWHERE), []
         for start in range(0, len(points), width):
             some = points[start : start + width]
             filled = np.concatenate([some, np.repeat(some[-1:], width - len(some), axis=0)])
             losses = self._losses(self.params, directions, filled, self._rest, self._samples, self._mask)
-            found.append(np.asarray(losses)[: len(some)])
+            computed.append(np.asarray(losses)[: len(some)])
             report(len(some))
-        return np.concatenate(found)
+        return np.concatenate(computed)
 
     def sharpness(self, key: jax.Array, *, radius: float, count: int) -> Sharpness:
-        """Return the sharpness numbers; consumes ``key``."""
+        """The sharpness of the model. Consumes ``key``."""
         here, rises = self.loss(), []
         for number in range(count):
             direction = self.direction(jax.random.fold_in(key, number))
@@ -242,7 +250,7 @@ class Around:
         return Sharpness(float(np.mean(rises)), float(np.std(rises, ddof=1) / np.sqrt(count)), value, residual)
 
     def _hessian_times(self, vector: Any) -> Any:
-        """Return the product of the Hessian of the mean loss with a tree like the parameters."""
+        """The product of the Hessian of the mean loss with a tree like the parameters."""
         total = trees.zeros_like(self.params)
         for start in range(0, len(self._mask), self._batch):
             rows = slice(start, start + self._batch)
@@ -251,10 +259,10 @@ class Around:
         return _scale(total, 1 / self._count)
 
     def largest_eigenvalue(self, key: jax.Array, *, tolerance: float = 1e-3, most: int = 200) -> tuple[float, float]:
-        """Return the Hessian's eigenvalue of largest magnitude and the residual of its unit eigenvector.
+        """The eigenvalue of the Hessian with the largest magnitude, and the residual of its unit eigenvector.
 
-        Power iteration from a Gaussian vector until the eigenvalue changes by less than ``tolerance`` of itself, or
-        after ``most`` products; consumes ``key``.
+        Power iteration from a Gaussian vector. It stops when the eigenvalue changes by less than ``tolerance`` of
+        itself, or after ``most`` products. Consumes ``key``.
         """
         vector, value, residual = _unit(_gaussian(key, self.params)), 0.0, 0.0
         for _ in range(most):

@@ -1,4 +1,4 @@
-"""The table of accuracies in one of two layouts: a line per setting, or methods by settings as in a paper."""
+"""The table of accuracies in two layouts: one line per setting, or methods by settings as in a paper."""
 
 import argparse
 import collections
@@ -33,29 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the table of accuracies."""
     groups.add_arguments(parser)
     tables.add_format_argument(parser)
-    parser.add_argument("--target", type=float, metavar="FRACTION", help="accuracy whose rounds and bytes are listed")
+    parser.add_argument(
+        "--target", type=float, metavar="FRACTION", help="list the rounds and bytes until this test accuracy is reached"
+    )
     parser.add_argument(
         "--layout",
         choices=("lines", "paper"),
         default="lines",
-        help="lines: a line per setting; paper: methods by settings, the best bold, the second underlined",
+        help="lines: one line per setting. paper: methods by settings, best in bold, second underlined. Default: lines",
     )
-    parser.add_argument("--value", choices=VALUES, help="paper: which accuracy (default: last_10)")
-    parser.add_argument("--papers", action="store_true", help="paper: the papers' numbers in brackets")
+    parser.add_argument("--value", choices=VALUES, help="accuracy in the layout paper. Default: last_10")
+    parser.add_argument(
+        "--papers", action="store_true", help="print the papers' values in brackets in the layout paper"
+    )
 
 
 def accuracy_text(arguments: argparse.Namespace) -> str:
-    """Return the table that the arguments describe.
+    """The table that the arguments of the command describe.
 
     Raises:
-      UserError: a path holds no run folder, its files cannot be read, or an option is the other layout's.
+      UserError: a path holds no run, its files cannot be read, or an option belongs to the other layout.
     """
     if arguments.layout == "lines":
-        if given := [name for name in ("value", "papers") if getattr(arguments, name)]:
-            raise UserError(f"--{given[0]} is for --layout=paper")
+        if options := [name for name in ("value", "papers") if getattr(arguments, name)]:
+            raise UserError(f"--{options[0]} needs --layout=paper")
         return tables.accuracy_table(arguments.runs, format=arguments.format, target=arguments.target)
     if arguments.target is not None:
-        raise UserError("--target is for --layout=lines")
+        raise UserError("--target needs --layout=lines")
     value = arguments.value or "last_10"
     return paper_table(arguments.runs, format=arguments.format, value=value, with_papers=arguments.papers)
 
@@ -63,21 +67,21 @@ def accuracy_text(arguments: argparse.Namespace) -> str:
 def paper_table(
     paths: Sequence[Path | str], *, format: str = "text", value: str = "last_10", with_papers: bool = False
 ) -> str:
-    """Return accuracies in percent, a row per method and a column per setting, with notes below.
+    """Accuracies in percent, with a row per method, a column per setting, and notes below.
 
-    The best mean of a column is bold and the second underlined (``*best*`` and ``_second_`` in plain text, nothing in
-    CSV). A cell whose number of seeds is not the usual one has it beside it; so has one with seeds that diverged or are
-    unfinished, which are not part of the mean. A setting in which methods differ, but no
-    method from itself, such as a learning rate of each one's own, makes no column; the notes name it.
+    The best mean of a column is bold and the second underlined (``*best*`` and ``_second_`` in plain text, no marks in
+    CSV). A cell states its number of seeds if that differs from the usual one, or if seeds diverged or are unfinished;
+    such seeds are not part of the mean. A setting that differs between methods but has one value for each method, such
+    as a learning rate, has no column. The notes state it.
 
     Args:
-      paths: run folders, or folders that hold some.
+      paths: run folders, tables of kept runs, or folders that hold some.
       format: a key of `tables.FORMATS`.
       value: a key of `VALUES`.
-      with_papers: write the papers' numbers beside ours, in brackets.
+      with_papers: print the papers' values in brackets.
 
     Raises:
-      UserError: a path holds no run folder, its files cannot be read, or no run is finished.
+      UserError: a path holds no run, its files cannot be read, or no run is finished.
     """
     lines = tables.accuracy_lines(groups.find(paths), published=papers.rows() if with_papers else ())
     if not any(line.finished for line in lines):
@@ -110,10 +114,10 @@ class Grid:
     """Methods by settings.
 
     Attributes:
-      rows: the methods' names.
-      columns: the settings in words, level by level of the head.
-      lines: the lines of the table by row and column.
-      notes: what all runs have in common, and what each method has for itself.
+      rows: names of the methods.
+      columns: settings as text, one per level of the head.
+      lines: lines of the table by row and column.
+      notes: settings that all runs share, and those of single methods.
     """
 
     rows: list[str]
@@ -158,7 +162,7 @@ def _arranged(lines: Sequence[Line]) -> Grid:
 
 
 def _of_methods(flags: Sequence[str], methods: Sequence[str], known: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return notes on the settings that methods have for themselves, where these are not the commonest ones."""
+    """Notes on settings of single methods that differ from the most common value."""
     settings = dict(zip(methods, known, strict=True))
     sharing: dict[str, list[str]] = {}
     for method, own in settings.items():
@@ -172,7 +176,7 @@ def _of_methods(flags: Sequence[str], methods: Sequence[str], known: Sequence[Ma
 
 
 class Cell(NamedTuple):
-    """A text, and the mean that is compared as it is printed, if there is one."""
+    """A cell: its text, and its mean as printed, which is compared with others. "" if there is none."""
 
     text: str
     mean: str
@@ -196,7 +200,7 @@ BEST, SECOND = "best", "second"
 
 
 def _marks(cells: Sequence[Cell]) -> list[str]:
-    """Return for each cell of a column whether it is the best of several or the second of more than two."""
+    """The mark of each cell of a column: the best of several, the second of more than two, or ""."""
     means = sorted({float(cell.mean) for cell in cells if cell.mean}, reverse=True)
     with_mean = sum(bool(cell.mean) for cell in cells)
     names = {means[0]: BEST} if with_mean > 1 else {}
@@ -211,7 +215,7 @@ Texts = Sequence[Sequence[str]]
 
 
 def _flat(grid: Grid, texts: Texts, marks: Texts, marked: Mapping[str, str]) -> list[list[str]]:
-    """Return the cells of a table with one line of head; a mark is written around a cell's number."""
+    """Cells of a table with one line of head. A mark is written around the number of a cell."""
     head = [", ".join(filter(None, column)) or "accuracy %" for column in grid.columns]
     rows = [
         [name, *(marked.get(mark, "{}").format(text) for text, mark in zip(own, each, strict=True))]
@@ -235,7 +239,7 @@ def _as_csv(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str
 
 
 def _as_latex(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
-    """Return a ``tabular`` whose head has a line per level, with rules of the package booktabs."""
+    """A ``tabular`` with one line of head per level and rules of the package booktabs."""
     commands = {BEST: r"\textbf{{{}}}", SECOND: r"\underline{{{}}}"}
     levels = max(1, len(grid.columns[0]))
     head = []

@@ -1,4 +1,4 @@
-"""The numbers that the papers print, and the one that stands beside a run."""
+"""The values published in the papers, and those that belong to a configuration."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -21,14 +21,15 @@ DATASETS = {
     "shakespeare": "Shakespeare",
 }  # fmt: skip
 LABEL_MODES = {"cifar100": "coarse"}  # the papers do not say; their code trains on these, and their accuracies fit them
-# The papers' clients and how many are drawn, but for natural clients. Tables with one number have the first paper's.
+# Number of clients and cohort size of each paper, except for natural clients. Tables with a single value show that of
+# the first paper that has one.
 PAPERS = {
     "fedmr_kdd": (100, 10), "fedmr_v1": (100, 10), "fedcross": (100, 10), "pfedhr": (12, 4), "fedme": (20, 20),
 }  # fmt: skip
 
 
 class Published(NamedTuple):
-    """A number of a paper, in percent as printed."""
+    """A value of a paper, in percent as printed."""
 
     paper: str
     mean: float
@@ -37,31 +38,31 @@ class Published(NamedTuple):
 
     @property
     def short_source(self) -> str:
-        """The paper in short, without the table: ``KDD'24`` and ``v1`` (both of FedMR), ``FedCross``."""
+        """Short name of the paper, without the table: ``KDD'24`` and ``v1`` (both of FedMR), ``FedCross``."""
         return self.source.partition(",")[0].removeprefix("FedMR ")
 
 
 def rows() -> list[dict[str, str]]:
-    """Return the rows of the papers' tables."""
+    """The rows of the papers' tables."""
     with TABLES.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def lookup(config: Config, published: Iterable[Mapping[str, str]]) -> Published | None:
-    """Return the number of the first of the papers that have one for a configuration, or None; see `lookup_all`."""
+    """The value of the first paper that has one for a configuration, or None. See `lookup_all`."""
     return next(iter(lookup_all(config, published)), None)
 
 
 def lookup_all(config: Config, published: Iterable[Mapping[str, str]]) -> list[Published]:
-    """Return the papers' numbers for a configuration, in the order of `PAPERS`.
+    """The papers' values for a configuration, in the order of `PAPERS`.
 
-    Data set, labels, model, division, strategy, its settings that the table names and, without natural clients, the
-    numbers of clients must be the paper's. Rounds and momentum need not: the papers leave them open or contradict their
-    code. A number that a paper has taken over from an earlier one is there once.
+    These must match: dataset, labels, model, partition, strategy, its settings in the table and, without natural
+    clients, the numbers of clients. Rounds and momentum need not match: the papers do not state them, or contradict
+    their code. A value that a paper copied from an earlier one is listed once.
 
     Args:
-      config: a run's.
-      published: as `rows` returns them.
+      config: configuration of a run.
+      published: rows of the papers' tables, as `rows` returns them.
     """
     own = configuration.decisive(config)
     wanted = (DATASETS.get(config.dataset), MODELS.get(config.model), division(config), config.strategy)
@@ -89,7 +90,7 @@ def lookup_all(config: Config, published: Iterable[Mapping[str, str]]) -> list[P
 
 
 def division(config: Config) -> str:
-    """Return the name that the papers' tables give the division of the samples."""
+    """The name of a partition in the papers' tables."""
     parts = {
         "dirichlet": f"dir_{float(config.alpha)}",
         "dirichlet_size": f"dir_{float(config.alpha)}_size_{float(config.alpha_size)}",

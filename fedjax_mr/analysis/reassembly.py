@@ -1,11 +1,11 @@
-"""How pFedHR took the clients' networks apart and reassembled them: pictures from a run's folder.
+"""Plots of pFedHR's reassembly: similarity of blocks, candidates, and teachers of the clients.
 
-Drawn are ``alike`` (the mean CKA of the inputs and of the outputs of every two blocks of the last round, sorted by
-group), ``candidates`` (the candidates of each round as strips of blocks, coloured by the client that they are from,
-squares for convolutions and discs for dense blocks, with the block's place in the client's network) and
-``teachers`` (the owners of the blocks in each client's teacher, round by round and in total). Rounds are those with
-a checkpoint: train with ``--checkpoint_every=1 --keep_checkpoints=100``. ``--seconds`` reassembles the last round's
-networks twice more and prints how long each step of the second time took, when everything was compiled.
+``alike`` has the mean CKA of the inputs and of the outputs of every pair of blocks of the last round, sorted by group.
+``candidates`` has the candidates of each round as strips of blocks: the colour is the client of a block, the number its
+place in the client's network; squares are convolutions, discs dense blocks. ``teachers`` has the owners of the blocks
+in each client's teacher, by round and in total. Only rounds with a checkpoint are drawn: train with
+``--checkpoint_every=1 --keep_checkpoints=100``. ``--seconds`` reassembles the networks of the last round twice, and
+prints the time of each step of the second pass, when everything is compiled.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from fedjax_mr.strategies.pfedhr import strategy as pfedhr
 from fedjax_mr.strategies.pfedhr.strategy import Account
 
 Strip = list[tuple[int, int, bool]]
-"""Blocks in order: the owner, the place in its network, and whether it is a dense one."""
+"""Blocks in order: owner, place in the owner's network, and whether the block is dense."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,17 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser, several=False)
     runs.add_picture_arguments(parser)
     runs.add_restore_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=12, help="the last rounds that are drawn (default: 12)")
-    parser.add_argument("--seconds", action="store_true", help="measure the steps of the server's part")
+    parser.add_argument("--rounds", type=int, default=12, help="number of last rounds to draw. Default: 12")
+    parser.add_argument("--seconds", action="store_true", help="measure the steps of the server")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw the server's work and print its numbers."""
+    """Plot the work of the server and print its numbers."""
     if arguments.rounds < 1:
         raise UserError(f"--rounds={arguments.rounds} is too small: at least 1")
     (run,) = chosen = runs.read(arguments.runs)
     if run.config.strategy != "pfedhr":
-        raise UserError(f"{run.path}: {run.config.strategy} reassembles nothing; this is for runs of pfedhr")
+        raise UserError(f"{run.path}: {run.config.strategy} does not reassemble networks; name a run of pfedhr")
     numbers = [number for number in run.checkpoints() if number > 0][-arguments.rounds :]
     if not numbers:
         raise UserError(f"{run.path} has no checkpoint of a finished round")
@@ -76,26 +76,26 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def blocks_of(account: Account) -> Strip:
-    """Return all blocks of a round, sources of its candidates."""
+    """All blocks of a round, from which its candidates are made."""
     columns = (account.owners.tolist(), account.places.tolist(), (account.kinds > 0).tolist())
     return list(zip(*columns, strict=True))
 
 
 def strips_of(account: Account) -> list[Strip]:
-    """Return the candidates of a round."""
+    """The candidates of a round."""
     blocks = blocks_of(account)
     return [[blocks[i] for i in row if i >= 0] for row in account.chains]
 
 
 def teachers_of(account: Account) -> dict[int, Strip]:
-    """Return each client's teacher, for the clients of the round that have one."""
+    """The teacher of each client of the round that has one."""
     strips = strips_of(account)
     pairs = zip(account.clients.tolist(), account.teachers.tolist(), strict=True)
     return {client: strips[teacher] for client, teacher in pairs if teacher >= 0}
 
 
 def measured(rebuilt: runs.Rebuilt, state: pfedhr.State) -> list[tuple[str, str]]:
-    """Return the seconds of each step of a reassembly once everything is compiled, and the number of programs."""
+    """The seconds of each step of a reassembly after compilation, and the number of compiled programs."""
     problem, hyper = rebuilt.rounds.constants.problem, configuration.hyper(rebuilt.config)
     assert isinstance(hyper, pfedhr.Hyper)
     reassembler, rows = pfedhr.Reassembler(hyper, problem), range(problem.cohort_size)

@@ -1,4 +1,4 @@
-"""Run folders as the commands see them: settings, evaluations, and the models of a checkpoint."""
+"""Read run folders: settings, evaluations, and the models of a checkpoint."""
 
 import argparse
 import collections
@@ -26,11 +26,11 @@ from fedjax_mr.models import Model, Variables
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """A run folder.
+    """A run folder, or one run of a table of kept runs.
 
     Attributes:
-      path: the folder.
-      name: in tables and pictures: the folder's name, or its path where two names are the same.
+      path: the folder, or ``TABLE/RUN``.
+      name: name in tables and plots: that of the folder, or its path if two folders have the same name.
       config: its configuration.
     """
 
@@ -59,19 +59,19 @@ class RunRecord:
         return read_rows(self.path) if kept.run(self.path) or (self.path / "metrics.jsonl").exists() else []
 
     def summary(self) -> dict[str, Any]:
-        """Return the results of the run.
+        """The results of the run.
 
         Raises:
-          UserError: it is not finished, or the file is damaged.
+          UserError: the run is not finished, or the file is damaged.
         """
         return read_summary(self.path)
 
     def checkpoints(self) -> list[int]:
-        """Return the rounds that have a checkpoint, ascending."""
+        """The rounds that have a checkpoint, in ascending order."""
         return Checkpoints(self.path / "checkpoints").rounds()
 
     def method(self) -> str:
-        """Return what decides about the look of the run's lines."""
+        """Name of the method that decides the colour and marker of the run's lines."""
         return titles.key(titles.facts(self.config))
 
 
@@ -83,23 +83,28 @@ class Trained(NamedTuple):
     model: Model
     deployed: Variables | None
     models: Variables | None
-    """The K models that the server keeps, leaves [K, ...]; None where it keeps a single one."""
+    """The K models of the server, leaves [K, ...]. None if the server has a single model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
     """Add the run folders to a command's arguments."""
-    parser.add_argument("runs", nargs="+" if several else 1, metavar="RUN", help="run folder, or TABLE/RUN")
+    parser.add_argument(
+        "runs",
+        nargs="+" if several else 1,
+        metavar="RUN",
+        help="run folder, table of kept runs (NAME.jsonl.gz), or TABLE/PATTERN for some of its runs",
+    )
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the place of the data sets."""
-    parser.add_argument("--data_dir", metavar="FOLDER", help="where the data sets are now (default: as in the run)")
+    """Add the folder of the datasets to the arguments of a command."""
+    parser.add_argument("--data_dir", metavar="FOLDER", help="folder of the datasets. Default: as in the run")
 
 
 def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of commands that restore models: the place of the data sets, and trust in the runs' code."""
+    """Add the arguments of a command that restores models: the folder of the datasets, and trust in the runs' code."""
     add_data_argument(parser)
-    help = "run the Python files that the runs were made with, or the copies in their folders (default: no)"
+    help = "import the Python files that the runs used, or the copies in their folders. Default: no"
     parser.add_argument("--trust", action="store_true", help=help)
 
 
@@ -126,28 +131,30 @@ def read(paths: Sequence[str]) -> list[RunRecord]:
 
 
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the folder and the format of the pictures to the arguments of a command that draws."""
+    """Add the folder and the format of the plots to the arguments of a command."""
     add_out_argument(parser)
-    parser.add_argument("--format", choices=plots.FORMATS, default="png", help="of the pictures (default: png)")
+    parser.add_argument("--format", choices=plots.FORMATS, default="png", help="file format of the plots. Default: png")
 
 
 def add_out_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the results to a command's arguments."""
+    """Add the folder of the results to the arguments of a command."""
     parser.add_argument(
-        "--out", metavar="FOLDER", help="where results go (default: analysis/ in the run, or beside several runs)"
+        "--out",
+        metavar="FOLDER",
+        help="folder of the results. Default: analysis/ in the run folder, or beside several runs or a table",
     )
 
 
 @contextlib.contextmanager
 def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
-    """Yield the folder of the results; if the block fails, folders that were made for it are gone again.
+    """Yield the folder of the results. If the block fails, folders that were created for it are removed.
 
     Args:
-      out: the folder asked for; None: ``analysis`` in the run, or in the deepest folder that holds all runs.
-      runs: of the results.
+      out: the requested folder. Default: ``analysis`` in the run folder, or in the deepest folder that holds all runs.
+      runs: the runs that the results describe.
 
     Raises:
-      UserError: it cannot be made.
+      UserError: the folder cannot be created.
     """
     # Beside a table, as nothing can be written into it.
     places = list(dict.fromkeys(run.path.parents[1] if kept.is_kept(run.path) else run.path for run in runs))
@@ -172,7 +179,7 @@ def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
 
 
 def with_data_dir(config: Config, data_dir: str) -> Config:
-    """Return the configuration with its data sets in another folder."""
+    """The configuration with its datasets in another folder."""
     return dataclasses.replace(config, data_dir=data_dir)
 
 
@@ -186,15 +193,15 @@ class Rebuilt(NamedTuple):
 
 
 def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False) -> Rebuilt:
-    """Return a run's data, network and rounds, with which its checkpoints are read; nothing is computed.
+    """Rebuild the data, network and rounds of a run, which are needed to read its checkpoints. Nothing is computed.
 
     Args:
       run: the run.
-      data_dir: where the data sets are now; None: as in the run.
+      data_dir: folder of the datasets. Default: as in the run.
       trust: import the code that the run records, as in `config.load_code`.
 
     Raises:
-      UserError: the code is not trusted, or something that the run was made with is not there.
+      UserError: the code is not trusted, a file of the run is missing, or the run is a kept one, which has no models.
     """
     if kept.is_kept(run.path):
         raise UserError(f"{run.path} has no models: a table of kept runs holds metrics alone; name a run folder")
@@ -207,10 +214,10 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False)
 
 
 def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = None, trust: bool = False) -> Trained:
-    """Return the models of a checkpoint (None: the newest), on the host; the other arguments are those of `rebuild`.
+    """Restore the models of a checkpoint (default: the newest) on the host. The other arguments are those of `rebuild`.
 
     Raises:
-      UserError: there is no such checkpoint, it is damaged, the data are no longer those of the run, or as `rebuild`.
+      UserError: the checkpoint is missing or damaged, the data differ from those of the run, or as `rebuild`.
     """
     _, federated, model, rounds = rebuild(run, data_dir=data_dir, trust=trust)
     progress, meta = Checkpoints(run.path / "checkpoints").restore(rounds.shapes(), round)

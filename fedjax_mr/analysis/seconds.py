@@ -1,9 +1,8 @@
-"""Seconds per round that the clients and the server take, method by method (FedMe, Figure 4): table and picture.
+"""Seconds per round that the clients and the server take, for each method (FedMe, Figure 4): table and plot.
 
-RUN may also be a folder of run folders, at any depth. Means over the seeds, without evaluation and without compilation,
-except of a method's programs between two rounds (FedMe's outputs, once). The two sides are known where they are
-programs of their own: on several CPU devices, with the samples on the devices. Runs are only comparable if nothing else
-was at work on the machine.
+Values are means over the seeds, without evaluation and without compilation, except of the programs that a method runs
+between two rounds (FedMe's outputs, once). The two sides are measured if they are separate programs: on several CPU
+devices, with the samples on the devices. Compare runs only if the machine did nothing else.
 """
 
 import argparse
@@ -26,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=[*tables.FORMATS, *plots.FORMATS],
         default=[],
-        help="of the table or of the picture; may be given for both (default: text and png)",
+        help="format of the table or of the plot. Repeat it to set both. Default: text and png",
     )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Print the seconds and draw them."""
+    """Print and plot the seconds."""
     chosen = groups.find(arguments.runs)
     found = seconds(chosen)
     rows = [["setting", "seeds", *(f"{part}, s per round" for part in next(iter(found.values()))[1])]]
@@ -50,7 +49,9 @@ def main(arguments: argparse.Namespace) -> None:
     }
     sides = {side: {name: mean for name, mean in each.items() if mean is not None} for side, each in means.items()}
     if sides != means:
-        print("not drawn: some runs do not know the two sides (they ran on one device, or with samples on the host)")
+        print(
+            "not drawn: some runs did not measure the two sides (they ran on one device, or with samples on the host)"
+        )
         return
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"seconds.{suffix}"
@@ -59,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def seconds(chosen: Sequence[RunRecord]) -> dict[str, tuple[int, dict[str, Statistic]]]:
-    """Return the number of finished runs of each setting and their seconds per round: clients, server, all.
+    """The number of finished runs of each setting, and their seconds per round: clients, server, both.
 
     Raises:
       UserError: no run is finished.
@@ -78,5 +79,5 @@ def seconds(chosen: Sequence[RunRecord]) -> dict[str, tuple[int, dict[str, Stati
 
 
 def finished(members: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the finished ones of some runs."""
+    """The finished runs among some."""
     return [run for run in members if run.state == "finished"]

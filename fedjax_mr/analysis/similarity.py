@@ -1,10 +1,10 @@
-"""Mean pairwise cosine of the K models over the rounds (KDD'24, Figure 6): picture and table.
+"""Mean pairwise cosine of the K models over the rounds (KDD'24, Figure 6): plot and table.
 
-The default is the cosine of all trained parameters of the K uploaded models, which every run records; 1 means that all
-models point in the same direction. ``--definition=authors`` is that of the released code: the tensors of a model, in
-forward order, in groups of five; the cosine of each full group, and of the last group (once more if it was full), their
-mean over groups and pairs. It is computed from the models in the checkpoints (FedMR's: recombined), of which a run
-keeps ``--keep_checkpoints``.
+By default it is the cosine of all trained parameters of the K uploaded models, which every run records. 1 means that
+all models have the same direction. ``--definition=authors`` is the definition of the released code: the tensors of a
+model, in forward order, are cut into groups of five; the result is the mean over groups and pairs of the cosine of each
+full group and of the last group (counted twice if it is full). It is computed from the models in the checkpoints
+(FedMR's after recombination). ``--keep_checkpoints`` of a run decides how many there are.
 """
 
 import argparse
@@ -29,12 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_picture_arguments(parser)
     runs.add_restore_arguments(parser)
     parser.add_argument(
-        "--definition", choices=("cosine", "authors"), default="cosine", help="which similarity (default: cosine)"
+        "--definition",
+        choices=("cosine", "authors"),
+        default="cosine",
+        help="definition of similarity. Default: cosine",
     )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw the similarity of each run and print its history in short."""
+    """Plot the similarity of each run and print its first, lowest and last value."""
     chosen = runs.read(arguments.runs)
     if arguments.definition == "cosine":
         series = {run.name: recorded(run) for run in chosen}
@@ -51,17 +54,17 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def recorded(run: runs.RunRecord) -> tuple[list[int], list[float]]:
-    """Return the rounds of a run's evaluations and the similarities recorded there; not a number where missing."""
+    """The rounds of a run's evaluations and the recorded similarities. NaN if missing."""
     rows = run.rows()
     values = [row.get("similarity") for row in rows]
     return [row["round"] for row in rows], [math.nan if value is None else value for value in values]
 
 
 def of_checkpoints(run: runs.RunRecord, data_dir: str | None, *, trust: bool = False) -> tuple[list[int], list[float]]:
-    """Return the rounds of a run's checkpoints and the authors' similarity of the K models there.
+    """The rounds of a run's checkpoints and the authors' similarity of their K models.
 
     Raises:
-      UserError: the run keeps a single model.
+      UserError: the run keeps a single model, or has no checkpoint of a trained model.
     """
     rounds = [round for round in run.checkpoints() if round > 0]
     values = []
@@ -76,7 +79,7 @@ def of_checkpoints(run: runs.RunRecord, data_dir: str | None, *, trust: bool = F
 
 
 def authors_similarity(models: Variables, layers: tuple[Layer, ...]) -> float:
-    """Return the similarity of K stacked models, leaves [K, ...], as the released code computes it."""
+    """The similarity of K stacked models, leaves [K, ...], as in the released code."""
     leaves = jax.tree.leaves(models)
     ordered = [np.asarray(leaves[leaf], np.float64) for layer in layers for leaf in layer.leaves]
     full = [ordered[start : start + GROUP] for start in range(0, len(ordered) - GROUP + 1, GROUP)]
@@ -85,7 +88,7 @@ def authors_similarity(models: Variables, layers: tuple[Layer, ...]) -> float:
 
 
 def _mean_cosine(tensors: list[np.ndarray]) -> float:
-    """Return the mean cosine over the pairs of K models, of which these tensors [K, ...] count."""
+    """The mean cosine over all pairs of K models, computed from these tensors [K, ...]."""
     flat = np.concatenate([tensor.reshape(len(tensor), -1) for tensor in tensors], axis=1)
     norms = np.linalg.norm(flat, axis=1, keepdims=True)
     flat = np.divide(flat, norms, out=np.zeros_like(flat), where=norms > 0)
@@ -94,7 +97,7 @@ def _mean_cosine(tensors: list[np.ndarray]) -> float:
 
 
 def cells(series: dict[str, tuple[list[int], list[float]]]) -> list[tuple[str, ...]]:
-    """Return first, lowest and last similarity of each run as cells, the head first."""
+    """First, lowest and last similarity of each run as cells, the head first."""
     rows: list[tuple[str, ...]] = [("run", "first", "lowest", "in round", "last", "in round")]
     for name, (rounds, values) in series.items():
         lowest = min(range(len(values)), key=lambda i: math.inf if math.isnan(values[i]) else values[i])

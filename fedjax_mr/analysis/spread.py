@@ -1,4 +1,4 @@
-"""How far the K models of a run lie apart, layer by layer in forward order: picture and table.
+"""Spread of the K models of a run, layer by layer in forward order: plot and table.
 
 The spread of a layer is the root mean square, over the K models, of the distance of its trained tensors from their
 mean, divided by the norm of that mean: 0 means K equal layers. FedMR's recombination leaves it unchanged (KDD'24, Lemma
@@ -22,11 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     runs.add_picture_arguments(parser)
     runs.add_restore_arguments(parser)
-    parser.add_argument("--round", type=int, default=None, help="checkpoint (default: each run's newest)")
+    parser.add_argument(
+        "--round", type=int, default=None, help="round of the checkpoint. Default: the newest of each run"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Draw and print the spread of each run's models."""
+    """Plot and print the spread of each run's models."""
     chosen = runs.read(arguments.runs)
     found: dict[str, dict[str, float]] = {}
     names: dict[str, str] = {}  # of the lines, with their methods
@@ -38,7 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
         names[f"{name}, round {trained.round}"] = run.method()
     first = list(next(iter(found.values())))
     if any(list(each) != first for each in found.values()):
-        raise UserError("the runs have different networks: their layers cannot stand side by side")
+        raise UserError("the runs have different networks, so their layers cannot be compared")
     series = {name: (range(len(first)), list(each.values())) for name, each in zip(names, found.values(), strict=True)}
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"spread.{arguments.format}"
@@ -50,11 +52,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def by_layer(models: Variables, layers: tuple[Layer, ...]) -> dict[str, float]:
-    """Return the spread of each layer that has trained tensors, by its name.
+    """The spread of each layer that has trained tensors, by its name.
 
     Args:
       models: K stacked models, leaves [K, ...].
-      layers: the layers in forward order.
+      layers: layers in forward order.
     """
     leaves = [
         (path[0].key == "params", np.asarray(leaf, np.float64))

@@ -1,9 +1,9 @@
-"""Accuracy, mean and standard deviation over the seeds, beside the papers' numbers; rounds and bytes to a target.
+"""Accuracy (mean ± standard deviation over seeds), the papers' values, and rounds and bytes to a target accuracy.
 
-RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one line; of several
-with the same seed one counts. Only finished runs count; the standard deviation is the sample's. The difference is the
-mean of the last ten evaluations minus the number that the paper prints; of a run with no more than ten evaluations it
-is the mean of all, which the cell says. --layout=paper has methods as rows and settings as columns.
+Runs that differ only in their seeds form one line. If several have the same seed, one counts. Only finished runs count.
+The standard deviation is that of a sample. The difference is the mean of the last ten evaluations minus the paper's
+value. A run with at most ten evaluations has the mean of all, and its cell says so. --layout=paper prints methods as
+rows and settings as columns.
 """
 
 import argparse

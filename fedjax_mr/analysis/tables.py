@@ -1,6 +1,6 @@
-"""Tables as texts: plain, Markdown, CSV or LaTeX; and the table of accuracies beside the papers' numbers.
+"""Tables as plain text, Markdown, CSV or LaTeX, and the table of accuracies with the papers' values.
 
-A table is rows of cells, the first row its titles.
+A table is a sequence of rows of cells. The first row has the titles of the columns.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
 
 
 def percent(value: Statistic) -> str:
-    """Return a fraction over the seeds in percent."""
+    """A fraction over the seeds in percent, such as ``58.47 ± 0.14``."""
     return plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
 
 
 def plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> str:
-    """Return a mean with its deviation, as far as they are known."""
+    """A mean and its standard deviation as text. Unknown parts are left out."""
     if mean is None:
         return ""
     return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in columns: the first to the left, the others to the right."""
+    """A table in aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -45,26 +45,26 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """A table in Markdown."""
     head, *body = [[text.replace("|", r"\|") for text in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
 
 
 def comma_separated(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as CSV."""
+    """A table as CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().removesuffix("\n")
 
 
 def escaped(text: str) -> str:
-    """Return a text as LaTeX prints it."""
+    """A text with the special characters of LaTeX escaped."""
     signs = {sign: rf"\{sign}" for sign in "%_&#${}"} | {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\~{}"}
     return text.translate(str.maketrans(signs | {"±": r"$\pm$"}))
 
 
 def latex(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as a LaTeX ``tabular``, with rules of the package booktabs."""
+    """A table as a LaTeX ``tabular`` with rules of the package booktabs."""
     head, *body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]
     begin = rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
     return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
@@ -79,8 +79,8 @@ FORMATS: dict[str, Callable[[Sequence[Sequence[str]]], str]] = {
 
 
 def add_format_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the choice of `FORMATS`."""
-    parser.add_argument("--format", choices=FORMATS, default="text", help="how it is written (default: text)")
+    """Add the choice of a format in `FORMATS`."""
+    parser.add_argument("--format", choices=FORMATS, default="text", help="format of the table. Default: text")
 
 
 # --- Accuracies ------------------------------------------------------------------------------------------------------
@@ -88,20 +88,21 @@ def add_format_argument(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One setting of the table of accuracies, over its seeds; accuracies are fractions.
+    """One setting of the table of accuracies, over its seeds. Accuracies are fractions.
 
     Attributes:
-      setting: the values, by flag, in which it differs from other lines; the strategy first.
-      runs: its runs, by seed.
-      finished, diverged, unfinished: how many of them are; only finished ones enter the statistics.
-      last, best, last_10: accuracy of the last evaluation, of the best, mean of the last ten.
-      evaluations: the fewest and the most evaluations of a finished run; with up to ten, ``last_10`` is of all.
-      personal, finetuned: mean over the clients of each one's last accuracy on its own test samples, and after
+      setting: the strategy, and the values by flag in which the line differs from others.
+      runs: its runs, sorted by seed.
+      finished, diverged, unfinished: number of runs. Only finished runs enter the statistics.
+      last, best, last_10: accuracy of the last evaluation, of the best one, and mean of the last ten.
+      evaluations: the smallest and the largest number of evaluations of a finished run. With at most ten, ``last_10``
+        is the mean of all.
+      personal, finetuned: mean over the clients of the final accuracy on their own test samples, before and after
         fine-tuning.
       rounds: rounds of the finished runs.
-      reached: how many finished runs reached the target accuracy.
-      rounds_to_target, bytes_to_target: if all finished runs reached it; bytes of both directions.
-      published: the paper's number for this setting, if there is one.
+      reached: number of finished runs that reached the target accuracy.
+      rounds_to_target, bytes_to_target: known if all finished runs reached it. Bytes of both directions.
+      published: the paper's value for this setting, or None.
     """
 
     setting: dict[str, Any]
@@ -125,12 +126,12 @@ class Line:
 def accuracy_lines(
     chosen: Sequence[RunRecord], *, target: float | None = None, published: Sequence[Mapping[str, str]] = ()
 ) -> list[Line]:
-    """Return the lines of the table of accuracies.
+    """The lines of the table of accuracies.
 
     Args:
-      chosen: as `groups.find` returns them.
-      target: the accuracy to reach, a fraction.
-      published: as `papers.rows` returns them.
+      chosen: runs, as `groups.find` returns them.
+      target: accuracy to reach, a fraction.
+      published: rows of the papers' tables, as `papers.rows` returns them.
     """
     return [_line(setting, members, target, published) for setting, members in groups.by_setting(chosen)]
 
@@ -165,22 +166,22 @@ def _line(
 
 
 def _first_at(rows: Iterable[MetricsRow], target: float | None) -> MetricsRow | None:
-    """Return the first evaluation that reaches an accuracy, or None."""
+    """The first evaluation that reaches an accuracy, or None."""
     if target is None:
         return None
     return next((row for row in rows if (row["accuracy"] or 0.0) >= target), None)
 
 
 def _bytes(row: MetricsRow) -> int:
-    """Return the bytes sent up to an evaluation, in all directions."""
+    """Bytes sent in all directions up to an evaluation."""
     return row["bytes_down"] + row["bytes_up"] + row.get("bytes_peer", 0)
 
 
 def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[str]]:
-    """Return the table of accuracies as cells, the head first; a column in which nothing stands is left out.
+    """The table of accuracies as cells, its head first. Empty columns are left out.
 
-    Accuracies are in percent, and the difference in percentage points: the mean of the last ten minus the paper's
-    number. A mean of all evaluations, where there are no more than ten, says so.
+    Accuracies are in percent. The difference is in percentage points: the mean of the last ten evaluations minus the
+    paper's value. If a run has at most ten evaluations, the cell says that the mean is of all.
     """
     columns: dict[str, Callable[[Line], str]] = {
         "setting": lambda line: groups.name(line.setting),
@@ -208,7 +209,7 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
 
 
 def seeds(line: Line) -> str:
-    """Return how many seeds are finished and, where some are not, what became of them: ``2, 1 diverged``."""
+    """Number of finished seeds and, if there are others, of diverged and unfinished ones: ``2, 1 diverged``."""
     others = {"diverged": line.diverged, "unfinished": line.unfinished}
     return ", ".join([str(line.finished), *(f"{count} {word}" for word, count in others.items() if count)])
 
@@ -235,15 +236,15 @@ def _difference(line: Line) -> str:
 
 
 def accuracy_table(paths: Iterable[Path | str], *, format: str = "text", target: float | None = None) -> str:
-    """Return the table of accuracies of some runs as a text.
+    """The table of accuracies of some runs as text.
 
     Args:
-      paths: run folders, or folders that hold some.
+      paths: run folders, tables of kept runs, or folders that hold some.
       format: a key of `FORMATS`.
-      target: the accuracy to reach, a fraction.
+      target: accuracy to reach, a fraction.
 
     Raises:
-      UserError: a path holds no run folder, or its files cannot be read.
+      UserError: a path holds no run, or its files cannot be read.
     """
     lines = accuracy_lines(groups.find(paths), target=target, published=papers.rows())
     return FORMATS[format](accuracy_cells(lines, target=target))

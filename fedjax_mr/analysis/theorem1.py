@@ -1,4 +1,4 @@
-"""Theorem 1 of FedMR: on strongly convex problems its gap to the optimum against the bound; needs no run folder.
+"""Theorem 1 of FedMR on strongly convex problems: the gap to the optimum and its bound. Needs no run folder.
 
 Hu et al., KDD 2024, Theorem 1 with Lemma 4.4 and Appendix A, which follow Li et al., On the Convergence of FedAvg on
 Non-IID Data, ICLR 2020. Every client takes part (N = K), trains E steps of plain gradient descent per round, and step t
@@ -63,21 +63,21 @@ class Convex(NamedTuple):
     ridge: float
 
     def losses(self, w: np.ndarray) -> np.ndarray:
-        """Return f_k(w) of every client: w [..., d] -> [K, ...]."""
+        """f_k(w) of every client: w [..., d] -> [K, ...]."""
         margins = np.einsum("knd,...d->kn...", self.x, w)
         y = self.y.reshape(*self.y.shape, *(1,) * (w.ndim - 1))
         each = (margins - y) ** 2 / 2 if self.kind == "quadratic" else np.logaddexp(0, -y * margins)
         return each.mean(axis=1) + self.ridge / 2 * (w**2).sum(axis=-1)
 
     def gradients(self, w: np.ndarray) -> np.ndarray:
-        """Return the gradient of f_k at w [d] or at a point for each client [K, d]: [K, d]."""
+        """The gradients [K, d] of f_k at w [d], or at one point per client [K, d]."""
         w = np.broadcast_to(w, (len(self.x), self.x.shape[-1]))
         margins = np.einsum("knd,kd->kn", self.x, w)
         derivatives = margins - self.y if self.kind == "quadratic" else -self.y * scipy.special.expit(-self.y * margins)
         return np.einsum("knd,kn->kd", self.x, derivatives) / self.x.shape[1] + self.ridge * w
 
     def minimum(self, clients: slice = slice(None)) -> tuple[np.ndarray, float]:
-        """Return the minimiser [d] and the minimum of the mean loss of some clients."""
+        """The minimiser [d] and the minimum of the mean loss of some clients."""
         part = self._replace(x=self.x[clients], y=self.y[clients])
         if self.kind == "quadratic":
             hessian, right = part._hessians().mean(axis=0), np.einsum("knd,kn->d", part.x, part.y) / part.y.size
@@ -90,28 +90,28 @@ class Convex(NamedTuple):
         return w, float(part.losses(w).mean())
 
     def smoothness(self) -> float:
-        """Return L; the second derivative of the logistic loss is at most 1/4."""
+        """The smoothness L. The second derivative of the logistic loss is at most 1/4."""
         return float(np.linalg.eigvalsh(self._hessians(largest=True)).max())
 
     def convexity(self) -> float:
-        """Return mu; the logistic loss alone is flat far away, so its mu is the ridge."""
+        """The convexity mu. The logistic loss alone is flat far away, so its mu is the ridge."""
         return self.ridge if self.kind == "logistic" else float(np.linalg.eigvalsh(self._hessians()).min())
 
     def _hessians(self, *, largest: bool = False) -> np.ndarray:
-        """Return the clients' Hessians of the quadratic, or bounds of those of the logistic loss [K, d, d]."""
+        """Hessians [K, d, d] of the quadratic losses, or bounds on those of the logistic losses."""
         factor = 0.25 if largest and self.kind == "logistic" else 1.0
         products = np.einsum("kni,knj->kij", self.x, self.x) / self.x.shape[1]
         return factor * products + self.ridge * np.eye(self.x.shape[-1])
 
     def _hessian(self, w: np.ndarray) -> np.ndarray:
-        """Return the Hessian of the mean logistic loss [d, d]."""
+        """The Hessian [d, d] of the mean logistic loss."""
         shares = scipy.special.expit(np.einsum("knd,d->kn", self.x, w))
         products = np.einsum("kni,knj,kn->ij", self.x, self.x, shares * (1 - shares)) / self.y.size
         return products + self.ridge * np.eye(self.x.shape[-1])
 
 
 def quadratic(clients: int, *, seed: int, samples: int = 40, dimension: int = 20) -> Convex:
-    """Return least squares whose clients differ in their inputs' spread and in the weights that made their targets."""
+    """Least squares whose clients differ in the spread of their inputs and in the true weights of their targets."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(clients, samples, dimension)) * rng.uniform(0.5, 1.5, (clients, 1, dimension))
     weights = rng.normal(size=dimension) + rng.normal(size=(clients, dimension))
@@ -120,7 +120,7 @@ def quadratic(clients: int, *, seed: int, samples: int = 40, dimension: int = 20
 
 
 def logistic(clients: int, *, seed: int, samples: int = 40, dimension: int = 20) -> Convex:
-    """Return logistic regression with L2 whose clients differ in their inputs' centres and in their true weights."""
+    """Logistic regression with L2 whose clients differ in the centres of their inputs and in their true weights."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(clients, samples, dimension)) + rng.normal(size=(clients, 1, dimension))
     weights = rng.normal(size=dimension) + rng.normal(size=(clients, dimension))
@@ -129,7 +129,7 @@ def logistic(clients: int, *, seed: int, samples: int = 40, dimension: int = 20)
 
 
 def _single(values: np.ndarray) -> np.ndarray:
-    """Return float64 values that single precision holds exactly, so that engine and analysis see the same problem."""
+    """Round to values that float32 holds exactly, so that engine and analysis see the same problem."""
     return values.astype(np.float32).astype(np.float64)
 
 
@@ -152,17 +152,17 @@ class Constants(NamedTuple):
         return 10 * self.smoothness * self.heterogeneity + 4 * (self.steps - 1) ** 2 * self.gradient**2
 
     def lr(self, step: Any) -> Any:
-        """Return eta_t of step t = 1, 2, ..."""
+        """The learning rate eta_t of step t = 1, 2, ..."""
         return 2 / (self.convexity * (step + self.gamma))
 
     def bound(self, step: np.ndarray) -> np.ndarray:
-        """Return the theorem's bound of the gap after T steps."""
+        """The bound of the theorem on the gap after T steps."""
         start = self.convexity * (self.gamma + 1) / 2 * self.distance
         return self.smoothness / (2 * self.convexity * (step + self.gamma)) * (4 * self.noise / self.convexity + start)
 
 
 def constants(problem: Convex, *, steps: int) -> Constants:
-    """Return the constants of a problem for training that starts at w = 0."""
+    """The constants of a problem for a training that starts at w = 0."""
     optimum, minimum = problem.minimum()
     own = [problem.minimum(slice(k, k + 1))[1] for k in range(len(problem.x))]
     large, small = problem.smoothness(), problem.convexity()
@@ -185,7 +185,7 @@ def constants(problem: Convex, *, steps: int) -> Constants:
 
 
 class Linear(nn.Module):
-    """x . w with w [d] cut into blocks, each a tensor of its own; a sample is its inputs and, last, its target."""
+    """x . w, where w [d] is cut into blocks, each a separate tensor. A sample has the inputs and, last, the target."""
 
     @nn.compact
     def __call__(self, x, *, train=False, mask=None):
@@ -195,7 +195,7 @@ class Linear(nn.Module):
 
 
 def regularised(problem: Convex, model: Model) -> local.Loss:
-    """Return the loss of a client's samples as the engine takes it."""
+    """The loss of a client's samples in the form that the engine takes."""
 
     def loss(params, state, batch, key):
         margins, targets = model.apply({"params": params}, batch.x), batch.x[..., -1]
@@ -208,7 +208,7 @@ def regularised(problem: Convex, model: Model) -> local.Loss:
 
 
 def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rounds:
-    """Return the rounds of a registered strategy on a convex problem, with the theorem's learning rates."""
+    """The rounds of a registered strategy on a convex problem, with the learning rates of the theorem."""
     clients, samples, dimension = problem.x.shape
     model = Model(Linear(), (dimension + 1,))
     loss = regularised(problem, model)
@@ -245,7 +245,7 @@ def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rou
 
 
 class History(NamedTuple):
-    """A training seen at some of its steps T [P]."""
+    """A training at some of its steps T [P]."""
 
     steps: np.ndarray
     gap: np.ndarray  # f(deployed model) - f*
@@ -254,7 +254,7 @@ class History(NamedTuple):
 
 
 def history_of(name: str, problem: Convex, known: Constants, *, looks: Sequence[int], seed: int) -> History:
-    """Train with a strategy and return the history of its models at some numbers of rounds."""
+    """Train with a strategy and return the history of its models after the given numbers of rounds."""
     trained = rounds_of(name, problem, known, seed=seed)
     progress, done, rows = trained.init(), 0, []
     for look in looks:
@@ -272,13 +272,13 @@ def history_of(name: str, problem: Convex, known: Constants, *, looks: Sequence[
 
 
 def _vector(variables: Any, leading: tuple[int, ...]) -> np.ndarray:
-    """Return the blocks as one vector [..., d] in float64."""
+    """The blocks as one vector [..., d] in float64."""
     leaves = [np.asarray(leaf, np.float64).reshape(*leading, -1) for leaf in jax.tree.leaves(variables)]
     return np.concatenate(leaves, axis=-1)
 
 
 def slope(steps: np.ndarray, gap: np.ndarray) -> float:
-    """Return the slope of log(gap) over log(T), the exponent a of gap ~ T^a, in the last nine tenths of the steps."""
+    """The slope of log(gap) over log(T), the exponent a of gap ~ T^a, in the last nine tenths of the steps."""
     late = steps >= steps[-1] / 10
     return float(np.polyfit(np.log(steps[late]), np.log(gap[late]), 1)[0])
 
@@ -290,16 +290,16 @@ PROBLEMS: dict[str, Callable[..., Convex]] = {"quadratic": quadratic, "logistic 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--clients", type=int, default=10, help="N = K (default: 10)")
-    parser.add_argument("--steps", type=int, default=5, help="E, local steps per round (default: 5)")
-    parser.add_argument("--rounds", type=int, default=4000, help="rounds, at least 20 (default: 4000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems and of the recombination (default: 0)")
-    parser.add_argument("--out", default=".", metavar="FOLDER", help="where the picture goes (default: here)")
-    parser.add_argument("--format", choices=plots.FORMATS, default="png", help="of the picture (default: png)")
+    parser.add_argument("--clients", type=int, default=10, help="number of clients N = K. Default: 10")
+    parser.add_argument("--steps", type=int, default=5, help="local steps per round E. Default: 5")
+    parser.add_argument("--rounds", type=int, default=4000, help="number of rounds, at least 20. Default: 4000")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the recombination. Default: 0")
+    parser.add_argument("--out", default=".", metavar="FOLDER", help="folder of the plot. Default: the current folder")
+    parser.add_argument("--format", choices=plots.FORMATS, default="png", help="file format of the plot. Default: png")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Train FedMR and FedAvg on both problems; draw their gaps and the bound, and print constants and slopes."""
+    """Train FedMR and FedAvg on both problems, plot their gaps and the bound, and print constants and slopes."""
     lowest = {"clients": 2, "steps": 1, "rounds": 20, "seed": 0}
     for name, least in lowest.items():
         if getattr(arguments, name) < least:
@@ -309,7 +309,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace, path: Path) -> None:
-    """Train, print and draw into ``path``."""
+    """Train, print, and plot into ``path``."""
     set_up_jax(devices=1, cohort_size=1)
     looks = np.unique(np.geomspace(1, arguments.rounds, 60).round().astype(int)).tolist()
     panels: dict[str, plots.Series] = {}
@@ -333,7 +333,7 @@ def _compare(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def describe(known: Constants) -> str:
-    """Return the constants in one line."""
+    """The constants in one line of text."""
     return (
         f"L {known.smoothness:.4g}, mu {known.convexity:.4g}, E {known.steps}, gamma {known.gamma:.4g}, "
         f"Gamma {known.heterogeneity:.4g}, G {known.gradient:.4g}, Delta_1 {known.distance:.4g}, B {known.noise:.4g}, "
@@ -342,7 +342,7 @@ def describe(known: Constants) -> str:
 
 
 def cells(known: Constants, histories: dict[str, History]) -> list[tuple[str, ...]]:
-    """Return each history's last gap, the bound there, their largest ratio and the slope as cells, the head first."""
+    """Last gap, bound there, largest ratio of gap to bound, and slope of each history as cells, the head first."""
     rows: list[tuple[str, ...]] = [
         ("", "gap at the end", "bound there", "largest gap / bound", "slope", "largest G seen")
     ]

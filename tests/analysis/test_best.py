@@ -237,4 +237,4 @@ def test_no_choice_without_all_networks(divisions, alone, capsys):
     (missing.parent.parent / "others").mkdir()
     configuration.save(other, missing.parent.parent / "others")
     assert record(["choices", "others"]) == 2
-    assert "none of the runs is a finished one of --strategy=local" in capsys.readouterr().err
+    assert "no run is a finished one of --strategy=local" in capsys.readouterr().err

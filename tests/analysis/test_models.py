@@ -115,7 +115,7 @@ def test_bad_input(finished, capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["origins"], "only the server's recombination of fedmr"),
+        (["origins"], "only fedmr's recombination on the server"),
         (["origins", "--back=0"], "--back=0 is too small"),
     ],
 )

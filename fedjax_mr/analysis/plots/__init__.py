@@ -1,4 +1,4 @@
-"""Every picture, one subject per file; the only room that imports matplotlib (when it draws, without a display)."""
+"""All plots, one subject per file. Only this package imports matplotlib, when it draws; it needs no display."""
 
 from fedjax_mr.analysis.plots.clients import histograms, partition, personal
 from fedjax_mr.analysis.plots.figure import FORMATS

@@ -1,4 +1,4 @@
-"""How samples and accuracies are spread over the clients."""
+"""Plots of the distribution of samples and accuracies over the clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,20 +9,20 @@ import numpy as np
 from fedjax_mr.analysis.plots.figure import WIDTH, column, name_axes, picture
 from fedjax_mr.analysis.plots.looks import COLOURS, STROKES, look, looks, number_of
 
-MOST_COLUMNS = 1000  # of the division's picture; where there are more clients, neighbours share a column
+MOST_COLUMNS = 1000  # columns of the plot of a partition; with more clients, neighbours share a column
 
 
 def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: str = "training samples") -> None:
-    """Draw the division of the samples: a heat map of clients x classes under the clients' sizes.
+    """Draw the partition of the samples: a heat map of clients x classes below the sizes of the clients.
 
-    Of more than `MOST_COLUMNS` clients, neighbours share a column, which shows their mean and, in a paler colour
-    above, the size of the largest: the time to draw does not grow with N.
+    With more than `MOST_COLUMNS` clients, neighbours share a column. It shows their mean and, in a paler colour above
+    it, the size of the largest. So the time to draw does not grow with N.
 
     Args:
       counts: [N, C] samples per client and class.
-      path: the picture to write, in one of `FORMATS`.
-      title: a line above it.
-      noun: the samples that are counted.
+      path: file to write, in one of `FORMATS`.
+      title: line above the plot.
+      noun: name of the samples that are counted.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
@@ -72,14 +72,14 @@ def histograms(
     y_label: str,
     methods: Mapping[str, str] | None = None,
 ) -> None:
-    """Draw how fractions spread over twenty bins from 0 to 1, a panel for each name, with their mean.
+    """Draw histograms of fractions with twenty bins from 0 to 1 and their mean, one panel per name.
 
     Args:
-      values: the fractions by name.
-      path: the picture to write, in one of `FORMATS`.
-      x_label: the quantity that the fractions are.
-      y_label: the things that are counted.
-      methods: of the names, which decide about the bars' colours.
+      values: fractions by name.
+      path: file to write, in one of `FORMATS`.
+      x_label: quantity of the fractions.
+      y_label: name of what is counted.
+      methods: method of each name. It decides the colour of the bars.
     """
     chosen = looks(values, methods)
     with picture(path, (WIDTH, 1.0 + 1.6 * len(values))) as figure:
@@ -102,17 +102,17 @@ def personal(
     networks: Mapping[str, str] | None = None,
     bins: int = 20,
 ) -> None:
-    """Draw the accuracy of the clients' own models over the rounds, its spread in the end, and their networks.
+    """Draw the accuracy of the clients' own models over the rounds, its final distribution, and their networks.
 
-    What would be empty is left out: the panel over the rounds if there is one evaluation, or none of single clients.
+    The panel over the rounds is left out if there is a single evaluation, or none of single clients.
 
     Args:
-      rows: the evaluations of a run; columns that are missing are not drawn.
-      last: the clients' accuracies after the last round, by the treatment of their models.
-      path: the picture to write, in one of `FORMATS`.
-      method: the run's, which decides about the first colour.
-      networks: the names of the clients' networks, by the columns that count them; None: all have the same.
-      bins: of the histogram.
+      rows: evaluations of a run. Missing columns are not drawn.
+      last: accuracies of the clients after the last round, by the treatment of their models.
+      path: file to write, in one of `FORMATS`.
+      method: method of the run. It decides the first colour.
+      networks: names of the clients' networks, by the columns that count them. None if all have the same network.
+      bins: bins of the histogram.
     """
     of = lambda name: np.array(column(rows, name), float)
     over_rounds = len(rows) > 1 and bool(np.isfinite(of("personal_accuracy")).any())
@@ -152,7 +152,7 @@ def _last(axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str]
 
 
 def _networks(axis: Any, of: Callable[[str], np.ndarray], networks: Mapping[str, str]) -> None:
-    """Draw how many clients have each network: over the rounds, or as bars if there is one evaluation."""
+    """Draw the number of clients with each network: over the rounds, or as bars if there is one evaluation."""
     counts = {name: of(counted) for counted, name in networks.items()}
     if len(of("round")) > 1:
         axis.stackplot(of("round"), counts.values(), labels=list(counts), colors=COLOURS, alpha=0.8, linewidth=0)
@@ -167,5 +167,5 @@ def _networks(axis: Any, of: Callable[[str], np.ndarray], networks: Mapping[str,
 
 
 def _legend_above(axis: Any) -> None:
-    """Explain a panel's colours above it, where they hide nothing."""
+    """Put the legend above a panel, where it hides nothing."""
     axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)

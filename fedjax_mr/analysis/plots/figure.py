@@ -1,4 +1,4 @@
-"""A picture as a file, whole or not at all, and the parts that all pictures share."""
+"""Write a plot atomically, and the parts that all plots share."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ _SETTINGS: Any = {"text.parse_math": False, "pdf.fonttype": 42, "svg.hashsalt": 
 
 @contextlib.contextmanager
 def picture(path: Path | str, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield an empty figure of a size in inches and write it to ``path``, whole, unless the block fails.
+    """Yield an empty figure of ``size`` (inches) and write it atomically to ``path``, unless the block fails.
 
-    The suffix of the path is one of `FORMATS`.
+    The suffix of the path must be one of `FORMATS`.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -31,7 +31,7 @@ def picture(path: Path | str, size: tuple[float, float]) -> Iterator[Any]:
 
 
 def name_axes(axis: Any, x_label: str = "", y_label: str = "", *, title: str = "") -> None:
-    """Name a panel and its axes; leave its frame open at the top and on the right."""
+    """Set the title and the labels of a panel, and remove its frame at the top and on the right."""
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
     axis.set_title(title, fontsize=10)
@@ -39,5 +39,5 @@ def name_axes(axis: Any, x_label: str = "", y_label: str = "", *, title: str = "
 
 
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Return a column of evaluations; not a number where it is missing."""
+    """A column of the evaluations. NaN if missing."""
     return [float("nan") if row.get(name) is None else row[name] for row in rows]

@@ -12,10 +12,10 @@ from fedjax_mr.analysis.plots.figure import WIDTH, column, name_axes, picture
 from fedjax_mr.analysis.plots.looks import Look, looks
 
 Series = Mapping[str, tuple[Sequence[float] | np.ndarray, ...]]
-"""Lines by name: their x and y and, where there is a band around the line, its half width."""
+"""Lines by name: x, y and, for a band around the line, its half width."""
 
 MOST_COLUMNS = 4  # panels side by side
-ALL_MARKED = 12  # points of a line that all have their marker; of longer lines about as many have one
+ALL_MARKED = 12  # lines with at most so many points have a marker at each; longer ones have about as many markers
 
 
 def curves(
@@ -24,9 +24,9 @@ def curves(
     """Draw test accuracy and test loss over the rounds.
 
     Args:
-      runs: the evaluations of each run, by the run's name.
-      path: the picture to write, in one of `FORMATS`.
-      methods: the runs' methods by the same names, which decide about their `looks`.
+      runs: evaluations of each run, by the name of the run.
+      path: file to write, in one of `FORMATS`.
+      methods: method of each run by the same names. It decides the `looks`.
     """
     quantities = {"accuracy": "test accuracy", "loss": "test loss (nats)"}
     panels = [
@@ -54,15 +54,15 @@ def lines(
     """Draw lines in panels with common axes; a name has the same look in all of them.
 
     Args:
-      panels: the lines of each panel, by the panel's title.
-      path: the picture to write, in one of `FORMATS`.
-      x_label: the quantity x, with its unit.
-      y_label: the quantity y, with its unit.
-      methods: of the lines, by the lines' names; they decide about the `looks`.
-      logarithmic: both axes.
-      x_names: the names to write at x = 0, 1, ... in place of the numbers.
+      panels: lines of each panel, by the title of the panel.
+      path: file to write, in one of `FORMATS`.
+      x_label: quantity x, with its unit.
+      y_label: quantity y, with its unit.
+      methods: method of each line, by the name of the line. It decides the `looks`.
+      logarithmic: whether both axes are logarithmic.
+      x_names: names to write at x = 0, 1, ... instead of numbers.
       crosses: points by panel and name of a line, each drawn as a cross in the colour of its line.
-      possible: the lowest and the highest value that y can have; bands end there.
+      possible: lowest and highest possible value of y. Bands end there.
     """
     from matplotlib.ticker import NullFormatter
 
@@ -92,9 +92,9 @@ def _line_panels(
     share: bool = True,
     possible: tuple[float, float] = (-math.inf, math.inf),
 ) -> Iterator[Sequence[Any]]:
-    """Draw the lines of panels and their names below, and yield the panels' axes.
+    """Draw the lines of panels and a legend below, and yield the axes of the panels.
 
-    Rounds (integers) have ticks at integers.
+    If all x are integers (rounds), the ticks are at integers.
     """
     names = list(dict.fromkeys(name for series in panels for name in series))
     chosen = looks(names, methods)
@@ -130,7 +130,7 @@ def _line_panels(
 
 
 def _line(axis: Any, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, look: Look, shift: float) -> Any:
-    """Draw a line with its markers, those of a long line apart from one another and from those of other lines."""
+    """Draw a line with its markers. On a long line they are spaced, and shifted against those of other lines."""
     step = max(1, math.ceil(len(x) / ALL_MARKED))
     (drawn,) = axis.plot(
         x,
@@ -154,13 +154,13 @@ def bars(
     x_label: str,
     methods: Mapping[str, str] | None = None,
 ) -> None:
-    """Draw a panel of horizontal bars for each part of a whole, from 0 on one scale, with their values.
+    """Draw a panel of horizontal bars for each part of a whole, on one scale from 0, with their values.
 
     Args:
-      parts: values by part and name; the names are the same in every part.
-      path: the picture to write, in one of `FORMATS`.
-      x_label: the quantity, with its unit.
-      methods: of the names, which decide about the bars' colours.
+      parts: values by part and name. All parts have the same names.
+      path: file to write, in one of `FORMATS`.
+      x_label: quantity, with its unit.
+      methods: method of each name. It decides the colour of the bar.
     """
     names = list(next(iter(parts.values())))
     chosen = looks(names, methods)

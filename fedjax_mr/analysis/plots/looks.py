@@ -1,4 +1,4 @@
-"""What a line looks like: a method has one colour and one marker in all pictures, whatever else is drawn there."""
+"""Colours, strokes and markers of lines. A method has the same colour and marker in all plots."""
 
 import collections
 import zlib
@@ -11,8 +11,8 @@ GREY = "#7F7F7F"
 STROKES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h")  # 12 and 7 colours make 84 different pairs
 
-# The place of a name is its look, so a new one goes to the end. A row is a colour each; methods that papers compare
-# with one another stand in different columns.
+# The place of a name decides its look, so add new names at the end. A column is one colour, so methods that papers
+# compare with each other are in different columns.
 METHODS = (
     "fedmr", "fedavg", "fedcross", "scaffold", "fedprox", "fedgen", "local",
     "pfedhr", "fccl", "fedme", "fedmd", "fedgh", "fedkemf", "centralized",
@@ -34,26 +34,26 @@ class Look(NamedTuple):
 
 
 def look(number: int, *, variant: int = 0) -> Look:
-    """Return a look; pairs of colour and marker repeat after 84 numbers, and variants differ in their strokes."""
+    """The look of a number. Pairs of colour and marker repeat after 84 numbers; variants differ in their strokes."""
     stroke = STROKES[(number // len(COLOURS) + variant) % len(STROKES)]
     return Look(COLOURS[number % len(COLOURS)], stroke, MARKERS[(number + variant // len(STROKES)) % len(MARKERS)])
 
 
 def number_of(method: str) -> int:
-    """Return the number of a method's look; one that is not listed has it by a hash of its name."""
+    """The number of a method's look. For a method that is not listed, a hash of its name decides."""
     return METHODS.index(method) if method in METHODS else _OTHERS + zlib.crc32(method.encode()) % (84 - _OTHERS)
 
 
 def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dict[str, Look]:
-    """Return the look of each line of a picture.
+    """The look of each line of a plot.
 
-    Several lines of one method have its colour and marker and differ in their strokes; where all lines are of one
-    method, colours tell them apart, beginning with its own. Lines without a method are grey beside others; alone they
-    have the looks in order.
+    Several lines of one method share its colour and marker and differ in their strokes. If all lines are of one method,
+    they differ in their colours, and the first has the method's own. Lines without a method are grey if others have
+    one; otherwise they have the looks in order.
 
     Args:
-      names: of the lines.
-      methods: of the lines, by name; a line need not have one.
+      names: names of the lines.
+      methods: method by name of the line. A line need not have one.
     """
     names, methods = list(names), methods or {}
     own = {name: methods[name] for name in names if name in methods}
@@ -76,7 +76,7 @@ def _neutral(variant: int) -> Look:
 
 
 def _numbers(methods: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of some methods; of those that are not listed and meet on one, the later goes to the next."""
+    """The numbers of some methods. If methods that are not listed collide, the later one takes the next number."""
     numbers: dict[str, int] = {}
     for method in dict.fromkeys(methods):
         number = number_of(method)

@@ -1,4 +1,4 @@
-"""pFedHR's reassembly: blocks by group, candidates as strips of blocks, and who is taught by whom."""
+"""Plots of pFedHR's reassembly: blocks by group, candidates as strips of blocks, and teachers of the clients."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ import numpy as np
 from fedjax_mr.analysis.plots.figure import picture
 from fedjax_mr.analysis.plots.looks import COLOURS
 
-MOST_OWNERS = 20  # that colours tell apart
+MOST_OWNERS = 20  # number of distinct colours
 
 
 def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path: Path | str, *, label: str) -> None:
-    """Draw a symmetric table of numbers between 0 and 1 whose rows are sorted by group, with a frame around each.
+    """Draw a symmetric matrix of numbers between 0 and 1 whose rows are sorted by group, with a frame per group.
 
     Args:
-      table: [L, L].
-      names: of the rows.
-      groups: of the rows, ascending.
-      path: the picture to write, in one of `FORMATS`.
-      label: the quantity that the numbers are.
+      table: matrix [L, L].
+      names: names of the rows.
+      groups: group of each row, in ascending order.
+      path: file to write, in one of `FORMATS`.
+      label: quantity of the numbers.
     """
     from matplotlib.patches import Rectangle
 
@@ -40,16 +40,16 @@ def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path
 
 
 Strip = Sequence[tuple[int, int, bool]]
-"""Blocks in order: the owner, the place in its network, and whether it is drawn as a disc."""
+"""Blocks in order: owner, place in the owner's network, and whether the block is drawn as a disc."""
 
 
 def strips(rows: Mapping[str, Sequence[Strip]], path: Path | str, *, num_colours: int) -> None:
-    """Draw strips of blocks, a panel for each name: the colour is the owner's, the number the place in its network.
+    """Draw strips of blocks, one panel per name. The colour is the owner, the number the place in its network.
 
     Args:
-      rows: the strips by the panel's name.
-      path: the picture to write, in one of `FORMATS`.
-      num_colours: how many owners there are.
+      rows: strips by the name of the panel.
+      path: file to write, in one of `FORMATS`.
+      num_colours: number of owners.
     """
     columns = min(4, len(rows))
     lines = math.ceil(len(rows) / columns)
@@ -69,12 +69,12 @@ def strips(rows: Mapping[str, Sequence[Strip]], path: Path | str, *, num_colours
 
 
 def teachers(rounds: Mapping[int, Mapping[int, Strip]], num_clients: int, path: Path | str) -> None:
-    """Draw the owners of the blocks in each client's teacher: round by round, and their shares over all rounds.
+    """Draw the owners of the blocks in each client's teacher: by round, and their shares over all rounds.
 
     Args:
-      rounds: each client's teacher by round, for the clients that had one.
-      num_clients: N.
-      path: the picture to write, in one of `FORMATS`.
+      rounds: by round, the teacher of each client that had one.
+      num_clients: number of clients N.
+      path: file to write, in one of `FORMATS`.
     """
     shares = np.zeros((num_clients, num_clients))
     for teachers in rounds.values():
@@ -105,7 +105,7 @@ def teachers(rounds: Mapping[int, Mapping[int, Strip]], num_clients: int, path: 
 def _strip(
     axis: Any, strip: Strip, left: float, middle: float, width: float, num_colours: int, *, with_numbers: bool
 ) -> None:
-    """Draw a strip of blocks, each ``width`` wide; with numbers, ``left`` is the middle of the first one."""
+    """Draw a strip of blocks, each ``width`` wide. With numbers, ``left`` is the middle of the first block."""
     from matplotlib.patches import Ellipse, Rectangle
 
     height = 0.8 if with_numbers else 0.7
@@ -124,7 +124,7 @@ def _strip(
 
 
 def _colour(owner: int, count: int) -> Any:
-    """Return an owner's colour out of those of all owners."""
+    """The colour of an owner among ``count`` owners."""
     import matplotlib
 
     return matplotlib.colormaps["tab20" if count <= MOST_OWNERS else "turbo"](
@@ -133,7 +133,7 @@ def _colour(owner: int, count: int) -> Any:
 
 
 def _legends(figure: Any, count: int, *, numbers: bool) -> None:
-    """Write above a picture what the shapes are, and below which colour is whose; too many owners are left out."""
+    """Add legends: of the shapes above the plot, and of the colours below, unless there are too many owners."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

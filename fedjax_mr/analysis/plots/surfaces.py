@@ -13,17 +13,17 @@ from fedjax_mr.analysis.plots.figure import WIDTH, picture
 def surfaces(
     heights: Mapping[str, np.ndarray], steps: np.ndarray, path: Path | str, *, label: str, levels: int = 15
 ) -> None:
-    """Draw surfaces [P, P] as contour maps side by side with one common scale.
+    """Draw surfaces [P, P] as contour maps side by side with a common scale.
 
-    The common scale is logarithmic where the highest point is more than ten times the lowest, so that a valley and
-    the walls around it both show; heights that are not finite stay white.
+    The scale is logarithmic if the highest point is more than ten times the lowest, so that both a valley and its walls
+    are visible. Heights that are not finite are white.
 
     Args:
-      heights: the value at (steps[i], steps[j]), by the surface's name.
-      steps: the coordinates [P] of both axes, in filter norms.
-      path: the picture to write, in one of `FORMATS`.
-      label: the quantity, with its unit.
-      levels: how many contours.
+      heights: values at (steps[i], steps[j]), by the name of the surface.
+      steps: coordinates [P] of both axes, in filter norms.
+      path: file to write, in one of `FORMATS`.
+      label: quantity, with its unit.
+      levels: number of contours.
     """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import MaxNLocator, NullFormatter
