@@ -121,7 +121,7 @@ def test_bad_input_is_one_line(keep, capsys):
     (folder / "metrics.jsonl").write_text('{"round": 10, "validation_accuracy": 0.5}\n')
     keep(Config(strategy="fedavg", lr=0.2, seed=1), validation_accuracy=0.5)
     assert main(["best", "runs", "--over=lr"]) == 2
-    assert "no seed has all values of lr" in capsys.readouterr().err
+    assert "no seed has a run for every value of lr" in capsys.readouterr().err
 
 
 def test_the_command_and_the_curves_of_the_best(grid, capsys):

@@ -190,5 +190,5 @@ def test_what_a_table_does_not_have_is_said(table, tmp_path, capsys):
     path = tmp_path / "impossible.jsonl.gz"
     (config, summary, _, _) = next(iter(kept.read(table).values()))
     keep.write({"run": KeptRun(config, summary, [{"accuracy": 0.5}])}, path)
-    with pytest.raises(UserError, match=r"run is damaged \(line 1 is no evaluation\)"):
+    with pytest.raises(UserError, match=r"run is damaged \(line 1 is not an evaluation\)"):
         read_rows(path / "run")

@@ -89,9 +89,9 @@ def test_a_methods_own_settings_are_rows_and_other_formats(keep):
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (["--papers"], "--papers is for --layout=paper"),
-        (["--value=best"], "--value is for --layout=paper"),
-        (["--layout=paper", "--target=0.5"], "--target is for --layout=lines"),
+        (["--papers"], "--papers needs --layout=paper"),
+        (["--value=best"], "--value needs --layout=paper"),
+        (["--layout=paper", "--target=0.5"], "--target needs --layout=lines"),
         (["--layout=paper", "--value=mean"], "invalid choice: 'mean'"),
         (["--layout=papers"], "invalid choice: 'papers'"),
         (["--layout=paper"], "none of the runs is finished"),

@@ -81,4 +81,4 @@ def test_the_command_draws_what_a_run_kept(made_up, capsys):
 def test_bad_input(made_up, keep, capsys):
     assert main(["reassembly", str(made_up), "--rounds=0"]) == 2
     assert main(["reassembly", str(keep(fmr.Config(strategy="fedavg"), [0.5]))]) == 2
-    assert "for runs of pfedhr" in capsys.readouterr().err
+    assert "name a run of pfedhr" in capsys.readouterr().err
