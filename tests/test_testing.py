@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedjax_mr.strategies import STRATEGIES, Row, fedprox
 from fedjax_mr.testing.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,20 @@ def build(hyper, problem):
 
 fmr.STRATEGIES["mine"] = fmr.Row(build, None, "me, 2026")
 """
+
+
+@pytest.mark.parametrize("small", [None, fedprox.Hyper(mu=0.5)])
+def test_the_row_of_a_strategy_has_the_hyper_parameters_of_the_contract(monkeypatch, engine, small):
+    built = []
+
+    def build(hyper, problem):
+        built.append(hyper)
+        return fedprox.build(hyper, problem)
+
+    monkeypatch.setitem(STRATEGIES, "mine", Row(build, fedprox.Hyper, "me, 2026", small=small))
+    engine("mine", "linear").shapes()
+    engine("mine", "linear", hyper=fedprox.Hyper(mu=0.25)).shapes()
+    assert set(built) == {small or fedprox.Hyper(), fedprox.Hyper(mu=0.25)}
 
 
 def test_it_says_that_pytest_is_missing(monkeypatch, capsys):
