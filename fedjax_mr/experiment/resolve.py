@@ -82,9 +82,9 @@ def _full_name(kind: type) -> str:
 
 def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
-    used = {("strategy", config.strategy), ("partition", config.partition)}
-    used |= {("model", name) for name in config.networks}
-    return used | {("data set", name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
+    used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
+    used |= {(MODELS.kind, name) for name in config.networks}
+    return used | {(SOURCES.kind, name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
 
 
 # --- Public data -----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
         if registry.is_supplied(recorded := getattr(config, name)) and not supplied:
             raise UserError(f"--{registry.not_passed(name, recorded)}")
     if config.dataset not in SOURCES and not registry.is_supplied(config.dataset) and not _is_path(config.dataset):
-        raise unknown_name("data set", config.dataset, SOURCES)
+        raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
     _check_networks(config, user_objects)

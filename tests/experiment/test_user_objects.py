@@ -77,7 +77,7 @@ def test_other_samples_are_refused():
     config = resolve(fmr.Config(**SMALL), dataset=MINE).config
     message = refusal(fmr.run, config, dataset=OTHER)
     assert "dataset= is my_blobs:" in message and "but the configuration is of my_blobs:" in message
-    assert "cannot be found by name: start such a run by fmr.run(config, dataset=...)" in refusal(fmr.run, config)
+    assert "has no registered name. Start the run with fmr.run(config, dataset=...)" in refusal(fmr.run, config)
     assert not any(Path().iterdir())
 
 

@@ -261,7 +261,7 @@ def test_a_row_of_ones_own(monkeypatch):
         ("lacking", {}, "is called without features"),
         ("bare", {}, "is not a ModelRow: write MODELS['bare'] = ModelRow(MyNetwork)"),
         ("mine", {"projection": 4}, "projection=4 only applies to built-in networks"),
-        ("given:mine:12345678", {}, "cannot be found by name"),
+        ("given:mine:12345678", {}, "has no registered name"),
     ):
         with pytest.raises(UserError) as error:
             models.build(name, **FACTS, **options)
