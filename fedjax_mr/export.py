@@ -12,6 +12,7 @@ from typing import NoReturn
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.load import load
+from fedjax_mr.experiment.messages import flags_in_errors
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,8 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = parser.parse_args(arguments)
         imports.load(chosen.imports)
-        saved = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
-        print(f"exported into {saved.export(chosen.folder, client=chosen.client)}: try python example.py there")
+        with flags_in_errors():
+            run = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
+            folder = run.export(chosen.folder, client=chosen.client)
+        print(f"exported into {folder}: try python example.py there")
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code

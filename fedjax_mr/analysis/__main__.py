@@ -22,6 +22,7 @@ from fedjax_mr.analysis import (
 )
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import imports, interrupts
+from fedjax_mr.experiment.messages import flags_in_errors
 
 PROGRAM = "python -m fedjax_mr.analysis"
 
@@ -93,7 +94,8 @@ def main(
         )
         parsed = parser.parse_args(rest)
         imports.load(parsed.imports)
-        command.main(parsed)
+        with flags_in_errors():
+            command.main(parsed)
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code

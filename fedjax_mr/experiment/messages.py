@@ -20,11 +20,11 @@ _ARGUMENT = re.compile(rf"{_CALL}|(?<![\w.:=/-])(hyper\.)?([a-z]\w*)(=?)((?<==)(
 
 
 @contextlib.contextmanager
-def flags_in_errors(strategy: str) -> Iterator[None]:
+def flags_in_errors(strategy: str = "") -> Iterator[None]:
     """Name flags in the message of a `UserError` that passes.
 
     Args:
-      strategy: the method of the run.
+      strategy: the method of the run. Default: unknown, and ``hyper.NAME`` stays.
     """
     try:
         yield
