@@ -3,34 +3,34 @@
     python experiments/chaos.py                       # about ten minutes on two cores
     python experiments/chaos.py --only=kills,storage --minutes=30 --kills=400 --seed=7
     python experiments/chaos.py --only=flags --trial=1234
-    python experiments/chaos.py --tries=4000          # all rows together, however long it takes
+    python experiments/chaos.py --tries=4000          # all rows together, without a time limit
 
-One line of the table per row: how many trials, how many failed. Then every failure with what was tried, the last lines
-that were printed, and the command that tries it again. Code 1 if one failed. A trial depends on the seed, the row and
-its number only, though not the moments of kills, which also depend on the machine.
+The table has one line per row: the numbers of trials and of failures. Every failure follows with a description of the
+trial, the last printed lines, and the command that repeats it. The exit code is 1 if a trial failed. A trial depends
+only on the seed, the row and its number; the moments of kills also depend on the machine.
 
 kills     Runs of every registered strategy, killed (SIGKILL) at random moments, half of them while checkpoints are
-          written, resumed, killed again, at last left alone. Tried counts kills. The metrics (without times) and the
-          arrays of the last checkpoint must equal those of a run that nobody killed, bit for bit.
-storage   Limits of file size and small file systems (where this user may mount some), for new runs and for resumed
-          ones; damaged files. Code 0, or code 2 and one line; when the fault is gone, the same bits as without it.
-files     Forged data sets, partitions and files of run folders; code 2 and one line, or 0 if it is none the worse.
-folders   Links and damage in the files of a run folder, read to resume, to make a table, to export. A link is refused,
-          and what it leads to stays; a changed digit or a swap is refused in one line, or has no effect.
-flags     Bad flags, made from the declarations of the settings; code 2, one line, and nothing left in the folder.
-processes Runs of two or three processes, of which one is killed, frozen or asked to stop; the others end in one line
-          (code 4, or 143), nothing is left at its port, and the resumed run has the bits of an undisturbed one.
-sweeps    Sweeps of two runs, of which the sweep or the run is killed or stopped, or that are started twice, or lose a
-          folder; a signal is named, and the same command again finishes all with the same bits.
+          written, then resumed, killed again, and finally left to finish. The table counts kills. Metrics (without
+          times) and the arrays of the last checkpoint must equal those of an undisturbed run, bit for bit.
+storage   Limits of file size and small file systems (if this user may mount them), for new and for resumed runs, and
+          damaged files. Code 0, or code 2 and one line; without the fault, the same bits as an undisturbed run.
+files     Forged datasets, partitions and files of run folders. Code 2 and one line, or 0 if the file is still valid.
+folders   Links and damage in the files of a run folder, read by resuming, by a table, by export. A link is rejected and
+          its target unchanged. A changed digit or a swap is rejected in one line, or has no effect.
+flags     Invalid flags, made from the declarations of the settings. Code 2, one line, and no new file in the folder.
+processes Runs of two or three processes, one of which is killed, frozen or stopped. The others end with one line (code
+          4, or 143), no process keeps the port, and the resumed run has the bits of an undisturbed one.
+sweeps    Sweeps of two runs: the sweep or the run is killed or stopped, or started twice, or loses a folder. The signal
+          is named, and the same command again finishes all runs with the same bits.
 surroundings
-          Commands whose streams are closed or full, whose folder is deleted, whose user or environment is odd. Runs
-          have the same bits. Nothing ends with a traceback, and a refusal ends with a line of ours.
-messages  Secure exchanges with one message spoiled: a SecureError at once, which changes nothing, or at the server.
-clients   Real clients with fake messages, one of which answers whatever it wants: a lost client, one printable line,
-          and the others' answers as before.
-servers   Real clients whose server asks whatever it wants: an answer or one line, and the client is as before.
+          Commands with closed or full streams, a deleted folder, an unusual user or environment. Runs have the same
+          bits, no command prints a traceback, and a rejection ends with one line of this package.
+messages  Secure exchanges with one corrupted message: a SecureError immediately, without effects, or at the server.
+clients   Real clients with fake messages, one of which replies arbitrarily: a lost client, one printable line, and the
+          same answers of the others.
+servers   Real clients whose server sends arbitrary messages: an answer or one line, and the client works as before.
 
-Runs are forks of this process, which has imported everything but not started JAX; pictures are not drawn.
+Trials are forks of this process, which has imported everything but has not started JAX. Plots are not drawn.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of a command line."""
+    """Parse the options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(ROWS), help="rows, with commas")

@@ -77,7 +77,7 @@ class Place:
         return reply
 
     def manager(self, answer: Any, lost: str, faults: Any = None) -> ClientManager:
-        """Return the clients of a new run."""
+        """The clients of a new run."""
         messenger = transport.FakeMessenger({100 + number: answer for number in range(CLIENTS)}, faults)
         return ClientManager(messenger, self.manifest, num_clients=CLIENTS, policy=ClientPolicy(lost, 10.0, 30.0))
 
@@ -211,7 +211,7 @@ def servers(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 
 def _spoiled(chance: random.Random, content: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return records of which one thing is other than it was, and what that is, in words."""
+    """Change one thing in records; return them and a description of the change."""
     kind = chance.random()
     if kind < 0.04:
         return chance.choice((None, 5, [], "x", ())), "no records"
@@ -239,7 +239,7 @@ def _spoiled(chance: random.Random, content: Mapping[str, Any]) -> tuple[Any, st
 
 
 def _other(chance: random.Random, value: Any) -> tuple[Any, str]:
-    """Return another value, mostly of the same kind."""
+    """Another value, mostly of the same kind, and a description."""
     if chance.random() < 0.2:
         return chance.choice(ODD), "of another type"
     if isinstance(value, np.ndarray):

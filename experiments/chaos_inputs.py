@@ -90,7 +90,7 @@ def files(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 
 def _spoil(chance: random.Random, content: bytes) -> tuple[bytes, str]:
-    """Return a content with one thing wrong, as bytes or, where it is JSON, in its values."""
+    """Make one thing wrong in a file's content: its bytes or, in JSON, a value."""
     with contextlib.suppress(ValueError):
         value = json.loads(content)
         if chance.random() < 0.6:
@@ -103,7 +103,7 @@ def _spoil(chance: random.Random, content: bytes) -> tuple[bytes, str]:
 
 
 def _replaced(chance: random.Random, value: Any) -> Any:
-    """Return a JSON value in which one place holds something else, or is missing."""
+    """Change or remove one place of a JSON value."""
     if not isinstance(value, dict | list) or not value or chance.random() < 0.2:
         return chance.choice(VALUES)
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -116,7 +116,7 @@ def _replaced(chance: random.Random, value: Any) -> Any:
 
 
 def _short(world: World) -> list[str]:
-    """Return the flags of a run that is short where it is not refused."""
+    """The flags of a run that is short if it is not rejected."""
     return [flag for flag in settings(world, "fedavg") if not flag.startswith(("--rounds", "--dataset"))] + [
         "--rounds=1"
     ]
@@ -127,7 +127,7 @@ def _npz(arrays: dict[str, Any], path: Path) -> None:
 
 
 def _entry(shape: Any, dtype: Any, content: bytes = b"") -> bytes:
-    """Return an array's file with a header of one's own."""
+    """The file of an array with a given header."""
     header = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {shape!r}}}\n".encode()
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + content
 
@@ -145,7 +145,7 @@ def _forged_npz(chance: random.Random, path: Path, name: str) -> str:
 
 
 def _arrays(chance: random.Random, arrays: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return arrays of which one is wrong, and how, in words."""
+    """Arrays of which one is wrong, and a description of the fault."""
     name = chance.choice(sorted(arrays))
     array = np.asarray(arrays[name])
     number = array if array.dtype.kind in "iuf" and array.ndim else np.arange(5)
@@ -315,7 +315,7 @@ def flags(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 
 def _bad(chance: random.Random) -> list[str]:
-    """Return flags of which one is bad, whatever the others are."""
+    """Flags of which one is invalid."""
     setting, strategy = chance.choice(EVERY)
     chosen = [f"--strategy={strategy}"] if strategy else []
     if chance.random() < 0.15:
@@ -324,7 +324,7 @@ def _bad(chance: random.Random) -> list[str]:
 
 
 def _misspelt(chance: random.Random, name: str) -> str:
-    """Return a name that is no flag."""
+    """A name that is not a flag."""
     known, place = {setting.flag for setting, _ in EVERY}, chance.randrange(len(name))
     for wrong in (name[:place] + name[place + 1 :], f"{name[:place]}{name}", name.upper(), f"{name}_", f"x{name}"):
         if chance.random() < 0.5 and wrong and wrong.removeprefix("no") not in known:
@@ -333,7 +333,7 @@ def _misspelt(chance: random.Random, name: str) -> str:
 
 
 def _bad_values(chance: random.Random, setting: Setting) -> list[str]:
-    """Return texts that are no value of a setting."""
+    """Texts that are invalid values of a setting."""
     low, high = setting.info.low, setting.info.high
     words = [
         "x" * chance.randint(1, 9),

@@ -99,7 +99,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 
 def _before(server: secure.SecureServer, layers: dict[int, dict[str, bytes]], chance: random.Random) -> dict:
-    """Return the parties of the round before."""
+    """The parties of the previous round."""
     announcement = server.announce(round=0)
     return {client: secure.Party(client, layers[client], announcement, _Chosen(chance)) for client in CLIENTS}
 
@@ -110,7 +110,7 @@ def _require_brief(text: str) -> None:
 
 
 def _spoiled(chance: random.Random, message: Any, old: list[Any]) -> tuple[Any, str]:
-    """Return a message that is not the given one, and what is wrong with it, in words."""
+    """A message that differs from this one, and a description of the difference."""
     kind = chance.random()
     if kind < 0.08:
         return chance.choice(ODD), "another object"
@@ -130,7 +130,7 @@ def _spoiled(chance: random.Random, message: Any, old: list[Any]) -> tuple[Any, 
 
 
 def _others(chance: random.Random, value: Any) -> list[tuple[Any, str]]:
-    """Return other values, of the same type and of others, each with how it differs."""
+    """Other values of the same type and of other types, each with a description."""
     others: list[tuple[Any, str]] = [(chance.choice(ODD), "of another type")]
     if isinstance(value, bytes):
         flipped = bytearray(value)

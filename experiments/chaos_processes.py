@@ -76,7 +76,7 @@ def _complete(run: Path) -> bool:
 
 
 def _undisturbed(world: World, count: int) -> str:
-    """Return the fingerprint of an undisturbed run of so many processes, which is trained once."""
+    """The fingerprint of an undisturbed run of this many processes; it is trained once."""
     folder = world.folder / f"straight-{count}"
     with (world.folder / f"straight-{count}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

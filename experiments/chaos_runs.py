@@ -91,7 +91,7 @@ class Child:
             os._exit(code)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> Ended | None:
-        """Return how it ended, or None as soon as ``until`` holds.
+        """Wait for the end and return how it ended, or None as soon as ``until`` holds.
 
         Raises:
           Wrong: it hangs.
@@ -113,7 +113,7 @@ class Child:
 
 
 def settings(world: World, strategy: str) -> list[str]:
-    """Return the flags of the smallest federation of a strategy."""
+    """The flags of the smallest federation of a strategy."""
     public = ["--public_share=0.2"] if STRATEGIES[strategy].public else []
     return [
         f"--strategy={strategy}", f"--dataset={world.folder / 'tiny.npz'}", "--partition=iid", "--model=mlp",
@@ -137,7 +137,7 @@ def to_the_end(arguments: Sequence[str], folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a text of the bits of a run: the arrays of its newest checkpoint and its metrics without times."""
+    """A text of the bits of a run: the arrays of its newest checkpoint, and its metrics without times."""
 
     def show() -> int:
         checkpoints = Checkpoints(folder / "checkpoints")
@@ -210,7 +210,7 @@ def kills(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 
 def _moment(chance: random.Random, run: Path, length: float) -> tuple[str, Callable[[], bool]]:
-    """Return a random moment of a run in words, and as a condition that becomes true then."""
+    """A random moment of a run, in words and as a condition that becomes true then."""
     began = time.monotonic()
     if chance.random() < 0.5:
         after = chance.uniform(0.05, 1.0) * length

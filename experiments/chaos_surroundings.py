@@ -92,7 +92,7 @@ def _started(command: list[str], log: Path) -> Any:
 
 
 def _first_run(folder: Path, process: subprocess.Popen) -> Path:
-    """Return the folder of the run that the sweep trains first, once it is there."""
+    """The folder of the run that the sweep trains first, once it exists."""
     found: list[Path] = []
     _wait(lambda: bool(found.extend(folder.glob("fedmr-*/config.json")) or found or process.poll() is not None))
     if not found:

@@ -267,7 +267,7 @@ def network(name):
 
 
 def held(one, count, devices):
-    """Return the bytes that each of D devices holds of so many models between two calls."""
+    """The bytes of the models that each of D devices holds between two calls."""
     stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), one)
     resting = Described(devices).at_rest(stacked, rows=(count,))
     share = lambda leaf, place: leaf.size * leaf.dtype.itemsize / (devices if any(place.spec) else 1)

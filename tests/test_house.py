@@ -72,7 +72,7 @@ ONLY_IN = {
 
 @functools.cache
 def modules():
-    """Return the dotted name (without the package) and the syntax tree of every module."""
+    """The dotted name (without the package) and the syntax tree of every module."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -82,7 +82,7 @@ def modules():
 
 
 def imported(tree):
-    """Return the dotted names that a module imports; of ``from a import b`` both a and a.b."""
+    """The dotted names that a module imports; ``from a import b`` gives both a and a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -96,12 +96,12 @@ NAMES = {name for name, _ in modules()}
 
 
 def within(name, rooms):
-    """Return whether a dotted name is one of some rooms or lies in one."""
+    """Whether a dotted name is one of these rooms or lies inside one."""
     return any(f"{name}.".startswith(f"{room}.") for room in rooms)
 
 
 def used(tree):
-    """Return the modules of the package that a module imports, without the folders that merely hold them."""
+    """The modules of the package that a module imports, without folders that only contain them."""
     found = {dotted.removeprefix("fedjax_mr.") for dotted in imported(tree) if dotted.startswith("fedjax_mr.")} & NAMES
     names = {
         (node.module.removeprefix("fedjax_mr."), alias.name)
@@ -312,7 +312,7 @@ SHORT_METHOD = "docs/recipes/method_in_twenty_lines.md"
 
 
 def blocks(kind, *pages):
-    """Return the blocks of code of the README, or of other pages."""
+    """The blocks of code of the README, or of other pages."""
     text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in pages or ["README.md"])
     return re.findall(rf"```{kind}\n(.*?)```", text, flags=re.DOTALL)
 

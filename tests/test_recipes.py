@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 
 def blocks(text):
-    """Return the blocks of a page."""
+    """The blocks of a page."""
     found, page, section, depth = [], (), (), 0
     for part in PARTS.finditer(text):
         heading, needs, language, file, code = part.groups()
@@ -51,7 +51,7 @@ def blocks(text):
 
 
 def runnable(block):
-    """Return the block as Python, in as many lines or fewer."""
+    """The block as Python, in as many lines or fewer."""
     if block.file:
         return f"import pathlib; pathlib.Path({block.file!r}).write_text({block.code!r})"
     if block.language == "python":
@@ -62,7 +62,7 @@ def runnable(block):
 
 
 def script(page, missing):
-    """Return the blocks of a page as one script, whose line numbers are the page's; and what was left out."""
+    """The blocks of a page as one script with the page's line numbers, and the missing packages of skipped blocks."""
     lines, left_out = [], set()
     for block in blocks(page.read_text(encoding="utf-8")):
         if absent := missing & set(block.needs):

@@ -50,7 +50,7 @@ def test_the_commands_on_the_pages_are_valid(monkeypatch):
 
 
 def hook(name):
-    """Return a module of docs/hooks that needs nothing but Python."""
+    """Import a module of docs/hooks that needs no other packages."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "hooks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -86,13 +86,13 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def anchors(path):
-    """Return the places of a page that a link can name, as GitHub makes them from headings."""
+    """The anchors of a page, as GitHub derives them from headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", LINK.sub("", heading).lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_links(path):
-    """Return the relative links of a page that lead to no file, or no heading, of a clone."""
+    """The relative links of a page whose file or heading does not exist in a clone."""
     found = []
     for target in LINK.findall(CODE.sub("", path.read_text(encoding="utf-8"))):
         name, _, place = target.partition("#")

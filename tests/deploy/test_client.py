@@ -25,7 +25,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Return a folder with everybody's samples, what a request says of its run, and what `begin` tells."""
+    """A folder with all samples, the run's record in every message, and the content of `begin`."""
     folder = tmp_path_factory.mktemp("client")
     config = resolve(configuration.parse(shlex.split(FLAGS))).config
     federated = federated_data(config)

@@ -18,7 +18,7 @@ MANIFEST = RunManifest("ab" * 8, FACTS, {"jax": "1"}, label_counts=False)
 
 
 def node(client, *, size=5, answer=None):
-    """Return a node's answering function: it joins as a client, and answers ``answer`` or a number."""
+    """A node's function that answers messages: it joins as a client, then answers with ``answer`` or a number."""
 
     def handle(message):
         if message.kind == "join":
@@ -165,7 +165,7 @@ class Greedy:
 
 
 def once(fault):
-    """Return faults that meet client 2, at the node 102, once."""
+    """Faults that happen once, to client 2 at node 102."""
     left = [fault]
     return lambda message, before: left.pop() if message.kind == "train" and message.node == 102 and left else None
 

@@ -43,7 +43,7 @@ class Trial(deployment.Federation):
         self.python("fedjax_mr.main", *told, f"--run_dir={folder}/simulated")
 
     def settings(self, client: int) -> dict[str, object]:
-        """Return the settings of a client's node."""
+        """The settings of a client's node."""
         own = {"client-id": client, "data": f"{self.folder}/fed/data/client-{client}.npz"}
         return own | {"state": f"{self.folder}/fed/state-{client}"}
 
@@ -57,7 +57,7 @@ class Trial(deployment.Federation):
         return self.run("fed", name=name)
 
     def rounds(self) -> int:
-        """Return how many rounds the run folder tells of."""
+        """The number of rounds in the run folder."""
         path = self.folder / "fed" / "run" / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -73,7 +73,7 @@ class Trial(deployment.Federation):
 
 @pytest.fixture
 def trial(tmp_path):
-    """Return what starts a federation, which is ended with the test."""
+    """A function that starts a federation, which is stopped after the test."""
     started = []
 
     def start(**options):
@@ -266,7 +266,7 @@ http {{
 
 
 def server_block() -> str:
-    """Return the proxy's configuration that the page prints."""
+    """The proxy's configuration printed on the page."""
     return PAGE.read_text(encoding="utf-8").split("```nginx\n")[1].split("```")[0]
 
 
@@ -305,7 +305,7 @@ def test_secure_fedmr_behind_a_proxy(trial):
 
 
 def posted(one: Trial, port: int, path: str) -> str:
-    """Return the answer to a request for a path that no client library would send."""
+    """The response to a request for a path that no client library would send."""
     context = ssl.create_default_context(cafile=one.folder / "ca.crt")
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,

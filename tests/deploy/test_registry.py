@@ -56,19 +56,19 @@ class Real:
         self.manager = ClientManager(messenger, manifest, num_clients=N, policy=ClientPolicy(lost, seconds, 60.0))
 
     def node(self, number, **changed):
-        """Return the answering function of a client's node."""
+        """The function of a client's node that answers messages."""
         path, state = self.folder / f"client-{number}.npz", self.folder / f"state-{number}"
         settings = {"client-id": number, "data": str(path), "state": str(state)} | changed
         return lambda message: client.answer(message, settings, {"flags": shlex.join(self.flags)})
 
     def mailed(self):
-        """Return the real clients, with the server's simulator."""
+        """The real clients, with the server's simulator."""
         return server.RemoteClients(
             self.config, protocol.remote_data(self.manager.wait_for_all(), self.samples), self.model, self.manager
         )
 
     def simulated(self):
-        """Return the simulator of the same federation."""
+        """The simulator of the same federation."""
         return build.simulator_of(self.config, self.federated, self.model, devices=1, lanes=1)
 
 
@@ -117,7 +117,7 @@ def test_a_client_with_a_memory_is_not_drawn_twice(tmp_path):
 
 
 def with_upload(change):
-    """Return what spoils a reply: a function of the arrays of the upload."""
+    """A fault that corrupts a reply by a function of the upload's arrays."""
     return lambda content: {**content, "upload": change(dict(content["upload"]))}
 
 

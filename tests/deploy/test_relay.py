@@ -23,7 +23,7 @@ KEY = jax.random.key(7)
 
 
 def model_of(client):
-    """Return a model of which every number tells the owner."""
+    """A model whose numbers all identify its owner."""
     return [np.full(shape, client, np.float32) for shape in ((2, 3), (3,), (4,))]
 
 
@@ -142,7 +142,7 @@ def test_a_drop_out_ends_the_attempt_and_the_next_one_is_whole(federation):
 
 
 def carried(change):
-    """Return what does something to the bundles that are carried to client 2 for step 1."""
+    """A function that changes the bundles forwarded to client 2 for step 1."""
 
     def apply(client, message):
         if client != 2 or message.content["relay"]["step"] != 1:

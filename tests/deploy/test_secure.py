@@ -65,7 +65,7 @@ def same(result, simulated):
 
 
 def once(kind, fault, node=101):
-    """Return the fault that meets the first message of a kind and step to a node, and no later one."""
+    """A fault of the first message of a kind and step to a node."""
     met = []
 
     def faults(message, before):
