@@ -109,6 +109,11 @@ def test_imports_stand_in_flag_files_and_are_lists():
     assert resolved(["--import", "my_method.py", "--strategy=further"]).imports == config.imports[1:]
 
 
+@pytest.mark.parametrize("row", ["--partition=halves", "--dataset=mine", "--model=small"])
+def test_a_run_that_uses_one_row_of_an_import_keeps_it(row):
+    assert len(resolved(["--import=others.py", row]).imports) == 1
+
+
 def test_a_run_that_uses_nothing_of_an_import_does_not_keep_it():
     assert resolved(["--import=my_method.py", "--strategy=fedavg"]).imports == ()
     assert resolved(["--import=my_method.py", "--import=none"]).imports == ()
