@@ -187,6 +187,12 @@ def test_the_contract_names_no_strategy(path):
     assert not set(imported(tree)) & {row.build.__module__ for row in STRATEGIES.values()}
 
 
+def test_the_package_names_no_folder_of_the_repository():
+    """An installed package has none of them; the scripts of experiments/record/ need them and are no part of it."""
+    for path in PACKAGE.rglob("*.py"):
+        assert not re.search(r"\bexperiments/|\bdocs/hooks", path.read_text(encoding="utf-8")), path
+
+
 def test_which_networks_there_are_is_the_models_concern():
     """No ``isinstance(..., Zoo)`` outside models/: a network is a zoo of one."""
     for path in PACKAGE.rglob("*.py"):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ def test_an_installed_wheel_runs_with_the_flag_files(tmp_path):
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     assert {"README.md", "LICENSE", "fedjax_mr/trees.py", "fedjax_mr/exp/cifar10.flags"} <= names
+    with zipfile.ZipFile(wheel) as packed:
+        assert not [name for name in packed.namelist() if re.search(r"(^|/)(record|results|docs|tests)/", name)]
     call(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target=site", str(wheel))
     installed = {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
     command = str(tmp_path / "site" / "bin" / "fedjax-mr")

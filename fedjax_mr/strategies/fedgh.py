@@ -15,9 +15,8 @@ No public data are needed, although Table 1 of pFedHR lists FedGH among methods 
 
 One pass over the pairs (``server_epochs=1``, as released) is at most K C steps of SGD. It changes the header little,
 but every client replaces its own header by it. This may explain why FedGH is below Local-only here
-(experiments/notebook/pfedhr.md); the effect has not been measured separately. HtFLlib's code takes 100 passes in
-batches of 10 and tests clients with the received header. Here, as in the released code, clients are tested after their
-training.
+(notebook, page of pFedHR); the effect has not been measured separately. HtFLlib's code takes 100 passes in batches of
+10 and tests clients with the received header. Here, as in the released code, clients are tested after their training.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ The published margin (100) and lambda (10; default of the code: 1) of FedTGP div
 gap between classes. The server pulls classes apart by about this gap, clients follow with weight lambda, and the gap of
 the next round is larger. Only a bound on the margin stops this growth. A smaller lambda, and fewer or smaller steps of
 the server, only delay it. Our defaults are margin 1 and lambda 1, which are stable with all tested seeds. The numbers
-are in experiments/notebook/personal.md.
+are in the notebook, on the page of personal methods.
 
 Deviations:
 * A class that no client of a round has keeps its prototype; FedProto's code requires full participation. A class that
