@@ -24,7 +24,7 @@ LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with roo
 OTHER_NAMES = {name: ("patience",) for name in ("early_stop", "early_stopping", "early_stopping_patience")}
 """Names in other libraries of flags that have a different name here."""
 DEEPEST_FLAG_FILES = 16  # of flag files that include each other
-PACKAGE = Path(__file__).parents[1]  # its exp/ has the flag files: a link in the repository, copies in an installed package
+PACKAGE = Path(__file__).parents[1]  # its exp/ has the flag files: a link here, copies in an installed package
 Owner = typing.TypeVar("Owner")
 
 
