@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.base import Problem, Strategy, plain_training
+from fedjax_mr.strategies.fedprox import proximal_training
 from fedjax_mr.strategies.hyper import field
 
 
@@ -65,17 +65,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def dispatch(state, cohort, key):
         return {"model": mixtures(state, cohort.ids)[1]}
 
-    def client_update(payload, memory, data, round, key):
-        received = payload["model"]
-        cross_entropy = local.cross_entropy(network)
-
-        def loss(params, state, batch, key):
-            value, state = cross_entropy(params, state, batch, key)
-            return value + hyper.strength * trees.squared_norm(trees.subtract(params, received["params"])), state
-
-        model, metrics = local.train(network, problem.local, received, data, key, loss=loss)
-        return {"model": model}, memory, metrics
-
     def server_update(state, uploads, cohort, round, key):
         shares, sent = mixtures(state, cohort.ids)
         weights = cohort.sizes.astype(jnp.float32)[:, None]  # p_i up to a factor, which cancels in both uses
@@ -106,7 +95,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     return Strategy(
         init,
         dispatch,
-        client_update,
+        plain_training(problem, train=proximal_training(problem, hyper.strength)),
         server_update,
         personal_part=personal_part,
         personal_model=lambda part, memory, data, key: part,

@@ -12,7 +12,7 @@ import dataclasses
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.strategies.base import Problem, Strategy, averaging
+from fedjax_mr.strategies.base import Problem, Strategy, Train, averaging
 from fedjax_mr.strategies.hyper import field
 
 
@@ -28,17 +28,21 @@ class Hyper:
     )
 
 
-def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Build FedProx."""
+def proximal_training(problem: Problem, strength: float) -> Train:
+    """Training on the loss plus ``strength`` times the squared distance from the received parameters."""
+    cross_entropy = local.cross_entropy(problem.model)
 
     def train(received, data, key):
-        cross_entropy = local.cross_entropy(problem.model)
-
         def loss(params, state, batch, key):
             value, state = cross_entropy(params, state, batch, key)
             distance = trees.squared_norm(trees.subtract(params, received["params"]))
-            return value + hyper.mu / 2 * distance, state
+            return value + strength * distance, state
 
         return local.train(problem.model, problem.local, received, data, key, loss=loss)
 
-    return averaging(problem, train=train)
+    return train
+
+
+def build(hyper: Hyper, problem: Problem) -> Strategy:
+    """Build FedProx."""
+    return averaging(problem, train=proximal_training(problem, hyper.mu / 2))

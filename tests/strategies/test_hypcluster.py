@@ -8,8 +8,8 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.strategies import hypcluster
-from fedjax_mr.strategies.base import Cohort
-from fedjax_mr.strategies.hypcluster import Hyper, State
+from fedjax_mr.strategies.base import Cohort, Models
+from fedjax_mr.strategies.hypcluster import Hyper
 
 
 def one_round(by_hand, models, clients):
@@ -38,7 +38,7 @@ def test_three_rounds_equal_the_equations(transcription):
 def test_one_cluster_is_fedavg(engine, close, network):
     one, average = engine("hypcluster", network, hyper=Hyper(clusters=1)), engine("fedavg", network)
     progress, expected = one.init(), average.init()
-    same = State(jax.tree.map(lambda leaf: np.asarray(leaf)[None], expected.server.model))
+    same = Models(jax.tree.map(lambda leaf: np.asarray(leaf)[None], expected.server.model))
     progress, _ = one.run(one.place(progress._replace(server=same)), 3)
     expected, _ = average.run(expected, 3)
     close(trees.take(progress.server.models, 0), expected.server.model)
@@ -60,7 +60,7 @@ def test_a_cluster_that_nobody_chose_stays_and_the_mean_is_weighted_by_samples(p
     uploads = {"model": tagged(problem, [1, 4, 9]), "cluster": jnp.array([2, 2, 0], jnp.int32)}
     cohort = Cohort(jnp.arange(3, dtype=jnp.int32), jnp.array([1, 2, 5], jnp.int32))
     update = jax.jit(lambda state, uploads: strategy.server_update(state, uploads, cohort, 0, None))
-    state, metrics = update(State(tagged(problem, [10, 20, 30])), uploads)
+    state, metrics = update(Models(tagged(problem, [10, 20, 30])), uploads)
     equal(state.models, tagged(problem, [9, 20, 3]))
     assert {name: float(value) for name, value in metrics.items()} == {
         "clients_of_cluster_0": 1,
@@ -74,7 +74,7 @@ def test_equal_losses_are_decided_for_the_lowest_number(engine, equal):
     progress = one.init()
     same = trees.take(progress.server.models, jnp.array([1, 1]))
     before = jax.tree.map(np.array, same)
-    progress, report = one.run(one.place(progress._replace(server=State(same))), 1)
+    progress, report = one.run(one.place(progress._replace(server=Models(same))), 1)
     assert float(report.info["clients_of_cluster_0"]) == 3 and float(report.info["clients_of_cluster_1"]) == 0
     equal(trees.take(progress.server.models, 1), trees.take(before, 1))
 
