@@ -56,7 +56,11 @@ class Hyper:
         source="code of FedMR's authors: disabled; Caldarola et al.: at 75 % of the rounds",
     )
     swa_cycle: int = field(
-        10, "c, rounds per cycle, during which the clients' learning rate decays", unit="rounds", low=1, source="same"
+        10,
+        "c, rounds per cycle, during which the clients' learning rate decays",
+        unit="rounds",
+        low=1,
+        source="code of FedMR's authors and of Caldarola et al.",
     )
     swa_when: str = field(
         "cycle_end",

@@ -122,11 +122,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             digested = difference(logits, payload["consensus"][batch.position % subset], kind=hyper.digest_loss)
             return local.masked_mean(choose(supervised, digested), batch.mask), state
 
-        data_public = local.one_client(public)
-        rows = jnp.where(memory.trained, jnp.resize(payload["rows"], (count,)), data_public.index)
-        data_public = data_public._replace(index=rows, size=choose(count, subset))
+        public_data = local.one_client(public)
+        rows = jnp.where(memory.trained, jnp.resize(payload["rows"], (count,)), public_data.index)
+        public_data = public_data._replace(index=rows, size=choose(count, subset))
         setting = on_public(choose(hyper.public_epochs, hyper.digest_epochs))
-        model, _ = local.train(network, setting, memory.model, data_public, public_key, loss=loss)
+        model, _ = local.train(network, setting, memory.model, public_data, public_key, loss=loss)
 
         setting = dataclasses.replace(problem.local, epochs=choose(hyper.private_epochs, problem.local.epochs))
         model, metrics = local.train(network, setting, model, data, key)

@@ -1,4 +1,4 @@
-"""HypCluster: of k models, each client trains the one with the lowest loss; each model averages its own clients.
+"""HypCluster: of k models, each client trains the one with the lowest loss, which is averaged over its clients.
 
 Mansour, Mohri, Ro, Suresh: Three Approaches for Personalization with Applications to Federated Learning, arXiv 2020.
 Clients keep no memory: in every round they receive all k models, and before a test they select a model again.

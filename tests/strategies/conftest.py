@@ -14,7 +14,7 @@ FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, 
 
 @functools.lru_cache(maxsize=8)  # tests with one engine share it
 def beginning(engine, payloads):
-    """Return the compiled beginning of a round: who takes part, and on request what is sent to whom."""
+    """The compiled beginning of a round: who takes part, and on request what is sent to whom."""
 
     def begin(constants, progress):
         plan, rows = rounds.begin(engine.build, engine.axis, constants, progress)
@@ -41,7 +41,7 @@ class Transcription:
         self.settings = FEDERATION | federation
 
     def read(self, variables):
-        """Return a model's parameters, or any tree like them, as tensors."""
+        """A model's parameters, or any tree like them, as tensors."""
         leaves = jax.tree.leaves(variables.get("params", variables))
         return [self.torch.tensor(np.asarray(leaf, np.float64)) for leaf in leaves]
 
@@ -77,7 +77,7 @@ class Transcription:
         return list(self.torch.autograd.grad(loss(weights), weights))
 
     def train(self, weights, client, *, loss=None, gradient=None, lr=None):
-        """Return the weights after a client's epochs of SGD on a loss or gradient, functions of the weights."""
+        """The weights after a client's epochs of SGD on a loss or gradient, functions of the weights."""
         lr = self.settings["lr"] if lr is None else lr
         loss = loss or (lambda weights: self.cross_entropy(weights, client))
         gradient = gradient or (lambda weights: self.gradient(loss, weights))
@@ -105,7 +105,7 @@ class Transcription:
 
 @pytest.fixture(scope="session")
 def transcription(engine):
-    """Return (strategy, hyper) -> Transcription."""
+    """(strategy, hyper) -> Transcription."""
     torch = pytest.importorskip("torch", reason="the equations are written in PyTorch: pip install 'fedjax_mr[parity]'")
 
     def make(strategy, hyper=None, **federation):

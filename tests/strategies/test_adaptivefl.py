@@ -114,7 +114,7 @@ def test_three_rounds_equal_the_equations(transcription):
 
 
 def returned(server, client, sent, records, counts):
-    """Return the slice that explains the table of a client after a round."""
+    """The slice that explains the table of a client after a round."""
     now = np.asarray(server.records)[client].tolist()
     for back in range(sent + 1):
         table = records.copy()
@@ -143,8 +143,8 @@ def test_available_clients_are_those_of_a_class_that_holds_the_slice(federation)
     state = strategy.init(jax.random.key(0))._replace(drawn=jnp.array([6, 3, 0], jnp.int32))
     keys = jax.random.split(jax.random.key(1), 400)
     ids = np.asarray(jax.jit(jax.vmap(lambda key: strategy.select(state, key).ids))(keys))
-    found = [set(column.tolist()) for column in ids.T]
-    assert found == [{4, 5}, {3, 4, 5}, set(range(6))]
+    result = [set(column.tolist()) for column in ids.T]
+    assert result == [{4, 5}, {3, 4, 5}, set(range(6))]
 
 
 def test_two_shares_of_whole_blocks_are_refused(federation):

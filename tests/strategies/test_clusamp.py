@@ -27,10 +27,10 @@ def test_every_draw_and_every_client_gets_its_share(sizes, data):
     seed = data.draw(st.integers(0, 99))
     rng = np.random.default_rng(seed)
     distances = squareform(pdist(rng.normal(size=(len(sizes), 3)))) if len(sizes) > 1 else np.zeros((1, 1))
-    found = clusamp.groups(distances, sizes, count)
-    assert sorted(client for group in found for client in group) == list(range(len(sizes)))
-    assert all(len(group) == 1 or count * sizes[group].sum() <= sizes.sum() for group in found)
-    assert_fair(clusamp.allocate(found, sizes, count, rng), sizes, tolerance=1e-12)
+    clusters = clusamp.groups(distances, sizes, count)
+    assert sorted(client for group in clusters for client in group) == list(range(len(sizes)))
+    assert all(len(group) == 1 or count * sizes[group].sum() <= sizes.sum() for group in clusters)
+    assert_fair(clusamp.allocate(clusters, sizes, count, rng), sizes, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("sizes, count", [([5, 1, 30, 2, 9], 4), ([7], 1), ([3] * 8, 8)])
@@ -65,9 +65,11 @@ def test_groups_are_those_of_scipy_with_weights_for_heights(count):
 
 def test_the_largest_groups_are_poured_first_and_the_smallest_fill_up():
     sizes = np.array([4, 2, 3, 1, 2])  # each brings twice that, and each of the two distributions holds 12
-    poured = clusamp.allocate([[0], [1, 2], [3], [4]], sizes, 2, np.random.default_rng(0)) * 12
-    np.testing.assert_array_equal(poured[:, :3], [[8, 0, 0], [0, 4, 6]])  # the two largest, the smaller one first
-    np.testing.assert_array_equal(poured[:, 3:], [[2, 2], [0, 2]])  # client 3 first; client 4 is split
+    distributions = clusamp.allocate([[0], [1, 2], [3], [4]], sizes, 2, np.random.default_rng(0)) * 12
+    np.testing.assert_array_equal(
+        distributions[:, :3], [[8, 0, 0], [0, 4, 6]]
+    )  # the two largest, the smaller one first
+    np.testing.assert_array_equal(distributions[:, 3:], [[2, 2], [0, 2]])  # client 3 first; client 4 is split
 
 
 # 28 clients, many of one size, 64 samples: their shares are whole in the released unit of 1e-10.
@@ -124,9 +126,9 @@ def test_distributions_as_released(count, table):
     expected = pour_as_released(rows, [client for group in others for client in group], weights)
     assert len(set(totals)) < len(totals)  # there are ties
 
-    found = clusamp.groups(distances, sizes, count)
-    poured = clusamp.allocate(found, sizes, count, np.random.default_rng(7))
-    np.testing.assert_allclose(poured, expected, atol=1e-9)
+    clusters = clusamp.groups(distances, sizes, count)
+    distributions = clusamp.allocate(clusters, sizes, count, np.random.default_rng(7))
+    np.testing.assert_allclose(distributions, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["L1", "L2", "arccos"])
@@ -136,13 +138,13 @@ def test_distances(kind):
     vectors[2] = 0
     all = {"a": vectors[:, :6].reshape(5, 2, 3), "b": vectors[:, 6]}
     one = jax.tree.map(lambda leaf: leaf[1], all)
-    found = np.asarray(jax.jit(functools.partial(clusamp.distances_to, kind=kind))(one, all))
+    result = np.asarray(jax.jit(functools.partial(clusamp.distances_to, kind=kind))(one, all))
     for i in (0, 2, 3, 4):
         a, b = vectors[1].astype(float), vectors[i].astype(float)
         norms = np.linalg.norm(a) * np.linalg.norm(b)
         angle = np.arccos(a @ b / norms) if norms else 0.0
         expected = {"L1": np.abs(a - b).sum(), "L2": ((a - b) ** 2).sum(), "arccos": angle}[kind]
-        assert found[i] == pytest.approx(expected, rel=1e-5)
+        assert result[i] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

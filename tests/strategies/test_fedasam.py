@@ -10,7 +10,7 @@ from fedjax_mr.strategies.fedasam import Hyper
 
 
 def sharp_gradient(by_hand, weights, client, *, rho, eta):
-    """Return the gradient at the worst neighbour; the weights alternate between biases and kernels."""
+    """The gradient at the worst neighbour; the weights alternate between biases and kernels."""
     loss = lambda w: by_hand.cross_entropy(w, client)
     scales = [w.abs() + eta if w.ndim == 2 else w * 0 + 1 for w in weights]
     gradient = by_hand.gradient(loss, weights)

@@ -22,27 +22,27 @@ shuffle = jax.jit(local.shuffle, static_argnums=2)
 
 @jax.jit
 def client_key(key, number, client):
-    """Return the key of a client's training in a round."""
+    """The key of a client's training in a round."""
     key = jax.random.fold_in(jax.random.fold_in(key, CLIENT), number)
     return jax.random.fold_in(jax.random.fold_in(key, client), 0)
 
 
 @jax.jit
 def epoch_keys(key, epoch):
-    """Return the keys of the order of an epoch's samples and of its only step."""
+    """The keys of the order of an epoch's samples and of its only step."""
     return jax.random.fold_in(key, 2 * epoch), jax.random.fold_in(jax.random.fold_in(key, 2 * epoch + 1), 0)
 
 
 @jax.jit
 def client_draws(key):
-    """Return the labels that a client draws in a step, and the keys of the two noises."""
+    """The labels that a client draws in a step, and the keys of the two noises."""
     label_key, key, same_key = jax.random.split(key, 3)
     return jax.random.randint(label_key, (8,), 0, 3), key, same_key
 
 
 @jax.jit
 def server_draws(key, number, step, several):
-    """Return the labels that the server draws in a step among those that several clients hold, and a noise's key."""
+    """The labels that the server draws in a step among those that several clients hold, and a noise's key."""
     key = jax.random.fold_in(jax.random.fold_in(key, SERVER), number)
     label_key, noise_key = jax.random.split(jax.random.fold_in(key, step))
     return jax.random.categorical(label_key, jnp.where(several, 0.0, -jnp.inf), shape=(8,)), noise_key
@@ -71,7 +71,7 @@ class ByHand:
         return self.number(uniform(key, (count, self.hyper.noise))).double()
 
     def generate(self, noise, labels, *, train=False):
-        """Return representations; leaves: hidden, latent, norm with (bias, kernel), (bias, kernel), (bias, scale)."""
+        """Representations; leaves: hidden, latent, norm with (bias, kernel), (bias, kernel), (bias, scale)."""
         hidden_bias, hidden, latent_bias, latent, norm_bias, norm_scale = self.generator
         classes = self.torch.nn.functional.one_hot(labels, 3).double()
         x = self.torch.cat([noise, classes], dim=1) @ hidden + hidden_bias
@@ -80,7 +80,7 @@ class ByHand:
         return x.relu() @ latent + latent_bias
 
     def client_loss(self, weights, number, key, rows, client):
-        """Return a client's loss on its samples ``rows``."""
+        """A client's loss on its samples ``rows``."""
         functional, hand = self.torch.nn.functional, self.by_hand
         logits = hand.head(weights, hand.features(weights, hand.x[client][rows]))
         labels = hand.y[client][rows]
@@ -97,7 +97,7 @@ class ByHand:
         return value + self.hyper.gamma_latent * decay * divergence + self.hyper.gamma_teacher * decay * taught
 
     def client_gradients(self, number, client):
-        """Return the gradient of each local step in turn, as a function of the weights."""
+        """The gradient of each local step in turn, as a function of the weights."""
         key = client_key(self.by_hand.engine.constants.key, number, client)
         epochs = iter(range(3))
 
@@ -163,8 +163,8 @@ def test_label_shares_count_for_their_own_samples_unless_released(released):
         (share[:, None] if released else share) * loss for share, loss in zip(shares, losses, strict=True)
     ]  # [B, B] or [B] of each model
     expected = sum(product.mean() for product in products)
-    found = fedgen.teacher_loss(jnp.asarray(losses), jnp.asarray(shares), released=released)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    result = fedgen.teacher_loss(jnp.asarray(losses), jnp.asarray(shares), released=released)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
@@ -204,7 +204,7 @@ def test_alike_representations_cost_one_and_different_ones_less():
 
 @pytest.mark.parametrize("network", ["linear", pytest.param("perceptron", marks=pytest.mark.slow)])
 def test_no_label_that_several_hold_is_no_nan(engine, network):
-    """Clients with one sample each: no label is held twice, and some are held by nobody in the cohort."""
+    """Clients with one sample each: no label is held twice, and some are held by no client of the cohort."""
     alone = engine("fedgen", network, sizes=(1, 1, 1, 1), cohort=2, hyper=Hyper(**TINY))
     progress, _ = alone.run(alone.init(), 3)
     assert bool(trees.all_finite(progress.server))

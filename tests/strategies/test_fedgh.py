@@ -15,7 +15,7 @@ WIDTH, CLASSES = 16, 3
 
 @pytest.fixture(scope="module")
 def trained(engine):
-    """Return an engine with clients of two networks and the progress before and after a round."""
+    """An engine with clients of two networks and the progress before and after a round."""
     one = engine("fedgh", "thin,linear")
     before = jax.tree.map(np.array, one.init())
     after, report = one.run(one.place(before), 1)
@@ -23,7 +23,7 @@ def trained(engine):
 
 
 def means_of(one, memory, client):
-    """Return a client's class means and counts, one sample after another."""
+    """A client's class means and counts, one sample after another."""
     problem, (samples, index, offsets) = one.constants.problem, one.constants.federation
     rows = np.asarray(index)[offsets[client] : offsets[client + 1]]
     model = jax.tree.map(lambda leaf: leaf[client], memory.model)

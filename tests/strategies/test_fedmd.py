@@ -27,15 +27,15 @@ def test_where_all_agree_nothing_moves(kind):
 def test_the_consensus_is_the_mean_of_the_rounds_clients(engine, zoo):
     one = engine("fedmd", zoo, hyper=Hyper(subset=6, public_epochs=1, private_epochs=2))
     problem, progress = one.constants.problem, one.init()
-    asked = np.asarray(progress.server.next_rows)
+    rows = np.asarray(progress.server.next_rows)
     before = jax.tree.map(np.array, progress.memory)
     progress, _ = one.run(progress, 1)
     server, memory = progress.server, progress.memory
     clients = np.flatnonzero(np.asarray(memory.trained))
     assert len(clients) == problem.cohort_size and not before.trained.any()
-    np.testing.assert_array_equal(server.rows, asked)
-    assert len(set(asked.tolist())) == 6
-    x = local.gather(problem.public, asked)
+    np.testing.assert_array_equal(server.rows, rows)
+    assert len(set(rows.tolist())) == 6
+    x = local.gather(problem.public, rows)
     apply, models = jax.jit(problem.model.apply), jax.device_get(memory.model)
     logits = [apply(trees.take(models, client), x) for client in clients]
     np.testing.assert_allclose(server.consensus, np.mean(logits, axis=0), rtol=1e-4, atol=1e-5)

@@ -35,7 +35,7 @@ pack = jax.jit(ZOO.pack, static_argnums=1)
 
 
 def stacked(values, architectures):
-    """Return models whose number of parameters follows from the architecture."""
+    """Models whose number of parameters follows from the architecture."""
     each = [
         pack({"params": {"theta": np.full(a + 1, v, np.float32)}}, int(a))
         for v, a in zip(values, architectures, strict=True)

@@ -52,14 +52,14 @@ few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def copies(leaves, unit, count):
-    """Return the multiset of a unit's copies, bit for bit."""
+    """The multiset of a unit's copies, bit for bit."""
     rows = (b"".join(np.asarray(leaves[position][row]).tobytes() for position in unit) for row in range(count))
     return collections.Counter(rows)
 
 
 @functools.partial(jax.jit, static_argnames="units")
 def recombined(models, key, *, units):
-    """Return the recombined models, and the means before and after."""
+    """The recombined models, and the means before and after."""
     new = fedmr.recombine(models, units, key)
     return new, trees.mean(models), trees.mean(new)
 

@@ -13,7 +13,7 @@ LR, MOMENTUM, STEPS = 0.1, 0.5, 3  # full batches: one step per epoch
 
 
 def train(by_hand, weights, client, *, rho, correction=None):
-    """Return the weights after steps whose rate falls from LR towards rho LR."""
+    """The weights after steps whose rate falls from LR towards rho LR."""
     velocity = [0 * leaf for leaf in weights]
     correction = correction or velocity
     for k in range(STEPS):

@@ -21,7 +21,7 @@ SLOW = {"mofedsam", "fedgamma", "fedspeed"}  # compositions, whose parts have qu
 
 
 def sharp_gradient(by_hand, weights, client, rho):
-    """Return the gradient at the worst point of a ball."""
+    """The gradient at the worst point of a ball."""
     loss = lambda w: by_hand.cross_entropy(w, client)
     gradient = by_hand.gradient(loss, weights)
     norm = sum((g**2).sum() for g in gradient).sqrt()

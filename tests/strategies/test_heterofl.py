@@ -75,13 +75,13 @@ def test_the_mean_of_what_is_held_leaves_the_rest_bit_for_bit():
     rows, weights = rng.random((5, 4)) < 0.4, rng.integers(1, 9, 5)
     rows[:, 0] = False
     for each in (None, weights):
-        found = np.asarray(covered_mean(old, new, jnp.asarray(rows)[:, :, None], weights=each))
+        result = np.asarray(covered_mean(old, new, jnp.asarray(rows)[:, :, None], weights=each))
         for place in range(4):
             held = rows[:, place]
             of_rows = None if each is None else each[held]
             expected = np.average(new[held, place], axis=0, weights=of_rows) if held.any() else old[place]
-            np.testing.assert_allclose(found[place], expected, rtol=1e-5)
-        np.testing.assert_array_equal(found[0], old[0])
+            np.testing.assert_allclose(result[place], expected, rtol=1e-5)
+        np.testing.assert_array_equal(result[0], old[0])
 
 
 @pytest.mark.slow
@@ -116,13 +116,13 @@ def test_widths_are_dealt_once_or_drawn_anew(federation):
 def test_static_statistics_are_the_mean_over_batches_of_the_public_samples_and_do_not_travel(engine, federation):
     hetero, problem = strategy(federation, statistics="public")
     state = hetero.init(jax.random.key(0))
-    found = hetero.global_model(state)["batch_stats"]["body"]["norm"]
+    result = hetero.global_model(state)["batch_stats"]["body"]["norm"]
     x, kernel = problem.public.x, np.asarray(state.model["params"]["body"]["conv"]["kernel"], np.float64)
     patches = x.reshape(10, 2, 2, 2, 2).transpose(0, 1, 3, 2, 4).reshape(10, 2, 2, 4)
     maps = patches @ kernel.reshape(4, 4)
     batches = [maps[start : start + 4].reshape(-1, 4) for start in range(0, 10, 4)]  # batches of 4, 4 and 2
-    np.testing.assert_allclose(found["mean"], np.mean([each.mean(0) for each in batches], axis=0), atol=1e-5)
-    np.testing.assert_allclose(found["var"], np.mean([each.var(0, ddof=1) for each in batches], axis=0), atol=1e-4)
+    np.testing.assert_allclose(result["mean"], np.mean([each.mean(0) for each in batches], axis=0), atol=1e-5)
+    np.testing.assert_allclose(result["var"], np.mean([each.var(0, ddof=1) for each in batches], axis=0), atol=1e-4)
     compiled = engine("heterofl", hyper=Hyper(widths=(1.0,), statistics="public"))
     _, report = compiled.run(compiled.init(), 1)
     sent = 3 * trees.num_bytes(problem.model.shapes()["params"])

@@ -13,7 +13,7 @@ from fedjax_mr.strategies.hypcluster import Hyper
 
 
 def one_round(by_hand, models, clients):
-    """Return the models after a round of these clients, by the equations; check what is reported of it."""
+    """The models after a round of these clients, by the equations; check what is reported of it."""
     losses = [[float(by_hand.cross_entropy(model, client)) for model in models] for client in clients]
     chosen, sizes = np.argmin(losses, axis=1), np.array(by_hand.sizes_of(clients))
     trained = [by_hand.train(models[number], client) for client, number in zip(clients, chosen, strict=True)]
@@ -30,7 +30,7 @@ def test_three_rounds_equal_the_equations(transcription):
     models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]
     for clients in by_hand.rounds(3):
         models = one_round(by_hand, models, clients)
-        for number, model in enumerate(models):  # those that nobody chose too
+        for number, model in enumerate(models):  # including models that no client selected
             by_hand.check(trees.take(by_hand.progress.server.models, number), model)
 
 
@@ -50,7 +50,7 @@ def problem(federation):
 
 
 def tagged(problem, numbers):
-    """Return stacked models full of these numbers."""
+    """Stacked models full of these numbers."""
     shapes = problem.model.shapes()
     return jax.tree.map(lambda leaf: np.stack([np.full(leaf.shape, n, np.float32) for n in numbers]), shapes)
 

@@ -28,7 +28,7 @@ def test_three_rounds_equal_the_equations(transcription, name, own):
     settings = by_hand.settings
 
     def whole(client):
-        """Return a client's network after the rounds so far."""
+        """A client's network after the rounds so far."""
         joined = partial.join(by_hand.progress.server.part, trees.take(by_hand.progress.memory, client))
         return by_hand.read(joined)
 

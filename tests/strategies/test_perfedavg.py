@@ -16,7 +16,7 @@ ALPHA = 0.3
 
 
 def own_step(by_hand, weights, client, direction=None):
-    """Return weights (or a direction) after a step of alpha along the gradient (or along another direction)."""
+    """Weights (or a direction) after a step of alpha along the gradient (or along another direction)."""
     along = by_hand.gradient(lambda w: by_hand.cross_entropy(w, client), weights) if direction is None else direction
     return [w - ALPHA * g for w, g in zip(weights, along, strict=True)]
 

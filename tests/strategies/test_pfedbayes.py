@@ -11,7 +11,7 @@ from fedjax_mr.strategies.pfedbayes import Hyper
 
 
 def same_noise(key, params):
-    """Return the noise that stands in for a random one."""
+    """The noise that stands in for a random one."""
     return jax.tree.map(lambda leaf: jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape), params)
 
 

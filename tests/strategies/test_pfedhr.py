@@ -26,13 +26,13 @@ SOME_CANDIDATES = [pytest.param(each, marks=pytest.mark.slow) for each in ("line
 
 @pytest.fixture(scope="module")
 def taught(engine):
-    """Return an engine with clients of three networks, and its progress after each of two rounds."""
+    """An engine with clients of three networks, and its progress after each of two rounds."""
     one = engine("pfedhr", ZOO, hyper=Hyper(**QUICK))
-    progress, found = one.init(), []
+    progress, rounds = one.init(), []
     for _ in range(2):
         progress, report = one.run(progress, 1)
-        found.append((jax.tree.map(np.array, progress), report))
-    return one, found
+        rounds.append((jax.tree.map(np.array, progress), report))
+    return one, rounds
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, reassemb
     one, rounds = taught
     progress, report = rounds[0]
     server, key = progress.server, jax.random.key(5)
-    new, told = reassembler.teach(server, key, one.constants.client)
+    new, reported = reassembler.teach(server, key, one.constants.client)
     models = server.models
     networks = [
         pfedhr.client_blocks(
@@ -111,29 +111,31 @@ def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, reassemb
         )
         for row in range(3)
     ]
-    made = reassembler.reassemble(networks, networks, key)
-    assert made.logit_similarity.shape == (3, len(made.chains)) and (np.abs(made.logit_similarity) <= 1 + 1e-6).all()
-    assert set(made.seconds) >= {"grouping", "matching"} and len(set(made.groups)) == 2
+    result = reassembler.reassemble(networks, networks, key)
+    assert (
+        result.logit_similarity.shape == (3, len(result.chains)) and (np.abs(result.logit_similarity) <= 1 + 1e-6).all()
+    )
+    assert set(result.seconds) >= {"grouping", "matching"} and len(set(result.groups)) == 2
     for row, client in enumerate(report.info["clients"]):
-        best = made.logit_similarity[row].argmax()
-        assert told["teachers"][row] == best
+        best = result.logit_similarity[row].argmax()
+        assert reported["teachers"][row] == best
         data = one.constants.client(client)
         rows = np.asarray(data.index)[int(data.offset) :][: int(data.size)]
         own = jax.device_put(one.constants.problem.public)._replace(x=data.samples.x[rows], y=None)
-        logits = reassembler.programs.logits(made.chains[best], own)
+        logits = reassembler.programs.logits(result.chains[best], own)
         np.testing.assert_allclose(new.teaching[client, : len(rows)], logits, rtol=1e-5, atol=1e-6)
 
 
 def test_candidates_are_of_blocks_of_the_round(taught):
     _, rounds = taught
     for _, report in rounds:
-        told = report.info
-        assert set(told["owners"]) <= set(told["clients"].tolist())
-        assert (told["groups"] >= 0).all() and (told["similarity"] >= 0).all()
-        assert told["candidates"] == len(told["chains"])
-        for chain in told["chains"]:
+        reported = report.info
+        assert set(reported["owners"]) <= set(reported["clients"].tolist())
+        assert (reported["groups"] >= 0).all() and (reported["similarity"] >= 0).all()
+        assert reported["candidates"] == len(reported["chains"])
+        for chain in reported["chains"]:
             chosen = chain[chain >= 0]
-            assert (np.diff(told["places"][chosen]) > 0).all() and (np.diff(told["kinds"][chosen]) >= 0).all()
+            assert (np.diff(reported["places"][chosen]) > 0).all() and (np.diff(reported["kinds"][chosen]) >= 0).all()
     assert any(report.info["candidates"] for _, report in rounds)
 
 
@@ -148,15 +150,15 @@ def test_how_well_the_teachers_know_their_pupils_samples(taught):
     one, rounds = taught
     data = jax.tree.map(np.asarray, one.constants.federation)
     for progress, report in rounds:
-        found = []
+        expected = []
         for client in report.info["clients"]:
             own = data.index[data.offsets[client] : data.offsets[client + 1]]
             chances = np.exp(progress.server.teaching[client, : len(own)].astype(np.float64))
             chances /= chances.sum(axis=1, keepdims=True)
-            found.append([np.mean(chances.argmax(axis=1) == data.samples.y[own]), np.mean(chances.max(axis=1))])
-        told = [report.info["teacher_accuracy"], report.info["teacher_confidence"]]
-        made = len(report.info["chains"]) > 0
-        np.testing.assert_allclose(told, np.mean(found, axis=0) if made else [np.nan, np.nan], rtol=1e-5)
+            expected.append([np.mean(chances.argmax(axis=1) == data.samples.y[own]), np.mean(chances.max(axis=1))])
+        reported = [report.info["teacher_accuracy"], report.info["teacher_confidence"]]
+        has_teachers = len(report.info["chains"]) > 0
+        np.testing.assert_allclose(reported, np.mean(expected, axis=0) if has_teachers else [np.nan, np.nan], rtol=1e-5)
     assert any(len(report.info["chains"]) for _, report in rounds)
 
 
@@ -189,7 +191,7 @@ def test_paused_clients_start_anew_if_asked(transcription):
 @pytest.mark.parametrize("network", [WITHOUT_CANDIDATES, *SOME_CANDIDATES])
 def test_a_restart_from_the_hosts_memory_and_from_a_checkpoint(engine, network, tmp_path):
     hyper = Hyper(paused="restart", distillation_weight=0.0, **QUICK)
-    found = []
+    memories = []
     for on_host in (False, True):
         one = engine("pfedhr", network, hyper=hyper, memory_on_host=on_host)
         progress, _ = one.run(one.init(), 1)
@@ -198,8 +200,8 @@ def test_a_restart_from_the_hosts_memory_and_from_a_checkpoint(engine, network, 
         straight, _ = one.run(progress, 2)
         resumed, _ = one.run(one.place(checkpoints.restore(one.shapes())[0]), 2)
         jax.tree.map(np.testing.assert_array_equal, straight.memory, resumed.memory)
-        found.append(jax.tree.map(np.array, straight.memory))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
+        memories.append(jax.tree.map(np.array, straight.memory))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *memories)
 
 
 @pytest.mark.parametrize("network", [WITHOUT_CANDIDATES, *SOME_CANDIDATES])
@@ -234,7 +236,7 @@ def test_traffic_counts_networks(taught):
 
 
 def test_the_latest_teachers_stay(taught, reassembler):
-    """A round's teachers, made once more where everybody had one: those of the other clients are as they were."""
+    """The teachers of a round are assigned again after all clients had one; the others keep theirs."""
     one, rounds = taught
     progress, report = next(each for each in rounds if each[1].info["candidates"])
     latest = copy.copy(reassembler)

@@ -45,7 +45,7 @@ def test_three_rounds_equal_the_equations(transcription, evaluate):
 
 
 def own_models(engine, **hyper):
-    """Return the clients' own models and the global one after a round of everybody, and where they started."""
+    """The clients' own models and the global one after a round of everybody, and where they started."""
     one = engine("pfedme", "linear", hyper=Hyper(**hyper), cohort=6)
     start = jax.tree.map(np.array, one.init().server.model)
     progress, _ = one.run(one.init(), 1)
@@ -79,12 +79,12 @@ def test_without_the_pull_and_with_one_inner_step_theta_is_trained_by_plain_sgd(
 
 def test_what_is_tested_is_theta_and_not_w(transcription):
     """In the released code the former is overwritten with the latter."""
-    found = []
+    result = []
     for evaluate in ("theta", "w_local"):
         by_hand = transcription("pfedme", dataclasses.replace(SETTING, evaluate=evaluate))
         (clients,) = by_hand.rounds(1)
-        found.append(trees.take(by_hand.progress.memory.model, np.array(clients)))
-    assert distance(*found) > 1e-3
+        result.append(trees.take(by_hand.progress.memory.model, np.array(clients)))
+    assert distance(*result) > 1e-3
 
 
 def test_the_global_model_can_be_tested(engine):

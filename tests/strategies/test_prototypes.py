@@ -19,7 +19,7 @@ CLASSES = 3
 
 
 def trained(by_hand, weights, client, targets, strength):
-    """Return a client's weights after its epochs; ``targets`` are the prototypes of the classes that have one."""
+    """A client's weights after its epochs; ``targets`` are the prototypes of the classes that have one."""
     torch, y = by_hand.torch, by_hand.y[client]
 
     def loss(weights):
@@ -32,7 +32,7 @@ def trained(by_hand, weights, client, targets, strength):
 
 
 def own_prototypes(by_hand, weights, client):
-    """Return a client's mean representation of each class that it has, and their numbers of samples."""
+    """A client's mean representation of each class that it has, and their numbers of samples."""
     z, y = by_hand.features(weights, by_hand.x[client]), by_hand.y[client]
     classes = sorted(set(y.tolist()))
     return {c: z[y == c].mean(dim=0) for c in classes}, {c: int((y == c).sum()) for c in classes}
@@ -74,8 +74,8 @@ def test_two_rounds_of_fedtgp_equal_the_equations(transcription, bound):
     for clients in by_hand.rounds(2):
         models |= {i: trained(by_hand, models[i], i, targets, 2.0) for i in clients}
         own = [own_prototypes(by_hand, models[i], i)[0] for i in clients]
-        found = {c: torch.stack([each[c] for each in own if c in each]).mean(dim=0) for each in own for c in each}
-        gaps = [min(float((found[a] - found[b]).norm()) for b in found if b != a) for a in found]
+        means = {c: torch.stack([each[c] for each in own if c in each]).mean(dim=0) for each in own for c in each}
+        gaps = [min(float((means[a] - means[b]).norm()) for b in means if b != a) for a in means]
         margin = min(max(gaps), bound)
         pairs = torch.stack([p for each in own for p in each.values()]).detach()
         labels = torch.tensor([c for each in own for c in each])
@@ -91,8 +91,8 @@ def test_two_rounds_of_fedtgp_equal_the_equations(transcription, bound):
 
         for _ in range(4):
             params = [p - 0.1 * g for p, g in zip(params, by_hand.gradient(loss, params), strict=True)]
-        made = generated(params)
-        targets = {c: made[c].detach() for c in {*targets, *found}}
+        outputs = generated(params)
+        targets = {c: outputs[c].detach() for c in {*targets, *means}}
         check_prototypes(by_hand, targets)
         by_hand.check(by_hand.progress.server.generator, params)
         for i in range(4):

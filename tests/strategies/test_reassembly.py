@@ -45,12 +45,12 @@ def samples(count=21, seed=0):
 @pytest.fixture(scope="module")
 def zoo():
     """Two networks with variables, decomposed into blocks."""
-    found = []
+    networks = []
     for owner, network in enumerate((Small, Tiny)):
         model = models.Model(network(num_classes=CLASSES), SHAPE)
         variables = jax.jit(model.init)(jax.random.key(owner))
-        found.append((model, variables, chains.decompose(model, variables, owner=owner)))
-    return found
+        networks.append((model, variables, chains.decompose(model, variables, owner=owner)))
+    return networks
 
 
 @pytest.fixture(scope="module")
@@ -194,12 +194,12 @@ networks = st.lists(
 @given(networks, st.lists(st.integers(0, 3), min_size=40, max_size=40), st.integers(1, 6), st.integers(0, 99))
 def test_every_candidate_obeys_the_rules(find, kinds, groups_of, most, seed):
     blocks, labels = made_up(kinds, groups_of)
-    found = find(blocks, labels, most=most, rng=np.random.default_rng(seed))
-    assert len(set(found)) == len(found) <= most
+    result = find(blocks, labels, most=most, rng=np.random.default_rng(seed))
+    assert len(set(result)) == len(result) <= most
     everything = set(labels.tolist())
-    diverse = [set(labels[list(each)].tolist()) == everything for each in found]
+    diverse = [set(labels[list(each)].tolist()) == everything for each in result]
     assert all(diverse) or not any(diverse)  # R4 for all, or dropped for all
-    for candidate in found:
+    for candidate in result:
         chosen = [blocks[i] for i in candidate]
         assert [b.index for b in chosen] == sorted({b.index for b in chosen})  # R1
         assert [b.kind for b in chosen] == sorted(b.kind for b in chosen)  # R2: "conv" < "fc"
@@ -207,17 +207,17 @@ def test_every_candidate_obeys_the_rules(find, kinds, groups_of, most, seed):
         if find is search.one_per_group:
             assert np.bincount(labels[list(candidate[1:])]).max() == 1 and len(candidate) <= len(everything) + 1
     again = find(blocks, labels, most=most, rng=np.random.default_rng(seed))
-    assert found == again
+    assert result == again
 
 
 def test_a_block_of_each_group_after_the_first():
     """Two clients, three groups: the earliest places, conv before fc, of two equal blocks a random one."""
     blocks, labels = made_up([["conv", "conv", "conv", "fc"], ["conv", "conv", "fc"]], [0, 0, 1, 2, 0, 0, 2])
-    found = search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(0))
+    result = search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(0))
     # The first block; then at place 1 either client's; the one of group 1; the dense one behind it. From a block at
     # place 1 its own group has nothing more to give. The others reach no group 1.
-    assert set(found) <= {(0, 1, 2, 3), (0, 5, 2, 3), (4, 1, 2, 3), (4, 5, 2, 3), (1, 2, 3), (5, 2, 3)}
-    assert {each[0] for each in found} == {0, 1, 4, 5}
+    assert set(result) <= {(0, 1, 2, 3), (0, 5, 2, 3), (4, 1, 2, 3), (4, 5, 2, 3), (1, 2, 3), (5, 2, 3)}
+    assert {each[0] for each in result} == {0, 1, 4, 5}
     drawn = set()
     for seed in range(20):
         drawn |= set(search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(seed)))
@@ -227,21 +227,23 @@ def test_a_block_of_each_group_after_the_first():
 def test_its_own_group_does_not_stand_in_the_way():
     """The second convolution of group 0 would leave group 1 without a later block."""
     blocks, labels = made_up([["conv", "conv", "fc"], ["conv", "conv", "fc"]], [0, 0, 2, 0, 1, 2])
-    found = search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(0))
-    assert set(found) == {(0, 4, 2), (0, 4, 5), (3, 4, 2), (3, 4, 5)} & set(found) and {0, 3} == {f[0] for f in found}
+    result = search.one_per_group(blocks, labels, most=99, rng=np.random.default_rng(0))
+    assert set(result) == {(0, 4, 2), (0, 4, 5), (3, 4, 2), (3, 4, 5)} & set(result) and {0, 3} == {
+        f[0] for f in result
+    }
 
 
 def test_every_block_that_the_rules_allow():
     blocks, labels = made_up([["conv", "conv", "conv", "fc"], ["conv", "conv", "fc"]], [0, 0, 1, 2, 0, 0, 2])
-    found = search.all_allowed(blocks, labels, most=99, rng=np.random.default_rng(0))
-    assert found == [(0, 1, 2, 3), (4, 1, 2, 3), (1, 2, 3), (5, 2, 3)]
+    result = search.all_allowed(blocks, labels, most=99, rng=np.random.default_rng(0))
+    assert result == [(0, 1, 2, 3), (4, 1, 2, 3), (1, 2, 3), (5, 2, 3)]
 
 
 @pytest.mark.parametrize("find", [search.one_per_group, search.all_allowed])
 def test_rule_four_is_dropped_only_where_nothing_meets_it(find):
     blocks, labels = made_up([["conv", "fc"], ["conv", "fc"]], [0, 1, 2, 3])
-    found = find(blocks, labels, most=9, rng=np.random.default_rng(0))
-    assert {len(each) for each in found} == {2}
+    result = find(blocks, labels, most=9, rng=np.random.default_rng(0))
+    assert {len(each) for each in result} == {2}
     blocks, labels = made_up([["conv", "fc"], ["conv", "conv", "fc", "fc"]], [0, 1, 0, 0, 1, 1])
     assert all(len(set(labels[list(each)])) == 2 for each in find(blocks, labels, most=9, rng=np.random.default_rng(0)))
 
@@ -256,9 +258,9 @@ def test_no_candidate_without_a_convolution(find):
 @given(networks, st.lists(st.integers(0, 3), min_size=40, max_size=40), st.integers(0, 99))
 def test_the_authors_sampler(kinds, groups_of, seed):
     blocks, labels = made_up(kinds, groups_of)
-    found = search.at_random(blocks, labels, most=9, rng=np.random.default_rng(seed))
-    assert len(found) <= 4
-    for candidate in found:
+    result = search.at_random(blocks, labels, most=9, rng=np.random.default_rng(seed))
+    assert len(result) <= 4
+    for candidate in result:
         assert set(labels[list(candidate)].tolist()) == set(labels.tolist())
         assert [blocks[i].kind for i in candidate] == sorted(blocks[i].kind for i in candidate)
 
@@ -271,8 +273,8 @@ def test_adaptive_averages_are_pytorchs():
     x = np.random.default_rng(0).normal(size=(2, 5, 7, 3)).astype(np.float32)
     for places in ((2, 3), (5, 7), (1, 1), (8, 4)):
         expected = torch.nn.functional.adaptive_avg_pool2d(torch.tensor(x).permute(0, 3, 1, 2), places)
-        found = jax.jit(stitches.adaptive_average, static_argnums=1)(x, places)
-        np.testing.assert_allclose(found, expected.permute(0, 2, 3, 1), atol=1e-6)
+        result = jax.jit(stitches.adaptive_average, static_argnums=1)(x, places)
+        np.testing.assert_allclose(result, expected.permute(0, 2, 3, 1), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["channel", pytest.param("flat", marks=pytest.mark.slow)])
@@ -380,8 +382,8 @@ def test_nt_xent_is_the_formula_and_ignores_padding():
     np.fill_diagonal(alike, 0.0)
     expected = np.mean([-np.log(alike[i, (i + 3) % 6] / alike[i].sum()) for i in range(6)])
     nt_xent = jax.jit(functools.partial(contrastive.nt_xent, temperature=0.5))
-    found = nt_xent(jnp.asarray(z, jnp.float32), jnp.ones(6))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    result = nt_xent(jnp.asarray(z, jnp.float32), jnp.ones(6))
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
     padded = np.insert(z, (3, 6), 7.0, axis=0).astype(np.float32)
     mask = jnp.array([1, 1, 1, 0, 1, 1, 1, 0], jnp.float32)
     np.testing.assert_allclose(nt_xent(jnp.asarray(padded), mask), expected, rtol=1e-5)

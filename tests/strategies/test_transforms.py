@@ -1,4 +1,4 @@
-"""Strategies made from strategies: the server's optimizers against their papers, the exchange of layers, refusals."""
+"""Transforms of strategies: server optimizers against their papers, the exchange of layers, refusals."""
 
 import dataclasses
 import functools
@@ -58,13 +58,13 @@ def problem(federation):
 
 
 def random_like(models, seed=0, *, scale=0.1):
-    """Return K different models near some; their running variances stay positive."""
+    """K different models near some; their running variances stay positive."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: np.asarray(leaf) * (1 + scale * rng.random(leaf.shape, np.float32)), models)
 
 
 def repeated(model, count=3):
-    """Return K equal models."""
+    """K equal models."""
     return jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], count, axis=0), model)
 
 
@@ -162,9 +162,9 @@ def test_momentum_of_k_models_keeps_the_length_of_a_step(problem, inner, rate):
     uploads = {"model": random_like(repeated(jax.jit(problem.model.init)(jax.random.key(1))), scale=5.0)}
     arguments = uploads, cohort_of(problem), jnp.int32(1), jax.random.key(2)
     new, _ = jax.jit(plain.server_update)(state, *arguments)
-    found, _ = jax.jit(wrapped.server_update)(jax.jit(wrapped.init)(jax.random.key(0)), *arguments)
+    result, _ = jax.jit(wrapped.server_update)(jax.jit(wrapped.init)(jax.random.key(0)), *arguments)
     (name,) = [name for name, value in state._asdict().items() if value is not None]
-    old, new, ours = (getattr(each, name)["params"] for each in (state, new, found.inner))
+    old, new, ours = (getattr(each, name)["params"] for each in (state, new, result.inner))
     expected = jax.tree.map(lambda old, new: old + rate * (new - old), old, new)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, expected)
 
@@ -184,9 +184,9 @@ def test_plain_sgd_of_rate_one_is_the_identity(problem, equal, inner):
     expected, info = jax.jit(plain.server_update)(state, *arguments)
     start = jax.jit(wrapped.init)(jax.random.key(0))
     equal(start.inner, state)
-    found, told = jax.jit(wrapped.server_update)(start, *arguments)
-    equal(told, info)
-    old, new, ours = (getattr(each, name) for each in (state, expected, found.inner))
+    result, reported = jax.jit(wrapped.server_update)(start, *arguments)
+    equal(reported, info)
+    old, new, ours = (getattr(each, name) for each in (state, expected, result.inner))
     equal({**ours, "params": None}, {**new, "params": None})
 
     def to_one_unit(old, new, ours):
@@ -194,7 +194,7 @@ def test_plain_sgd_of_rate_one_is_the_identity(problem, equal, inner):
         assert np.all(np.abs(np.asarray(ours, np.float64) - np.asarray(new, np.float64)) <= bound)
 
     jax.tree.map(to_one_unit, old["params"], new["params"], ours["params"])
-    equal(wrapped.global_model(found), plain.global_model(found.inner))
+    equal(wrapped.global_model(result), plain.global_model(result.inner))
 
 
 @pytest.mark.parametrize("optimizer", LEARNING_RATES)
@@ -250,7 +250,7 @@ def test_every_other_member_sees_the_inner_state():
         init_memory=lambda key: "memory",
         between_rounds=lambda state, round, key, client: (
             Counter({"params": state.model["params"] + round}),
-            {"told": 1},
+            {"reported": 1},
         ),
         traffic=lambda usual, state, uploads, cohort, round: usual._replace(down=(parcels, state.model)),
         personal_model=lambda state, memory, data, key: (state.model, memory),
@@ -269,8 +269,8 @@ def test_every_other_member_sees_the_inner_state():
     assert wrapped.traffic(Traffic(), state, {}, None, 0).down == (parcels, model)
     assert (wrapped.init_memory, wrapped.client_update) == (inner.init_memory, inner.client_update)
     state, _ = wrapped.server_update(state, {}, None, 0, key)
-    later, told = wrapped.between_rounds(state, 4, key, None)
-    assert told == {"told": 1} and later.optimizer is state.optimizer
+    later, reported = wrapped.between_rounds(state, 4, key, None)
+    assert reported == {"reported": 1} and later.optimizer is state.optimizer
     np.testing.assert_array_equal(later.inner.model["params"], 4)
     bare = server_optimizer(indep.build(None, None), optax.sgd(1.0))
     assert (bare.select, bare.between_rounds, bare.traffic, bare.personal_model) == (None,) * 4
@@ -321,9 +321,9 @@ def test_control_variates_stay_those_of_the_inner_server(engine, close):
     plain = engine("scaffold", "perceptron")
     half = engine("optimized", "perceptron", hyper=Optimized("scaffold", optimizer="momentum", lr=0.5, momentum=0.0))
     start, after = plain.init().server, plain.run(plain.init(), 1)[0].server
-    found = half.run(half.init(), 1)[0].server.inner
-    close(found.control, after.control)
-    close(found.model["params"], trees.interpolate(start.model["params"], after.model["params"], 0.5))
+    result = half.run(half.init(), 1)[0].server.inner
+    close(result.control, after.control)
+    close(result.model["params"], trees.interpolate(start.model["params"], after.model["params"], 0.5))
 
 
 def test_the_command_refuses_them_before_a_folder_exists(tmp_path, capsys):
@@ -379,7 +379,7 @@ def test_a_checkpoint_continues_bit_for_bit(engine, equal, tmp_path):
 
 
 def rows_of_layers(models, problem):
-    """Return each layer's copies as rows of numbers: arrays [K, numbers]."""
+    """Each layer's copies as rows of numbers: arrays [K, numbers]."""
     leaves = [np.asarray(leaf, np.float64).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(models)]
     return [np.concatenate([leaves[leaf] for leaf in layer.leaves], axis=1) for layer in problem.layers]
 
