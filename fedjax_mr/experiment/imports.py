@@ -71,7 +71,7 @@ def _all_names() -> Names:
 _OURS = _all_names()
 
 
-# --- Before the flags are made ---------------------------------------------------------------------------------------
+# --- Before the flags are defined ------------------------------------------------------------------------------------
 
 
 def load(values: Iterable[str]) -> None:

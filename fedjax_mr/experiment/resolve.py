@@ -71,7 +71,7 @@ def _hyper(config: Config) -> Any:
         raise unknown_name("strategy", config.strategy, STRATEGIES)
     owner = STRATEGIES[config.strategy].hyper
     if config.hyper is not None and type(config.hyper) is not owner:
-        wanted = "has no settings of its own" if owner is None else f"takes {_full_name(owner)}"
+        wanted = "has no hyper-parameters" if owner is None else f"takes {_full_name(owner)}"
         raise UserError(f"strategy {config.strategy!r} {wanted}, but hyper is a {_full_name(type(config.hyper))}")
     return configuration.hyper(config)
 
@@ -109,7 +109,7 @@ def unequal_shares(configs: Sequence[Config]) -> Iterator[str]:
     others = [config.public_share for config in configs if config.strategy not in needing]
     if needing and others and not any(others):
         share = f"--public_share={max(config.public_share for config in configs):g}"
-        yield f"{share} for {', '.join(needing)} and none for the others: given to all, the data are the same"
+        yield f"{share} for {', '.join(needing)} and none for the others: use it for all to train on the same data"
 
 
 # --- Checks across settings ------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_bad_flags(arguments, parts):
         ({"lr": "0.1"}, ["--lr is '0.1'", "a number"]),
         ({"resume": True, "overwrite": True}, ["--resume", "--overwrite"]),
         ({"hyper": fedavg.Hyper()}, ["fedavg.Hyper", "'fedmr'", "fedmr.Hyper"]),
-        ({"strategy": "indep", "hyper": fedmr.Hyper()}, ["'indep'", "has no settings of its own"]),
+        ({"strategy": "indep", "hyper": fedmr.Hyper()}, ["'indep'", "has no hyper-parameters"]),
         ({"hyper": fedmr.Hyper(unit="leef")}, ["--fedmr_unit", "'leef'", "did you mean 'leaf'?"]),
         ({"hyper": fedmr.Hyper(segment=1.5)}, ["--fedmr_segment=1.5", "> 0 and <= 1"]),
     ],
