@@ -371,7 +371,7 @@ def _built(
         local_setting(config, federated.dataset),
         federated,
         cohort=config.cohort,
-        architectures=architectures_of(config, len(sizes)),
+        architectures=architectures_of(config.architectures, len(config.networks), len(sizes), seed=config.seed),
     )
     return CompiledClient(
         config, problem, facts.dataset(1), jax.random.wrap_key_data(jnp.array(memory_key, jnp.uint32))
