@@ -55,16 +55,18 @@ def check_row(name: str, row: Any) -> None:
 
 
 _OURS: dict[str, ModelRow] = {
-    "cnn_digits": ModelRow(cnn.CNNDigits, (8, 8, 1), 10, "ours, for the quickstart"),
+    "cnn_digits": ModelRow(cnn.CNNDigits, (8, 8, 1), 10, "this project, for the quickstart"),
     **{
         f"cnn_digits_{size}": ModelRow(
-            functools.partial(cnn.CNNDigits, **options), (8, 8, 1), 10, "ours, beside cnn_digits"
+            functools.partial(cnn.CNNDigits, **options), (8, 8, 1), 10, "this project, a variant of cnn_digits"
         )
         for size, options in SIZES.items()
     },
     "lenet5": ModelRow(cnn.LeNet5, CIFAR, 10, "FedMR's and FedCross's code (CNN on CIFAR)"),
     **{
-        f"lenet5_{size}": ModelRow(functools.partial(cnn.LeNet5, **options), CIFAR, 10, "ours, beside lenet5")
+        f"lenet5_{size}": ModelRow(
+            functools.partial(cnn.LeNet5, **options), CIFAR, 10, "this project, a variant of lenet5"
+        )
         for size, options in SIZES.items()
     },
     "cnn_mcmahan": ModelRow(cnn.CNNMcMahan, CIFAR, 10, "McMahan et al., AISTATS 2017"),
@@ -91,7 +93,7 @@ _OURS: dict[str, ModelRow] = {
         for i in range(1, 5)
     },
     "pfedhr_m1": ModelRow(pfedhr.M1, CIFAR, 10, "pFedHR's code (CNN1)"),
-    "pfedhr_m2": ModelRow(pfedhr.M2, CIFAR, 10, "pFedHR, as intended"),
+    "pfedhr_m2": ModelRow(pfedhr.M2, CIFAR, 10, "pFedHR (M1 with a third convolution)"),
     "pfedhr_m3": ModelRow(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
     "pfedhr_m4": ModelRow(pfedhr.M4, CIFAR, 10, "pFedHR's code (CNN4)"),
 }

@@ -1,4 +1,4 @@
-"""Small files in each source's real format, and a cache folder of the tests' own."""
+"""Small files in the format of each source, and a separate cache folder."""
 
 import io
 import json
@@ -9,14 +9,14 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path, monkeypatch):
-    """Where decoded datasets are cached in this test."""
+    """The cache folder of decoded datasets in this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "fedjax_mr" / "data"
 
 
 @pytest.fixture
 def write_image_set(tmp_path):
-    """Write a folder as TensorFlow Datasets does, records in shuffled order; return the data_dir and what is in it."""
+    """Write a folder like TensorFlow Datasets, with records in shuffled order. Return the data_dir and the samples."""
     from array_record.python.array_record_module import ArrayRecordWriter
     from PIL import Image
     from tensorflow_datasets.proto import tf_example_pb2
@@ -82,7 +82,7 @@ def write_image_set(tmp_path):
 
 @pytest.fixture
 def write_leaf(tmp_path):
-    """Write {train,test}/*.json of {user: (train samples, test samples)}, two users per file; return the folder."""
+    """Write {train,test}/*.json of {user: (train samples, test samples)}, two users per file. Return the folder."""
 
     def write(users, sample, *, name="leaf"):
         folder = tmp_path / name
@@ -105,7 +105,7 @@ def write_leaf(tmp_path):
 
 @pytest.fixture
 def handwriting():
-    """A maker of FEMNIST samples: pixels 0..1 in four decimals, as LEAF writes them."""
+    """A generator of FEMNIST samples: pixels 0..1 with four decimals, as in LEAF."""
 
     def sample(user, part, count):
         rng = np.random.default_rng([ord(letter) for letter in user + part])
@@ -117,7 +117,7 @@ def handwriting():
 
 @pytest.fixture
 def lines():
-    """A maker of Shakespeare samples: 80 characters and the next one."""
+    """A generator of Shakespeare samples: 80 characters and the next one."""
 
     def sample(user, part, count):
         text = f"{user} speaks in the {part}: To be, or not to be? [Exit]\n" * (2 + count)

@@ -1,4 +1,4 @@
-"""One's own arrays: what they become, how a test part is held out, what is refused."""
+"""Arrays of users: conversion, held-out test samples, and errors."""
 
 import zipfile
 
@@ -209,7 +209,7 @@ def test_other_files_get_their_recipe(name, part):
 
 
 def entry(shape, *, dtype="|u1", content=b"", magic=b"\x93NUMPY\x01\x00"):
-    """The bytes of an array in an .npz file, whose header may claim anything."""
+    """The bytes of an array in an .npz file, with an arbitrary header."""
     header = repr({"descr": dtype, "fortran_order": False, "shape": shape}).encode().ljust(117) + b"\n"
     return magic + len(header).to_bytes(2, "little") + header + content
 

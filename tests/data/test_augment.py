@@ -1,4 +1,4 @@
-"""Crop and flip: the same pixels in another place, every place and both sides equally often."""
+"""Crop and flip: the same pixels at other positions; all positions and both sides are equally likely."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The command ``python -m fedjax_mr.data``: a table, a picture, and one line for everything that is wrong."""
+"""The command ``python -m fedjax_mr.data``: a table, a picture, and errors of one line."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def test_shows_a_partition(tmp_path, capsys):
 
 
 def test_a_division_for_several_networks(tmp_path, monkeypatch, capsys):
-    """The flag file of a method with several networks is enough; nobody trains. Without a folder there is one."""
+    """The flag file of a method with several networks is accepted. Nothing is trained. The default folder is used."""
     monkeypatch.chdir(tmp_path)
     assert main(["--model=logistic,mlp", "--clients=4", "--cohort=9", "--picture_format=svg"]) == 0
     out = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_a_division_for_several_networks(tmp_path, monkeypatch, capsys):
 
 
 def test_all_natural_clients_are_the_default(tmp_path, capsys, monkeypatch):
-    """As README has it: ``--dataset=mine.npz --partition=natural``, although 20 clients are the default elsewhere."""
+    """As in README: ``--dataset=mine.npz --partition=natural`` uses all clients; elsewhere the default is 20."""
     monkeypatch.setattr(plots, "partition", lambda *_, **__: None)
     path = tmp_path / "mine.npz"
     np.savez(path, x=np.zeros((70, 3), np.float32), y=np.arange(70) % 5, client=np.arange(70) // 10)
@@ -88,7 +88,7 @@ def test_help(capsys):
 
 
 def bad(files):
-    """Arguments and the words that the line must hold."""
+    """Arguments, and words that the error line must contain."""
     np.savez(files / "nan.npz", x=np.full((40, 3), np.nan, np.float32), y=np.arange(40) % 4)
     np.savez(files / "lengths.npz", x=np.zeros((40, 3), np.float32), y=np.arange(39) % 4)
     np.savez(files / "labels.npz", x=np.zeros((40, 3), np.float32), y=np.arange(40) - 1)

@@ -1,4 +1,4 @@
-"""Federations: public set, hold-out clients and splits take each sample once; seeds and files decide, nothing else."""
+"""Federations: public set, held-out clients and splits use each sample once; only seeds and files determine them."""
 
 import dataclasses
 import pickle
@@ -17,7 +17,7 @@ from fedjax_mr.experiment.federation import federated_data
 
 
 def numbered(num_samples=1000, num_test=200, num_natural=0):
-    """A dataset whose samples tell their row: x of row r is r, of test row r it is -1 - r."""
+    """A dataset whose samples contain their row number: x of row r is r, x of test row r is -1 - r."""
     rng = np.random.default_rng(7)
     x, test_x = np.arange(num_samples, dtype=np.float32)[:, None], -1 - np.arange(num_test, dtype=np.float32)[:, None]
     dataset = Dataset("numbered", x, rng.integers(0, 10, num_samples).astype(np.int32),
@@ -33,12 +33,12 @@ def numbered(num_samples=1000, num_test=200, num_natural=0):
 
 
 def rows(federated, split):
-    """The source's rows of a split, client by client."""
+    """The rows of a split in the source, client by client."""
     return [federated.dataset.x[split.rows(client), 0].astype(int) for client in range(federated.num_clients)]
 
 
 def everything(federated):
-    """The source's rows in all hands."""
+    """All assigned rows in the source."""
     owners = [federated, federated.holdout] if federated.holdout else [federated]
     parts = [] if federated.public is None else [federated.public.x[:, 0].astype(int)]
     for owner in owners:

@@ -1,4 +1,4 @@
-"""What a run keeps of its samples: raw samples are taken as the source gives them, and nothing else is."""
+"""Facts about samples: raw samples in the source's format are accepted, all others are refused."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Files are on the disk before they get their names; what is no file is never waited for."""
+"""Files are synced before they are renamed; other kinds of files are never waited for."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from fedjax_mr.errors import UserError
 
 @pytest.fixture
 def events(monkeypatch, tmp_path):
-    """Record in which order files are synced and renamed."""
+    """Record the order in which files are synced and renamed."""
     events, sync, replace = [], files.sync, os.replace
     monkeypatch.setattr(files, "sync", lambda path: (events.append(("sync", path)), sync(path)))
     monkeypatch.setattr(os, "replace", lambda old, new: (events.append(("rename", old, new)), replace(old, new)))
@@ -80,7 +80,7 @@ def test_json_is_read_or_is_a_value_error(text):
 
 
 def test_without_a_home_there_is_no_cache_and_a_path_in_it_is_one_line(monkeypatch):
-    """Of a user without an entry in the user database, when HOME is not set."""
+    """For a user without HOME and without an entry in the user database."""
     assert files.expand_home("a/~b") == Path("a/~b")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)

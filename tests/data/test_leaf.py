@@ -1,4 +1,4 @@
-"""LEAF's JSON: users sorted by id, exact pixels and characters, every fault named with its file."""
+"""LEAF's JSON: users sorted by id, exact pixels and characters, and errors that name the file."""
 
 import functools
 import json
@@ -156,7 +156,7 @@ class TestBadInput:
 
 
 def test_memory_does_not_grow_with_the_files(write_leaf, handwriting):
-    """A file of 200 samples takes some 6 MB as text and Python objects, and 0.16 MB as bytes."""
+    """A file of 200 samples needs about 6 MB as text and Python objects, and 0.16 MB as bytes."""
     sample = functools.cache(lambda user, part, count: handwriting("f", part, count))
     peaks = []
     for files in (1, 9):

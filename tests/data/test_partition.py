@@ -1,4 +1,4 @@
-"""Partitions: everything is dealt once, the promised statistics hold, impossible wishes are repaired and reported."""
+"""Partitions: every sample is used once, the statistics are as specified, and repairs are reported."""
 
 import functools
 import itertools
@@ -60,7 +60,7 @@ class TestEvery:
 
 @functools.cache
 def three_hundred(alpha, num_classes):
-    """Smallest, largest and standard deviation of 100 clients' sizes, for 300 seeds."""
+    """Minimum, maximum and standard deviation of the sizes of 100 clients, for 300 seeds."""
     labels = {10: CIFAR, 20: CIFAR_100_COARSE}[num_classes]
     rows = [sizes(divide("dirichlet", labels, 100, seed, alpha=alpha)) for seed in range(300)]
     return np.array([(row.min(), row.max(), row.std()) for row in rows])

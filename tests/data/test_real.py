@@ -1,4 +1,4 @@
-"""The real files that ``FEDJAX_MR_DATA`` names, skipped without them."""
+"""Tests on the real files in ``FEDJAX_MR_DATA``, skipped without them."""
 
 import os
 import time
@@ -15,7 +15,7 @@ PLACE = os.environ.get("FEDJAX_MR_DATA")
 
 @pytest.fixture
 def real():
-    """Return a file or folder of the real data."""
+    """A file or folder of the real data."""
 
     def find(name):
         if PLACE is None:

@@ -1,4 +1,4 @@
-"""Image sets of TensorFlow Datasets: real folders in small, everything that can be wrong with one."""
+"""Image datasets of TensorFlow Datasets: small folders in the real format, and errors."""
 
 import importlib.util
 import json
@@ -250,7 +250,7 @@ class TestPrepare:
 
 @pytest.fixture(scope="module")
 def numbers_builder():
-    """A set of TensorFlow Datasets that makes its samples itself: the real builder without a download."""
+    """A dataset of TensorFlow Datasets that generates its samples: a real builder without a download."""
     pytest.importorskip("tensorflow", reason="preparing needs TensorFlow (the extra 'prepare')")
     import tensorflow_datasets
 
@@ -277,7 +277,7 @@ def numbers_builder():
 
 @pytest.fixture
 def own_builder(numbers_builder, monkeypatch):
-    """The same, known to our loader."""
+    """The same builder, registered in our loader."""
     monkeypatch.setitem(tfds.IMAGE_SETS, "own_numbers", tfds.ImageSet("1.2.3", (0.5,), (0.5,)))
     monkeypatch.setitem(data.SOURCES, "own_numbers", tfds.load)
     return numbers_builder

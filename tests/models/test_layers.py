@@ -1,4 +1,4 @@
-"""Layers against Flax's own and PyTorch's conventions."""
+"""Layers, compared with the layers of Flax and the conventions of PyTorch."""
 
 import functools
 
@@ -18,7 +18,7 @@ def images(*shape, seed=0):
 
 
 def init(layer, x):
-    """Return the layer's fresh variables, made in one compiled program."""
+    """Initialise the variables of a layer in one compiled program."""
     return jax.device_get(jax.jit(layer.init)(jax.random.key(0), x))
 
 
@@ -171,7 +171,7 @@ def test_dense_is_flax_s():
 
 @pytest.mark.parametrize("mask", [(1, 1, 1, 1, 0, 0), (1, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1)])
 def test_batch_norm_for_accelerators_is_that_of_cpus(mask):
-    """One pass and gradients written out, beside two passes and autodiff; the running statistics too."""
+    """One pass with explicit gradients equals two passes with autodiff, including running statistics."""
     rng = np.random.default_rng(0)
     x = (3 * rng.normal(size=(6, 5, 5, 4)) + 10).astype(np.float32)
     target, mask = rng.normal(size=x.shape).astype(np.float32), np.array(mask, np.float32)

@@ -1,4 +1,4 @@
-"""The LSTM's own gradient against that of plain operations."""
+"""The custom gradient of the LSTM, compared with the gradient of plain operations."""
 
 import functools
 

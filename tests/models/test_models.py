@@ -1,4 +1,4 @@
-"""Networks by name: sizes, order of layers, and what they refuse."""
+"""Networks by name: sizes, order of layers, and errors."""
 
 import functools
 
@@ -63,7 +63,7 @@ SIZES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once():
-    """The shapes of a network's variables are asked for by many tests; tracing a large network takes long."""
+    """Cache the shapes of variables: many tests use them, and tracing a large network is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models.Model, "shapes", functools.cache(models.Model.shapes))
         yield
@@ -197,7 +197,7 @@ def test_group_norm_leaves_nothing_beside_the_parameters():
 
 
 def block_of(network, name):
-    """Return one block's fresh parameters; those of the others are never computed."""
+    """Initialise the parameters of one block only."""
     init = jax.jit(lambda key: models.Model(network, CIFAR).init(key)["params"][name])
     return jax.device_get(init(jax.random.key(0)))
 
@@ -312,7 +312,7 @@ def test_the_table_has_a_row_for_every_network(capsys, monkeypatch, names):
 
 @pytest.fixture
 def compiled():
-    """Collect the names of the compilations during a test."""
+    """Collect the names of the programs compiled during a test."""
     events = []
 
     def listen(event, seconds, **_):
@@ -364,7 +364,7 @@ def test_samples_of_another_kind_are_refused(lenet5, shape, dtype):
 
 
 def test_a_projection_head_stands_before_the_classifier():
-    """MOON's: as wide as the representation, ReLU, then 256; the classifier takes its output."""
+    """MOON's projection head: a layer as wide as the representation, ReLU, 256 outputs; then the classifier."""
     model = models.build("lenet5", input_shape=(32, 32, 3), num_classes=10, projection=256)
     assert [layer.name for layer in model.layers()][-3:] == ["projector/hidden", "projector/dense", "classifier/dense"]
     plain = models.build("lenet5", input_shape=(32, 32, 3), num_classes=10).num_parameters()

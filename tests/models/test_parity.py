@@ -1,4 +1,4 @@
-"""Every network against the same network written in PyTorch: outputs, gradients, and three steps of SGD with momentum.
+"""Every network, compared with the same network in PyTorch: outputs, gradients, and three steps of SGD with momentum.
 
 The two agree tensor by tensor: a network's leaves in forward order are the entries of PyTorch's ``state_dict``.
 Training runs in float64, with tolerances to match: in float32 a value on the edge of a ReLU or of two maxima may fall
@@ -253,7 +253,7 @@ CASES = [
 
 
 def to_ours(value, name, grid):
-    """Return one of PyTorch's tensors in our layout; ``grid`` belongs to the first dense layer."""
+    """Convert a PyTorch tensor to our layout; ``grid`` is for the first dense layer."""
     array = value.detach().double().numpy()
     if array.ndim == 4:
         return array.transpose(2, 3, 1, 0)  # [O, I, h, w] -> [h, w, I, O]
@@ -266,7 +266,7 @@ def to_ours(value, name, grid):
 
 
 def moved(model, case, tensors):
-    """Return PyTorch's ``tensors``, given in the order of the state, as our variables."""
+    """Convert PyTorch's ``tensors``, in the order of the state, to our variables."""
     flat, structure = jax.tree.flatten(model.shapes())
     positions = [pair for layer in model.layers() for pair in zip(layer.leaves, layer.names, strict=True)]
     first_dense = next(i for i, v in enumerate(tensors) if v.ndim == 2) if case.grid else None
@@ -278,7 +278,7 @@ def moved(model, case, tensors):
 
 
 def close(ours, theirs, tolerance):
-    """Compare leaf by leaf, relative to the leaf's largest value (and a little to the largest of all)."""
+    """Compare leaf by leaf, with a tolerance relative to the largest value of the leaf (and slightly of all leaves)."""
     ours = jax.device_get(ours)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(theirs))
 
@@ -294,7 +294,7 @@ def without_dropout(call, args, kwargs, context):
 
 
 class Twin:
-    """PyTorch's network: its entries in the order of the state, counters only if our state has them."""
+    """The entries of PyTorch's network in the order of the state, with counters only if our state has them."""
 
     def __init__(self, case):
         self.network = case.twin().double()

@@ -1,4 +1,4 @@
-"""JAX does not look for accelerators that are not there, and looks for all others."""
+"""JAX skips accelerators that are absent, and searches for all others."""
 
 import sys
 
@@ -10,7 +10,7 @@ from fedjax_mr.models import platforms
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Install compilers by name, and forget the platform that the tests have chosen."""
+    """Install compilers by name, and reset the platform that the tests have chosen."""
 
     def install(*names):
         for name in names:

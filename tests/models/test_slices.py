@@ -1,4 +1,4 @@
-"""Slices of networks: what they hold, that they train by themselves, what cannot be cut."""
+"""Slices of networks: their contents, their training, and errors for layers that cannot be cut."""
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ SHARES = Level(1.0), Level(0.5), Level(0.3)
 
 
 class Branches(nn.Module):
-    """All that a slice has to follow: a shortcut, a concatenation, a flattening, a normalisation."""
+    """A network with all structures that slices support: shortcut, concatenation, flattening, normalisation."""
 
     @nn.compact
     def __call__(self, x, train: bool = False):
@@ -53,7 +53,7 @@ def test_a_slice_follows_shortcuts_concatenations_and_flattening():
 
 
 def gradient_outside(model, parts, level, key):
-    """Return the largest absolute gradient of a slice's loss outside of it."""
+    """The largest absolute gradient of a slice's loss outside the slice."""
     variables = jax.tree.map(lambda leaf: leaf + 0.1, model.init(key))
     variables = parts.cut(variables, level)
     state = {name: tree for name, tree in variables.items() if name != "params"}
@@ -79,7 +79,7 @@ def gradient_outside(model, parts, level, key):
     ],
 )
 def test_a_slice_trains_as_a_network_of_its_own(federation, name):
-    """No gradient leaves it, even where nothing confines the loss."""
+    """There is no gradient outside the slice, even without `confine`."""
     if name in MODELS:
         entry = MODELS[name]
         model = models.build(name, input_shape=entry.input_shape, num_classes=entry.num_classes)
@@ -95,7 +95,7 @@ def test_a_slice_trains_as_a_network_of_its_own(federation, name):
 
 @pytest.mark.slow
 def test_a_confined_loss_has_no_gradient_outside():
-    """With a shortcut wider than what is added to it, too."""
+    """Also with a shortcut that is wider than the output added to it."""
     model = network(Branches())
     parts, variables = slices(model, HALVES), model.init(jax.random.key(0))
     loss = lambda params: jnp.sum(model.apply(variables | {"params": params}, jnp.ones((1, 2, 2, 1))))

@@ -1,4 +1,4 @@
-"""Networks inside compiled local training: what XLA makes of them, and one round of FedMR with each."""
+"""Networks inside compiled local training: their convolutions in XLA, and one round of FedMR with each."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ CONVOLUTIONAL = [
 ]
 QUICK = ("lenet5", "pfedhr_m4")
 THIN = {"width": 4, "hidden": 16}
-"""Smaller values of the attributes that change no operation, only extents."""
+"""Smaller values of attributes, which change sizes but no operation."""
 
 
 def thin(name):
@@ -36,7 +36,7 @@ def some_marked_slow(names):
 
 
 def training(model):
-    """Return the program of one client's training."""
+    """The program of the training of one client."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     index = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     samples = local.Samples(shape((20, *model.input_shape)), index((20,)), shape((1,)), shape((1,)))
@@ -50,7 +50,7 @@ def training(model):
 
 
 def orders(program):
-    """Return the dimension orders of all convolutions of a program as XLA compiles it."""
+    """The dimension orders of all convolutions in the program that XLA compiles."""
     return set(re.findall(r"dim_labels=(\S+_\S+->\w+)", program.compile().as_text()))
 
 
@@ -63,7 +63,7 @@ def test_only_convolutions_in_the_fast_order_and_no_scatter(name):
 
 
 class Plain(nn.Module):
-    """A network of Flax's own layers."""
+    """A network of Flax layers."""
 
     @nn.compact
     def __call__(self, x, *, train=False, mask=None):
@@ -78,7 +78,7 @@ def test_flax_s_own_layers_would_fail_that_test():
 
 
 def rounds_of_fedmr(model, *, lanes):
-    """Return the engine of FedMR for three clients, of which two take part."""
+    """The engine of FedMR for three clients with a cohort of two."""
     sizes, rng = np.array([5, 3, 4]), np.random.default_rng(0)
     classes = model.module.num_classes
     x = rng.integers(0, classes, (12, *model.input_shape)).astype(model.input_dtype)

@@ -1,4 +1,4 @@
-"""Flax modules that are not ours: how they are called, what is refused, what their hash sees."""
+"""Flax modules of users: their calls, their errors, and their hash."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ FACTS = {"input_shape": (4,), "num_classes": 3, "input_dtype": np.float32}
 
 
 class Net(nn.Module):
-    """An ordinary module: list fields, BatchNorm, dropout, a switch with a default."""
+    """A typical module: list fields, BatchNorm, dropout, a switch with a default."""
 
     widths: Sequence[int] = (5,)
     activation: Callable = nn.relu
@@ -52,7 +52,7 @@ class Plain(nn.Module):
 
 
 class Keywords(nn.Module):
-    """`Net` whose switch is among any keywords."""
+    """`Net` with its switch in ``**kwargs``."""
 
     @nn.compact
     def __call__(self, x, **options):
@@ -60,7 +60,7 @@ class Keywords(nn.Module):
 
 
 class Handing(nn.Module):
-    """Hands all keywords on to a module that knows one of them."""
+    """Passes all keywords on to a module that accepts one of them."""
 
     @nn.compact
     def __call__(self, x, **options):
@@ -68,7 +68,7 @@ class Handing(nn.Module):
 
 
 class OfNNX(nnx.Module):
-    """Modules in a list, which NNX counts by integers, and dropout, which takes its stream at the start."""
+    """Modules in a list, which NNX numbers by integers, and dropout, which needs its stream at initialisation."""
 
     def __init__(self, rngs):
         self.first = nnx.List([nnx.Linear(4, 5, rngs=rngs)])
@@ -81,7 +81,7 @@ class OfNNX(nnx.Module):
 
 
 class Parts(nn.Module):
-    """With a representation and a head, whose layer has any name."""
+    """A module with a representation and a head, whose layer has an arbitrary name."""
 
     def setup(self):
         self.body, self.last = nn.Dense(5), nn.Dense(3)
@@ -111,7 +111,7 @@ def test_ordinary_modules_fit():
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ORDINARY, ids=lambda module: type(module).__name__)
 def test_ordinary_modules_train_and_are_tested(module):
-    """Dropout is at work in training alone, and BatchNorm's statistics move there alone."""
+    """Dropout is active, and BatchNorm's statistics are updated, in training only."""
     model = user_module.bind(module, **FACTS)
     variables = model.init(jax.random.key(0))
     params, state = variables["params"], {name: tree for name, tree in variables.items() if name != "params"}
@@ -125,7 +125,7 @@ def test_ordinary_modules_train_and_are_tested(module):
 
 
 def test_any_keywords_are_offered_the_switch():
-    """A module with ``**kwargs`` trains as its twin with a switch of its own does, and is tested without dropout."""
+    """A module with ``**kwargs`` trains like the same module with a switch, and is tested without dropout."""
     twin, x, mask = user_module.bind(Net(), **FACTS), jnp.linspace(0, 1, 16).reshape(4, 4), jnp.ones(4)
     inner = twin.init(jax.random.key(0))
     for module in (Keywords(), Handing()):
@@ -251,7 +251,7 @@ def test_features_and_head_are_asked_for_by_name():
 
 
 def test_a_row_of_ones_own(monkeypatch):
-    """One field is enough, and options that are ours mean nothing to it."""
+    """One field is enough, and options of built-in networks do not apply."""
     monkeypatch.setitem(models.MODELS, "mine", models.ModelRow(Parts))
     monkeypatch.setitem(models.MODELS, "sized", models.ModelRow(lambda num_classes: nn.Dense(num_classes)))
     monkeypatch.setitem(models.MODELS, "lacking", models.ModelRow(nn.Dense))

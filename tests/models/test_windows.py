@@ -1,4 +1,4 @@
-"""Convolution and pooling against JAX's own operations and PyTorch's conventions."""
+"""Convolution and pooling, compared with JAX's operations and PyTorch's conventions."""
 
 import functools
 
@@ -27,7 +27,7 @@ def images(*shape, seed=0):
 
 
 def value_and_gradients(function, *arguments):
-    """Return the value, and the gradients of a sum in which every output counts differently."""
+    """The value, and the gradients of a sum with a different weight for every output."""
 
     def loss(*arguments):
         y = function(*arguments)

@@ -1,4 +1,4 @@
-"""Several networks behind the face of one: whatever is done to the zoo's variables, the network itself would do."""
+"""Several networks behind the interface of one: operations on the zoo equal those on its networks."""
 
 import flax.linen as nn
 import jax
@@ -47,7 +47,7 @@ def test_packing_is_undone(zoo, equal, number):
 
 
 def test_a_number_in_the_data_picks_the_network(zoo, constants, close):
-    """One trace for all networks, for a batch of clients too; the same logits, features and heads."""
+    """One trace serves all networks, also for a batch of clients, with the same logits, features and heads."""
     x = jnp.asarray(constants.federation.samples.x[:4])
     packed = jax.device_get(jax.jit(jax.vmap(zoo.init))(jax.random.split(jax.random.key(0), 3), np.arange(3)))
     apply = jax.jit(jax.vmap(zoo.apply, in_axes=(0, None)))
@@ -65,7 +65,7 @@ def test_a_number_in_the_data_picks_the_network(zoo, constants, close):
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
 def test_training_equals_that_of_the_network_itself(zoo, constants, close, number):
-    """BatchNorm's statistics, dropout, momentum and uneven batches included; padding stays zero."""
+    """Includes BatchNorm's statistics, dropout, momentum and uneven batches. Padding remains zero."""
     model, setting, key = zoo.networks[number], constants.problem.local, jax.random.key(3)
     start = jax.jit(model.init)(jax.random.key(1))
 
@@ -99,14 +99,14 @@ def test_clients_of_different_networks_train_alike_on_every_layout(engine, close
 
 
 def test_no_branch_of_another_network_runs_in_one_lane(engine):
-    """The compiled clients choose by a conditional, not by computing all networks."""
+    """The compiled clients select by a conditional; they do not compute all networks."""
     engine = engine("local", "linear,perceptron", cohort=6, devices=2, lanes=1)
     engine.run(engine.init(), 1)
     assert "conditional" in engine.programs["clients"].compiled.as_text()
 
 
 class Counting(nn.Module):
-    """A network with a whole number among its variables."""
+    """A network with an integer variable."""
 
     @nn.compact
     def __call__(self, x, *, train=False, mask=None):

@@ -1,4 +1,4 @@
-"""The exchange of layers among clients: properties over random federations, and the derived shares."""
+"""The exchange of layers among clients: properties in random federations, and the expected shares."""
 
 import dataclasses
 import functools
@@ -76,7 +76,7 @@ def test_every_layers_copies_are_permuted_and_every_sum_stays(federation, seed):
 @few
 @hypothesis.given(federations, st.integers(0, 2**31 - 1))
 def test_who_held_what(federation, seed):
-    """Everybody has had its own layers and those it ends with; with nothing sent, or alone, nobody else's."""
+    """A client held its own layers and its final ones. Without exchange, or alone, it held no others."""
     outcome = exchanged(seed, **federation)
     held, permutations = outcome.held, outcome.permutations
     clients = np.arange(federation["count"])
@@ -90,7 +90,7 @@ def test_who_held_what(federation, seed):
 @few
 @hypothesis.given(st.sampled_from([2, 5]), st.sampled_from([0.2, 0.6, 1.0]), st.integers(0, 2**31 - 1))
 def test_what_comes_back_comes_out_of_the_holders_buffer(count, share, seed):
-    """Client j's new copy lay in the buffer of the client to which j's old one went."""
+    """The new copy of client j was in the buffer of the client that received its old copy."""
     step = jax.tree.map(np.asarray, one_step(3, count)(jax.random.key(seed), share))
     np.testing.assert_array_equal(np.take_along_axis(step.holders, step.permutations, axis=1), step.holders)
 
@@ -110,7 +110,7 @@ def test_receivers_are_uniform_among_the_others_and_orders_among_those_who_met()
 
 @pytest.mark.parametrize("count, share, repetitions", [(2, 0.5, 1), (5, 0.5, 1), (5, 1.0, 1), (10, 0.8, 3)])
 def test_shares_are_the_derived_ones(count, share, repetitions):
-    """How many layers are sent, and how many are where they were."""
+    """The share of layers that are sent, and the share that is unmoved."""
     outcome = exchanged(7, num_units=UNITS, count=count, share=share, repetitions=repetitions)
     close_to(outcome.sent / (count * repetitions), share)
     unmoved = outcome.permutations == np.arange(count)
@@ -118,7 +118,7 @@ def test_shares_are_the_derived_ones(count, share, repetitions):
 
 
 def test_one_exchange_leaves_two_thirds_where_they_were():
-    """With q = 1 - 1/K, the best choice, 1 - (1 - 1/K)^K stay; no share does better."""
+    """With q = 1 - 1/K, the optimum, a share of 1 - (1 - 1/K)^K is unmoved."""
     for count in (2, 3, 5, 20):
         best = expected_unmoved(count, share=1 - 1 / count)
         assert best == pytest.approx(1 - (1 - 1 / count) ** count)
@@ -144,7 +144,7 @@ def test_fedmr_that_only_exchanges_nothing_is_indep(engine, equal, when):
 
 
 def test_a_server_that_compares_finds_the_owners(engine):
-    """What the exchange does not hide: a trained layer is still closest to the copy that its owner started from."""
+    """A limitation of the exchange: a trained layer is still closest to the copy that its owner started from."""
     separate = engine("indep", "linear")  # row j starts from row j of the round before
     progress, _ = after(separate, 2)
     start, (layer,) = jax.device_get(progress.server.models), separate.constants.problem.layers
@@ -158,7 +158,7 @@ def test_a_server_that_compares_finds_the_owners(engine):
 
 
 def test_the_deployed_model_never_sees_the_exchange(engine, close):
-    """One round: a permutation of the uploaded layers leaves their mean."""
+    """One round: a permutation of the uploaded layers preserves their mean."""
     plain, secure = engine("fedmr", "perceptron"), engine("fedmr", "perceptron", hyper=fedmr.Hyper(secure=True))
     progress, report = after(secure, 1)
     close(secure.deployed(progress), plain.deployed(after(plain, 1)[0]))
@@ -167,7 +167,7 @@ def test_the_deployed_model_never_sees_the_exchange(engine, close):
 
 
 def test_whole_layers_move_before_the_training(engine):
-    """The dispatched rows are the server's, layer by layer in another order, and all tensors of a layer together."""
+    """The dispatched rows are those of the server, permuted layer by layer, with all tensors of a layer together."""
     hyper = fedmr.Hyper(secure=True, secure_when="before_training", secure_share=0.8, start="independent")
     secure = engine("fedmr", "perceptron", hyper=hyper)
     problem, models = secure.constants.problem, secure.init().server.models
@@ -198,7 +198,7 @@ def test_layouts_and_calls_change_nothing_with_secure_recombination(engine, equa
 
 @pytest.mark.parametrize("share, repetitions, factor", [(0.5, 1, 1), (0.25, 4, 2), (0.0, 1, 0)])
 def test_traffic_among_clients_is_counted_apart(engine, sent, share, repetitions, factor):
-    """Expected: 2 q K S for each exchange."""
+    """The expected traffic is 2 q K S for each exchange."""
     down, up, _ = sent(engine("fedmr", "linear"))
     hyper = fedmr.Hyper(secure=True, secure_share=share, secure_repetitions=repetitions)
     secure = engine("fedmr", "linear", hyper=hyper)
@@ -210,7 +210,7 @@ def test_traffic_among_clients_is_counted_apart(engine, sent, share, repetitions
 
 
 def test_expected_traffic_is_the_mean_of_what_is_sent(engine, sent):
-    """Layers differ in size; since each is as likely to be sent as any other, 2 q K S is the mean all the same."""
+    """Layers differ in size, but all are equally likely to be sent, so the mean is still 2 q K S."""
     hyper = fedmr.Hyper(secure=True, secure_share=0.3, secure_repetitions=2)
     secure = engine("fedmr", "perceptron", hyper=hyper)
     problem = secure.constants.problem
@@ -223,7 +223,7 @@ def test_expected_traffic_is_the_mean_of_what_is_sent(engine, sent):
 
 
 def test_the_models_of_the_next_round_have_the_same_distribution_as_without_the_exchange():
-    """A uniform permutation after any other one is uniform."""
+    """A uniform permutation after any permutation is uniform."""
     keys = jax.random.split(jax.random.key(3), UNITS)
     models = {"leaf": jnp.arange(3.0)[:, None]}
 

@@ -1,4 +1,4 @@
-"""Secure recombination with real messages: the same models as the simulation, and what the protocol refuses."""
+"""Secure recombination with real messages: the same models as in the simulation, and refused messages."""
 
 import builtins
 import dataclasses
@@ -24,13 +24,13 @@ few = hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def layers_of(client):
-    """Return layers of which every byte tells the owner."""
+    """Layers in which every byte is the owner's id."""
     return {name: bytes([client]) * size for name, size in SIZES.items()}
 
 
 @dataclasses.dataclass
 class Scripted:
-    """The choices of one client in given exchanges [U, K] of a simulation; its id is its row there."""
+    """The choices of one client in the exchanges [U, K] of a simulation, in which its id is its row."""
 
     client: int
     names: tuple
@@ -59,7 +59,7 @@ def started(clients=(0, 1, 2), share=0.5, round=4):
 
 
 def everything_to(receiver):
-    """Return choices that send all layers to one client and give back in the order of arrival."""
+    """Choices that send all layers to one client, and return layers in the order of arrival."""
 
     class Choices:
         def receivers(self, names, others):
@@ -158,7 +158,7 @@ def uploads_of(parties):
 
 
 def changed(upload, layer):
-    """Return an upload with its first layer replaced."""
+    """An upload with its first layer replaced."""
     return dataclasses.replace(upload, layers=(layer, *upload.layers[1:]))
 
 
@@ -192,7 +192,7 @@ def test_the_server_notices_a_layer_of_another_round_or_place():
 
 
 def test_the_round_and_the_name_are_authenticated_under_one_key():
-    """Not only the new key refuses: with the key kept, another round, name or length does too."""
+    """Another round, name or length is refused even if the key is unchanged."""
     server = secure.SecureServer({"a": 4, "b": 4}, (0,))
     announcement = server.announce(round=1)
     upload = secure.Party(0, {"a": b"aaaa", "b": b"bbbb"}, announcement).upload()
@@ -264,7 +264,7 @@ OTHER_TYPES = (
 
 
 def malformed(message):
-    """Yield everything but a message of this kind: other objects, and the message with one field of another type."""
+    """Yield objects that are not a message of this kind: others, and the message with one field of another type."""
     yield from (*OTHER_TYPES, type(message))
     for field in dataclasses.fields(message):
         for value in (*OTHER_TYPES, type(getattr(message, field.name))):
@@ -275,7 +275,7 @@ def malformed(message):
 
 
 def malformed_layers(upload):
-    """Yield uploads of which a layer, or the list of them, is wrong."""
+    """Yield uploads with a wrong layer or a wrong list of layers."""
     first, second = upload.layers
     for layer in malformed(first):
         yield dataclasses.replace(upload, layers=(layer, second))
