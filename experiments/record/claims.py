@@ -70,12 +70,12 @@ def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Diffe
       better: accuracies of one method in percent, by seed.
       worse: accuracies of the other method.
     """
-    found = [better[seed] - worse[seed] for seed in better if seed in worse]
-    if not found:
+    differences = [better[seed] - worse[seed] for seed in better if seed in worse]
+    if not differences:
         return None
-    mean, deviation = Statistic.of(found)
+    mean, deviation = Statistic.of(differences)
     assert mean is not None
-    return Difference(len(found), mean, None if deviation is None else deviation / len(found) ** 0.5)
+    return Difference(len(differences), mean, None if deviation is None else deviation / len(differences) ** 0.5)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -84,11 +84,11 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     The smallest of m is multiplied by m, the next by m - 1, and so on. None becomes smaller than the previous one.
     """
     tests = sorted((value, place) for place, value in enumerate(values) if value is not None)
-    found: list[float | None] = [None] * len(values)
+    corrected: list[float | None] = [None] * len(values)
     largest = 0.0
     for rank, (value, place) in enumerate(tests):
-        found[place] = largest = max(largest, min(1.0, value * (len(tests) - rank)))
-    return found
+        corrected[place] = largest = max(largest, min(1.0, value * (len(tests) - rank)))
+    return corrected
 
 
 def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
@@ -102,13 +102,13 @@ def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
     return [_verdict(each, level, p) for (each, level), p in zip(compared, corrected, strict=True)]
 
 
-def _verdict(found: Difference, level: bool, p: float | None) -> str:
+def _verdict(gap: Difference, level: bool, p: float | None) -> str:
     if p is None:
-        return f"one seed: {found.mean:+.1f}"
+        return f"one seed: {gap.mean:+.1f}"
     shown = "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
     if p >= 1 - LEVEL:
         return f"not sure ({shown})"
-    return f"{'holds' if level or found.mean > 0 else 'does not hold'} ({shown})"
+    return f"{'holds' if level or gap.mean > 0 else 'does not hold'} ({shown})"
 
 
 class Chosen(NamedTuple):
@@ -232,7 +232,7 @@ def accuracies(chosen: Chosen, results: Path, rounds: tuple[int, int], *, metric
     Raises:
       UserError: no run has the setting, two runs have the same seed, or a run has no evaluation in these rounds.
     """
-    found: dict[str, float] = {}
+    by_seed: dict[str, float] = {}
     path = results / f"{chosen.table}{kept.SUFFIX}"
     for run in groups.find([path]):
         facts = titles.facts(run.config)
@@ -240,12 +240,12 @@ def accuracies(chosen: Chosen, results: Path, rounds: tuple[int, int], *, metric
             continue
         seed = str(run.config.seed)
         values = _flatness(run) if metric == "flatness" else _evaluations(run, rounds, metric)
-        if seed in found or not values:
+        if seed in by_seed or not values:
             raise UserError(f"{run.path}: {'a second run of its seed' if values else 'no evaluation'} in {rounds}")
-        found[seed] = 100 * statistics.fmean(values)
-    if not found:
+        by_seed[seed] = 100 * statistics.fmean(values)
+    if not by_seed:
         raise UserError(f"{path} holds no run with {dict(chosen.flags)}")
-    return found
+    return by_seed
 
 
 def _evaluations(run: RunRecord, rounds: tuple[int, int], metric: str) -> list[float]:
@@ -264,19 +264,19 @@ def table(results: Path) -> str:
     Args:
       results: the folder of the tables.
     """
-    found: list[Difference] = []
+    gaps: list[Difference] = []
     for claim in CLAIMS:
         own, other = (
             accuracies(chosen, results, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
         )
-        one = difference(own, other)
-        assert one is not None, claim
-        found.append(one)
-    said = verdicts([(one, claim.level) for one, claim in zip(found, CLAIMS, strict=True)])
+        gap = difference(own, other)
+        assert gap is not None, claim
+        gaps.append(gap)
+    outcomes = verdicts([(gap, claim.level) for gap, claim in zip(gaps, CLAIMS, strict=True)])
     rows = []
-    for claim, one, verdict in zip(CLAIMS, found, said, strict=True):
+    for claim, gap, verdict in zip(CLAIMS, gaps, outcomes, strict=True):
         runs = " and ".join(dict.fromkeys(f"`{chosen.table}`" for chosen in (claim.better, claim.worse)))
-        rows.append([claim.text, claim.source, claim.where, str(one), f"**{verdict}**", runs])
+        rows.append([claim.text, claim.source, claim.where, str(gap), f"**{verdict}**", runs])
     points = f"points [{LEVEL:.0%} confidence], seeds in common"
     head = ["claim", "where it is made", "setting", points, "verdict", "kept runs"]
     return tables.markdown([head, *rows])

@@ -77,11 +77,11 @@ class Comparison(NamedTuple):
         of them, ``between`` is neither.
         """
         verdicts = {number.short_source: verdict(self.own, number) for number in self.published}
-        replicated = {name: said for name, said in verdicts.items() if said.startswith(REPLICATES)}
+        replicated = {name: words for name, words in verdicts.items() if words.startswith(REPLICATES)}
         if not replicated:
             return "between" if len(set(verdicts.values())) > 1 else next(iter(verdicts.values()), "")
-        said = [REPLICATES] if len(replicated) == len(verdicts) else [REPLICATES, " and ".join(replicated)]
-        return " ".join([*said, "(spread)"] if REPLICATES not in replicated.values() else said)
+        words = [REPLICATES] if len(replicated) == len(verdicts) else [REPLICATES, " and ".join(replicated)]
+        return " ".join([*words, "(spread)"] if REPLICATES not in replicated.values() else words)
 
 
 def verdict(own: Statistic, number: Published) -> str:
@@ -218,15 +218,15 @@ def headline_table(record: Record) -> str:
 def pairs_table(record: Record) -> str:
     """Comparisons of two methods in each setting, with differences and verdicts."""
     compared = [
-        (f"{_title(better)} is better than {_title(worse)}", f"{data}, {division}", found)
+        (f"{_title(better)} is better than {_title(worse)}", f"{data}, {division}", gap)
         for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))
-        for (data, division), found in record.pairs(better, worse).items()
-        if found
+        for (data, division), gap in record.pairs(better, worse).items()
+        if gap
     ]
-    said = verdicts([(found, False) for *_, found in compared])
+    outcomes = verdicts([(gap, False) for *_, gap in compared])
     rows = [
-        [claim, setting, str(found), f"**{verdict}**"]
-        for (claim, setting, found), verdict in zip(compared, said, strict=True)
+        [claim, setting, str(gap), f"**{verdict}**"]
+        for (claim, setting, gap), verdict in zip(compared, outcomes, strict=True)
     ]
     head = ["claim", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict"]
     return tables.markdown([head, *rows])
@@ -283,7 +283,7 @@ def cost_table(record: Record) -> str:
             kinds = collections.Counter(ended["devices"])
             devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
             seconds.setdefault((cell.data, cell.method, str(ended["rounds"]), devices), []).append(ended["seconds"])
-    rows = [[*row, str(len(those)), f"{statistics.median(those) / 60:.0f}"] for row, those in seconds.items()]
+    rows = [[*row, str(len(times)), f"{statistics.median(times) / 60:.0f}"] for row, times in seconds.items()]
     return tables.markdown([["data", "method", "rounds", "devices", "runs", "minutes per run (median)"], *rows])
 
 
@@ -291,17 +291,16 @@ def summary(record: Record) -> str:
     """A summary of the main table in two sentences."""
     cells = [cell for cell in record.cells.values() if cell.by_seed]
     count = sum(cell.outcome.startswith(REPLICATES) for cell in cells)
-    said = [f"{count} replicate{'s' if count == 1 else ''} a number of the papers"]
+    outcomes = [f"{count} replicate{'s' if count == 1 else ''} a number of the papers"]
     for outcome in sorted({cell.outcome for cell in cells if not cell.outcome.startswith(REPLICATES)}):
         names = [f"{cell.method}: {cell.data}, {cell.division}" for cell in cells if cell.outcome == outcome]
-        said.append(f"{len(names)} {'is' if len(names) == 1 else 'are'} {outcome} ({'; '.join(names)})")
+        outcomes.append(f"{len(names)} {'is' if len(names) == 1 else 'are'} {outcome} ({'; '.join(names)})")
     total, runs = len(record.cells), sum(len(cell.by_seed) for cell in cells)
     run = f"All {total} cells are run" if len(cells) == total else f"Of {total} cells {len(cells)} are run"
     printed = [[number.mean for number in cell.published] for cell in record.cells.values()]
     apart = max((max(means) - min(means) for means in printed if means), default=0.0)
-    return (
-        f"{run} ({runs} runs): {', '.join(said)}. The papers themselves differ by up to {apart:.1f} points in a cell."
-    )
+    counts = f"{run} ({runs} runs): {', '.join(outcomes)}"
+    return f"{counts}. The papers themselves differ by up to {apart:.1f} points in a cell."
 
 
 PARTS: dict[str, Callable[[Record], str]] = {

@@ -1,7 +1,7 @@
 """Add ended runs to a table of kept runs, results/NAME.jsonl.gz: settings, summary and evaluations, no weights.
 
-A run with the settings of a kept one replaces it. Folders are left out of the settings, so that the same runs make the
-same file on every machine.
+A run replaces a kept run with the same settings. Settings contain no folders, so the same runs give the same file on
+every machine.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def keep(runs: Sequence[RunRecord], table: Path, sharpness: Mapping[str, dict[str, Any]] | None = None) -> int:
-    """Add runs to a table, which is made if there is none, and return the number of its runs.
+    """Add runs to a table, which is created if necessary, and return the number of its runs.
 
     Adding the same runs again does not change the file.
 
@@ -59,7 +59,7 @@ def keep(runs: Sequence[RunRecord], table: Path, sharpness: Mapping[str, dict[st
     after = dict(before)
     for run in runs:
         name, digest = configuration.portable_name(run.config), configuration.digest(configuration.portable(run.config))
-        old = after.pop(by_settings.get(digest, name), None)  # an earlier version may have given it another name
+        old = after.pop(by_settings.get(digest, name), None)  # earlier versions used other names
         numbers = (sharpness or {}).get(name) or (old.sharpness if old else None)
         after[name] = _content(run)._replace(sharpness=numbers)
         by_settings[digest] = name

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Print the shares of each run."""
     if arguments.back < 1:
-        raise UserError(f"--back={arguments.back} is too small: at least 1")
+        raise UserError(f"--back={arguments.back} must be at least 1")
     rows: list[tuple[str, ...]] = [("run", "H", "common", "1 / K", "largest", "units")]
     for run in runs.read(arguments.runs):
         last = max(run.checkpoints(), default=0) if arguments.round is None else arguments.round
@@ -63,7 +63,7 @@ def replay(run: runs.RunRecord, *, last: int, back: int, data_dir: str | None = 
     if not isinstance(hyper, fedmr.Hyper) or hyper.secure or not hyper.server_recombines:
         raise UserError(f"{run.path}: only fedmr's recombination on the server can be replayed")
     if last < 0:
-        raise UserError(f"--round={last} is too small: at least 0")
+        raise UserError(f"--round={last} must be at least 0")
     config = run.config if data_dir is None else runs.with_data_dir(run.config, data_dir)
     model = build_model(config, federated_data(config).dataset)
     units, count = fedmr.recombination_units(hyper, model.layers()), config.cohort

@@ -1,6 +1,6 @@
 """Bring the pages and the heads of the flag files up to date with the kept runs in results/.
 
-Between two lines of a page, its content is made from the kept runs:
+The content between two such lines of a page comes from the kept runs:
 
     <!-- record PART -->                  and   <!-- end -->   a part of the record: summary, table, pairs, longer,
                                                                setting, claims, cost or headline
@@ -8,7 +8,7 @@ Between two lines of a page, its content is made from the kept runs:
                                                                python -m fedjax_mr.analysis table
 
 Pages are RESULTS.md, those in notebook/, and README.md of the repository. The lines "Measured:" in the heads of the
-flag files are made in the same way.
+flag files are updated in the same way.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def up_to_date(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def with_parts(text: str, record: Record, page: Path) -> str:
-    """The text of a page with its parts of the record made anew.
+    """The text of a page with its parts of the record updated.
 
     Raises:
       UserError: there is no such part.
@@ -82,7 +82,7 @@ def with_parts(text: str, record: Record, page: Path) -> str:
 
 
 def with_tables(text: str, results: Path) -> str:
-    """The text of a page with its tables of kept runs made anew.
+    """The text of a page with its tables of kept runs updated.
 
     Args:
       text: in Markdown.

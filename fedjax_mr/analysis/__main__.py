@@ -73,7 +73,7 @@ def main(
         if not arguments or arguments[0] in ("-h", "-help", "--help"):
             print(usage(commands, program))
             return 0 if arguments else 2
-        name, *rest = arguments
+        name, *options = arguments
         if name not in commands:
             raise unknown_name("command", name, commands)
         command: Command = commands[name]
@@ -92,7 +92,7 @@ def main(
             metavar="FILE",
             help="Python file that registers your own methods",
         )
-        parsed = parser.parse_args(rest)
+        parsed = parser.parse_args(options)
         imports.load(parsed.imports)
         with flags_in_errors():
             command.main(parsed)

@@ -1,10 +1,10 @@
 """Learning curves: mean over the seeds with a band of one standard deviation (FedMR Figures 9-12, FedCross 2-7).
 
-RUN may also be a folder of run folders, at any depth. Runs that differ in their seeds alone are one curve, up to the
-last round that all of them have evaluated; n is the number of these seeds. As in the table, a seed that diverged is
-not part of the mean: a cross marks its last evaluation, and the legend counts it. With --best=lr, of each setting only
-the runs with the learning rate that has the best validation accuracy are drawn (see the command best). A method has
-the same colour and marker in all pictures; where all curves are of one method, colours tell its settings apart.
+Runs that differ only in their seeds form one curve, up to the last round that all of them have evaluated. n is the
+number of these seeds. As in the table, a seed that diverged is not part of the mean: a cross marks its last evaluation,
+and the legend counts it. --best=lr draws, for each setting, only the runs with the learning rate of the best validation
+accuracy (see the command best). A method has the same colour and marker in all plots. If all curves are of one method,
+its settings have different colours.
 """
 
 import argparse

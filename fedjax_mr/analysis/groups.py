@@ -59,7 +59,7 @@ def find(paths: Iterable[Path | str]) -> list[RunRecord]:
     for path in map(Path, paths):
         inside = kept.find(path)
         if not inside:
-            raise UserError(f"{path} is not a run folder and holds none (no config.json, no NAME{kept.SUFFIX})")
+            raise UserError(f"{path} is not a run folder and holds none (no config.json, no table NAME{kept.SUFFIX})")
         ordered |= dict.fromkeys(run.path for run in sorted(runs.read(list(map(str, inside))), key=_order))
     return runs.read(list(map(str, ordered)))
 
@@ -227,8 +227,8 @@ def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
     for setting, members in by_setting(chosen):
         known = titles.facts(members[0].config)
         values = {flag: known[flag] for flag in over if flag in known}
-        rest = {flag: value for flag, value in setting.items() if flag not in over}
-        grids.setdefault(json.dumps(rest), (rest, []))[1].append(Candidate(values, members))
+        others = {flag: value for flag, value in setting.items() if flag not in over}
+        grids.setdefault(json.dumps(others), (others, []))[1].append(Candidate(values, members))
     finished = [run for run in chosen if run.state == "finished"]
     if finished and not any(_validated(run) for run in finished):
         raise UserError(f"{finished[0].path} has no {VALIDATION}: train the runs with --validation_share")

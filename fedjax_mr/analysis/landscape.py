@@ -112,12 +112,12 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], fo
         }
         rows.append((run.name, str(trained.round), f"{around.loss():.4f}", *(f"{number:.4g}" for number in sharpness)))
     name = f"landscape{arguments.dimensions}d"
-    with files.atomic_write(folder / f"{name}.npz") as whole:
-        np.savez(whole, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
+    with files.atomic_write(folder / f"{name}.npz") as file:
+        np.savez(file, steps=steps, names=np.array(list(surfaces)), losses=np.stack(list(surfaces.values())))
     how = ("of", "samples", "sharpness_radius", "sharpness_directions", "seed")
     facts = {flag: getattr(arguments, flag) for flag in how} | {"runs": sharp}
-    with files.atomic_write(folder / SHARPNESS) as whole:
-        whole.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    with files.atomic_write(folder / SHARPNESS) as file:
+        file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     label, path = f"{arguments.of} loss (nats)", folder / f"{name}.{arguments.format}"
     shown = dict(zip(titles.runs([run.config for run in chosen]), surfaces.values(), strict=True))
     if arguments.dimensions == 1:
@@ -190,10 +190,10 @@ class Around:
         self._samples = part._replace(x=jnp.asarray(part.x[rows]), y=jnp.asarray(part.y[rows]))
         self._mask = jnp.asarray(np.arange(len(rows)) < count, jnp.float32)
         self._batch, self._count = batch, count
-        self._rest = {name: value for name, value in variables.items() if name != "params"}
+        self._others = {name: value for name, value in variables.items() if name != "params"}
 
-        def loss(params: Any, rest: Variables, part: local.Samples, mask: jax.Array) -> jax.Array:
-            score = local.evaluate(model, {"params": params, **rest}, part, mask, batch_size=batch)
+        def loss(params: Any, others: Variables, part: local.Samples, mask: jax.Array) -> jax.Array:
+            score = local.evaluate(model, {"params": params, **others}, part, mask, batch_size=batch)
             return score.loss / score.count
 
         def losses(params: Any, directions: Sequence[Any], points: jax.Array, *others: Any) -> jax.Array:
@@ -205,9 +205,9 @@ class Around:
 
             return jax.vmap(one)(points)
 
-        def product(params: Any, vector: Any, rest: Variables, part: local.Samples, mask: jax.Array) -> Any:
+        def product(params: Any, vector: Any, others: Variables, part: local.Samples, mask: jax.Array) -> Any:
             def total(params: Any) -> jax.Array:
-                logits = model.apply({"params": params, **rest}, local.gather(part, jnp.arange(batch)))
+                logits = model.apply({"params": params, **others}, local.gather(part, jnp.arange(batch)))
                 return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, part.y) * mask)
 
             # In reverse mode twice: our own gradients (windows.conv) have no forward mode. And of one batch, as
@@ -219,7 +219,7 @@ class Around:
 
     def loss(self) -> float:
         """The loss of the model itself."""
-        return float(self._loss(self.params, self._rest, self._samples, self._mask))
+        return float(self._loss(self.params, self._others, self._samples, self._mask))
 
     def losses(
         self, directions: Sequence[Any], points: np.ndarray, *, report: Callable[[int], Any] = lambda count: None
@@ -235,7 +235,7 @@ class Around:
         for start in range(0, len(points), width):
             some = points[start : start + width]
             filled = np.concatenate([some, np.repeat(some[-1:], width - len(some), axis=0)])
-            losses = self._losses(self.params, directions, filled, self._rest, self._samples, self._mask)
+            losses = self._losses(self.params, directions, filled, self._others, self._samples, self._mask)
             computed.append(np.asarray(losses)[: len(some)])
             report(len(some))
         return np.concatenate(computed)
@@ -255,7 +255,7 @@ class Around:
         for start in range(0, len(self._mask), self._batch):
             rows = slice(start, start + self._batch)
             part = self._samples._replace(x=self._samples.x[rows], y=self._samples.y[rows])
-            total = _add(total, self._product(self.params, vector, self._rest, part, self._mask[rows]))
+            total = _add(total, self._product(self.params, vector, self._others, part, self._mask[rows]))
         return _scale(total, 1 / self._count)
 
     def largest_eigenvalue(self, key: jax.Array, *, tolerance: float = 1e-3, most: int = 200) -> tuple[float, float]:

@@ -85,7 +85,7 @@ def paper_table(
     """
     lines = tables.accuracy_lines(groups.find(paths), published=papers.rows() if with_papers else ())
     if not any(line.finished for line in lines):
-        raise UserError("none of the runs is finished")
+        raise UserError("no run is finished")
     grid = _arranged(lines)
     ((count, _),) = collections.Counter(line.finished for line in lines if line.finished).most_common(1)
     words, of = VALUES[value]

@@ -81,9 +81,9 @@ def lookup_all(config: Config, published: Iterable[Mapping[str, str]]) -> list[P
         same = all(str(own.get(f"{config.strategy}_{name}")) == value for name, value in pairs)
         return same and (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) == wanted
 
-    found = {row["paper"]: row for row in published if fits(row)}
+    row_of = {row["paper"]: row for row in published if fits(row)}
     numbers: dict[tuple[float, float | None], Published] = {}
-    for paper, row in ((paper, found[paper]) for paper in PAPERS if paper in found):
+    for paper, row in ((paper, row_of[paper]) for paper in PAPERS if paper in row_of):
         mean, deviation = float(row["mean"]), float(row["std"]) if row["std"] else None
         numbers.setdefault((mean, deviation), Published(paper, mean, deviation, row["source"]))
     return list(numbers.values())

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Plot the work of the server and print its numbers."""
     if arguments.rounds < 1:
-        raise UserError(f"--rounds={arguments.rounds} is too small: at least 1")
+        raise UserError(f"--rounds={arguments.rounds} must be at least 1")
     (run,) = chosen = runs.read(arguments.runs)
     if run.config.strategy != "pfedhr":
         raise UserError(f"{run.path}: {run.config.strategy} does not reassemble networks; name a run of pfedhr")

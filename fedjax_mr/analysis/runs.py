@@ -166,13 +166,13 @@ def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
         folder = Path(os.path.commonpath([path.absolute() for path in places])) / "analysis"
         folder = Path(os.path.relpath(folder)) if not any(path.is_absolute() for path in places) else folder
     try:
-        made = files.make_folder(folder)
+        created = files.make_folder(folder)
     except OSError as error:
         raise UserError(f"cannot write into {folder} ({error.strerror}); --out names another folder") from None
     try:
         yield folder
     except BaseException:
-        for path in made:
+        for path in created:
             with contextlib.suppress(OSError):  # something has come into it
                 path.rmdir()
         raise
@@ -222,7 +222,7 @@ def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = 
     _, federated, model, rounds = rebuild(run, data_dir=data_dir, trust=trust)
     progress, meta = Checkpoints(run.path / "checkpoints").restore(rounds.shapes(), round)
     if meta["data"] != federated.hash():
-        raise UserError(f"{run.path} was made with other data: its partition hash is {meta['data']}")
+        raise UserError(f"{run.path} was trained on other data: its partition hash is {meta['data']}")
     server = getattr(progress.server, "inner", progress.server)  # the strategy's own beside a server's optimizer
     models: Any = getattr(server, "models", None)
     return Trained(int(progress.round), federated, model, rounds.deployed(progress), models)

@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Print and plot the seconds."""
     chosen = groups.find(arguments.runs)
-    found = seconds(chosen)
-    rows = [["setting", "seeds", *(f"{part}, s per round" for part in next(iter(found.values()))[1])]]
-    for name, (count, parts) in found.items():
+    results = seconds(chosen)
+    rows = [["setting", "seeds", *(f"{part}, s per round" for part in next(iter(results.values()))[1])]]
+    for name, (count, parts) in results.items():
         rows.append([name, str(count), *(tables.plus_minus(*value, digits=4) for value in parts.values())])
     text, suffix = (
         next((format for format in reversed(arguments.format) if format in known), first)
@@ -45,7 +45,8 @@ def main(arguments: argparse.Namespace) -> None:
     names = groups.titles_of(settings)
     methods = {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
     means = {
-        side: {name: parts[side].mean for name, (_, parts) in zip(names, found.values(), strict=True)} for side in SIDES
+        side: {name: parts[side].mean for name, (_, parts) in zip(names, results.values(), strict=True)}
+        for side in SIDES
     }
     sides = {side: {name: mean for name, mean in each.items() if mean is not None} for side, each in means.items()}
     if sides != means:
@@ -65,17 +66,17 @@ def seconds(chosen: Sequence[RunRecord]) -> dict[str, tuple[int, dict[str, Stati
     Raises:
       UserError: no run is finished.
     """
-    found, settings = {}, groups.by_setting(chosen)
+    results, settings = {}, groups.by_setting(chosen)
     names = groups.short_names([setting for setting, _ in settings])
     for name, (_, members) in zip(names, settings, strict=True):
         summaries = [run.summary() for run in finished(members)]
         if summaries:
             columns = SIDES | {"all": "seconds_per_round"}
             parts = {part: Statistic.of(each.get(column) for each in summaries) for part, column in columns.items()}
-            found[name] = len(summaries), parts
-    if not found:
-        raise UserError("none of the runs is finished")
-    return found
+            results[name] = len(summaries), parts
+    if not results:
+        raise UserError("no run is finished")
+    return results
 
 
 def finished(members: Sequence[RunRecord]) -> list[RunRecord]:

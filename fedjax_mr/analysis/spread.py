@@ -30,24 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Plot and print the spread of each run's models."""
     chosen = runs.read(arguments.runs)
-    found: dict[str, dict[str, float]] = {}
+    by_run: dict[str, dict[str, float]] = {}
     names: dict[str, str] = {}  # of the lines, with their methods
     for run, name in zip(chosen, titles.runs([run.config for run in chosen]), strict=True):
         trained = runs.restore(run, round=arguments.round, data_dir=arguments.data_dir, trust=arguments.trust)
         if trained.models is None:
-            raise UserError(f"{run.path}: {run.config.strategy} keeps one model; the spread is of K models")
-        found[f"{run.name}, round {trained.round}"] = by_layer(trained.models, trained.model.layers())
+            raise UserError(f"{run.path}: {run.config.strategy} keeps one model, but the spread needs K models")
+        by_run[f"{run.name}, round {trained.round}"] = by_layer(trained.models, trained.model.layers())
         names[f"{name}, round {trained.round}"] = run.method()
-    first = list(next(iter(found.values())))
-    if any(list(each) != first for each in found.values()):
+    first = list(next(iter(by_run.values())))
+    if any(list(each) != first for each in by_run.values()):
         raise UserError("the runs have different networks, so their layers cannot be compared")
-    series = {name: (range(len(first)), list(each.values())) for name, each in zip(names, found.values(), strict=True)}
+    series = {name: (range(len(first)), list(each.values())) for name, each in zip(names, by_run.values(), strict=True)}
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"spread.{arguments.format}"
         y_label = "spread / norm of the mean"
         plots.lines({"": series}, path, x_label="layer", y_label=y_label, methods=names, x_names=first)
-    rows = [(layer, *(f"{each[layer]:.4f}" for each in found.values())) for layer in first]
-    print(tables.aligned([("layer", *found), *rows]))
+    rows = [(layer, *(f"{each[layer]:.4f}" for each in by_run.values())) for layer in first]
+    print(tables.aligned([("layer", *by_run), *rows]))
     print(f"drawn in {path}")
 
 
@@ -62,7 +62,7 @@ def by_layer(models: Variables, layers: tuple[Layer, ...]) -> dict[str, float]:
         (path[0].key == "params", np.asarray(leaf, np.float64))
         for path, leaf in jax.tree_util.tree_leaves_with_path(models)
     ]
-    found = {}
+    spread = {}
     for layer in layers:
         own = [leaves[position][1] for position in layer.leaves if leaves[position][0]]
         if not own:
@@ -70,5 +70,5 @@ def by_layer(models: Variables, layers: tuple[Layer, ...]) -> dict[str, float]:
         flat = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in own], axis=1)  # [K, numbers of the layer]
         mean = flat.mean(axis=0)
         distance, norm = np.sqrt(((flat - mean) ** 2).sum(axis=1).mean()), np.linalg.norm(mean)
-        found[layer.name] = float(distance / norm) if norm > 0 else float("nan" if distance > 0 else 0.0)
-    return found
+        spread[layer.name] = float(distance / norm) if norm > 0 else float("nan" if distance > 0 else 0.0)
+    return spread

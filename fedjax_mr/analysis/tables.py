@@ -38,8 +38,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        first, *rest = zip(cells, widths, strict=True)
-        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
+        first, *others = zip(cells, widths, strict=True)
+        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
 
     return "\n".join(map(line, rows))
 

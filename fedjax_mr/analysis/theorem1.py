@@ -303,7 +303,7 @@ def main(arguments: argparse.Namespace) -> None:
     lowest = {"clients": 2, "steps": 1, "rounds": 20, "seed": 0}
     for name, least in lowest.items():
         if getattr(arguments, name) < least:
-            raise UserError(f"--{name}={getattr(arguments, name)} is too small: at least {least}")
+            raise UserError(f"--{name}={getattr(arguments, name)} must be at least {least}")
     with runs.output_folder(arguments.out, ()) as folder:
         _compare(arguments, folder / f"theorem1.{arguments.format}")
 

@@ -110,5 +110,5 @@ def test_other_data_are_noticed(finished, tmp_path):
     del values["checksum"]
     (copy / "config.json").write_text(json.dumps(values | {"partition_seed": 5}))
     (run,) = runs.read([str(copy)])
-    with pytest.raises(UserError, match="made with other data"):
+    with pytest.raises(UserError, match="trained on other data"):
         runs.restore(run)

@@ -94,7 +94,7 @@ def test_a_methods_own_settings_are_rows_and_other_formats(keep):
         (["--layout=paper", "--target=0.5"], "--target needs --layout=lines"),
         (["--layout=paper", "--value=mean"], "invalid choice: 'mean'"),
         (["--layout=papers"], "invalid choice: 'papers'"),
-        (["--layout=paper"], "none of the runs is finished"),
+        (["--layout=paper"], "no run is finished"),
     ],
 )
 def test_bad_input(keep, options, part, capsys):

@@ -116,7 +116,7 @@ def test_bad_input(finished, capsys, arguments, message):
     ("arguments", "message"),
     [
         (["origins"], "only fedmr's recombination on the server"),
-        (["origins", "--back=0"], "--back=0 is too small"),
+        (["origins", "--back=0"], "--back=0 must be at least 1"),
     ],
 )
 def test_bad_input_of_the_record(finished, capsys, arguments, message):

@@ -62,13 +62,13 @@ def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dic
         return {name: look(first + place) for place, name in enumerate(names)}
     numbers = _numbers(list(own.values()))
     count: collections.Counter[str | None] = collections.Counter()
-    found = {}
+    chosen = {}
     for name in names:
         method = own.get(name)
         variant = count[method]
-        found[name] = _neutral(variant) if method is None else look(numbers[method], variant=variant)
+        chosen[name] = _neutral(variant) if method is None else look(numbers[method], variant=variant)
         count[method] += 1
-    return found
+    return chosen
 
 
 def _neutral(variant: int) -> Look:
