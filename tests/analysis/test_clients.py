@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_mr.analysis import clients, runs
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.experiment.build import samples
+from fedjax_mr.engine.simulator import normalised
 
 
 def test_accuracy_of_each_client(finished):
@@ -16,7 +16,7 @@ def test_accuracy_of_each_client(finished):
     found = clients.per_client(run, trained)
     own = trained.federated.client_test
     assert found.shape == (6,)
-    test, logits_of = samples(trained.federated, own.x, own.y), jax.jit(trained.model.apply)
+    test, logits_of = normalised(trained.federated.dataset, own.x, own.y), jax.jit(trained.model.apply)
     for client, accuracy in enumerate(found):
         rows = own.split.rows(client)
         x = own.x[rows].astype(np.float32) * test.scale + test.shift
