@@ -130,7 +130,7 @@ class State(NamedTuple):
     generator: Variables | None = None  # FedTGP's network
 
 
-class Generator(nn.Module):
+class PrototypeGenerator(nn.Module):
     """The network on FedTGP's server: a trained vector for each class, and two dense layers.
 
     Attributes:
@@ -235,7 +235,7 @@ def fedtgp(hyper: FedTGP, problem: Problem) -> Strategy:
       UserError: the networks' representations have different widths, or a head is not a dense layer.
     """
     batch_size, num_classes = problem.local.batch_size, problem.num_classes
-    generator = Generator(num_classes, representation_width(problem.model))
+    generator = PrototypeGenerator(num_classes, representation_width(problem.model))
 
     def generated(params: Any) -> jax.Array:
         return jnp.asarray(generator.apply({"params": params}))
