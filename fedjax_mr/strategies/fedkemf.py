@@ -91,8 +91,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     public = public_samples(problem, "fedkemf", labelled=authors)
     if hyper.knowledge >= len(network.networks):
         raise UserError(
-            f"hyper.knowledge={hyper.knowledge} is not the index of a network: there are {len(network.networks)}, "
-            "counted from 0"
+            f"hyper.knowledge={hyper.knowledge} must be below the number of networks, {len(network.networks)}"
         )
     small, count = network.networks[hyper.knowledge], public.x.shape[0]
 

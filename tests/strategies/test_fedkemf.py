@@ -46,5 +46,5 @@ def test_bad_input(federation):
         fedkemf.build(Hyper(), dataclasses.replace(problem, public=None))
     with pytest.raises(UserError, match="labelled"):
         fedkemf.build(Hyper(variant="authors"), dataclasses.replace(problem, public=problem.public._replace(y=None)))
-    with pytest.raises(UserError, match=r"hyper.knowledge=.* counted from 0"):
+    with pytest.raises(UserError, match=r"hyper.knowledge=.* must be below the number of networks"):
         fedkemf.build(Hyper(knowledge=1), problem)
