@@ -131,10 +131,10 @@ def client_axis(*, devices: int | None, lanes: int | None, cohort_size: int) -> 
     count = devices or (len(available) if several else min(len(available), cohort_size))
     if count > len(available):
         raise UserError(
-            f"--devices={count} is more than the {len(available)} {available[0].platform} device(s) that JAX sees"
+            f"devices={count} is more than the {len(available)} {available[0].platform} device(s) that JAX sees"
         )
     if several and count != len(available):
-        raise UserError(f"--devices={count} leaves out some of the {len(available)} devices of all processes")
+        raise UserError(f"devices={count} leaves out some of the {len(available)} devices of all processes")
     per_device = -(-cohort_size // count)
     if lanes is None:
         lanes = 1 if available[0].platform == "cpu" else per_device

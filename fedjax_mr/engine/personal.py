@@ -110,7 +110,7 @@ class PersonalEvaluation:
         if rounds.data_on_host:
             if test is not None or rounds.strategy.personal_model is not None:
                 raise UserError(
-                    "tests of each client's own model need the samples on the device: --data_placement=device"
+                    "tests of each client's own model need the samples on the device: data_placement=device"
                 )
             self._constants = self._with_validation(federated)
         if test is None:
@@ -119,7 +119,7 @@ class PersonalEvaluation:
             self._split = federated.client_test.split
             if not len(self._split.index):
                 name = federated.dataset.name
-                raise UserError(f"the clients of {name} have no test samples: give --client_test_share")
+                raise UserError(f"the clients of {name} have no test samples: set client_test_share= above 0")
         known = self._constants.federation.samples if test is None or federated.own_test else test
         self._test = place(Federation(known, *self._split), rounds.axis.replicated)
 

@@ -370,7 +370,7 @@ class SeedRounds:
         if build(all_constants[0].problem).between_rounds is not None:
             raise UserError("the strategy works on the host between rounds, so that its seeds cannot be batched")
         if not axis.fused:
-            raise UserError("seeds are batched on accelerators or on one CPU device: add --devices=1")
+            raise UserError("seeds are batched on accelerators or on one CPU device: set devices=1")
         self.build = build
         self.axis = axis
         self.count = len(all_constants)

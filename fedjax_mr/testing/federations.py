@@ -5,17 +5,16 @@ import gc
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from fedjax_mr import models
-from fedjax_mr.data import Split
+from fedjax_mr.data import Dataset, FederatedData, Split
+from fedjax_mr.data.federated import Public
 from fedjax_mr.engine import local, program, rounds
-from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import Flatten
-from fedjax_mr.strategies import STRATEGIES, Problem
+from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import usual_traffic
 
 # Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
@@ -103,57 +102,65 @@ def network_of(name):
     return built[0] if len(built) == 1 else models.Zoo.of(built)
 
 
-@functools.lru_cache(maxsize=24)  # the same object for the same federation: engines may then share a program
-def constants(
-    network="thin", *, sizes=SIZES, cohort=COHORT, seed=0, lr=0.05, momentum=0.5, epochs=EPOCHS, batch_size=BATCH
-):
-    """Return a small federation of 4 x 4 images whose class shows in their brightness."""
+@functools.cache
+def federated(sizes=SIZES):
+    """A small federation of 4 x 4 images whose class shows in their brightness; ``sizes`` [N] are its clients'."""
     rng = np.random.default_rng(0)
-    count, sizes = sum(sizes), np.array(sizes)
+    count = sum(sizes)
     y = rng.integers(0, CLASSES, count).astype(np.int32)
     x = (rng.normal(size=(count, 4, 4, 1)) * 0.5 + y[:, None, None, None]).astype(np.float32)
     split = Split.of(np.split(rng.permutation(count), np.cumsum(sizes)[:-1]))
-    counts = np.stack([np.bincount(y[split.rows(client)], minlength=CLASSES) for client in range(len(sizes))])
-    model = network_of(network)
     public = (rng.normal(size=(10, 4, 4, 1)) + rng.integers(0, CLASSES, (10, 1, 1, 1))).astype(np.float32)
-    problem = Problem(
-        model=model,
-        local=local.LocalSetting(
-            optax.sgd(lr, momentum or None), epochs, batch_size, int(sizes.max()), lr=lr, momentum=momentum
-        ),
-        num_clients=len(sizes),
-        cohort_size=cohort,
-        num_classes=CLASSES,
-        layers=model.layers(),
-        sizes=jnp.asarray(sizes, jnp.int32),
-        label_counts=jnp.asarray(counts, jnp.int32),
-        architectures=jnp.asarray(np.arange(len(sizes), dtype=np.int32) % len(network.split(","))),
-        public=local.Samples(
-            public, np.arange(10, dtype=np.int32) % CLASSES, np.ones(1, np.float32), np.zeros(1, np.float32)
-        ),
-    )
-    samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
-    return rounds.RunConstants(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(seed))
-
-
-def make_engine(
-    strategy, network="thin", *, devices=1, lanes=1, hyper=None, memory_on_host=False, data_on_host=False, **federation
-):
-    """Return the compiled rounds of a strategy; shared by all tests that ask for the same, however they say it."""
-    row = STRATEGIES[strategy]
-    if hyper is None and row.hyper:
-        hyper = row.hyper() if row.small is None else row.small
-    build = row.build, hyper
-    return shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, tuple(federation.items()))
+    labels = np.arange(10, dtype=np.int32) % CLASSES
+    return FederatedData(Dataset("bright", x, y, x, y, CLASSES), split, public=Public(public, labels))
 
 
 # Not all at once: a compiled program takes hundreds of memory maps, and Linux allows a process 65,530 of them.
 @functools.lru_cache(maxsize=24)
-def shared_engine(build, network, devices, lanes, memory_on_host, data_on_host, federation):
-    federation = constants(network, **dict(federation))
-    axis = client_axis(devices=devices, lanes=lanes, cohort_size=federation.problem.cohort_size)
-    build = functools.partial(*build)
-    return rounds.Rounds(build, federation, axis, memory_on_host=memory_on_host, data_on_host=data_on_host)
+def simulator(
+    build,
+    network="thin",
+    *,
+    sizes=SIZES,
+    cohort=COHORT,
+    lr=0.05,
+    momentum=0.5,
+    epochs=EPOCHS,
+    batch_size=BATCH,
+    memory_on_host=False,
+    data_on_host=False,
+    **options,
+):
+    """A simulator of the small federation; ``build`` is (build, hyper) of a strategy."""
+    return Simulator(
+        functools.partial(*build),
+        network_of(network),
+        federated(sizes),
+        cohort=cohort,
+        local=local.setting(lr=lr, momentum=momentum, epochs=epochs, batch_size=batch_size),
+        architectures=[client % len(network.split(",")) for client in range(len(sizes))],
+        memory="host" if memory_on_host else "device",
+        data_placement="host" if data_on_host else "device",
+        **options,
+    )
+
+
+@functools.lru_cache(maxsize=24)  # the same object for the same federation: programs may then be shared
+def constants(network="thin", *, seed=0, sizes=SIZES, **federation):
+    """The constants of the small federation: its problem, the images and rows of its clients, and the key of a run."""
+    problem, known, key = make_engine("fedavg", network, seed=seed, sizes=sizes, **federation).constants
+    samples, index, offsets = jax.device_get(known)
+    images = samples._replace(x=federated(sizes).dataset.x, shape=None)
+    return rounds.RunConstants(problem, rounds.Federation(images, index, offsets), key)
+
+
+def make_engine(strategy, network="thin", *, devices=1, lanes=1, hyper=None, **federation):
+    """The compiled rounds of a strategy; shared by all tests that ask for the same, however they say it."""
+    row = STRATEGIES[strategy]
+    if hyper is None and row.hyper:
+        hyper = row.hyper() if row.small is None else row.small
+    options = {"devices": devices, "lanes": lanes, "seed": 0} | federation
+    return simulator((row.build, hyper), network, **dict(sorted(options.items()))).rounds
 
 
 MOST_MAPS = 35_000  # of the 65,530 that Linux allows a process; beyond them XLA dies by a segmentation fault
@@ -162,7 +169,7 @@ MOST_MAPS = 35_000  # of the 65,530 that Linux allows a process; beyond them XLA
 def drop_programs() -> None:
     """Forget the programs of the tests before if they take too many memory maps."""
     if memory_maps() > MOST_MAPS:
-        shared_engine.cache_clear()
+        simulator.cache_clear()
         program.forget()
         jax.clear_caches()
         gc.collect()

@@ -71,7 +71,7 @@ def test_lanes_hold_clients_of_similar_work():
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(UserError, match="--devices=99 is more than the 2 cpu device"):
+    with pytest.raises(UserError, match="devices=99 is more than the 2 cpu device"):
         client_axis(devices=99, lanes=None, cohort_size=100)
 
 

@@ -22,7 +22,7 @@ def federated(constants):
     dataset = Dataset("made", samples.x, samples.y, test_x, test_y.astype(np.int32), classes)
     test = Split.of([np.arange(5), np.arange(0), np.array([7, 8]), *[np.arange(0)] * 3])
     split = Split(np.asarray(index), np.asarray(offsets))
-    return FederatedData(dataset, split, test=test), samples._replace(x=test_x, y=test_y.astype(np.int32))
+    return FederatedData(dataset, split, test=test), samples._replace(x=test_x, y=test_y.astype(np.int32), shape=None)
 
 
 @functools.cache

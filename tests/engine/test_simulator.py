@@ -1,0 +1,111 @@
+"""The simulator as users hold it: names, functions and Flax modules in; accuracies, reports and one-line errors out."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr.strategies import fedavg, fedprox
+from fedjax_mr.testing.federations import federated, tree_close, tree_equal
+
+SMALL = fmr.local.setting(epochs=1, batch_size=4)
+
+
+class Network(nn.Module):
+    """A Flax module that knows nothing of this package."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x.reshape(len(x), -1))
+
+
+def simulator(strategy="fedavg", model="logistic", **options):
+    return fmr.Simulator(strategy, model, federated(), **{"cohort": 3, "local": SMALL, "devices": 1} | options)
+
+
+def test_it_learns_and_any_division_into_calls_gives_the_same_bits():
+    one = simulator("fedmr")
+    state, report = one.run(one.init(), 12)
+    assert int(state.round) == 12 and report.images > 0 and isinstance(report.train_loss, np.ndarray | np.generic)
+    again, _ = one.run(one.init(), 2)
+    again, _ = one.run(again, 10)
+    tree_equal(state.server, again.server)
+    assert float(one.test(state).accuracy) > 0.7 > float(one.test(one.init()).accuracy)
+
+
+def test_a_run_is_the_simulator_with_a_folder(tmp_path):
+    config = fmr.Config(rounds=3, clients=6, cohort=3, model="logistic", progress=False, run_dir=str(tmp_path / "run"))
+    result = fmr.run(config, record=False)
+    divided = fmr.data.federate(fmr.data.load("digits"), num_clients=6, partition="dirichlet", alpha=0.5, seed=0)
+    alone = fmr.Simulator("fedmr", "logistic", divided, cohort=3)
+    state, _ = alone.run(alone.init(), 3)
+    tree_close(alone.deployed(state), result.variables, rtol=1e-5, atol=1e-6)
+    assert float(alone.test(state).accuracy) == pytest.approx(result.summary["accuracy_last"])
+
+
+def test_a_strategy_is_a_name_a_function_or_a_function_of_its_settings():
+    by_name = simulator("fedprox", hyper=fedprox.Hyper(mu=0.5))
+    by_function = simulator(lambda problem: fedprox.build(fedprox.Hyper(mu=0.5), problem))
+    by_both = simulator(fedprox.build, hyper=fedprox.Hyper(mu=0.5))
+    other = simulator("fedprox", hyper=fedprox.Hyper(mu=50.0))
+    models = [one.deployed(one.run(one.init(), 2)[0]) for one in (by_name, by_function, by_both, other)]
+    tree_equal(models[0], models[1])
+    tree_equal(models[0], models[2])
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (models[0], models[3])), strict=True))
+
+
+def test_several_flax_modules_of_which_each_client_has_one():
+    one = simulator("local", [Network(), "mlp"], architectures=[0, 0, 0, 1, 1, 1])
+    state, _ = one.run(one.init(), 1)
+    assert np.asarray(one.problem.architectures).tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(fmr.UserError, match="local deploys no model"):
+        one.test(state)
+
+
+def test_personal_tests_of_all_clients():
+    divided = fmr.data.federate(fmr.data.load("digits"), num_clients=6, client_test_share=0.2, seed=0)
+    one = fmr.Simulator("fedper", "logistic", divided, cohort=3, local=SMALL, devices=1)
+    state, _ = one.run(one.init(), 2)
+    personal, tuned = one.personal(state), one.personal(state, finetune_epochs=2)
+    assert personal.accuracy.shape == (6,) and personal.count.sum() == len(divided.client_test.split.index)
+    assert not np.array_equal(personal.accuracy, tuned.accuracy)
+
+
+def test_the_data_of_one_client():
+    one, data = simulator(), federated()
+    for client in range(data.num_clients):
+        found = one.client(client)
+        rows = np.asarray(found.index)[int(found.offset) : int(found.offset + found.size)]
+        np.testing.assert_array_equal(rows, data.train.rows(client))
+        assert int(found.client_id) == client
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "fedmrr"}, "did you mean 'fedmr'"),
+        ({"model": "logistics"}, "did you mean 'logistic'"),
+        ({"model": Network}, "instance of flax.linen.Module"),
+        ({"cohort": 7}, "cohort=7 is out of range: from 1 to all 6 clients"),
+        ({"cohort": 0}, "cohort=0 is out of range"),
+        ({"devices": 99}, "devices=99"),
+    ],
+)
+def test_bad_arguments_are_one_line_about_arguments(options, message):
+    with pytest.raises(fmr.UserError) as error:
+        simulator(**options)
+    assert message in str(error.value) and "--" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_divergence_says_who_when_and_what_to_do():
+    one = simulator(local=fmr.local.setting(lr=1e38, batch_size=4))
+    with pytest.raises(fmr.DivergedError, match=r"round 1 diverged: client \d met a loss .* smaller lr"):
+        one.run(one.init(), 3)
+
+
+def test_it_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = simulator(fedavg.build, hyper=fedavg.Hyper())
+    one.test(one.run(one.init(), 1)[0])
+    assert list(tmp_path.iterdir()) == []
