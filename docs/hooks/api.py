@@ -4,8 +4,11 @@
 PAGES = {
     "fmr": (
         "fedjax_mr",
-        "The names of `import fedjax_mr as fmr`: run, load, and the names that your own strategy needs.",
+        "The names of `import fedjax_mr as fmr`: the simulator, run, load, and the names that your own strategy needs.",
         [
+            "fedjax_mr.engine.simulator.Simulator",
+            "fedjax_mr.engine.local.setting",
+            "fedjax_mr.data.divide.federate",
             "fedjax_mr.experiment.run.run",
             "fedjax_mr.experiment.seeds.run_seeds",
             "fedjax_mr.experiment.experiment.Result",
@@ -25,9 +28,8 @@ PAGES = {
     ),
     "training": (
         "Training and rounds",
-        "The simulator, the training of one client, and the rounds of the engine.",
+        "The training of one client, and the rounds of the engine.",
         [
-            "fedjax_mr.engine.simulator.Simulator",
             "fedjax_mr.engine.local",
             "fedjax_mr.engine.mutual",
             "fedjax_mr.engine.round",
