@@ -15,7 +15,7 @@ from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import Flatten
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import usual_traffic
+from fedjax_mr.strategies.base import averaging, usual_traffic
 
 # Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
 QUICK_TO_COMPILE = {
@@ -145,10 +145,15 @@ def simulator(
     )
 
 
+def _averaging(hyper, problem):
+    return averaging(problem)
+
+
 @functools.lru_cache(maxsize=24)  # the same object for the same federation: programs may then be shared
 def constants(network="thin", *, seed=0, sizes=SIZES, **federation):
     """The constants of the small federation: its problem, the images and rows of its clients, and the key of a run."""
-    problem, known, key = make_engine("fedavg", network, seed=seed, sizes=sizes, **federation).constants
+    options = {"devices": 1, "lanes": 1, "seed": seed, "sizes": sizes} | federation
+    problem, known, key = simulator((_averaging, None), network, **options).rounds.constants
     samples, index, offsets = jax.device_get(known)
     images = samples._replace(x=federated(sizes).dataset.x, shape=None)
     return rounds.RunConstants(problem, rounds.Federation(images, index, offsets), key)
