@@ -56,11 +56,11 @@ class Row(NamedTuple):
 
     Attributes:
       build: (hyper, problem) -> Strategy.
-      hyper: dataclass of the strategy's hyper-parameters (flags ``--<strategy>_<field>``), or None.
+      hyper: dataclass of the hyper-parameters, or None if there are none.
       paper: authors and venue, for the table of strategies.
       several: whether clients may have networks of different architectures (a `Zoo`).
       public: whether the strategy accepts public data.
-      title: name in pictures and papers' tables. Default: the registered name.
+      title: name in figures and tables. Default: the registered name.
       needs_public: whether the strategy requires public data, and therefore gets some by default; or a function
         hyper -> bool.
       label_counts: whether the server reads ``problem.label_counts``, which real clients then have to report.

@@ -33,8 +33,8 @@ Deviations:
   statistics, averaged like the parameters.
 * ``selection=available`` follows the released scripts: clients are drawn at random from those that can hold the slice,
   and no client reduces its slice. In these scripts a client may be drawn twice.
-* In the released code the learning rate decays by 0.2 % in each round, and there is weight decay. Here both are general
-  settings.
+* In the released code local training has weight decay, and the learning rate decays by 0.2 % in each round. Here weight
+  decay is the setting ``weight_decay``, and the learning rate is constant.
 """
 
 import dataclasses
