@@ -27,8 +27,18 @@ class DivergedError(UserError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is not registered. It suggests the closest known name."""
+    """The error for a name that is not in a registry, with the most similar name that is."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(names)})")
+    return UserError(f"unknown {kind} {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """The hint to the most similar name, or "" if none is similar.
+
+    Args:
+      name: the unknown name.
+      known: the names that exist.
+      form: the format of the name in the hint.
+    """
+    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.4)
+    return f"; did you mean {form.format(nearest[0])}?" if nearest else ""

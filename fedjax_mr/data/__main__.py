@@ -52,8 +52,8 @@ def _show(arguments: list[str]) -> None:
     # No client trains, so the method must not refuse several networks, nor the cohort be larger than the federation.
     config = configuration.parse(arguments)
     as_local = {"strategy": "local", "hyper": None, "cohort": 1, "public_share": public_share(config)}
-    config = resolve(dataclasses.replace(config, **as_local)).config
     with flags_in_errors(config.strategy):
+        config = resolve(dataclasses.replace(config, **as_local)).config
         federated = federated_data(config)
     words = [Path(config.dataset).stem, Path(config.partition_file or config.partition).stem, federated.hash()[:8]]
     folder = Path(config.run_dir or f"{PARTITIONS_FOLDER}/{'-'.join(words)}")

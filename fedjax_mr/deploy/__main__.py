@@ -46,7 +46,8 @@ def new(arguments: Sequence[str]) -> None:
     """
     folder, flags = _folder("new", arguments)
     requested, setting = configuration.parse_command(flags, ServerOptions)
-    config = resolve(requested).config
+    with flags_in_errors(requested.strategy):
+        config = resolve(requested).config
     check_deployable(config)
     for each in settings_of(ServerOptions):
         each.check(getattr(setting, each.name))
@@ -74,8 +75,9 @@ def divide(arguments: Sequence[str]) -> None:
       UserError: the dataset cannot be read, or its partition is not possible.
     """
     folder, flags = _folder("divide", arguments)
-    config = resolve(configuration.parse_command(flags, ServerOptions)[0]).config
+    config = configuration.parse_command(flags, ServerOptions)[0]
     with flags_in_errors(config.strategy):
+        config = resolve(config).config
         paths = samples.divide(federated_data(config), folder)
     print(*paths, sep="\n")
 

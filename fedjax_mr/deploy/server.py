@@ -108,10 +108,10 @@ def serve(messenger: Messenger, run_settings: Mapping[str, Any]) -> None:
       UserError: bad input, or clients are missing or lost and `ClientPolicy` does not allow it.
       DivergedError: a loss or weight is not finite.
     """
-    config = resolve(configuration.parse(shlex.split(str(run_settings["flags"])))).config
+    config = configuration.parse(shlex.split(str(run_settings["flags"])))
     try:
         with flags_in_errors(config.strategy):
-            run(messenger, config, ServerOptions.of(run_settings))
+            run(messenger, resolve(config).config, ServerOptions.of(run_settings))
     except Interrupted as stop:  # Flower only reports subclasses of Exception
         raise UserError(str(stop)) from None
 

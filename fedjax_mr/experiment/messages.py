@@ -7,6 +7,7 @@ hyper-parameter as ``hyper.mu=0.1`` or ``hyper.mu``. These are also the fields o
 
 import contextlib
 import re
+import shlex
 from collections.abc import Iterator
 
 from fedjax_mr.errors import UserError
@@ -50,6 +51,6 @@ def with_flags(message: str, strategy: str) -> str:
             return f"--{'no' if value == 'False' else ''}{setting.flag}"
         values = value.strip("()").split(",") if setting.repeated else [value]
         values = [each.strip().strip("'") for each in values if each.strip()] or ["none"]
-        return " ".join(f"--{setting.flag}={each}" for each in values)
+        return " ".join(f"--{setting.flag}={shlex.quote(each) if each else ''}" for each in values)
 
     return _ARGUMENT.sub(flag, message)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from fedjax_mr import registry
 from fedjax_mr.data import SOURCES, Dataset, is_file
 from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import UserError, did_you_mean, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
+from fedjax_mr.experiment import imports, settings
 from fedjax_mr.experiment.config import LOGS, Config
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import MODELS
@@ -53,8 +53,10 @@ def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None
     user_objects = UserObjects.of(dataset, model)
     imports.load(config.imports)
     config = dataclasses.replace(config, hyper=_hyper(config))
-    for setting, value in configuration.setting_values(config):
-        setting.check(value)
+    for setting, value in settings.values_of(config):
+        setting.check(value, setting.name)
+    for setting, value in settings.values_of(config.hyper):
+        setting.check(value, f"hyper.{setting.name}")
     completed = dataclasses.replace(
         config,
         dataset=user_objects.dataset_name(config.dataset),
@@ -119,11 +121,11 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     """Check the names in a configuration, and settings that depend on each other.
 
     Raises:
-      UserError: the message names the flag, its value and the values allowed.
+      UserError: the message names the setting, its value and the values allowed.
     """
     for name, supplied in (("dataset", user_objects.dataset), ("model", user_objects.modules)):
         if registry.is_supplied(recorded := getattr(config, name)) and not supplied:
-            raise UserError(f"--{registry.not_passed(name, recorded)}")
+            raise registry.not_passed(name, recorded)
     if config.dataset not in SOURCES and not registry.is_supplied(config.dataset) and not _is_path(config.dataset):
         raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
@@ -132,13 +134,13 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     _check_logs(config)
     if 0 < config.clients < config.cohort:  # 0 clients: all of the dataset, which is not loaded yet
         raise UserError(
-            f"--cohort={config.cohort} is more than --clients={config.clients}: at most all clients train in a round"
+            f"cohort={config.cohort} is more than clients={config.clients}: at most all clients train in a round"
         )
     if config.resume and config.overwrite:
-        raise UserError("--resume continues a run and --overwrite replaces it: use only one of them")
+        raise UserError("resume=True continues a run and overwrite=True replaces it: use only one of them")
     number, count = config.process_id, config.num_processes
     if number is not None and count is not None and number >= count:
-        raise UserError(f"--process_id={number} is not below --num_processes={count}: processes count from 0")
+        raise UserError(f"process_id={number} is not below num_processes={count}: processes count from 0")
 
 
 def _check_networks(config: Config, user_objects: UserObjects) -> None:
@@ -149,12 +151,12 @@ def _check_networks(config: Config, user_objects: UserObjects) -> None:
     if count > 1 and not STRATEGIES[config.strategy].several:
         able = ", ".join(name for name, row in STRATEGIES.items() if row.several)
         raise UserError(
-            f"strategy {config.strategy} needs the same network for all clients, but --model names {count}; for "
+            f"strategy {config.strategy} needs the same network for all clients, but model= names {count}; for "
             f"clients of different networks there are {able}"
         )
     if len(config.architectures_from) not in (0, 1, count):
         raise UserError(
-            f"--architectures_from names {len(config.architectures_from)} runs, but --model {count} networks: one run "
+            f"architectures_from= names {len(config.architectures_from)} runs, but model= {count} networks: one run "
             "for each network, in the same order, or one folder that holds them"
         )
 
@@ -162,9 +164,9 @@ def _check_networks(config: Config, user_objects: UserObjects) -> None:
 def _check_logs(config: Config) -> None:
     for name in config.logs:
         if name not in LOGS:
-            raise unknown_name("value of --log", name, LOGS)
+            raise UserError(f"log={name!r} is not one of {', '.join(LOGS)}{did_you_mean(name, LOGS)}")
         if importlib.util.find_spec(LOGS[name]) is None:
-            raise UserError(f"--log={name} needs {LOGS[name]}: pip install 'fedjax-mr[{name}]'")
+            raise UserError(f"log={name!r} needs {LOGS[name]}: pip install 'fedjax-mr[{name}]'")
 
 
 def _is_path(name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from absl import flags
 
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import UserError, did_you_mean
 from fedjax_mr.strategies.hyper import LARGEST_FLOAT32, LARGEST_INT32, Info, field, info
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with room for the files in a folder
@@ -61,23 +61,28 @@ class Setting:
     default: Any
     info: Info
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, label: str = "") -> None:
         """Check the type and the range of a value.
 
+        Args:
+          value: the value.
+          label: the name of the setting in messages. Default: its flag.
+
         Raises:
-          UserError: the value does not fit; the message names the flag, the value and the values allowed.
+          UserError: the value does not fit; the message names the setting, the value and the values allowed.
         """
+        label = label or f"--{self.flag}"
         if self.repeated:
             if not isinstance(value, tuple | list):
-                raise UserError(f"--{self.flag} is {value!r}, but takes a tuple")
+                raise UserError(f"{label}={value!r} is not a tuple")
             for each in value:
-                self._single().check(each)
+                self._single().check(each, label)
         elif not self._fits(value):
-            raise UserError(f"--{self.flag} is {value!r}, but takes {_KINDS[self.kind][1]}")
+            raise UserError(f"{label}={value!r} is not {_KINDS[self.kind][1]}")
         elif isinstance(value, str):
-            self._check_text(value)
+            self._check_text(value, label)
         elif value is not None and not isinstance(value, bool):
-            self._check_number(value)
+            self._check_number(value, label)
 
     def plain(self, value: Any) -> Any:
         """The value in a form for JSON: True, 1, 1.0, "text", None, or a list."""
@@ -123,7 +128,7 @@ class Setting:
             return self.kind is bool if isinstance(value, bool) else self.optional
         return isinstance(value, _KINDS[self.kind][0])
 
-    def _check_number(self, value: float) -> None:
+    def _check_number(self, value: float, label: str) -> None:
         """Check a number by its declaration, then by the bound of all numbers."""
         ranges = [self.info]
         if self.info.high is None:
@@ -132,20 +137,19 @@ class Setting:
         for each in ranges:
             if not each.allows(value):
                 shown = value if self.kind is float or abs(value) < 10**15 else f"{str(value)[:15]}..."
-                raise UserError(
-                    f"--{self.flag}={shown} is out of range (allowed: {each.allowed() or 'finite numbers'})"
-                )
+                raise UserError(f"{label}={shown} is out of range (allowed: {each.allowed() or 'finite numbers'})")
 
-    def _check_text(self, value: str) -> None:
+    def _check_text(self, value: str, label: str) -> None:
         if value != value.strip() or not value.isprintable():
-            raise UserError(f"--{self.flag}={value!r} has spaces at an end or unprintable characters")
+            raise UserError(f"{label}={value!r} has spaces at an end or unprintable characters")
         if self.info.choices is not None and value not in self.info.choices:
-            raise unknown_name(f"value of --{self.flag}", value, self.info.choices)
+            hint = did_you_mean(value, self.info.choices)
+            raise UserError(f"{label}={value!r} is not one of {', '.join(self.info.choices)}{hint}")
         if self.info.path:
             longest = max(map(len, os.fsencode(value).split(b"/")))
             if longest > LONGEST_NAME or len(os.fsencode(value)) > LONGEST_PATH:
                 raise UserError(
-                    f"--{self.flag}={value[:40]}... is too long for a path: names have at most {LONGEST_NAME} bytes, "
+                    f"{label}={value[:40]}... is too long for a path: names have at most {LONGEST_NAME} bytes, "
                     f"the whole path {LONGEST_PATH}"
                 )
 
@@ -352,9 +356,8 @@ def _define(values: flags.FlagValues, setting: Setting) -> None:
 
 
 def _unknown_flag(name: str, known: Collection[str]) -> UserError:
-    nearest = str(unknown_name("flag", name, known)).partition("did you mean '")[2].partition("'")[0]
-    nearest = next((flag for flag in OTHER_NAMES.get(name, ()) if flag in known), nearest)
-    hint = f"; did you mean --{nearest}?" if nearest else ""
+    renamed = [flag for flag in OTHER_NAMES.get(name, ()) if flag in known]
+    hint = did_you_mean(renamed[0] if renamed else name, renamed or known, form="--{}")
     return UserError(f"unknown flag --{name}{hint} (--help=all lists all flags)")
 
 

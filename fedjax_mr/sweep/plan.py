@@ -13,6 +13,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_state, runs_by_settings
+from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.settings import settings_of, values_of
 from fedjax_mr.strategies.hyper import field
@@ -110,7 +111,9 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
         chosen = dict(pair for pairs in values for pair in pairs)
         flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
         flags += [f"--{name}={value}" for name, value in chosen.items()]
-        one = resolve(configuration.parse_command(flags, Sweep)[0]).config
+        one = configuration.parse_command(flags, Sweep)[0]
+        with flags_in_errors(strategy):
+            one = resolve(one).config
         plain, digest = configuration.to_json(one), configuration.digest(one)
         choice = {name: plain[name] for name in chosen if name in plain}
         words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]

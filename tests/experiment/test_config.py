@@ -95,8 +95,8 @@ def test_a_new_strategy_brings_its_flags(monkeypatch):
     assert configuration.parse(configuration.to_flags(config)) == config
     assert "--mine_private" not in manual.all_flags()
     assert "Strategy mine (Nobody, 2030)" in manual.all_flags()
-    assert "--mine_mu=0 is out of range" in error_of(resolve, Config(strategy="mine", hyper=Hyper(0)))
-    assert "--mine_powers=-1" in error_of(resolve, Config(strategy="mine", hyper=Hyper(powers=(-1,))))
+    assert "hyper.mu=0 is out of range" in error_of(resolve, Config(strategy="mine", hyper=Hyper(0)))
+    assert "hyper.powers=-1" in error_of(resolve, Config(strategy="mine", hyper=Hyper(powers=(-1,))))
 
 
 @pytest.mark.parametrize(
@@ -126,30 +126,30 @@ def test_bad_flags(arguments, parts):
         ({"model": "cnn_digit"}, ["model 'cnn_digit'", "did you mean 'cnn_digits'?"]),
         ({"dataset": "digit"}, ["dataset 'digit'", "did you mean 'digits'?"]),
         ({"partition": "dirichlett"}, ["partition 'dirichlett'", "did you mean 'dirichlet'?"]),
-        ({"optimizer": "sgdd"}, ["--optimizer", "'sgdd'", "did you mean 'sgd'?"]),
-        ({"cohort": 21}, ["--cohort=21", "--clients=20"]),
-        ({"lr": -0.1}, ["--lr=-0.1", "> 0"]),
-        ({"lr": 0}, ["--lr=0", "> 0"]),
-        ({"lr": float("nan")}, ["--lr=nan"]),
-        ({"alpha": 0.0}, ["--alpha=0.0", "> 0"]),
-        ({"momentum": 1.5}, ["--momentum=1.5", ">= 0 and <= 1"]),
-        ({"rounds": 0}, ["--rounds=0", ">= 1"]),
-        ({"clients": -1}, ["--clients=-1", ">= 0"]),
-        ({"batch_size": -5}, ["--batch_size=-5"]),
-        ({"clip_norm": 0.0}, ["--clip_norm=0.0", "> 0"]),
-        ({"server_optimizer": "yogy"}, ["--server_optimizer", "'yogy'", "did you mean 'yogi'?"]),
-        ({"server_lr": 0.0}, ["--server_lr=0.0", "> 0"]),
-        ({"server_momentum": 1.0}, ["--server_momentum=1.0", ">= 0 and < 1"]),
-        ({"server_beta2": 1.0}, ["--server_beta2=1.0", ">= 0 and < 1"]),
-        ({"server_tau": 0.0}, ["--server_tau=0.0", "> 0"]),
-        ({"target_accuracy": 97.0}, ["--target_accuracy=97.0", "<= 1"]),
-        ({"seed": 2**31}, ["--seed=2147483648", "< 2^31"]),
-        ({"lr": "0.1"}, ["--lr is '0.1'", "a number"]),
-        ({"resume": True, "overwrite": True}, ["--resume", "--overwrite"]),
+        ({"optimizer": "sgdd"}, ["optimizer='sgdd'", "did you mean 'sgd'?"]),
+        ({"cohort": 21}, ["cohort=21", "clients=20"]),
+        ({"lr": -0.1}, ["lr=-0.1", "> 0"]),
+        ({"lr": 0}, ["lr=0", "> 0"]),
+        ({"lr": float("nan")}, ["lr=nan"]),
+        ({"alpha": 0.0}, ["alpha=0.0", "> 0"]),
+        ({"momentum": 1.5}, ["momentum=1.5", ">= 0 and <= 1"]),
+        ({"rounds": 0}, ["rounds=0", ">= 1"]),
+        ({"clients": -1}, ["clients=-1", ">= 0"]),
+        ({"batch_size": -5}, ["batch_size=-5"]),
+        ({"clip_norm": 0.0}, ["clip_norm=0.0", "> 0"]),
+        ({"server_optimizer": "yogy"}, ["server_optimizer='yogy'", "did you mean 'yogi'?"]),
+        ({"server_lr": 0.0}, ["server_lr=0.0", "> 0"]),
+        ({"server_momentum": 1.0}, ["server_momentum=1.0", ">= 0 and < 1"]),
+        ({"server_beta2": 1.0}, ["server_beta2=1.0", ">= 0 and < 1"]),
+        ({"server_tau": 0.0}, ["server_tau=0.0", "> 0"]),
+        ({"target_accuracy": 97.0}, ["target_accuracy=97.0", "<= 1"]),
+        ({"seed": 2**31}, ["seed=2147483648", "< 2^31"]),
+        ({"lr": "0.1"}, ["lr='0.1' is not a number"]),
+        ({"resume": True, "overwrite": True}, ["resume=True", "overwrite=True"]),
         ({"hyper": fedavg.Hyper()}, ["fedavg.Hyper", "'fedmr'", "fedmr.Hyper"]),
         ({"strategy": "indep", "hyper": fedmr.Hyper()}, ["'indep'", "has no hyper-parameters"]),
-        ({"hyper": fedmr.Hyper(unit="leef")}, ["--fedmr_unit", "'leef'", "did you mean 'leaf'?"]),
-        ({"hyper": fedmr.Hyper(segment=1.5)}, ["--fedmr_segment=1.5", "> 0 and <= 1"]),
+        ({"hyper": fedmr.Hyper(unit="leef")}, ["hyper.unit='leef'", "did you mean 'leaf'?"]),
+        ({"hyper": fedmr.Hyper(segment=1.5)}, ["hyper.segment=1.5", "> 0 and <= 1"]),
     ],
 )
 def test_bad_values(changes, parts):
@@ -159,7 +159,7 @@ def test_bad_values(changes, parts):
 
 
 def test_methods_of_one_network_refuse_several():
-    with pytest.raises(UserError, match=r"fedmr needs the same network for all clients, but --model names 2; .* local"):
+    with pytest.raises(UserError, match=r"fedmr needs the same network for all clients, but model= names 2; .* local"):
         resolve(Config(strategy="fedmr", model="logistic,mlp"))
 
 
@@ -304,7 +304,7 @@ def test_digest():
         ('{"strategy": "fedmr", "colour": 3}', "colour"),
         ('{"strategy": "gone", "colour": 3}', "colour"),  # a method that is not here may have settings of its own
         ('{"strategy": "gone", "gone_weights": {}}', "cannot be read"),
-        ('{"strategy": "fedmr", "lr": "fast"}', "--lr is 'fast'"),
+        ('{"strategy": "fedmr", "lr": "fast"}', "--lr='fast' is not a number"),
     ],
 )
 def test_unreadable_configurations(tmp_path, content, part):

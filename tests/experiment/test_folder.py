@@ -316,7 +316,7 @@ def test_resume_of_something_else_is_refused():
     Checkpoints("other/checkpoints").save(0, {"w": np.ones(1)}, {})
     assert "no config.json" in error_of(RunFolder.open, Config(run_dir="other", resume=True))
     message = error_of(resolve, Config(run_dir="other", resume=True, overwrite=True))
-    assert "--resume" in message and "--overwrite" in message
+    assert "resume=True" in message and "overwrite=True" in message
 
 
 @pytest.mark.parametrize("run_dir", ["file", "file/run", "/proc/run"])

@@ -95,7 +95,7 @@ def test_a_method_of_ones_own_has_flags_help_and_checks():
     name, hash = value.split("#")
     assert name == str(Path("my_method.py").absolute()) and len(hash) == 12
     assert resolved(configuration.to_flags(config)) == config
-    assert "--further_further=-1.0 is out of range" in refusal(resolved, [*flags, "--further_further=-1"])
+    assert "hyper.further=-1.0 is out of range" in refusal(resolved, [*flags, "--further_further=-1"])
     assert "did you mean --further_further?" in refusal(configuration.parse, [*flags, "--further_furthr=1"])
 
 

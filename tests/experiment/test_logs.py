@@ -41,10 +41,13 @@ def begun(config=None):
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (["--log=tensorbord"], "unknown value of --log 'tensorbord'; did you mean 'tensorboard'?"),
-        (["--log=mlflow,"], "unknown value of --log ''"),
-        (["--log=wandb"], "--log=wandb needs nothing_of_this_name: pip install 'fedjax-mr[wandb]'"),
-        (["--log=mlflow,wandb"], "--log=wandb needs nothing_of_this_name"),
+        (
+            ["--log=tensorbord"],
+            "log='tensorbord' is not one of tensorboard, wandb, mlflow; did you mean 'tensorboard'?",
+        ),
+        (["--log=mlflow,"], "log='' is not one of"),
+        (["--log=wandb"], "log='wandb' needs nothing_of_this_name: pip install 'fedjax-mr[wandb]'"),
+        (["--log=mlflow,wandb"], "log='wandb' needs nothing_of_this_name"),
     ],
 )
 def test_refused_before_anything_is_read(monkeypatch, flags, part):

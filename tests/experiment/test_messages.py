@@ -15,6 +15,7 @@ from fedjax_mr.experiment.messages import flags_in_errors, with_flags
         ("fedavg", "a smaller batch_size=, cohort= or lanes=", "a smaller --batch_size, --cohort or --lanes"),
         ("fedavg", "public_labels=False, or offline=True (seed=1)", "--nopublic_labels, or --offline (--seed=1)"),
         ("fedavg", "optimizer='sgd': momentum=0.5, now 0.9", "--optimizer=sgd: --momentum=0.5, now 0.9"),
+        ("fedavg", "run_dir='a b' or run_dir=''", "--run_dir='a b' or --run_dir="),
         ("fedavg", "imports=('a.py', 'b.py'), imports=()", "--import=a.py --import=b.py, --import=none"),
         ("pfedbayes", "lr=0.1, hyper.lr=0.2, or hyper.lr", "--lr=0.1, --pfedbayes_lr=0.2, or --pfedbayes_lr"),
         ("heterofl", "pass hyper.widths=(1.0, 0.5)", "pass --heterofl_widths=1.0 --heterofl_widths=0.5"),
