@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# The queue behind the tables of the newer global methods: the digits with a small, equal tuning budget, CIFAR-10's first
-# 30 rounds, and 500 rounds of the best.
+# Train the runs of notebook/newer.md, the newer global methods: the digits with a small, equal tuning budget, the first 30
+# rounds of CIFAR-10, and 500 rounds of the best.
 #
-#   experiments/newer.sh DATA_DIR [FOLDER]      # FOLDER: of the runs, default runs/newer
+#   experiments/newer.sh DATA_DIR [FOLDER]      # FOLDER: folder of the runs. Default: runs/newer
 #
-# DATA_DIR holds cifar10/3.0.2 as TensorFlow Datasets writes it. Finished runs are skipped and broken ones go on, so the
-# same command continues the queue after any interruption. SWEEP_FLAGS=--kept=experiments/results leaves out the runs
-# whose metrics are kept.
+# DATA_DIR holds cifar10/3.0.2 as TensorFlow Datasets writes it. The same command continues after an interruption: it skips
+# finished runs and resumes unfinished ones. SWEEP_FLAGS=--kept=experiments/results skips the runs that are kept there.
 #
-# python experiments/record.py keep FOLDER/digits --name=digits_newer_300 (and so on) then keeps the metrics.
+# python experiments/record.py keep FOLDER/digits --name=digits_newer_300 (and so on) then keeps the runs.
 set -euo pipefail
 data="$1" folder="${2:-runs/newer}"
 cd "$(dirname "$0")/.."
@@ -21,21 +20,21 @@ sweep() { # name of the sub-folder, then flags
 
 newer=feddyn,feddc,fedntd,fedlc,fedsam,mofedsam,fedgamma,fedspeed,fedsmoo,fedswa,fedmoswa,fedmerge,heterofl,adaptivefl
 
-# 1. Every method has three learning rates on one seed that the tables do not have. By validation accuracy (analysis best
-#    FOLDER/tuning --over=lr): results/digits_newer_tuning.
+# 1. Three learning rates per method on a seed that is not in the tables. Selected by validation accuracy (analysis best
+#    FOLDER/tuning --over=lr): results/digits_newer_tuning.jsonl.gz
 sweep tuning --flagfile=exp/quickstart.flags --strategies=fedavg,scaffold,$newer --seeds=10 --rounds=100 \
   --validation_share=0.2 --eval_clients --grid=lr=0.02,0.05,0.1
-# 2. The main job's 300 rounds at each one's own rate
+# 2. 300 rounds of the quickstart setting at the best rate of each method
 rates() { sweep digits --flagfile=exp/quickstart.flags --seeds=0:3 --grid=alpha=0.5,0.1 --lr="$1" --strategies="$2"; }
 rates 0.02 scaffold,fedgamma,fedsam,fedspeed,mofedsam
 rates 0.05 feddyn,feddc,fedsmoo,fedmerge,heterofl,adaptivefl
 rates 0.1 fedavg,fedntd,fedlc,fedswa,fedmoswa
-# 3. CIFAR-10, Dirichlet(0.5): two learning rates for each over 10 rounds on a seed of its own, FedAvg's published one and
-#    one five times as large (results/cifar10_newer_tuning)
+# 3. CIFAR-10, Dirichlet(0.5): two learning rates per method, 10 rounds on a separate seed. FedAvg's published rate and one
+#    five times as large (results/cifar10_newer_tuning.jsonl.gz)
 sweep cifar10_tuning --flagfile=exp/cifar10.flags --data_dir="$data" --strategies=fedavg,scaffold,$newer --seeds=10 \
   --rounds=10 --eval_every=10 --validation_share=0.2 --eval_clients --grid=lr=0.01,0.05
-# 4. All for 30 rounds at the better one, which is the larger for each of them
+# 4. All methods for 30 rounds at the better rate, which is the larger one for each of them
 sweep cifar10_30 --flagfile=exp/cifar10.flags --data_dir="$data" --seeds=0 --rounds=30 --lr=0.05 \
   --strategies=fedavg,scaffold,$newer
-# 5. The best three of the new ones for all 500, at the FedMR authors' 0.01
+# 5. The best three of the newer methods for all 500 rounds, at 0.01 as FedMR's authors
 sweep cifar10 --flagfile=exp/cifar10.flags --data_dir="$data" --seeds=0 --strategies=fedntd,fedgamma,fedlc

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The queue behind the table of personal methods: the digits with 20 clients, each with its own tests, in every round
-# (exp/fedme_digits.flags), and the small, equal tuning budget before it.
+# Train the runs of notebook/personal.md, the personal methods: the digits with 20 clients in every round, each with its own
+# test samples (exp/fedme_digits.flags), after a small, equal tuning budget.
 #
-#   experiments/personal.sh [FOLDER]      # FOLDER: of the runs, default runs/personal
+#   experiments/personal.sh [FOLDER]      # FOLDER: folder of the runs. Default: runs/personal
 #
-# Finished runs are skipped and broken ones go on, so the same command continues the queue after any interruption.
-# SWEEP_FLAGS=--kept=experiments/results leaves out the runs whose metrics are kept.
+# The same command continues after an interruption: it skips finished runs and resumes unfinished ones.
+# SWEEP_FLAGS=--kept=experiments/results skips the runs that are kept there.
 #
-# python experiments/record.py keep FOLDER/table --name=digits_personal (and so on) then keeps the metrics.
+# python experiments/record.py keep FOLDER/table --name=digits_personal (and so on) then keeps the runs.
 set -euo pipefail
 folder="${1:-runs/personal}"
 cd "$(dirname "$0")/.."
@@ -19,21 +19,21 @@ sweep() { # name of the sub-folder, then flags
     --eval_clients ${SWEEP_FLAGS:-} "$@" || echo "$name: code $?"
 }
 
-# One network for all clients; the same with BatchNorm; four networks at random.
+# One network for all clients; the same with BatchNorm; four random networks.
 one=(--model=cnn_digits)
 norm=(--model=cnn_digits_norm --import=experiments/digits_norm.py)
 bayes=(--strategies=pfedbayes --model=cnn_digits --pfedbayes_zeta=0.1 --pfedbayes_rho=-5)
 
-# 1. Three learning rates for each on a seed that the table does not have; by the clients' validation samples
-#    (analysis best FOLDER/tuning --over=lr): results/digits_personal_tuning.
+# 1. Three learning rates per method on a seed that is not in the table. Selected by the clients' validation samples
+#    (analysis best FOLDER/tuning --over=lr): results/digits_personal_tuning.jsonl.gz
 tuning() { sweep tuning --seeds=10 --grid=lr=0.02,0.05,0.1 "$@"; }
 tuning "${one[@]}" --strategies=fedavg,ditto,fedrep,fedper,lgfedavg,pfedme,perfedavg,local
 tuning "${norm[@]}" --strategies=fedavg,fedbn
 tuning --strategies=fedme,local
-prototypes=(--projection=64 --fedproto_evaluate=prototypes) # they need representations of one width
+prototypes=(--projection=64 --fedproto_evaluate=prototypes) # they need representations of equal width
 tuning "${prototypes[@]}" --strategies=fedproto,fedtgp
 sweep tuning --seeds=10 "${bayes[@]}" --grid=pfedbayes_lr=0.001,0.003,0.01
-# 2. Three seeds at each one's own rate
+# 2. Three seeds at the best rate of each method
 table() { # learning rate, then flags
   local lr="$1"
   shift

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# The queue behind the table of record: which published results replicate, with seeds. LeNet-5, the FedMR authors'
-# protocol, 500 rounds, tested every 5.
+# Train the runs of RESULTS.md, which says which published results replicate. LeNet-5, the protocol of FedMR's authors,
+# 500 rounds, an evaluation every 5.
 #
-#   experiments/record.sh DATA_DIR [FOLDER [DIVISION]]      # FOLDER: of the runs, default runs/record
+#   experiments/record.sh DATA_DIR [FOLDER [DIVISION]]      # FOLDER: folder of the runs. Default: runs/record
 #
-# DIVISION is the authors' own at Dirichlet(0.1), data/cifar10_100_noniidCase5_beta0.1.json of
-# github.com/HMHelloWorld/FedMut; without it its three runs are left out.
-# DATA_DIR holds cifar10/3.0.2 and cifar100/3.0.2 as TensorFlow Datasets writes them. Finished runs are skipped and broken
-# ones go on, so the same command continues the queue after any interruption; started twice with the same FOLDER, the two
-# share the work, one core each:
+# DIVISION is the authors' own partition at Dirichlet(0.1), data/cifar10_100_noniidCase5_beta0.1.json of
+# github.com/HMHelloWorld/FedMut. If omitted, its three runs are left out.
+# DATA_DIR holds cifar10/3.0.2 and cifar100/3.0.2 as TensorFlow Datasets writes them. The same command continues after an
+# interruption: it skips finished runs and resumes unfinished ones. Two such commands with the same FOLDER share the work,
+# one core each:
 #
 #   nice taskset -c 0 experiments/record.sh DATA_DIR & nice taskset -c 1 experiments/record.sh DATA_DIR &
 #
-# SWEEP_FLAGS=--kept=experiments/results leaves out the runs whose metrics are kept, and with --dry_run beside it the queue
-# only says what is left. python experiments/record.py keep RUN --name=NAME adds the metrics of an ended run to
-# experiments/results/NAME.jsonl.gz, and python experiments/record.py brings the pages up to date.
+# SWEEP_FLAGS=--kept=experiments/results skips the runs that are kept there; with --dry_run added, the script only prints
+# the remaining runs. python experiments/record.py keep RUN --name=NAME adds an ended run to
+# experiments/results/NAME.jsonl.gz, and python experiments/record.py updates the pages.
 set -euo pipefail
 data="$1" folder="${2:-runs/record}" division="${3:-}"
 cd "$(dirname "$0")/.."
@@ -35,7 +35,7 @@ sweep cifar10 --flagfile=exp/cifar10.flags --strategies=$three --seeds=0:3 --gri
 sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=0 --grid=partition=$all
 # 3. The other global methods on CIFAR-10, Dirichlet(0.5)
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedprox,scaffold,moon,fedgen,clusamp,fedexp,fedasam,fedmut --seeds=0
-# of SCAFFOLD also the form that the papers' authors ran
+# and SCAFFOLD in the variant that the papers' authors ran
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=scaffold --scaffold_variant=authors --seeds=0
 if [ -n "$division" ]; then
   sweep cifar10_released --flagfile=exp/cifar10.flags --strategies=$three --seeds=0 --partition_file="$division"
@@ -51,5 +51,5 @@ sweep fedme $fedme --model=lenet5_large --eval_clients --strategies=fedavg
 # 6. Dirichlet(0.1) with twice the rounds. The papers state no number; the default of their code was 2,000, 1,000 and 500
 #    at different times.
 sweep cifar10_1000 --flagfile=exp/cifar10.flags --rounds=1000 --alpha=0.1 --strategies=$three --seeds=0
-# 2. again: CIFAR-100's other seeds
+# 2, continued: the other seeds of CIFAR-100
 sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=1:3 --grid=partition=$half

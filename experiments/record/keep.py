@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> None:
     table = arguments.folder / documents.RESULTS / f"{arguments.name}{kept.SUFFIX}"
     sharpness = {} if arguments.sharpness is None else read_sharpness(arguments.sharpness)
     count = keep(chosen, table, sharpness)
-    print(f"{table}: {len(chosen)} runs added, {count} in all")
+    print(f"kept {len(chosen)} runs in {table}, which has {count}")
 
 
 def keep(runs: Sequence[RunRecord], table: Path, sharpness: Mapping[str, dict[str, Any]] | None = None) -> int:

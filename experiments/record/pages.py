@@ -1,4 +1,4 @@
-"""Bring the pages and the heads of the flag files up to date with the kept runs in results/.
+"""The default command: update the pages and the heads of the flag files from the kept runs in results/.
 
 The content between two such lines of a page comes from the kept runs:
 

@@ -73,7 +73,7 @@ def test_keeping_runs_again_changes_nothing(both, table, tmp_path, capsys):
     assert (table.read_bytes(), table.stat().st_mtime_ns) == before
     assert main(["keep", both[1], "--name=other", f"--folder={tmp_path}"]) == 0
     assert main(["keep", both[0], "--name=other", f"--folder={tmp_path}"]) == 0  # one after the other, in another order
-    assert "other.jsonl.gz: 1 runs added, 2 in all" in capsys.readouterr().out
+    assert "other.jsonl.gz, which has 2" in capsys.readouterr().out
     assert (tmp_path / "results" / "other.jsonl.gz").read_bytes() == before[0]
 
 
