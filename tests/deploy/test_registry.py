@@ -175,7 +175,7 @@ def test_an_untrained_client_sends_back_what_it_got(name, tmp_path):
     try:
         mailed = one.mailed()
     except UserError as error:
-        assert "--lost=untrained is for methods whose clients send back a model that they got" in str(error)
+        assert "--lost=untrained needs a strategy whose clients send back the model" in str(error)
         return
     _, rows = mailed.simulator.rounds._begin(mailed.simulator.init())
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows)

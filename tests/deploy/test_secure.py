@@ -127,7 +127,7 @@ def test_a_client_that_is_always_malformed_ends_the_run(place, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "lost", "line"),
     [
-        ("--fedmr_secure_when=both", "wait", "real clients exchange layers before the upload only"),
+        ("--fedmr_secure_when=both", "wait", "real clients only exchange layers before the upload"),
         ("", "untrained", "an exchange of layers needs all clients of the round"),
     ],
 )
