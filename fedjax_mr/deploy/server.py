@@ -246,7 +246,7 @@ class RemoteClients:
             public["y"] = np.asarray(federated.public.y, np.int32)
         manager.begin({"federation": numbers, "public": public})
 
-    def _at_server(self, problem: Problem) -> Strategy:
+    def _at_server(self, config: Config, problem: Problem) -> Strategy:
         """The strategy with the round of each client's memory in place of the memory itself.
 
         Its exchange, if it has one, does nothing: the clients have exchanged layers before they upload.

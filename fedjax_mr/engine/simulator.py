@@ -10,6 +10,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -47,7 +48,7 @@ class Simulator:
 
     def __init__(
         self,
-        strategy: str | Callable[..., Strategy],
+        strategy: str | Callable[[Any, Problem], Strategy],
         model: Any,
         federated: FederatedData,
         *,
@@ -69,13 +70,12 @@ class Simulator:
         """Place the data; each program is compiled at its first use.
 
         Args:
-          strategy: a name in `STRATEGIES`, or a function ``build(problem)`` (with ``hyper``: ``build(hyper, problem)``)
-            that returns a `Strategy`.
+          strategy: a name in `STRATEGIES`, or a function ``build(hyper, problem)`` that returns a `Strategy`.
           model: a name in `MODELS`, a Flax module, a `Model`, or a list of several where clients have different ones.
           federated: the clients' data, from `data.federate`.
           cohort: K, clients per round.
           local: the clients' training. Default: `local.setting()`.
-          hyper: the strategy's dataclass of settings. Default for a name: its defaults.
+          hyper: the strategy's settings, which ``build`` receives. Default for a name: its dataclass of defaults.
           seed: of everything that is drawn at random during training; the data have a seed of their own.
           architectures: the number of the network in ``model`` that each client starts with [N]. Default: blocks of
             neighbouring clients.
@@ -91,7 +91,8 @@ class Simulator:
           name: of the strategy in messages. Default: its registered name, or the module of its function.
 
         Raises:
-          UserError: an unknown name, a network that does not fit the samples, K > N, or more devices than there are.
+          UserError: an unknown name, a function of other arguments, a network that does not fit the samples, K > N, or
+            more devices than there are.
         """
         self.federated = federated
         self.model = network_of(model, federated.dataset)
@@ -135,7 +136,9 @@ class Simulator:
 
         Raises:
           DivergedError: a loss or weight is not finite.
+          UserError: the state was consumed by an earlier call.
         """
+        _refuse_consumed(state)
         state, report = self.rounds.run(state, rounds)
         report = jax.device_get(report)
         if self._stop_at_divergence and report.bad_client >= 0:
@@ -163,6 +166,7 @@ class Simulator:
         Raises:
           UserError: no client has test samples.
         """
+        _refuse_consumed(state)
         tests = self.tests_of_clients
         return tests.finetuned(state, finetune_epochs) if finetune_epochs else tests.test(state)
 
@@ -172,6 +176,7 @@ class Simulator:
         Raises:
           UserError: the strategy deploys no model.
         """
+        _refuse_consumed(state)
         variables = self.rounds.deployed(state)
         if variables is None:
             raise UserError(f"{self._name} deploys no model: personal(state) tests the clients' own")
@@ -273,14 +278,25 @@ class Simulator:
 # --- its parts -------------------------------------------------------------------------------------------------------
 
 
-def _builder(strategy: str | Callable[..., Strategy], hyper: Any) -> Build:
+def _builder(strategy: str | Callable[[Any, Problem], Strategy], hyper: Any) -> Build:
     """Problem -> strategy."""
     if callable(strategy):
-        return strategy if hyper is None else functools.partial(strategy, hyper)
+        try:
+            inspect.signature(strategy).bind(hyper, None)
+        except TypeError as error:
+            raise UserError(
+                f"strategy= takes a name or a function build(hyper, problem), and yours differs: {error}"
+            ) from None
+        return functools.partial(strategy, hyper)
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)
     row = STRATEGIES[strategy]
     return functools.partial(row.build, row.hyper() if hyper is None and row.hyper is not None else hyper)
+
+
+def _refuse_consumed(state: Progress) -> None:
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
+        raise UserError("this state was consumed by an earlier run(state): use the state that it returned, or init()")
 
 
 def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: Any) -> Model:

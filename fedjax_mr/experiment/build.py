@@ -47,7 +47,8 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
       changes: arguments of `Simulator` in place of the configuration's.
     """
     chosen: dict[str, Any] = {
-        "strategy": functools.partial(build_strategy, config),
+        "strategy": build_strategy,
+        "hyper": config,
         "cohort": config.cohort,
         "local": local_setting(config, federated.dataset),
         "seed": config.seed,

@@ -133,7 +133,7 @@ def simulator(
 ):
     """A simulator of the small federation; ``build`` is (build, hyper) of a strategy."""
     return Simulator(
-        functools.partial(*build),
+        build[0],
         network_of(network),
         federated(sizes),
         cohort=cohort,
@@ -141,6 +141,7 @@ def simulator(
         architectures=[client % len(network.split(",")) for client in range(len(sizes))],
         memory="host" if memory_on_host else "device",
         data_placement="host" if data_on_host else "device",
+        hyper=build[1],
         **options,
     )
 

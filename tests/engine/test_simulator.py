@@ -44,9 +44,9 @@ def test_a_run_is_the_simulator_with_a_folder(tmp_path):
     assert float(alone.test(state).accuracy) == pytest.approx(result.summary["accuracy_last"])
 
 
-def test_a_strategy_is_a_name_a_function_or_a_function_of_its_settings():
+def test_a_strategy_is_a_name_or_a_function_of_settings_and_problem():
     by_name = simulator("fedprox", hyper=fedprox.Hyper(mu=0.5))
-    by_function = simulator(lambda problem: fedprox.build(fedprox.Hyper(mu=0.5), problem))
+    by_function = simulator(lambda hyper, problem: fedprox.build(fedprox.Hyper(mu=0.5), problem))
     by_both = simulator(fedprox.build, hyper=fedprox.Hyper(mu=0.5))
     other = simulator("fedprox", hyper=fedprox.Hyper(mu=50.0))
     models = [one.deployed(one.run(one.init(), 2)[0]) for one in (by_name, by_function, by_both, other)]
@@ -86,6 +86,7 @@ def test_the_data_of_one_client():
     [
         ({"strategy": "fedmrr"}, "did you mean 'fedmr'"),
         ({"model": "logistics"}, "did you mean 'logistic'"),
+        ({"strategy": lambda problem: None}, "build(hyper, problem)"),
         ({"model": Network}, "instance of flax.linen.Module"),
         ({"cohort": 7}, "cohort=7 is out of range: from 1 to all 6 clients"),
         ({"cohort": 0}, "cohort=0 is out of range"),
@@ -96,6 +97,16 @@ def test_bad_arguments_are_one_line_about_arguments(options, message):
     with pytest.raises(fmr.UserError) as error:
         simulator(**options)
     assert message in str(error.value) and "--" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_state_that_was_consumed_is_refused():
+    one = simulator()
+    first = one.init()
+    state, _ = one.run(first, 1)
+    for use in (one.run, one.test, one.deployed):
+        with pytest.raises(fmr.UserError, match="consumed by an earlier run"):
+            use(first)
+    one.test(state)
 
 
 def test_divergence_says_who_when_and_what_to_do():
