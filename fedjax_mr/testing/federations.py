@@ -1,4 +1,4 @@
-"""Small federations and their compiled rounds, on which strategies are tested."""
+"""Small federations and their compiled rounds, for tests of strategies."""
 
 import functools
 import gc
@@ -17,7 +17,7 @@ from fedjax_mr.models.blocks import Flatten
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import averaging, usual_traffic
 
-# Small programs that run for milliseconds: most of the time to compile them would go into optimising them.
+# The tests' programs are small and run for milliseconds, so optimising them would take longer than running them.
 QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": "0",
     "xla_cpu_use_fusion_emitters": "false",  # in JAX 0.10; later there are no other emitters
@@ -28,7 +28,7 @@ COHORT, CLASSES, BATCH, EPOCHS = 3, 3, 4, 2
 
 
 class ThinBlock(nn.Module):
-    """A convolution with everything that can go wrong beside it: BatchNorm and dropout."""
+    """A convolution with BatchNorm and dropout."""
 
     @nn.compact
     def __call__(self, x, *, train=False, mask=None):
@@ -39,7 +39,7 @@ class ThinBlock(nn.Module):
 
 
 class ThinHead(nn.Module):
-    """The classifier of all."""
+    """The classifier of all networks."""
 
     num_classes: int
 
@@ -97,7 +97,7 @@ NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perc
 
 
 def network_of(name):
-    """Return a network by its name, or the zoo of several with commas between them."""
+    """A network by its name, or the zoo of several names separated by commas."""
     built = [models.Model(NETWORKS[each](num_classes=CLASSES), (4, 4, 1), name=each) for each in name.split(",")]
     return built[0] if len(built) == 1 else models.Zoo.of(built)
 
@@ -161,7 +161,7 @@ def constants(network="thin", *, seed=0, sizes=SIZES, **federation):
 
 
 def make_engine(strategy, network="thin", *, devices=1, lanes=1, hyper=None, **federation):
-    """The compiled rounds of a strategy; shared by all tests that ask for the same, however they say it."""
+    """The compiled rounds of a strategy; tests with equal arguments share them."""
     row = STRATEGIES[strategy]
     if hyper is None and row.hyper:
         hyper = row.hyper() if row.small is None else row.small
@@ -173,7 +173,7 @@ MOST_MAPS = 35_000  # of the 65,530 that Linux allows a process; beyond them XLA
 
 
 def drop_programs() -> None:
-    """Forget the programs of the tests before if they take too many memory maps."""
+    """Delete the programs of earlier tests if they take too many memory maps."""
     if memory_maps() > MOST_MAPS:
         simulator.cache_clear()
         program.forget()
@@ -182,7 +182,7 @@ def drop_programs() -> None:
 
 
 def memory_maps():
-    """Return the number of this process's memory maps; 0 where the system does not tell."""
+    """The number of memory maps of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/maps", "rb") as file:
             return sum(1 for _ in file)
@@ -191,7 +191,7 @@ def memory_maps():
 
 
 def bytes_of_a_round(engine, round=0):
-    """Return the bytes down, up and from client to client, for methods whose traffic follows from shapes."""
+    """The bytes down, up and between clients in a round, for strategies whose traffic follows from shapes."""
 
     def shapes(constants):
         progress = rounds.start(engine.build, constants)
