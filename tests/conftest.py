@@ -14,7 +14,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from fedjax_mr.engine import program
-from fedjax_mr.engine.devices import PATIENT, add_xla_flags, set_up_jax
+from fedjax_mr.engine.devices import LONG_TIMEOUTS, add_xla_flags, set_up_jax
 from fedjax_mr.testing.federations import (
     QUICK_TO_COMPILE,
     bytes_of_a_round,
@@ -27,7 +27,7 @@ from fedjax_mr.testing.federations import (
 
 pytest.register_assert_rewrite("fedjax_mr.testing.test_contract")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
-    add_xla_flags(QUICK_TO_COMPILE | PATIENT)
+    add_xla_flags(QUICK_TO_COMPILE | LONG_TIMEOUTS)
 set_up_jax(devices=2, cohort_size=2)
 os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")

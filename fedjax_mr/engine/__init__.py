@@ -1,1 +1,1 @@
-"""How clients train, whatever the strategy; nothing here knows a configuration, a folder or a file."""
+"""Training and tests of clients, independent of the strategy, the configuration and the run folder."""

@@ -1,8 +1,8 @@
-"""The client axis: K clients over D devices (``shard_map``) and ``lanes`` clients at once on each device.
+"""The client axis: K clients over D devices (``shard_map``), with ``lanes`` clients side by side on each device.
 
-Why not ``vmap`` alone: a convolution whose kernels differ per client is one grouped convolution, slow on CPUs and on
-many GPUs, so how many clients run side by side is a dial. Why not sharding annotations: XLA's partitioner gathers the
-operands of grouped convolutions, and every device would train every client.
+``vmap`` alone is not enough. With one kernel per client, a convolution becomes a grouped convolution, which is slow on
+CPUs and on many GPUs, so the number of lanes is a setting. Sharding annotations are not enough either: XLA's
+partitioner gathers the operands of grouped convolutions, so every device would train every client.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ CLIENTS = "clients"
 
 @dataclasses.dataclass(frozen=True)
 class ClientAxis:
-    """How the clients of a round are laid out.
+    """The layout of the K clients of a round over the devices.
 
     Attributes:
       mesh: one axis, ``clients``, over D devices.
-      lanes: clients trained side by side on one device.
-      fused: whether whole rounds run in one compiled program. On several CPU devices of one process they do not:
-        moving K models between the clients' devices and the server would be a collective, and collectives between
-        CPU devices of one process can deadlock. There the server step runs on the first device and the rows are copied.
-      described: whether the devices are only described (``jax.experimental.topologies``): programs are compiled for
-        them, shapes stand for arrays, and nothing runs.
+      lanes: clients that train side by side on one device.
+      fused: whether a whole round runs in one compiled program. It is False on several CPU devices of one process:
+        collectives between CPU devices of one process can deadlock. The server step then runs on the first device, and
+        the rows are copied between the devices.
+      described: whether the machine is not present (``jax.experimental.topologies``). Programs are then compiled, with
+        shapes in place of arrays, but not executed.
     """
 
     mesh: Mesh
@@ -40,17 +40,17 @@ class ClientAxis:
 
     @property
     def platform(self) -> str:
-        """The platform of the devices: ``cpu``, ``gpu`` or ``tpu``."""
+        """Platform of the devices: ``cpu``, ``gpu`` or ``tpu``."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def num_devices(self) -> int:
-        """D."""
+        """Number of devices D."""
         return self.mesh.devices.size
 
     @property
-    def home(self) -> jax.sharding.Sharding:
-        """Where the server state lives."""
+    def server_device(self) -> jax.sharding.Sharding:
+        """Placement of the server state: on all devices if rounds are fused, else on the first device."""
         return self.replicated if self.fused else SingleDeviceSharding(self.mesh.devices.flat[0])
 
     @property
@@ -60,13 +60,13 @@ class ClientAxis:
 
     @property
     def sharded(self) -> NamedSharding:
-        """The leading axis cut into D runs."""
+        """The leading axis divided into D equal parts, one per device."""
         return NamedSharding(self.mesh, PartitionSpec(CLIENTS))
 
     def cut(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return how stacked models [K, ...] are divided over their parameters: along the axis with least padding.
+        """Choose the parameter axis along which a stacked leaf [K, ...] is divided: the one with the least padding.
 
-        A leaf that is too small is not divided: where padding would make moving it dearer than a copy everywhere.
+        A small leaf is replicated if its padding would cost more to transfer than a copy on every device.
         """
         devices = self.num_devices
         sizes = {axis: self._filled(size) / size for axis, size in enumerate(shape) if axis and size}
@@ -79,14 +79,13 @@ class ClientAxis:
         return -(-size // self.num_devices) * self.num_devices
 
     def at_rest(self, tree: Any, *, rows: Collection[int]) -> Any:
-        """Return where a tree of server state or clients' memory is kept between two calls, leaf by leaf.
+        """Placement of the server state or of the clients' memory between two calls, per leaf.
 
-        Stacked leaves, whose leading axis is one of ``rows`` (K, N), are divided: over their parameters, as in
-        `by_parameters`, if these divide evenly; else by rows, if D divides their number. Everything else has a copy on
-        every device of a program.
+        A stacked leaf has a leading axis in ``rows`` (K or N). It is divided over its parameters (see `by_parameters`)
+        if D divides them evenly, else over its rows if D divides their number. Other leaves are replicated.
         """
         if not (self.fused and self.num_devices > 1):
-            return jax.tree.map(lambda leaf: self.home, tree)
+            return jax.tree.map(lambda leaf: self.server_device, tree)
 
         def each(leaf: Any) -> NamedSharding:
             if not leaf.shape[:1] or leaf.shape[0] not in rows:
@@ -99,33 +98,38 @@ class ClientAxis:
         return jax.tree.map(each, tree)
 
     def by_parameters(self, tree: Any, *, rows: Collection[int]) -> Any:
-        """Divide stacked leaves over their parameters, in a compiled program: what mixes whole models is then local.
+        """Divide stacked leaves over their parameters inside a compiled program.
 
-        From clients' rows this is one all-to-all per leaf, which moves (D-1)/D of the leaf, and so is the way back.
-        Axes that D does not divide are padded.
+        Operations that mix whole models are then local to a device. The change from rows costs one all-to-all per leaf,
+        which moves (D-1)/D of it. The change back costs the same. Axes that D does not divide are padded.
         """
         if not (self.fused and self.num_devices > 1):
             return tree
 
         def each(leaf: jax.Array) -> jax.Array:
             if not leaf.shape[:1] or leaf.shape[0] not in rows:
-                return leaf  # the compiler chooses: a copy on each device after each round may not be needed
+                return leaf  # left to the compiler, because a copy on every device may not be needed
             spec = self.cut(leaf.shape)
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
 
         return jax.tree.map(each, tree)
 
     def padded(self, count: int) -> int:
-        """Return ``count`` rounded up to a multiple of D x lanes."""
+        """Round ``count`` up to a multiple of D x lanes."""
         block = self.num_devices * self.lanes
         return -(-count // block) * block
 
 
 def client_axis(*, devices: int | None, lanes: int | None, cohort_size: int) -> ClientAxis:
-    """Return the layout asked for; None chooses: all devices (not more than K), 1 lane on CPU, all lanes elsewhere.
+    """The layout for K clients per round.
+
+    Args:
+      devices: number of devices D. Default: all devices, but at most K in a single process.
+      lanes: clients side by side on one device. Default: 1 on CPUs, else K / D rounded up.
+      cohort_size: K.
 
     Raises:
-      UserError: fewer devices exist than asked for.
+      UserError: D is more than the available devices, or less than those of several processes.
     """
     available, several = jax.devices(), jax.process_count() > 1
     count = devices or (len(available) if several else min(len(available), cohort_size))
@@ -143,19 +147,22 @@ def client_axis(*, devices: int | None, lanes: int | None, cohort_size: int) -> 
 
 
 def first_device() -> ClientAxis:
-    """The layout of a server whose clients train elsewhere: its own work is done on the first device."""
+    """The layout of a server whose clients train on other machines: the server step runs on the first device."""
     return ClientAxis(Mesh(np.array(jax.devices()[:1]), (CLIENTS,)), lanes=1, fused=False)
 
 
 def assign(axis: ClientAxis, work: jax.Array) -> jax.Array:
-    """Return which row each slot trains [K'], K' = K padded: longest first, balanced over the devices.
+    """Assign the rows of a cohort to slots, balanced over the devices (Graham's longest-processing-time rule).
 
-    Rows of similar work share the lanes of one step; the groups go, longest first, to the device with the least work
-    so far (Graham's longest-processing-time rule). Slots without a row hold K.
+    Rows with similar work share the lanes of one step. Groups of rows are assigned in order of decreasing work, each to
+    the device with the least work so far.
 
     Args:
       axis: D devices x lanes.
-      work: the clients' numbers of samples [K].
+      work: number of samples of each client [K].
+
+    Returns:
+      The row of each slot [K'], where K' is K rounded up to a multiple of D x lanes; K for empty slots.
     """
     count = work.shape[0]
     groups = axis.padded(count) // axis.lanes
@@ -180,19 +187,24 @@ def assign(axis: ClientAxis, work: jax.Array) -> jax.Array:
 
 
 def positions(slots: jax.Array, count: int) -> jax.Array:
-    """Return the slot of each row [K], the inverse of `assign`."""
+    """The slot of each row [K]; the inverse of `assign`."""
     return jnp.zeros(count, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
 
 
 def map_clients(axis: ClientAxis, function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return ``function(shared, row)`` over rows [K', ...].
+    """Map ``function(shared, row)`` over rows [K', ...], without collectives.
 
-    Devices share the rows by ``shard_map``, lanes by ``vmap``, and the rest is done in turn. ``shared`` is the same for
-    all. The result has no collective: each device trains its own rows. With one lane the
-    rows run one after the other as they are (a ``vmap`` over one would turn every loop of dynamic length into a masked
-    one).
+    The rows are divided over the devices by ``shard_map`` and over the lanes by ``vmap``. The groups of a device run
+    one after the other. With one lane, ``vmap`` is left out, because it would mask every loop of dynamic length.
+
+    Args:
+      axis: the layout.
+      function: (shared, row) -> result.
+
+    Returns:
+      A function (shared, rows [K', ...]) -> results [K', ...].
     """
-    function = jax.named_scope("clients_part")(function)  # the server may train, too
+    function = jax.named_scope("clients_part")(function)  # separates the clients from a server that trains, too
 
     def on_device(shared: Any, rows: Any) -> Any:
         if axis.lanes == 1:

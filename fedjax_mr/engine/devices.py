@@ -16,9 +16,9 @@ from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 
 CACHE_BYTES = 2 * 1024**3
-_cpu_devices = -1  # set by `_use_cores` from the number of cores, so a later run may raise it; -1 is JAX's default
+_cpu_devices = -1  # value set by `_use_cores`, which a later run may raise; -1 is the default of JAX
 MOST_CPU_DEVICES = 64  # or the number of cores, if larger; hundreds of devices take minutes to start
-PATIENT = {  # seconds; devices with uneven work wait long for each other
+LONG_TIMEOUTS = {  # in seconds, because devices with uneven work wait long for each other
     "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "3600",
 }
@@ -54,7 +54,7 @@ def set_up_jax(
         os.environ.setdefault("NPROC", str(max(4 * count, usable_cores())))
     _use_compilation_cache(Path(cache_dir) if cache_dir is not None else files.cache_folder())
     if num_processes > 1:
-        add_xla_flags(PATIENT)
+        add_xla_flags(LONG_TIMEOUTS)
     _use_cores(count, requested=devices is not None)
 
 
@@ -83,7 +83,7 @@ def _use_cores(count: int, *, requested: bool) -> None:
 
 @contextlib.contextmanager
 def memory_by_name() -> Iterator[None]:
-    """Replace an out-of-memory error of a device or of the machine by one line.
+    """Replace an out-of-memory error by a UserError of one line.
 
     Raises:
       UserError: a device or the machine is out of memory.

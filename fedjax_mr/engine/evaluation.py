@@ -1,4 +1,4 @@
-"""The test of a model on the whole test set, spread over the devices."""
+"""Test of a model on a test set whose samples are divided over the devices."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from fedjax_mr.models.base import Model, Variables
 
 
 class Tested(NamedTuple):
-    """A model's test result; numbers, or one per model [K]."""
+    """Test results: scalars for one model, [K] for K models."""
 
     accuracy: np.ndarray  # fraction of the test samples
     loss: np.ndarray  # mean cross-entropy in nats
@@ -25,17 +25,17 @@ class Tested(NamedTuple):
 class Evaluation:
     """The compiled test of one network on one test set.
 
-    Each device tests its share and returns its counts, which the host adds: no program sums across devices.
+    Each device returns the counts of its samples, and the host adds them. The programs contain no collective.
     """
 
     def __init__(self, model: Model, samples: Samples, axis: ClientAxis, *, shared: bool = False) -> None:
-        """Place the test samples [M, ...] on the devices, a share on each.
+        """Divide the test samples [M, ...] over the devices.
 
         Args:
           model: the network.
-          samples: of the test set.
+          samples: the test set.
           axis: the layout.
-          shared: whether equal networks share their programs: right for those of this package alone.
+          shared: whether equal networks share compiled programs. Safe only for the networks of this package.
         """
         self.axis = axis
         count = len(samples.y)
@@ -68,16 +68,16 @@ class Evaluation:
         return self._run("test", variables)
 
     def each(self, models: Variables) -> Tested:
-        """Test K stacked models, leaves [K, ...]: results [K]."""
+        """Test K stacked models with leaves [K, ...]. The results have shape [K]."""
         return self._run("test_all", models)
 
     def compile(self, variables: Variables) -> Programs:
-        """Compile the test of one model of such shapes for a machine that is only described; nothing runs."""
+        """Compile the test of one model for a machine that is not present. Nothing is executed."""
         self._per_device("test", variables)
         return self.programs
 
     def _per_device(self, name: str, variables: Variables) -> Score:
-        """Return the sums of each device, leaves [D, ...]."""
+        """The sums of each device, leaves [D, ...]."""
         variables = self._place(variables, self.axis.replicated)
         return self.programs.call(name, self._functions[name], variables, self._samples, self._mask)
 

@@ -1,4 +1,4 @@
-"""One client's training: local steps on the batches of its epochs, and the evaluation of a model."""
+"""Training of one client by local steps on the batches of its epochs, and the test of a model on samples."""
 
 import dataclasses
 import functools
@@ -20,26 +20,26 @@ Array = jax.Array | np.ndarray
 
 @jax.tree_util.register_static
 class Shape(tuple[int, ...]):
-    """The shape of one sample, such as (32, 32, 3); no array of a compiled program's but a part of it."""
+    """The shape of one sample, such as (32, 32, 3). Static: a compiled program depends on it."""
 
 
 class Samples(NamedTuple):
-    """All samples of the federation; a batch is gathered and normalised inside the compiled step.
+    """All M samples of the federation. A batch is gathered and normalised inside the compiled step.
 
-    ``x * scale + shift`` is what a network sees, unless x holds tokens.
+    The input of a network is ``x * scale + shift``; tokens are passed unchanged.
     """
 
-    x: Array  # [M, ...], or as `in_rows` arranged them; uint8, float32 or int32 (tokens)
+    x: Array  # [M, ...], or [M, rows, row] after `in_rows`; uint8, float32 or int32 (tokens)
     y: Array  # [M] int32
     scale: Array  # [channels] or [1]
     shift: Array  # [channels] or [1]
-    shape: Shape | None = None  # of one sample, where x holds its numbers as rows
+    shape: Shape | None = None  # shape of one sample if x is in rows
 
     def in_rows(self) -> "Samples":
-        """Return the same samples, the numbers of each image in rows of at most 128: x [M, rows, row].
+        """Reshape each image into rows of at most 128 numbers: x [M, rows, row].
 
-        A TPU reads whole rows of 128. Of images as they are, [40000, 32, 32, 3], every program that takes some would
-        first copy all into another order: 4 ms and 0.5 GB.
+        TPUs read rows of 128. With x [40000, 32, 32, 3], every program would first copy all images into another layout,
+        which costs 4 ms and 0.5 GB.
         """
         shape = Shape(self.x.shape[1:])
         if len(shape) != 3:
@@ -50,9 +50,10 @@ class Samples(NamedTuple):
 
 
 class ClientData(NamedTuple):
-    """One client's data: ``index[offset : offset + size]`` are its rows of ``samples``.
+    """The data of one client.
 
-    The rows that it keeps for validation follow them in ``index``; see `validation`.
+    ``index[offset : offset + size]`` are its training rows of ``samples``. The next ``validation_size`` entries of
+    ``index`` are its validation rows (see `validation`).
     """
 
     samples: Samples
@@ -64,29 +65,29 @@ class ClientData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B samples; ``mask`` is 1 for true samples and 0 for the padding of a smaller last batch."""
+    """B samples. ``mask`` is 1 for samples and 0 for the padding of a smaller last batch."""
 
     x: jax.Array  # [B, ...]
     y: jax.Array  # [B] int32
     mask: jax.Array  # [B] float32
-    position: jax.Array | None = None  # [B] int32, which of the client's samples: 0..size-1
+    position: jax.Array | None = None  # [B] int32, position among the client's samples: 0..size-1
 
 
 class Order(NamedTuple):
-    """A client's samples in the order of one epoch, filled up with the last one to whole batches: P of them."""
+    """The P positions of one epoch in random order, padded with the last one to complete batches."""
 
-    position: jax.Array  # [P] int32, which of the client's samples: 0..size-1
-    row: jax.Array  # [P] int32, which of all samples
+    position: jax.Array  # [P] int32, position among the client's samples: 0..size-1
+    row: jax.Array  # [P] int32, row of all samples
     y: jax.Array  # [P] int32
 
 
 class Metrics(NamedTuple):
-    """The report of one client's training; scalars."""
+    """The report of the training of one client; scalars."""
 
-    loss: jax.Array  # sum over all samples trained, in nats
-    images: jax.Array  # samples trained (epochs x size)
+    loss: jax.Array  # sum of the loss over all training samples, in nats
+    images: jax.Array  # training samples processed (epochs x size)
     steps: jax.Array  # optimiser steps
-    bad_step: jax.Array  # first step whose loss was not finite, `steps` if the result is not finite; -1 if none
+    bad_step: jax.Array  # first step with a non-finite loss; `steps` if only the result is not finite; -1 if none
 
 
 class Loss(Protocol):
@@ -99,39 +100,40 @@ class Loss(Protocol):
 
 
 class Gradient(Protocol):
-    """How a step takes the gradient of a loss: loss -> ((params, state, batch, key) -> ((loss, state), gradient)).
+    """The gradient of a loss: loss -> ((params, state, batch, key) -> ((loss, state), gradient)).
 
-    ``jax.value_and_grad(loss, has_aux=True)`` is of this form.
+    ``jax.value_and_grad(loss, has_aux=True)`` has this form.
     """
 
     def __call__(self, loss: Loss, /) -> Callable[..., tuple[tuple[jax.Array, Variables], Any]]: ...
 
 
 class LocalStep(NamedTuple):
-    """What a client does with one batch, and what it carries from step to step; `sgd` is the usual one."""
+    """The computation of a client on one batch, and the carry between two steps. The most common one is `sgd`."""
 
     init: Callable[[Any], Any]
-    """start -> carry, a tree of arrays whose shapes and types the steps keep"""
+    """start -> carry, a tree of arrays with constant shapes and dtypes"""
     step: Callable[[Any, Batch, jax.Array], tuple[Any, jax.Array]]
     """(carry, batch, key) -> (carry, mean loss of the batch in nats)"""
     result: Callable[[Any], Any]
-    """carry -> what the client has trained"""
+    """carry -> the trained variables"""
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalSetting:
-    """The setting of every client's training.
+    """The settings of the clients' training.
 
     Attributes:
-      optimizer: optax transformation; its state starts anew in every round.
-      epochs: E, passes over the client's samples.
-      batch_size: B; the last batch of an epoch may hold fewer.
-      max_size: the largest number of samples that any client has; the `Simulator` sets it.
-      augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation; None: nothing.
-      lr: the learning rate of plain or momentum SGD, for methods that reason about its steps; None: another optimiser.
-      momentum: of SGD.
-      gradient: how `sgd` takes the gradient of its loss; defaults to `jax.value_and_grad`. Replace it to turn any
-        method that trains with `train` into a sharpness-aware one.
+      optimizer: optax transformation. Its state is initialised in every round.
+      epochs: number of epochs E per round.
+      batch_size: samples per step B. The last batch of an epoch may have fewer.
+      max_size: number of samples of the largest client; set by the `Simulator`.
+      augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation. Default: no
+        augmentation.
+      lr: learning rate of SGD, for strategies whose formulas contain it. None with other optimizers.
+      momentum: momentum of SGD.
+      gradient: gradient of the loss in `sgd`. Default: `jax.value_and_grad`. Replace it to turn any method that trains
+        with `train` into a sharpness-aware one.
     """
 
     optimizer: optax.GradientTransformation
@@ -144,7 +146,7 @@ class LocalSetting:
     gradient: Gradient | None = None
 
     def num_steps(self, size: jax.Array) -> jax.Array:
-        """Return T = E ceil(size / B), the steps of a client with ``size`` samples, int32."""
+        """Number of steps T = E ceil(size / B) of a client with ``size`` samples, int32."""
         return self.epochs * ((size + self.batch_size - 1) // self.batch_size)
 
 
@@ -159,18 +161,18 @@ def setting(
     batch_size: int = 10,
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> LocalSetting:
-    """The clients' training by a named optimizer; the defaults are those of `fmr.Config`.
+    """The settings of the clients' training with a named optimizer. The defaults are those of `fmr.Config`.
 
-    For any other optax optimizer, make a `LocalSetting`.
+    For any other optax optimizer, create a `LocalSetting`.
 
     Args:
-      optimizer: ``sgd``, ``adam`` or ``adamw``; see `make_optimizer` for it and the next four.
+      optimizer: ``sgd``, ``adam`` or ``adamw``. For this and the next four arguments, see `make_optimizer`.
       lr: learning rate.
-      momentum: of ``sgd``.
-      weight_decay: factor of the weights that is added to the gradient.
-      clip_norm: largest L2 norm of a batch's gradient. Default: no limit.
-      epochs: E, passes over the client's samples per round.
-      batch_size: B, samples per step.
+      momentum: momentum of ``sgd``.
+      weight_decay: weight decay, added to the gradient as ``weight_decay * weights``.
+      clip_norm: largest L2 norm of the gradient of a batch. Default: no limit.
+      epochs: number of epochs E per round.
+      batch_size: samples per step B.
       augment: see `LocalSetting`.
     """
     chosen = make_optimizer(optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay, clip_norm=clip_norm)
@@ -178,14 +180,14 @@ def setting(
     return LocalSetting(chosen, epochs, batch_size, augment=augment, lr=known_lr, momentum=momentum)
 
 
-@functools.lru_cache(maxsize=64, typed=True)  # equal settings, the same functions: so programs know each other again
+@functools.lru_cache(maxsize=64, typed=True)  # equal settings, equal functions: compiled programs are reused
 def make_optimizer(
     name: str, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip_norm: float | None = None
 ) -> optax.GradientTransformation:
-    """Return the optimiser ``sgd``, ``adam`` or ``adamw``.
+    """Build the optimizer ``sgd``, ``adam`` or ``adamw``.
 
-    In PyTorch's order: the gradient is clipped to the global norm ``clip_norm``, then the weight decay is added to it
-    (``adamw``: to the update instead), then momentum.
+    The order is that of PyTorch: the gradient is clipped to the global norm ``clip_norm``, then weight decay is added
+    (with ``adamw`` to the update), then momentum is applied.
     """
     steps = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
     if name == "adamw":
@@ -198,12 +200,12 @@ def make_optimizer(
 def with_schedule(
     optimizer: optax.GradientTransformation, share: Callable[[jax.Array], jax.Array], *, steps: jax.Array
 ) -> optax.GradientTransformation:
-    """Return an optimiser whose learning rate changes within a client's own round.
+    """Change the learning rate of an optimizer during the round of one client.
 
     Args:
-      optimizer: its updates are multiplied; a momentum of it goes on as it is, as in PyTorch.
-      share: (k / T, in 0..1) -> the factor of the learning rate in step k = 0..T-1.
-      steps: T, the steps of this client; may be traced.
+      optimizer: the optimizer. Its updates are multiplied; its momentum is not changed, as in PyTorch.
+      share: (k / T, in 0..1) -> factor of the learning rate in step k = 0..T-1.
+      steps: number of steps T of this client; may be traced.
     """
     length = jnp.maximum(steps, 1).astype(jnp.float32)
     over = lambda step: jnp.asarray(step).astype(jnp.float32) / length
@@ -211,7 +213,7 @@ def with_schedule(
 
 
 def gather(samples: Samples, rows: jax.Array, *, change: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
-    """Return the input for sample ``rows`` [B]: pixels changed if wanted, then normalised; tokens as they are."""
+    """The network input for sample ``rows`` [B]: pixels after ``change`` and normalisation, tokens unchanged."""
     x = jnp.asarray(samples.x)[rows]
     if samples.shape is not None:
         x = x.reshape(x.shape[:-2] + samples.shape)
@@ -223,9 +225,9 @@ def gather(samples: Samples, rows: jax.Array, *, change: Callable[[jax.Array], j
 
 
 def shuffle(key: jax.Array, size: jax.Array, max_size: int) -> jax.Array:
-    """Return a random permutation of 0..size-1, filled up to [max_size] with the numbers from ``size`` on.
+    """A random permutation of 0..size-1, followed by size..max_size-1: [max_size]. Consumes ``key``.
 
-    ``size`` may be traced, so clients of all sizes share one compiled program; consumes ``key``.
+    ``size`` may be traced, so clients of all sizes share one compiled program.
     """
     position = jnp.arange(max_size, dtype=jnp.int32)
     draw = jax.random.uniform(key, (max_size,))
@@ -233,7 +235,7 @@ def shuffle(key: jax.Array, size: jax.Array, max_size: int) -> jax.Array:
 
 
 def cross_entropy(model: Model) -> Loss:
-    """Return the mean cross-entropy of a batch's true samples."""
+    """The mean cross-entropy over the samples of a batch."""
 
     def loss(params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple[jax.Array, Variables]:
         logits, state = model.train_apply(params, state, batch.x, mask=batch.mask, key=key)
@@ -243,7 +245,7 @@ def cross_entropy(model: Model) -> Loss:
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean of values [B] where mask [B] is 1; 0 if it is nowhere 1."""
+    """The mean of values [B] where mask [B] is 1, or 0 if the mask is empty."""
     return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
@@ -254,13 +256,13 @@ def sgd(
     optimizer: optax.GradientTransformation | None = None,
     gradient: Gradient | None = None,
 ) -> LocalStep:
-    """Mini-batch SGD: a step of an optimiser along the gradient of a loss, from variables to variables.
+    """Mini-batch SGD: one optimizer step along the gradient of a loss.
 
     Args:
       loss: the loss of one batch.
-      setting: its optimiser and gradient are the defaults of the other two.
-      optimizer: starts anew in every round (SCAFFOLD puts its correction of the gradient in front of the setting's).
-      gradient: how the gradient is taken (sharpness-aware methods).
+      setting: optimizer and gradient, unless the next arguments replace them.
+      optimizer: initialised in every round. Default: that of ``setting``. (SCAFFOLD chains its correction before it.)
+      gradient: gradient of the loss. Default: that of ``setting``. (Sharpness-aware methods replace it.)
     """
     optimizer, gradient = optimizer or setting.optimizer, gradient or setting.gradient
     value_and_grad = gradient(loss) if gradient else jax.value_and_grad(loss, has_aux=True)
@@ -283,7 +285,7 @@ def sgd(
 
 
 def trained_and_state(variables: Variables) -> tuple[Any, Variables]:
-    """Split variables into ``params``, which are trained, and the other collections, the state of a loss."""
+    """Split variables into ``params``, which are trained, and the other collections (the state of a loss)."""
     return variables["params"], {name: value for name, value in variables.items() if name != "params"}
 
 
@@ -298,17 +300,17 @@ def train(
     optimizer: optax.GradientTransformation | None = None,
     gradient: Gradient | None = None,
 ) -> tuple[Variables, Metrics]:
-    """Train one client by `sgd`: E epochs over its shuffled rows, the optimiser started anew; consumes ``key``.
+    """Train one client with `sgd` for E epochs over its shuffled samples. Consumes ``key``.
 
     Args:
-      model: the network; with a `Zoo` the client's own one trains.
-      setting: epochs, batch size, optimiser.
-      variables: where training starts.
+      model: the network. With a `Zoo`, the network of this client is trained.
+      setting: epochs, batch size, optimizer.
+      variables: initial variables.
       data: the client's data.
       key: the client's key of this round.
-      loss: the loss of one batch (default: `cross_entropy`).
-      optimizer: in place of the setting's.
-      gradient: in place of the setting's.
+      loss: the loss of one batch. Default: `cross_entropy`.
+      optimizer: initialised in every round. Default: that of ``setting``.
+      gradient: gradient of the loss. Default: that of ``setting``.
 
     Returns:
       The trained variables and the metrics.
@@ -323,20 +325,20 @@ def train(
 def run(
     local_step: LocalStep, setting: LocalSetting, start: Any, data: ClientData, key: jax.Array
 ) -> tuple[Any, Metrics]:
-    """Take a local step on every batch of a client's E epochs, whatever it trains; consumes ``key``.
+    """Run a local step on every batch of a client's E epochs. Consumes ``key``.
 
-    The number of steps is a traced bound, T = E ceil(size / B): one program serves clients of all sizes, and a client
-    of size 0 does no step.
+    The number of steps T = E ceil(size / B) is traced, so clients of all sizes share one program. A client of size 0
+    runs no step.
 
     Args:
-      local_step: what happens in a step.
+      local_step: the step.
       setting: epochs and batch size.
-      start: where the steps start.
+      start: argument of ``local_step.init``.
       data: the client's data.
       key: the client's key of this round.
 
     Returns:
-      What the steps have trained, and the metrics.
+      The result of ``local_step`` and the metrics.
     """
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
 
@@ -344,7 +346,7 @@ def run(
         order = _in_order(setting, data, jax.random.fold_in(key, 2 * number))
         step_key = jax.random.fold_in(key, 2 * number + 1)
 
-        @jax.named_scope("local_step")  # by which a reader of the compiled program finds it
+        @jax.named_scope("local_step")  # a name to find in the compiled program
         def step(number_in_epoch: jax.Array, carry: tuple) -> tuple:
             inner, metrics = carry
             key = jax.random.fold_in(step_key, number_in_epoch)
@@ -364,15 +366,15 @@ def run(
 
 
 def draw(setting: LocalSetting, data: ClientData, key: jax.Array) -> Batch:
-    """Return a batch of a client's training samples, drawn without replacement; consumes ``key``."""
+    """Draw a batch of a client's training samples without replacement. Consumes ``key``."""
     return _batch(setting, data, _in_order(setting, data, jax.random.fold_in(key, 0)), 0, key)
 
 
 def _in_order(setting: LocalSetting, data: ClientData, key: jax.Array) -> Order:
-    """Return a client's samples in random order, filled up to whole batches; consumes ``key``.
+    """The samples of a client in random order, padded to complete batches. Consumes ``key``.
 
-    All that an epoch can look up at once is looked up here: a step takes its run of it, and gathers images alone. On a
-    TPU every lookup of 50 numbers in a step would cost as much as a small convolution.
+    Rows and labels of an epoch are looked up here at once, so a step gathers only images. On a TPU, each lookup of 50
+    numbers inside a step costs as much as a small convolution.
     """
     order = shuffle(key, data.size, setting.max_size)
     length = -(-setting.max_size // setting.batch_size) * setting.batch_size
@@ -382,7 +384,7 @@ def _in_order(setting: LocalSetting, data: ClientData, key: jax.Array) -> Order:
 
 
 def _batch(setting: LocalSetting, data: ClientData, order: Order, number: jax.Array | int, key: jax.Array) -> Batch:
-    """Return batch ``number`` of a client's samples in an order."""
+    """Batch ``number`` of a client's epoch."""
     start = number * setting.batch_size
     mine = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, setting.batch_size), order)
     mask = (start + jnp.arange(setting.batch_size, dtype=jnp.int32) < data.size).astype(jnp.float32)
@@ -402,24 +404,24 @@ def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:
 
 
 class Score(NamedTuple):
-    """Sums over test samples; scalars or one row per device."""
+    """Sums over test samples; scalars, or [D] with one entry per device."""
 
-    correct: jax.Array  # samples whose largest logit is the label's
-    loss: jax.Array  # summed cross-entropy in nats
+    correct: jax.Array  # correctly classified samples
+    loss: jax.Array  # sum of the cross-entropy in nats
     count: jax.Array  # samples
 
 
 def evaluation_batch() -> int:
-    """Return how many samples pass through a network at a time when it is only applied.
+    """Number of samples per forward pass in tests.
 
-    On CPUs few enough for their activations to stay in the cache: with 256 LeNet-5 and ResNet-20 take 1.6 and 1.7 times
-    as long for an image, pFedHR's M3 2.4 times.
+    On CPUs, the activations of 64 samples fit into the cache. With 256 samples, LeNet-5 takes 1.6 times as long per
+    image, ResNet-20 1.7 times and pFedHR's M3 2.4 times.
     """
     return 64 if platforms.current() == "cpu" else 256
 
 
 def evaluate(model: Model, variables: Variables, samples: Samples, mask: jax.Array, *, batch_size: int) -> Score:
-    """Return the sums over the test samples [M] where mask [M] is 1; M is a multiple of ``batch_size``."""
+    """The sums over the test samples [M] where mask [M] is 1. M must be a multiple of ``batch_size``."""
 
     def step(total: Score, rows: jax.Array) -> tuple[Score, None]:
         return trees.add(total, score_batch(model, variables, samples, rows, mask[rows])), None
@@ -430,7 +432,7 @@ def evaluate(model: Model, variables: Variables, samples: Samples, mask: jax.Arr
 
 
 def validation(data: ClientData) -> ClientData:
-    """Return a client's validation rows as data of their own; the training rows of a client that keeps none."""
+    """The validation samples of a client as its data, or its training samples if it has no validation samples."""
     some = jnp.asarray(data.validation_size) > 0
     return data._replace(
         offset=jnp.where(some, data.offset + data.size, data.offset),
@@ -449,10 +451,10 @@ def one_client(
     """Samples that all belong to one client, such as the server's public set.
 
     Args:
-      samples: M of them, the training samples first, then those for validation.
-      client_id: its number.
-      size: training samples. Default: all M.
-      validation_size: samples for validation.
+      samples: M samples, first for training, then for validation.
+      client_id: number of the client.
+      size: number of training samples. Default: M.
+      validation_size: number of validation samples.
     """
     count = samples.y.shape[0]
     number = lambda value: jnp.asarray(value, jnp.int32)
@@ -462,7 +464,7 @@ def one_client(
 
 
 def score(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> Score:
-    """Return the sums over a client's rows; their number is a traced bound, so clients of all sizes share a program."""
+    """The sums over a client's samples. Their number is traced, so clients of all sizes share one program."""
 
     def step(number: jax.Array, total: Score) -> Score:
         position = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
@@ -474,22 +476,22 @@ def score(model: Model, variables: Variables, data: ClientData, *, batch_size: i
 
 
 def held_out_loss(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> jax.Array:
-    """Return the mean cross-entropy on a client's validation rows, on its training rows if it keeps none, in nats."""
+    """The mean cross-entropy in nats on a client's validation samples, or on its training samples if it has none."""
     total = score(model, variables, validation(data), batch_size=batch_size)
     return total.loss / jnp.maximum(total.count, 1.0)
 
 
 def outputs(model: Model, variables: Variables, samples: Samples, rows: Array) -> jax.Array:
-    """Return the logits [R, C] of the sample ``rows`` [R], in evaluation mode."""
+    """The logits [R, C] of the sample ``rows`` [R], in evaluation mode."""
     count = rows.shape[0]
     size = min(evaluation_batch(), count)
-    batches = jnp.resize(rows, (-(-count // size), size))  # the last one is filled up
+    batches = jnp.resize(rows, (-(-count // size), size))  # the last batch is padded
     logits = jax.lax.map(lambda rows: model.apply(variables, gather(samples, rows)), batches)
     return logits.reshape(-1, logits.shape[-1])[:count]
 
 
 def score_batch(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:
-    """Return the sums over the sample ``rows`` [B] where ``mask`` [B] is 1."""
+    """The sums over the sample ``rows`` [B] where ``mask`` [B] is 1."""
     logits = model.apply(variables, gather(samples, rows))
     labels, true = jnp.asarray(samples.y)[rows], mask.astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

@@ -1,9 +1,9 @@
-"""Two networks of one client that learn from its samples and from each other.
+"""Deep mutual learning: two networks of one client learn from its samples and from each other.
 
-Zhang, Xiang, Hospedales, Lu: Deep Mutual Learning, CVPR 2018, with both networks moved at once instead of in turn.
-Both logits are taken before either network moves, and each network takes the other's probabilities as constants, so
-the gradient of the mean loss with respect to its logits is (p - onehot) + (p - q) over the batch size, with weights 1,
-whatever the two architectures are. FedMe, FML and FedKEMF train their clients so.
+Zhang, Xiang, Hospedales, Lu: Deep Mutual Learning, CVPR 2018. Here both networks are updated at once instead of in
+turn. Both logits are computed before the updates, and each network treats the probabilities q of the other as
+constants. With weights 1, the gradient of the mean loss with respect to the logits of a network with probabilities p is
+((p - onehot) + (p - q)) / batch size, independent of the architectures. Used by FedMe, FML and FedKEMF.
 """
 
 from collections.abc import Callable
@@ -17,40 +17,40 @@ from fedjax_mr.engine.local import Batch, ClientData, LocalSetting, LocalStep, L
 
 
 class Weights(NamedTuple):
-    """The two weights of a network's loss."""
+    """The weights of the two terms of a network's loss."""
 
     supervised: float = 1.0  # cross-entropy with the labels
-    mutual: float = 1.0  # KL(probabilities of the other network || its own)
+    mutual: float = 1.0  # KL(probabilities of the other network || probabilities of this network)
 
 
 class Pair(NamedTuple):
-    """Something for each of the two networks."""
+    """One value for each of the two networks."""
 
     first: Any
     second: Any
 
 
 Difference = Callable[[jax.Array, jax.Array], jax.Array]
-"""(own logits [B, C], the other network's, constant) -> how far they are from them [B]."""
+"""(logits of a network [B, C], constant logits of the other network [B, C]) -> difference [B]."""
 
 
 def divergence(logits: jax.Array, other: jax.Array) -> jax.Array:
-    """Return KL(the other's probabilities || own ones) [B] of logits [B, C]."""
+    """KL(probabilities of ``other`` || probabilities of ``logits``) [B] for logits [B, C]."""
     return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jax.nn.log_softmax(other))
 
 
 def mutual_loss(models: Pair, weights: Pair, *, difference: Difference = divergence) -> Loss:
-    """The sum of both networks' losses; its ``params`` and ``state`` are pairs."""
+    """The sum of the losses of both networks. Its ``params`` and ``state`` are pairs."""
 
     def loss(params: Pair, state: Pair, batch: Batch, key: jax.Array) -> tuple[jax.Array, Pair]:
         (first, first_state), (second, second_state) = (
-            model.train_apply(*own, batch.x, mask=batch.mask, key=own_key)
-            for model, *own, own_key in zip(models, params, state, jax.random.split(key), strict=True)
+            model.train_apply(*variables, batch.x, mask=batch.mask, key=model_key)
+            for model, *variables, model_key in zip(models, params, state, jax.random.split(key), strict=True)
         )
 
-        def one(own: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
-            supervised = optax.softmax_cross_entropy_with_integer_labels(own, batch.y)
-            return weights.supervised * supervised + weights.mutual * difference(own, jax.lax.stop_gradient(other))
+        def one(logits: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
+            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            return weights.supervised * supervised + weights.mutual * difference(logits, jax.lax.stop_gradient(other))
 
         losses = one(first, second, weights.first) + one(second, first, weights.second)
         return local.masked_mean(losses, batch.mask), Pair(first_state, second_state)
@@ -68,26 +68,26 @@ def train_pair(
     weights: Pair,
     difference: Difference = divergence,
 ) -> tuple[Pair, Metrics]:
-    """Train two networks on the same batches, each with an optimiser of its own; consumes ``key``.
+    """Train two networks on the same batches, each with its own optimizer state. Consumes ``key``.
 
     Args:
       models: the networks.
-      setting: epochs, batch size, optimiser.
-      pair: the variables of each.
+      setting: epochs, batch size, optimizer.
+      pair: the variables of each network.
       data: the client's data.
       key: the client's key of this round.
-      weights: what each network's loss is made of.
-      difference: of the two networks' logits.
+      weights: the `Weights` of each network's loss.
+      difference: the mutual term, a function of the logits of both networks.
 
     Returns:
-      The trained pair, and the metrics; their loss is the sum of both networks'.
+      The trained pair and the metrics, whose loss is the sum over both networks.
     """
     loss = mutual_loss(models, weights, difference=difference)
     return local.run(in_step(loss, setting.optimizer), setting, pair, data, key)
 
 
 def in_step(loss: Loss, optimizer: optax.GradientTransformation) -> LocalStep:
-    """Two networks that move at once, each by an optimiser of its own, from a pair of variables to a pair."""
+    """A step that updates a pair of networks at once, each with its own optimizer state."""
 
     def init(pair: Pair) -> tuple:
         params, state = zip(*map(local.trained_and_state, pair), strict=True)
@@ -102,6 +102,6 @@ def in_step(loss: Loss, optimizer: optax.GradientTransformation) -> LocalStep:
 
     def result(carry: tuple) -> Pair:
         params, state, _ = carry
-        return Pair(*({"params": own, **others} for own, others in zip(params, state, strict=True)))
+        return Pair(*({"params": trained, **others} for trained, others in zip(params, state, strict=True)))
 
     return LocalStep(init, step, result)

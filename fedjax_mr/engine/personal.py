@@ -1,4 +1,4 @@
-"""Every client's own model on the client's own test samples, as it is and trained once more (fine-tuned)."""
+"""Tests of each client's personal model on the client's test samples, as trained and after fine-tuning."""
 
 import dataclasses
 import math
@@ -20,28 +20,28 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.strategies.base import Info, Memory, Problem, State, Strategy
 
-BATCH_OF_ONE = 64  # test samples per step of one client; most have few
+CLIENT_BATCH = 64  # test samples per step of one client; most clients have few
 
 
 class Clients(NamedTuple):
-    """What each client's model does, [N] each; NaN for a client without such samples."""
+    """Test results of each client's model, each [N]. NaN for a client without such samples."""
 
     accuracy: np.ndarray  # fraction of its test samples
-    loss: np.ndarray  # mean cross-entropy on them in nats
-    count: np.ndarray  # its test samples
-    validation: np.ndarray  # fraction of the samples that it keeps for validation
-    validation_loss: np.ndarray  # mean cross-entropy on them in nats
-    architecture: np.ndarray  # the number of its network; 0 where all have the same
+    loss: np.ndarray  # mean cross-entropy on its test samples in nats
+    count: np.ndarray  # number of its test samples
+    validation: np.ndarray  # fraction of its validation samples
+    validation_loss: np.ndarray  # mean cross-entropy on its validation samples in nats
+    architecture: np.ndarray  # number of its network; 0 if all clients have the same
 
     def columns(self, prefix: str = "personal") -> dict[str, float]:
-        """Return the numbers of a row of metrics; clients without such samples do not count."""
+        """The columns for a row of metrics. Clients without such samples are left out."""
         columns, tested = {}, self.count > 0
         if tested.any():
             accuracy, shares = self.accuracy[tested], self.count[tested] / self.count.sum()
             columns = {
-                f"{prefix}_accuracy": accuracy.mean(),  # every client counts the same (the papers')
+                f"{prefix}_accuracy": accuracy.mean(),  # equal weight for each client, as in the papers
                 f"{prefix}_loss": self.loss[tested].mean(),
-                f"{prefix}_weighted": float(accuracy @ shares),  # every sample counts the same
+                f"{prefix}_weighted": float(accuracy @ shares),  # equal weight for each sample
                 f"{prefix}_std": accuracy.std(),
                 f"{prefix}_worst10": worst_tenth(accuracy),
             }
@@ -53,12 +53,12 @@ class Clients(NamedTuple):
 
 
 def worst_tenth(values: np.ndarray) -> float:
-    """Return the mean of the lowest tenth of some values, of one at least."""
+    """The mean of the lowest tenth of the values (at least one value)."""
     return float(np.sort(values)[: math.ceil(len(values) / 10)].mean())
 
 
 class _ClientToTest(NamedTuple):
-    """What travels to the device that tests one client; NumPy arrays before that."""
+    """The data sent to the device that tests one client."""
 
     memory: Any
     client_id: Any
@@ -72,7 +72,7 @@ class _Shared(NamedTuple):
 
 
 class TestsOfClients(Protocol):
-    """The tests of all N clients' own models."""
+    """The tests of the personal models of all N clients."""
 
     programs: Programs
 
@@ -82,7 +82,7 @@ class TestsOfClients(Protocol):
 
 
 class RemoteClients(TestsOfClients, Protocol):
-    """Clients outside of this process, which train and test their own models there."""
+    """Clients outside of this process, where they train and test their models."""
 
     def train(self, round: int, plan: CohortPlan, rows: ClientRow) -> tuple[CohortPlan, Any, Info]:
         """Train the rows [K', ...] of a round; see `rounds.RemoteTraining`."""
@@ -90,15 +90,15 @@ class RemoteClients(TestsOfClients, Protocol):
 
 
 class PersonalEvaluation:
-    """The compiled test of all N clients, over the client axis."""
+    """The compiled test of all N clients, divided over the client axis."""
 
     def __init__(self, rounds: Rounds, federated: FederatedData, test: Samples | None) -> None:
         """Place the clients' test samples on the devices.
 
         Args:
           rounds: the rounds whose clients are tested.
-          federated: who owns which test samples.
-          test: the samples that ``federated.client_test`` divides; None: only validation samples are scored.
+          federated: the clients' data, with the division of the test samples.
+          test: the samples that ``federated.client_test`` divides. If None, only validation samples are tested.
 
         Raises:
           UserError: no client has test samples, or the clients' samples are kept on the host.
@@ -124,7 +124,7 @@ class PersonalEvaluation:
         self._test = place(Federation(known, *self._split), rounds.axis.replicated)
 
     def _with_validation(self, federated: FederatedData) -> RunConstants:
-        """Return the constants of the rounds with the validation samples in the place of all, which are on the host."""
+        """The constants of the rounds with only the validation samples. The other samples stay on the host."""
         assert federated.validation is not None
         index, offsets = federated.validation
         known = self.rounds.constants.federation.samples
@@ -134,17 +134,17 @@ class PersonalEvaluation:
         return self.rounds.constants._replace(federation=place(federation, self.axis.replicated))
 
     def test(self, progress: Progress) -> Clients:
-        """Test every client's own model; that of all where the method has a single one."""
+        """Test the personal model of every client, or the global model if the strategy has no personal models."""
         return self._run(progress, 0)
 
     def finetuned(self, progress: Progress, epochs: int) -> Clients:
-        """Test copies that every client has first trained on its training samples for some more epochs."""
+        """Test copies that each client first fine-tunes on its training samples for ``epochs`` epochs."""
         return self._run(progress, epochs)
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
         axis, problem = self.axis, self._constants.problem
         count = problem.num_clients
-        order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client fills up
+        order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client is the padding
         row = _ClientToTest(progress.memory, np.arange(count, dtype=np.int32))
         rows = place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
         server, round = place((progress.server, progress.round), axis.replicated)
@@ -166,7 +166,7 @@ class PersonalEvaluation:
 
 
 def clients_of(test: Score, validation: Score, architecture: np.ndarray) -> Clients:
-    """Return the results of all clients from their scores [N]."""
+    """The results of all clients, from their scores [N]."""
     correct, loss, count = map(np.asarray, test)
     with np.errstate(invalid="ignore"):
         kept, kept_loss = (np.asarray(each) / np.asarray(validation.count) for each in validation[:2])
@@ -174,15 +174,15 @@ def clients_of(test: Score, validation: Score, architecture: np.ndarray) -> Clie
 
 
 def personal_key(key: jax.Array, round: jax.Array | int, client_id: jax.Array | int) -> jax.Array:
-    """Return the key of a client's test after ``round`` rounds; from it, the run's key cannot be found."""
+    """The key of a client's test after ``round`` rounds. It does not reveal the key of the run."""
     return jax.random.fold_in(round_key(key, PERSONAL, round), client_id)
 
 
 def part_of(strategy: Strategy, state: State, client_id: jax.Array | int) -> Any:
-    """Return what the server gives a client for the client's own model; the global model where none has its own.
+    """The server's part of a client's personal model, or the global model if the strategy has no personal models.
 
     Raises:
-      UserError: the strategy has neither.
+      UserError: the strategy has neither personal models nor a global model.
     """
     if strategy.personal_model is not None:
         return state if strategy.personal_part is None else strategy.personal_part(state, jnp.asarray(client_id))
@@ -192,7 +192,7 @@ def part_of(strategy: Strategy, state: State, client_id: jax.Array | int) -> Any
 
 
 def own_model(strategy: Strategy, part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Variables:
-    """Return a client's own model from what the server gives it (`part_of`); consumes ``key``, a `personal_key`."""
+    """The personal model of a client from the server's part (`part_of`). Consumes ``key``, a `personal_key`."""
     if strategy.personal_model is None:
         return part
     return strategy.personal_model(part, memory, data, jax.random.split(key)[0])
@@ -209,22 +209,22 @@ def test_client(
     *,
     epochs: int = 0,
 ) -> tuple[Score, Score, jax.Array]:
-    """Return a client's scores on its test and validation samples, and the number of its network.
+    """The scores of a client on its test and validation samples, and the number of its network.
 
     Args:
-      strategy: of the federation.
-      problem: of the federation.
-      part: what the server gives the client (`part_of`).
-      memory: the client's own row.
+      strategy: the strategy.
+      problem: the facts of the federation.
+      part: the server's part of the personal model (`part_of`).
+      memory: the memory of the client.
       data: the client's data.
-      test: its test samples.
+      test: the client's test samples.
       key: a `personal_key`; consumed.
-      epochs: of more training on ``data`` before the test.
+      epochs: epochs of fine-tuning on ``data`` before the test.
     """
     model, variables = problem.model, own_model(strategy, part, memory, data, key)
     if epochs:
         setting = dataclasses.replace(problem.local, epochs=epochs)
         variables, _ = local.train(model, setting, variables, data, jax.random.split(key)[1])
     held = data._replace(offset=data.offset + data.size, size=data.validation_size)
-    tested = local.score(model, variables, test, batch_size=BATCH_OF_ONE)
-    return tested, local.score(model, variables, held, batch_size=BATCH_OF_ONE), model.architecture(variables)
+    tested = local.score(model, variables, test, batch_size=CLIENT_BATCH)
+    return tested, local.score(model, variables, held, batch_size=CLIENT_BATCH), model.architecture(variables)

@@ -1,4 +1,7 @@
-"""Placement: on the devices, or on the host for what is larger than they are; then only a cohort's rows travel."""
+"""Placement of data: on the devices, or in host memory if it does not fit.
+
+From host memory, only the rows of the current cohort are transferred.
+"""
 
 from typing import Any, NamedTuple
 
@@ -8,9 +11,9 @@ import numpy as np
 
 
 class CohortSamples(NamedTuple):
-    """The samples of the clients of a round in the order of the layout, each filled up to the largest client's number.
+    """The samples of the clients of a round, in the order of the layout.
 
-    The filling is never trained on.
+    Each client is padded to the size of the largest client. The padding is never used for training.
     """
 
     x: Any  # [K', largest client, ...]
@@ -18,26 +21,26 @@ class CohortSamples(NamedTuple):
 
 
 class HostSamples:
-    """The federation's samples in the host's memory, or in files mapped into it; a cohort's are sent to the devices."""
+    """All samples in host memory or in memory-mapped files. Those of a cohort are sent to the devices."""
 
     def __init__(self, x: Any, y: Any, index: Any, offsets: Any, *, sharding: jax.sharding.Sharding) -> None:
-        """Keep the samples [M, ...], the clients' rows in a flat index array and their offsets [N + 1].
+        """Keep the samples in host memory.
 
         Args:
           x: samples [M, ...].
           y: labels [M].
-          index: all clients' rows of x, client after client.
-          offsets: where each client's run begins in ``index`` [N + 1].
-          sharding: how the clients of a round are laid out over the devices.
+          index: row numbers of ``x``, client after client.
+          offsets: client i has the entries ``offsets[i]`` to ``offsets[i + 1] - 1`` of ``index`` [N + 1].
+          sharding: placement of the clients of a round on the devices.
         """
         self._x, self._y = np.asarray(x), np.asarray(y)
         self._index, self._offsets = np.asarray(index), np.asarray(offsets)
         self._width = max(1, int(np.diff(self._offsets).max()))
         self._sharding = sharding
-        self._ahead: dict[int, CohortSamples] = {}  # by round; at most one
+        self._ahead: dict[int, CohortSamples] = {}  # by round, at most one entry
 
     def send(self, ids: np.ndarray) -> CohortSamples:
-        """Begin to send the samples of clients ``ids`` [K']; each process gathers those of its own devices alone."""
+        """Start the transfer of the samples of clients ``ids`` [K']. Each process gathers only those of its devices."""
         positions = self._offsets[ids][:, None] + np.arange(self._width)
         rows = self._index[np.minimum(positions, len(self._index) - 1)]
 
@@ -48,28 +51,28 @@ class HostSamples:
         return CohortSamples(put(self._x), put(self._y))
 
     def send_ahead(self, round: int, ids: np.ndarray) -> None:
-        """Begin to send the samples of a later round."""
+        """Start the transfer of the samples of a later round."""
         self._ahead = {round: self.send(ids)}
 
     def sent_ahead(self, round: int) -> CohortSamples | None:
-        """Return a round's samples if they were sent ahead; forget all that were."""
+        """The samples of a round if they were sent ahead, else None. The store is empty afterwards."""
         ahead, self._ahead = self._ahead, {}
         return ahead.get(round)
 
 
 def rows_of(memory: Any, ids: np.ndarray) -> Any:
-    """Return the rows [R, ...] of some clients from a memory [N, ...] that the host keeps."""
+    """Read the rows [R, ...] of clients ``ids`` [R] from a memory [N, ...] on the host."""
     return jax.tree.map(lambda leaf: leaf[ids], memory)
 
 
 def write_rows(memory: Any, ids: np.ndarray, rows: Any) -> None:
-    """Write the rows [R, ...] of some clients into a memory [N, ...] that the host keeps."""
+    """Write the rows [R, ...] of clients ``ids`` [R] into a memory [N, ...] on the host."""
     for leaf, new in zip(jax.tree.leaves(memory), jax.tree.leaves(rows), strict=True):
         leaf[ids] = np.asarray(new)
 
 
 def shapes_at(tree: Any, shardings: Any) -> Any:
-    """Return shapes and dtypes in place of a tree's arrays, at one sharding or a tree of them; nothing is placed."""
+    """The shapes and dtypes of a tree at one sharding or at a tree of shardings. Nothing is placed."""
 
     def each(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
@@ -80,9 +83,10 @@ def shapes_at(tree: Any, shardings: Any) -> Any:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Return a tree on the devices of one sharding, or of a tree of them.
+    """Place a tree on the devices of one sharding, or of a tree of shardings.
 
-    Over several processes each holds all of what is not yet on devices, and places its own part: nothing is sent.
+    With several processes, each must hold the complete host arrays. It places only its own part, and nothing is sent
+    between processes.
     """
     if all(each.is_fully_addressable for each in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
@@ -92,8 +96,8 @@ def place(tree: Any, shardings: Any) -> Any:
             return jax.device_put(leaf, sharding)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
-        whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+        array = np.asarray(leaf)
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
     if isinstance(shardings, jax.sharding.Sharding):
         return jax.tree.map(lambda leaf: put(leaf, shardings), tree)

@@ -1,4 +1,4 @@
-"""Compiled functions, each traced exactly once, those kept for later runs of this process, and the time they take."""
+"""Compiled functions that are traced exactly once, their cache for later runs of this process, and their timing."""
 
 import contextlib
 import ctypes
@@ -15,16 +15,16 @@ MOST_KEPT = 4  # sets of programs, some 40 MB each for a small network
 
 
 class Program:
-    """A function compiled at its first call; a second trace is impossible: arguments of other shapes are refused.
+    """A function that is compiled at its first call. Later calls with other shapes raise, so it is traced only once.
 
-    Where a program is only compiled, for a machine that is not here, a call takes shapes with shardings
-    (``jax.ShapeDtypeStruct``) in place of arrays and returns such shapes.
+    With ``only_compiled`` (for a machine that is not present), a call takes and returns shapes with shardings
+    (``jax.ShapeDtypeStruct``) in place of arrays.
 
     Attributes:
-      traces: how often the function was traced.
-      trace_seconds: time spent in tracing and lowering.
-      compile_seconds: time spent in tracing and compiling.
-      compiled: the compiled program, for its HLO text; None before the first call.
+      traces: number of times that the function was traced.
+      trace_seconds: seconds of tracing and lowering.
+      compile_seconds: seconds of tracing and compilation.
+      compiled: the compiled program, for example for its HLO text. None before the first call.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Program:
         """Wrap ``function``.
 
         Args:
-          function: what to compile.
-          donate: the numbers of the arguments whose buffers are consumed by a call.
-          out: the shardings of the results, as a prefix of their tree; None leaves them to the compiler.
-          platform: what it is traced for; None is the process's own.
-          only_compiled: calls compile and run nothing.
+          function: the function to compile.
+          donate: positions of the arguments whose buffers a call consumes.
+          out: the shardings of the results, as a prefix of their tree. Default: chosen by the compiler.
+          platform: the platform to trace for. Default: the platform of this process.
+          only_compiled: whether calls compile without executing.
         """
         self.traces = 0
         self.trace_seconds = 0.0
@@ -65,14 +65,14 @@ class Program:
     def _compile(self, args: tuple) -> Any:
         started = time.perf_counter()
         program = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
-        with warnings.catch_warnings():  # what is sent need not be of the sizes of what comes back
+        with warnings.catch_warnings():  # donated rows and results may have different sizes
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             with platforms.tracing_for(self._platform):
                 lowered = program.lower(*args)
             self.trace_seconds = time.perf_counter() - started
             compiled = lowered.compile()
         self.compile_seconds = time.perf_counter() - started
-        self._function = None  # with it go the data and the network that it knew
+        self._function = None  # frees the data and the network in its closure
         if self._only_compiled:
             described = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             self._results = jax.tree.map(described, lowered.out_info, compiled.output_shardings)
@@ -85,13 +85,13 @@ class Program:
 
 
 def memory_needed(program: Program) -> int:
-    """Return the bytes that a compiled program takes on a device: arguments, results and temporaries."""
+    """Memory of a compiled program on a device in bytes: arguments, results and temporaries."""
     memory = program.compiled.memory_analysis()
     both = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return both + memory.temp_size_in_bytes
 
 
-_kept: dict[Hashable, dict[Hashable, Program]] = {}  # the set that was asked for last comes last
+_kept: dict[Hashable, dict[Hashable, Program]] = {}  # in order of last use
 
 
 def _kept_under(key: Hashable) -> dict[Hashable, Program]:
@@ -104,31 +104,31 @@ def _kept_under(key: Hashable) -> dict[Hashable, Program]:
 
 
 def forget() -> None:
-    """Let go of all programs that are kept for later runs."""
+    """Drop all programs that are kept for later runs."""
     _kept.clear()
 
 
 def give_back_memory() -> None:
-    """Give memory that is free inside this process back to the system, where the C library can do so (glibc).
+    """Return freed memory of this process to the operating system, if the C library supports it (glibc).
 
-    A compilation takes hundreds of megabytes for a moment. Without this, a process that runs many experiments grows by
-    about 10 MB with each, although everything has been freed.
+    A compilation allocates hundreds of megabytes for a moment. Without this call, a process that runs many experiments
+    grows by about 10 MB per experiment although everything has been freed.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def _kind_of(arguments: Any) -> Hashable:
-    """Return the structure of a tree of arrays, static parts included, shapes and dtypes: what a trace sees of it."""
+    """Everything that a trace depends on: the structure of a tree with its static parts, the shapes and the dtypes."""
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
 class Programs(dict[str, Program]):
-    """Programs by name, each made at its first call, or taken from those that this process keeps.
+    """Programs by name. Each is compiled at its first call or taken from the cache of this process.
 
     Attributes:
-      compile_seconds: the time that calls have spent here in tracing and compiling.
+      compile_seconds: seconds that the calls of this object have spent in tracing and compilation.
     """
 
     def __init__(
@@ -139,29 +139,29 @@ class Programs(dict[str, Program]):
         key: Hashable = None,
         **programs: Program,
     ) -> None:
-        """Begin with some programs.
+        """Create the set.
 
         Args:
-          platform: of every `Program` made later.
-          only_compiled: likewise.
-          key: everything that the programs close over, by value: sets of equal keys share the programs of arguments
-            of the same kind. The last `MOST_KEPT` keys stay. None shares nothing.
-          programs: by name.
+          platform: ``platform`` of the programs compiled later (see `Program`).
+          only_compiled: ``only_compiled`` of these programs.
+          key: everything that the programs close over, by value. Sets with equal keys share the programs for arguments
+            of equal shapes. The last `MOST_KEPT` keys are kept. Default: nothing is shared.
+          programs: programs to start with, by name.
         """
         super().__init__(programs)
         self.compile_seconds = 0.0
         self._options: dict[str, Any] = {"platform": platform, "only_compiled": only_compiled}
-        settings = tuple((name, repr(value)) for name, value in jax.config.values.items())  # precision and the like
+        settings = tuple((name, repr(value)) for name, value in jax.config.values.items())  # such as the precision
         self._kept = {} if key is None else _kept_under((key, platform, only_compiled, settings))
 
     def call(self, name: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
-        """Run the program of a name; ``function``, ``donate`` and ``out`` matter at its first call (see `Program`)."""
+        """Run the program ``name``. The other options matter only at its first call (see `Program`)."""
         if name in self:
             return self._counted(self[name], args)
         kind = name, _kind_of(args)
         self[name] = self._kept.get(kind) or Program(function, donate=donate, out=out, **self._options)
         result = self._counted(self[name], args)
-        self._kept[kind] = self[name]  # not before: what could not be compiled is nothing to keep
+        self._kept[kind] = self[name]  # after the call, so a failed compilation is not kept
         return result
 
     def _counted(self, program: Program, args: tuple) -> Any:
@@ -173,18 +173,18 @@ class Programs(dict[str, Program]):
 
 
 class Stopwatch:
-    """The seconds of rounds on the clients' side and on the server's, without compilation.
+    """Seconds that rounds spend on the clients and on the server, without compilation.
 
     Attributes:
-      rounds: how many were timed.
+      rounds: number of rounds timed.
     """
 
     def __init__(self, programs: Programs, *, waits: bool) -> None:
-        """Time nothing yet.
+        """Start at zero.
 
         Args:
-          programs: whose compilation is not counted.
-          waits: wait for the results of each side; without this the seconds mean nothing and are not reported.
+          programs: the programs whose compilation time is subtracted.
+          waits: whether to wait for the results of each side. Without waiting, no seconds are reported.
         """
         self.rounds = 0
         self._programs = programs
@@ -193,7 +193,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def side(self, side: str) -> Iterator[list[Any]]:
-        """Add the time of the body to a side; the body lists its results, which are waited for."""
+        """Add the time of the body to a side. The body appends its results to the list, and they are waited for."""
         results: list[Any] = []
         compiled, started = self._programs.compile_seconds, time.perf_counter()
         yield results
@@ -202,7 +202,7 @@ class Stopwatch:
         self._seconds[side] += time.perf_counter() - started - (self._programs.compile_seconds - compiled)
 
     def seconds_per_round(self) -> dict[str, float]:
-        """Return ``clients_seconds_per_round`` and ``server_seconds_per_round``; nothing if no round was timed."""
+        """``clients_seconds_per_round`` and ``server_seconds_per_round``, or {} if no round was timed."""
         if not (self._waits and self.rounds):
             return {}
         return {f"{side}_seconds_per_round": total / self.rounds for side, total in self._seconds.items()}

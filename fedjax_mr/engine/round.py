@@ -1,6 +1,6 @@
 """One round as pure functions: select -> dispatch -> client_update of each client -> server_update.
 
-Nothing here runs, compiles or places anything: see `fedjax_mr.engine.rounds`.
+`fedjax_mr.engine.rounds` places the data and compiles and runs these functions.
 """
 
 from collections.abc import Callable
@@ -27,22 +27,22 @@ from fedjax_mr.strategies.base import (
     usual_traffic,
 )
 
-# Streams of random keys: a key is folded from (seed, stream), then the round, then client id and occurrence.
+# Streams of random keys. A key is folded from the seed, the stream, the round, the client id and the occurrence.
 INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL = range(8)
 
 Build = Callable[[Problem], Strategy]
-"""A strategy whose settings are chosen; called anew inside every compiled program."""
+"""Problem -> strategy. Called again inside every compiled program."""
 
 
 class Federation(NamedTuple):
     """The clients' data on the devices."""
 
     samples: Samples
-    index: Array  # int32: each client's training rows, then those that it keeps for validation, client after client
+    index: Array  # int32: client after client, first its training rows, then its validation rows
     offsets: Array  # [N + 1] int32
 
     def client(self, client_id: jax.Array | int, validation_size: jax.Array | int = 0) -> ClientData:
-        """The data of one client, the last ``validation_size`` of its rows for validation."""
+        """The data of one client. Its last ``validation_size`` rows are for validation."""
         client_id, offsets = jnp.asarray(client_id, jnp.int32), jnp.asarray(self.offsets)
         kept, start = jnp.asarray(validation_size, jnp.int32), offsets[client_id]
         size = offsets[client_id + 1] - start - kept
@@ -50,7 +50,7 @@ class Federation(NamedTuple):
 
 
 class RunConstants(NamedTuple):
-    """The constants of all rounds: an argument of every compiled program, so that no array is baked into one."""
+    """The constants of all rounds. Passed to every compiled program, so no program contains them as literals."""
 
     problem: Problem
     federation: Federation
@@ -62,65 +62,65 @@ class RunConstants(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Everything that changes from round to round."""
+    """The state of a run, which changes in every round."""
 
     server: State
-    memory: Memory  # leaves [N, ...], or None; NumPy arrays where it lives on the host
-    round: jax.Array  # rounds done, int32
+    memory: Memory  # leaves [N, ...], or None; NumPy arrays if it is kept on the host
+    round: jax.Array  # number of completed rounds, int32
 
 
 class Report(NamedTuple):
-    """The report of one call: counts are of the whole call, all else is of its last round."""
+    """The report of one call. Counts cover the call, all other values its last round."""
 
-    images: jax.Array  # samples trained in this call
-    steps: jax.Array  # optimiser steps done in this call
-    train_loss: jax.Array  # mean over the samples trained in the last round, in nats
-    similarity: jax.Array  # mean pairwise cosine of the parameters uploaded in the last round; NaN if they have none
-    bad_client: jax.Array  # id of the first client of the last round that diverged, -1 if none
-    bad_step: jax.Array  # its local step
-    traffic: Traffic  # of this call
-    info: Info  # the strategy's, of the last round
+    images: jax.Array  # training samples processed in this call
+    steps: jax.Array  # optimiser steps in this call
+    train_loss: jax.Array  # mean loss over the training samples of the last round, in nats
+    similarity: jax.Array  # mean pairwise cosine of the uploaded parameters of the last round; NaN if undefined
+    bad_client: jax.Array  # id of the first diverged client of the last round, -1 if none
+    bad_step: jax.Array  # local step at which it diverged
+    traffic: Traffic  # traffic of this call
+    info: Info  # values that the strategy reports, of the last round
 
 
 class ClientRow(NamedTuple):
-    """One client's part of a round, which travels to the device that trains it."""
+    """One client's part of a round, sent to the device that trains it."""
 
     payload: Payload
     memory: Memory
     client_id: jax.Array
-    occurrence: jax.Array  # how often the client was drawn before in this round
-    size: jax.Array  # 0 in padding rows
-    samples: CohortSamples | None = None  # its own, where the federation's are kept on the host
+    occurrence: jax.Array  # number of earlier draws of this client in this round
+    size: jax.Array  # number of training samples; 0 in padding rows
+    samples: CohortSamples | None = None  # its samples if the samples are kept on the host, else None
 
 
 class CohortPlan(NamedTuple):
-    """A round before training: who trains (in the strategy's order) and in which slot."""
+    """The clients of a round, in the strategy's order, and their slots."""
 
     cohort: Cohort
-    slots: jax.Array  # [K'] row of each slot, K in padding
+    slots: jax.Array  # [K'] row of each slot, K in empty slots
 
 
 def plan(build: Build, axis: ClientAxis, constants: RunConstants, server: State, round: jax.Array) -> CohortPlan:
-    """Select the cohort and lay it out."""
+    """Select the cohort and assign it to slots."""
     strategy, key = build(constants.problem), round_key(constants.key, SELECT, round)
     cohort = select_uniformly(constants.problem, key) if strategy.select is None else strategy.select(server, key)
     return CohortPlan(cohort, assign(axis, cohort.sizes))
 
 
 def ids_by_slot(constants: RunConstants, plan: CohortPlan) -> jax.Array:
-    """Return the client of each slot [K']; that of the cohort's first row in padding."""
+    """The client id of each slot [K']. Empty slots have that of the first row of the cohort."""
     return plan.cohort.ids[jnp.where(plan.slots < constants.problem.cohort_size, plan.slots, 0)]
 
 
 def start(build: Build, constants: RunConstants) -> Progress:
-    """Return the progress before the first round."""
+    """The progress before the first round."""
     strategy = build(constants.problem)
     memory = strategy.init_memory(jax.random.fold_in(constants.key, MEMORY)) if strategy.init_memory else None
     return Progress(strategy.init(jax.random.fold_in(constants.key, INIT)), memory, jnp.zeros((), jnp.int32))
 
 
 def begin(build: Build, axis: ClientAxis, constants: RunConstants, progress: Progress) -> tuple[CohortPlan, ClientRow]:
-    """Select and dispatch: return the plan and the rows [K', ...] in the order of the layout."""
+    """Select and dispatch. Return the plan and the rows [K', ...] in the order of the layout."""
     chosen = plan(build, axis, constants, progress.server, progress.round)
     cohort, slots = chosen
     dispatch_key = round_key(constants.key, DISPATCH, progress.round)
@@ -140,7 +140,7 @@ def begin(build: Build, axis: ClientAxis, constants: RunConstants, progress: Pro
 
 
 def dispatch(strategy: Strategy, state: State, cohort: Cohort, key: jax.Array) -> Payload:
-    """Return what each client trains on [K, ...]: the server's payload, after an exchange among the clients if any."""
+    """The payload of each client [K, ...], after an exchange among the clients if the strategy has one."""
     exchange = strategy.exchange
     if exchange is None or not exchange.before_training:
         return strategy.dispatch(state, cohort, key)
@@ -150,7 +150,7 @@ def dispatch(strategy: Strategy, state: State, cohort: Cohort, key: jax.Array) -
 def server_update(
     strategy: Strategy, state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
 ) -> tuple[State, Info]:
-    """Update the server with what the clients trained [K, ...], after an exchange among the clients if any."""
+    """Update the server with the uploads [K, ...], after an exchange among the clients if the strategy has one."""
     exchanged: Info = {}
     if strategy.exchange is not None and strategy.exchange.before_upload:
         exchange_key, key = jax.random.split(key)
@@ -162,7 +162,7 @@ def server_update(
 def client_key(
     key: jax.Array, round: jax.Array | int, client_id: jax.Array | int, occurrence: jax.Array | int
 ) -> jax.Array:
-    """Return a client's own key of a round; from it, the run's key cannot be found."""
+    """The key of a client in a round. It does not reveal the key of the run."""
     return jax.random.fold_in(jax.random.fold_in(round_key(key, CLIENT, round), client_id), occurrence)
 
 
@@ -173,9 +173,9 @@ def train_client(
     key = client_key(constants.key, round, row.client_id, row.occurrence)
     data = constants.client(row.client_id)
     if row.samples is not None:
-        own = data.samples._replace(x=row.samples.x, y=row.samples.y)
-        data = one_client(own, client_id=row.client_id, validation_size=data.validation_size)
-    kept = jnp.where(row.size > 0, data.validation_size, 0)  # a row without a client has no samples at all
+        samples = data.samples._replace(x=row.samples.x, y=row.samples.y)
+        data = one_client(samples, client_id=row.client_id, validation_size=data.validation_size)
+    kept = jnp.where(row.size > 0, data.validation_size, 0)  # an empty slot has no samples
     data = data._replace(size=row.size, validation_size=kept)
     return build(constants.problem).client_update(row.payload, row.memory, data, round, key)
 
@@ -187,9 +187,9 @@ def finish(
     plan: CohortPlan,
     trained: tuple[Payload, Memory, Metrics],
 ) -> tuple[Progress, Report]:
-    """Put the trained rows [K', ...] back into the cohort's order and update the server.
+    """Reorder the trained rows [K', ...] as in the cohort and update the server.
 
-    Where the clients' memory is not part of ``progress``, the new one holds the cohort's rows [K, ...] in its place.
+    If ``progress`` has no memory, that of the returned progress holds the rows of the cohort [K, ...].
     """
     strategy = build(constants.problem)
     uploads, memories, metrics = trees.take(trained, positions(plan.slots, constants.problem.cohort_size))
@@ -222,7 +222,7 @@ def finish(
 
 
 def join(total: Report, new: Report) -> Report:
-    """Return counts added up over the rounds of a call; all else is the last round's."""
+    """Add the counts of two reports. All other values are those of ``new``."""
     return new._replace(
         images=total.images + new.images,
         steps=total.steps + new.steps,
@@ -231,11 +231,11 @@ def join(total: Report, new: Report) -> Report:
 
 
 def round_key(key: jax.Array, stream: int, round: jax.Array | int) -> jax.Array:
-    """Return the key of one of the streams above in one round."""
+    """The key of one stream in one round."""
     return jax.random.fold_in(jax.random.fold_in(key, stream), round)
 
 
 def _occurrences(ids: jax.Array) -> jax.Array:
-    """Return for each of the ids [K] how many earlier ones equal it."""
+    """For each id [K], the number of earlier equal ids."""
     earlier = jnp.tril(jnp.ones((ids.shape[0], ids.shape[0]), bool), -1)
     return jnp.sum((ids[:, None] == ids[None, :]) & earlier, axis=1, dtype=jnp.int32)

@@ -1,6 +1,6 @@
-"""Many rounds: in one compiled loop, or one by one in one or three calls each; of one seed or of several.
+"""Compiled rounds, in one loop or one by one.
 
-`loop` repeats a round inside a program, whoever's. `Rounds` are those of one seed, `SeedRounds` those of several.
+`loop` repeats a round inside a compiled program. `Rounds` runs one seed, `SeedRounds` several seeds in one program.
 """
 
 import dataclasses
@@ -40,19 +40,19 @@ from fedjax_mr.strategies.base import Info, State
 
 Round = Callable[[Progress], tuple[Progress, Report]]
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]
-"""Training outside of this process: (round, plan, rows [K', ...]) -> (plan, trained rows, info), all on the host."""
+"""Training outside of this process: (round, plan, rows [K', ...]) -> (plan, trained rows, info), on the host."""
 
 
 def loop(
     one_round: Round, progress: Progress, count: jax.Array, *, watched: jax.Array | bool
 ) -> tuple[Progress, Report]:
-    """Run ``count`` rounds inside a compiled program, fewer if a watched seed diverges.
+    """Run ``count`` rounds inside a compiled program. Stop earlier if a watched seed diverges.
 
     Args:
       one_round: progress -> (progress, report).
-      progress: of one seed, or of S seeds with a leading axis S.
-      count: how many rounds; a traced bound.
-      watched: whether to stop after a round with a loss or weight that is not finite; for S seeds each one's [S].
+      progress: the progress of one seed, or of S seeds with a leading axis S.
+      count: number of rounds; may be traced.
+      watched: whether to stop after a round with a non-finite loss or weight; [S] for S seeds.
     """
 
     def body(carry: tuple) -> tuple:
@@ -60,31 +60,32 @@ def loop(
         progress, report = one_round(progress)
         return progress, join(total, report), done + 1
 
-    def going_on(carry: tuple) -> jax.Array:
+    def should_continue(carry: tuple) -> jax.Array:
         _, total, done = carry
         return (done < count) & ~jnp.any(watched & (total.bad_client >= 0))
 
     shapes = jax.eval_shape(one_round, progress)[1]
     blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     blank = blank._replace(bad_client=jnp.full_like(blank.bad_client, -1))
-    progress, total, _ = jax.lax.while_loop(going_on, body, (progress, blank, jnp.zeros((), jnp.int32)))
+    progress, total, _ = jax.lax.while_loop(should_continue, body, (progress, blank, jnp.zeros((), jnp.int32)))
     return progress, total
 
 
 class Rounds:
     """The compiled rounds of one strategy on one layout.
 
-    A round runs in one of three ways: fused in one program, with others in a loop if the host has nothing to do between
-    them; in three programs (server, clients, server) where the server has a home of its own; or in these three with the
-    clients' memory on the host.
+    A round runs in one of three ways:
+    - fused in one program, which loops over several rounds if the host has no work between them;
+    - in three programs (server, clients, server) if the server state is on one device only;
+    - in these three programs with the clients' memory on the host.
 
     Attributes:
       build: problem -> strategy.
       constants: the problem, the data and the run's key, on every device.
       axis: the layout of the clients.
-      strategy: the strategy, built once for its facts (which members it has).
-      programs: the compiled programs by name; each is traced once, whatever the clients' sizes.
-      key: all that the programs close over, by value; None if they are this object's own.
+      strategy: the strategy, built once to see which members it has.
+      programs: the compiled programs by name. Each is traced once, for clients of all sizes.
+      key: everything that the programs close over, by value. None if no other object shares them.
     """
 
     def __init__(
@@ -102,15 +103,15 @@ class Rounds:
         """Place the data; each program is compiled at its first use.
 
         Args:
-          build: problem -> strategy; called inside every traced program.
+          build: problem -> strategy; called inside every compiled program.
           constants: the problem, the data and the run's key, on the host or on any device.
           axis: the layout.
-          stop_at_divergence: end a call after the first round with a loss or weight that is not finite.
-          memory_on_host: keep what the clients remember in the host's memory; only the cohort's rows travel.
-          data_on_host: keep the clients' samples there; the cohort's are sent while the round before is trained.
-          key: all that decides about ``build``, by value: rounds of equal ones share their compiled programs. None:
-            they share none, because ``build`` may read what no key can name.
-          remote: trains the clients of a round in place of the devices. The layout is then not fused.
+          stop_at_divergence: end a call after the first round with a non-finite loss or weight.
+          memory_on_host: keep the clients' memory on the host. Only the rows of the cohort are transferred.
+          data_on_host: keep the clients' samples on the host. Those of the next cohort are sent during a round.
+          key: everything that ``build`` depends on, by value. Rounds with equal keys share compiled programs. Default:
+            no sharing, because ``build`` may depend on values that no key contains.
+          remote: trains the clients of a round outside of this process. Requires a layout that is not fused.
         """
         self.axis = axis
         self.key = None if key is None else (key, axis, stop_at_divergence, memory_on_host, data_on_host)
@@ -118,21 +119,21 @@ class Rounds:
         self.build = build
         self.strategy = build(constants.problem)
         self._remote = remote
-        self._client = constants.client  # from where the caller keeps the samples
+        self._client = constants.client  # reads the samples from the arrays of the caller
         self._place = shapes_at if axis.described else place
         self._stop_at_divergence = stop_at_divergence
         self._memory_on_host = memory_on_host and self.strategy.init_memory is not None
         self._samples: HostSamples | None = None
-        self._stopwatch = Stopwatch(self.programs, waits=not data_on_host)  # no waiting while the next samples are sent
+        self._stopwatch = Stopwatch(self.programs, waits=not data_on_host)  # waiting would delay the next samples
         if data_on_host:
             samples, index, offsets = constants.federation
             self._samples = HostSamples(samples.x, samples.y, index, offsets, sharding=axis.sharded)
             nothing = samples._replace(x=np.zeros(0, np.float32), y=np.zeros(0, np.int32))
             constants = constants._replace(federation=Federation(nothing, np.zeros(0, np.int32), offsets))
         self.constants = self._place(constants, axis.replicated)
-        # The server needs no samples. Where it has a home of its own, the small arrays have a second copy there.
+        # The server needs no samples. If its state is on one device, that device has a copy of the other constants.
         small = constants._replace(federation=constants.federation._replace(samples=None))
-        self._home_constants = self._place(small, axis.home)
+        self._server_constants = self._place(small, axis.server_device)
         self._at_rest = axis.at_rest(self.shapes(), rows=self.stacks)
 
     @property
@@ -147,26 +148,26 @@ class Rounds:
 
     @property
     def stacks(self) -> tuple[int, ...]:
-        """Return the leading axes by which stacked models are known: K, N and K'."""
+        """Leading axes of stacked models: K, N and K'."""
         count = self.constants.problem.cohort_size
         return count, self.constants.problem.num_clients, self.axis.padded(count)
 
     # --- progress
 
     def init(self) -> Progress:
-        """Return the progress before the first round."""
+        """The progress before the first round."""
         if not self._memory_on_host:
-            return self.programs.call("init", self._start, self._home_constants, out=self._at_rest)
-        # Made on the host's processor: all clients' memory need not fit on an accelerator.
-        constants = jax.device_put(self._home_constants, jax.devices("cpu")[0])
+            return self.programs.call("init", self._start, self._server_constants, out=self._at_rest)
+        # Initialised on the CPU, because the memory of all clients may not fit on an accelerator.
+        constants = jax.device_put(self._server_constants, jax.devices("cpu")[0])
         return self.place(self.programs.call("init", self._start, constants))
 
     def shapes(self) -> Progress:
-        """Return the shapes and dtypes of a progress; nothing is computed."""
-        return jax.eval_shape(self._start, self._home_constants)
+        """The shapes and dtypes of a progress. Nothing is computed."""
+        return jax.eval_shape(self._start, self._server_constants)
 
     def place(self, progress: Progress) -> Progress:
-        """Return a progress that came from elsewhere where it belongs: on the server's device, memory on the host."""
+        """Place a progress, such as one from a checkpoint, on the server's device, and its memory on the host."""
         if not self._memory_on_host:
             return place(progress, self._at_rest)
         memory = jax.tree.map(np.array, progress.memory)
@@ -174,17 +175,17 @@ class Rounds:
         return place(progress._replace(memory=None), resting)._replace(memory=memory)
 
     def deployed(self, progress: Progress) -> Any:
-        """Return the model that is deployed and tested, or None where a method has none."""
+        """The deployed model, or None if the strategy has none."""
         return self._view("global_model", progress)
 
     def individual(self, progress: Progress) -> Any:
-        """Return the K stacked models that are tested one by one, or None."""
+        """The K stacked models that are tested one by one, or None."""
         return self._view("individual_models", progress)
 
     def seconds_per_round(self) -> dict[str, float]:
-        """Return the seconds of a round on the clients' side and on the server's, without compilation.
+        """Seconds per round of the clients and of the server, without compilation.
 
-        They are known where the two are programs of their own (several CPU devices, samples not sent ahead); else {}.
+        {} if both run in one program, or if samples are sent ahead.
         """
         return self._stopwatch.seconds_per_round()
 
@@ -192,17 +193,17 @@ class Rounds:
         return start(self.build, constants)
 
     def _view(self, member: str, progress: Progress) -> Any:
-        """Return what a member of the strategy makes of the server's state; None if the strategy has no such member."""
+        """Apply a member of the strategy to the server state, or return None if the strategy has no such member."""
         if getattr(self.strategy, member) is None:
             return None
 
         def program(constants: RunConstants, server: State) -> Any:
             return getattr(self.build(constants.problem), member)(server)
 
-        return self.programs.call(member, program, self._home_constants, progress.server, out=self.axis.home)
+        return self.programs.call(member, program, self._server_constants, progress.server, out=self.axis.server_device)
 
     def compile(self) -> Programs:
-        """Compile the fused rounds and what is tested of them for a machine that is only described; nothing runs."""
+        """Compile the training and evaluation programs for a machine that is not present. Nothing is executed."""
         progress, _ = self._fused(self._place(self.shapes(), self._at_rest), 1)
         self.deployed(progress)
         self.individual(progress)
@@ -211,7 +212,7 @@ class Rounds:
     # --- many rounds
 
     def run(self, progress: Progress, count: int) -> tuple[Progress, Report]:
-        """Run ``count`` rounds, fewer if one diverges; ``progress`` is consumed.
+        """Run ``count`` rounds, or fewer if one diverges. Consumes ``progress``.
 
         Any division of the rounds into calls gives the same numbers.
         """
@@ -227,35 +228,35 @@ class Rounds:
         return progress, functools.reduce(join, reports)
 
     def _with_samples(self, progress: Progress, number: int) -> tuple[Progress, Report]:
-        """Run round ``number``; if samples are kept on the host, send its own and those of the next one ahead."""
+        """Run round ``number``. If samples are kept on the host, also send those of the next round."""
         if self._samples is None:
             return self._one_round(progress, None)
         samples = self._samples.sent_ahead(number)
         if samples is None:
             samples = self._samples.send(np.asarray(self._ids(progress.server, progress.round)))
-        if self.strategy.select is not None:  # who comes next depends on this round
+        if self.strategy.select is not None:  # the next cohort is known only after this round
             return self._one_round(progress, samples)
-        next_ids = self._ids(progress.server, place(np.int32(number + 1), self.axis.home))
+        next_ids = self._ids(progress.server, place(np.int32(number + 1), self.axis.server_device))
         progress, report = self._one_round(progress, samples)
-        self._samples.send_ahead(number + 1, np.asarray(next_ids))  # the devices are at work on this round
+        self._samples.send_ahead(number + 1, np.asarray(next_ids))  # while the devices run this round
         return progress, report
 
     def _ids(self, server: State, round: jax.Array) -> jax.Array:
-        """Return the client of each slot of a round [K']."""
+        """The client id of each slot of a round [K']."""
 
         def program(constants: RunConstants, server: State, round: jax.Array) -> jax.Array:
             return ids_by_slot(constants, plan(self.build, self.axis, constants, server, round))
 
-        return self.programs.call("select", program, self._home_constants, server, round, out=self.axis.home)
+        return self.programs.call("select", program, self._server_constants, server, round, out=self.axis.server_device)
 
     def _between_rounds(self, progress: Progress, report: Report, done: int) -> tuple[Progress, Report]:
-        """Let the strategy work on the host after ``done`` rounds, if it wants to."""
+        """Call ``between_rounds`` of the strategy on the host after ``done`` rounds, if it has this member."""
         if self.strategy.between_rounds is None:
             return progress, report
         with self._stopwatch.side("server") as results:
-            key = round_key(self._home_constants.key, HOST, done)
-            whole = place(progress.server, self.axis.home)
-            server, info = self.strategy.between_rounds(whole, done, key, self._client)
+            key = round_key(self._server_constants.key, HOST, done)
+            on_server = place(progress.server, self.axis.server_device)
+            server, info = self.strategy.between_rounds(on_server, done, key, self._client)
             progress = progress._replace(server=place(server, self._at_rest.server))
             results.append(progress.server)
         return progress, report._replace(info=report.info | info)
@@ -268,7 +269,7 @@ class Rounds:
         return self._fused(progress, 1, samples) if self.axis.fused else self._in_steps(progress, samples)
 
     def _fused(self, progress: Progress, count: int, samples: CohortSamples | None = None) -> tuple[Progress, Report]:
-        """Run whole rounds in one compiled call, one if its samples were sent; their number is a traced bound."""
+        """Run ``count`` rounds (traced) in one compiled call. With ``samples``, ``count`` must be 1."""
         divided = functools.partial(self.axis.by_parameters, rows=self.stacks)
 
         def program(
@@ -283,12 +284,12 @@ class Rounds:
             progress, total = loop(one_round, divided(progress), count, watched=self._stop_at_divergence)
             return divided(progress), total
 
-        bound = self._place(np.int32(count), self.axis.home)
-        out = (self._at_rest, self.axis.home)
+        bound = self._place(np.int32(count), self.axis.server_device)
+        out = (self._at_rest, self.axis.server_device)
         return self.programs.call("rounds", program, self.constants, progress, bound, samples, donate=(1,), out=out)
 
     def _in_steps(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
-        """Run one round in three compiled calls: server, clients, server; the rows are copied between their devices."""
+        """Run one round in three compiled calls (server, clients, server). Rows are copied between the devices."""
         plan, rows = self._begin(progress)
         if self._remote is None:
             return self._finish(progress, plan, self._train(progress.round, rows, samples))
@@ -297,7 +298,7 @@ class Rounds:
         return progress, report._replace(info=report.info | info)
 
     def _in_steps_beside_memory(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
-        """Run one round in three compiled calls, of whose clients alone the memory is read and written on the host."""
+        """Run one round in three compiled calls. Only the memory of its clients is read and written on the host."""
         memory, progress = progress.memory, progress._replace(memory=None)
         plan, rows = self._begin(progress)
         rows = rows._replace(memory=rows_of(memory, np.asarray(rows.client_id)))
@@ -307,13 +308,15 @@ class Rounds:
         return progress._replace(memory=memory), report
 
     def train_all(self) -> Callable:
-        """Return ((constants, round), rows [K', ...]) -> trained rows, over the client axis."""
+        """The function ((constants, round), rows [K', ...]) -> trained rows, over the client axis."""
         return map_clients(self.axis, lambda shared, row: train_client(self.build, shared[0], shared[1], row))
 
     def _begin(self, progress: Progress) -> tuple[CohortPlan, ClientRow]:
         program = lambda constants, progress: begin(self.build, self.axis, constants, progress)
         with self._stopwatch.side("server") as results:
-            chosen, rows = self.programs.call("begin", program, self._home_constants, progress, out=self.axis.home)
+            chosen, rows = self.programs.call(
+                "begin", program, self._server_constants, progress, out=self.axis.server_device
+            )
             results.append(rows)
         return chosen, rows
 
@@ -326,11 +329,11 @@ class Rounds:
         return trained
 
     def _finish(self, progress: Progress, plan: CohortPlan, trained: Any) -> tuple[Progress, Report]:
-        program = lambda constants, *rest: finish(self.build, constants, *rest)
-        out = (self._at_rest._replace(memory=self.axis.home), self.axis.home)
+        program = lambda constants, *remaining: finish(self.build, constants, *remaining)
+        out = (self._at_rest._replace(memory=self.axis.server_device), self.axis.server_device)
         with self._stopwatch.side("server") as results:
-            trained = jax.device_put(trained, self.axis.home, donate=True)
-            args = (self._home_constants, progress, plan, trained)
+            trained = jax.device_put(trained, self.axis.server_device, donate=True)
+            args = (self._server_constants, progress, plan, trained)
             progress, report = self.programs.call("finish", program, *args, donate=(1,), out=out)
             results.append(report)
         self._stopwatch.rounds += 1
@@ -338,10 +341,10 @@ class Rounds:
 
 
 class SeedRounds:
-    """The compiled rounds of S seeds of one setting, whose clients join the client axis as S x K rows.
+    """The compiled rounds of S seeds of one setting. Their clients are S x K rows of one client axis.
 
-    Only the server's functions are batched over the seeds (``vmap``); clients train as rows of the ordinary client
-    axis, each with the data and the key of its seed. The numbers are those of the seeds one by one, to float tolerance.
+    Only the functions of the server are batched over the seeds (``vmap``). Each client trains as a row of the client
+    axis, with the data and the key of its seed. The results equal those of separate runs up to rounding.
 
     Attributes:
       axis: the layout of all S x K clients.
@@ -360,15 +363,15 @@ class SeedRounds:
 
         Args:
           build: problem -> strategy.
-          all_constants: of each seed: the same samples, divided in its own way, and its own key.
-          axis: the layout, for a cohort of S x K.
-          stop_at_divergence: end a call after the first round in which a seed has a loss or weight that is not finite.
+          all_constants: the constants of each seed: the same samples with the division and the key of the seed.
+          axis: the layout for a cohort of S x K clients.
+          stop_at_divergence: end a call after the first round in which a seed has a non-finite loss or weight.
 
         Raises:
           UserError: the strategy works on the host between rounds, or the layout has several CPU devices.
         """
         if build(all_constants[0].problem).between_rounds is not None:
-            raise UserError("the strategy works on the host between rounds, so that its seeds cannot be batched")
+            raise UserError("the strategy works on the host between rounds, so its seeds cannot be batched")
         if not axis.fused:
             raise UserError("seeds are batched on accelerators or on one CPU device: set devices=1")
         self.build = build
@@ -377,25 +380,25 @@ class SeedRounds:
         self.programs = Programs(platform=axis.platform)
         self.constants = place(stack_seeds(all_constants), axis.replicated)
         self._stop_at_divergence = stop_at_divergence
-        # A seed's rows before they are joined: in turn, without padding.
+        # The layout of a seed's rows before they are joined: without padding.
         self._apart = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
 
     def init(self) -> Progress:
-        """Return the progress of all seeds, leaves [S, ...], before the first round."""
+        """The progress of all seeds before the first round, leaves [S, ...]."""
         program = lambda constants: self._each(constants, lambda one: start(self.build, one))
         return self.programs.call("init", program, self.constants)
 
     def stack(self, progresses: Sequence[Progress]) -> Progress:
-        """Return the seeds' own progresses as one, leaves [S, ...]."""
+        """Stack the progresses of the seeds into one with leaves [S, ...]."""
         return place(jax.tree.map(lambda *leaves: jnp.stack(leaves), *progresses), self.axis.replicated)
 
     def run(self, progress: Progress, count: int, alive: Sequence[bool]) -> tuple[Progress, Report]:
-        """Run ``count`` rounds, fewer if a seed that is alive diverges; ``progress`` is consumed.
+        """Run ``count`` rounds, or fewer if a running seed diverges. Consumes ``progress``.
 
         Args:
           progress: leaves [S, ...].
-          count: rounds.
-          alive: which seeds [S] train; the others do no step, and what is returned for them means nothing.
+          count: number of rounds.
+          alive: whether each seed is running [S]. The other seeds run no step, and their results are undefined.
         """
 
         def program(
@@ -409,7 +412,7 @@ class SeedRounds:
 
     def _round(self, constants: RunConstants, progress: Progress, alive: jax.Array) -> tuple[Progress, Report]:
         first = lambda one, progress: begin(self.build, self._apart, one, progress)
-        last = lambda one, *rest: finish(self.build, one, *rest)
+        last = lambda one, *remaining: finish(self.build, one, *remaining)
         plans, rows = self._each(constants, first, progress)
         rows = rows._replace(size=jnp.where(alive[:, None], rows.size, 0))
         per_seed = rows.size.shape[1]
@@ -419,7 +422,7 @@ class SeedRounds:
         return self._each(constants, last, progress, plans, trained)
 
     def _train(self, constants: RunConstants, round: jax.Array, rows: ClientRow, per_seed: int) -> Any:
-        """Train the rows [S K, ...] over the client axis, longest first."""
+        """Train the rows [S K, ...] over the client axis, in order of decreasing work."""
         count = self.count * per_seed
         slots = assign(self.axis, rows.size)
         order = jnp.where(slots < count, slots, 0)
@@ -434,13 +437,13 @@ class SeedRounds:
         return trees.take(trained, positions(slots, count))
 
     def _each(self, constants: RunConstants, function: Callable, *arguments: Any) -> Any:
-        """Return ``function(constants, ...)`` of every seed, leaves [S, ...]."""
-        one = lambda seed, *rest: function(of_seed(constants, seed), *rest)
+        """Apply ``function(constants, ...)`` to every seed. The results have leaves [S, ...]."""
+        one = lambda seed, *remaining: function(of_seed(constants, seed), *remaining)
         return jax.vmap(one)(jnp.arange(self.count), *arguments)
 
 
 def stack_seeds(all_constants: Sequence[RunConstants]) -> RunConstants:
-    """Join the constants of S seeds: samples once, one flat index array, all else with a leading axis S."""
+    """Join the constants of S seeds: the samples once, one flat index array, other arrays with a leading axis S."""
     problems, federations = (
         [constants.problem for constants in all_constants],
         [constants.federation for constants in all_constants],
@@ -461,6 +464,6 @@ def stack_seeds(all_constants: Sequence[RunConstants]) -> RunConstants:
 
 
 def of_seed(constants: RunConstants, seed: jax.Array) -> RunConstants:
-    """Return the constants of one of the seeds that `stack_seeds` has joined."""
+    """The constants of one seed from those that `stack_seeds` joined."""
     federation = constants.federation._replace(offsets=jnp.asarray(constants.federation.offsets)[seed])
     return RunConstants(trees.take(constants.problem, seed), federation, constants.key[seed])

@@ -1,11 +1,11 @@
-"""The simulator: a federation of N clients as one Python object, without folders, flags or files.
+"""The simulator: a federation of N clients as a Python object, without flags or files.
 
     federated = fmr.data.federate(fmr.data.load("digits"), num_clients=20, partition="dirichlet", alpha=0.5)
     simulator = fmr.Simulator("fedmr", "cnn_digits", federated, cohort=5)
     state, report = simulator.run(simulator.init(), 20)
     print(simulator.test(state).accuracy)
 
-`fmr.run` adds a folder, checkpoints, records and pictures to it.
+`fmr.run` adds a run folder with checkpoints, metrics and figures.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from fedjax_mr.strategies.base import Problem, Strategy
 
 
 class Simulator:
-    """Federated training on this machine: all clients of a round train in one compiled program.
+    """Federated training on this machine. All clients of a round train in one compiled program.
 
     Attributes:
       federated: the data of the clients.
@@ -67,32 +67,32 @@ class Simulator:
         remote: RemoteClients | None = None,
         name: str = "",
     ) -> None:
-        """Place the data; each program is compiled at its first use.
+        """Place the data. Each program is compiled at its first use.
 
         Args:
           strategy: a name in `STRATEGIES`, or a function ``build(hyper, problem)`` that returns a `Strategy`.
-          model: a name in `MODELS`, a Flax module, a `Model`, or a list of several where clients have different ones.
+          model: a name in `MODELS`, a Flax module or a `Model`. If clients have different networks, a list of them.
           federated: the clients' data, from `data.federate`.
           cohort: K, clients per round.
-          local: the clients' training. Default: `local.setting()`.
-          hyper: the strategy's settings, which ``build`` receives. Default for a name: its dataclass of defaults.
-          seed: of everything that is drawn at random during training; the data have a seed of their own.
-          architectures: the number of the network in ``model`` that each client starts with [N]. Default: blocks of
+          local: the settings of the clients' training. Default: `local.setting()`.
+          hyper: the strategy's hyper-parameters, passed to ``build``. Default for a name: its dataclass of defaults.
+          seed: seed of all random numbers during training. The division of the data has its own seed.
+          architectures: for each client, the number of its initial network in ``model`` [N]. Default: blocks of
             neighbouring clients.
-          devices: D, devices that share the clients. Default: see `client_axis`.
-          lanes: clients that train side by side on a device. Default: 1 on a CPU, else as many as its memory holds.
-          memory: where the memories of all N clients are kept: ``device``, ``host``, or ``auto``, which takes the host
-            if they need over a third of a device.
-          data_placement: likewise, where the clients' samples are kept.
-          stop_at_divergence: end a call after the first round with a loss or weight that is not finite.
+          devices: number of devices D. Default: see `client_axis`.
+          lanes: clients that train side by side on a device. Default: 1 on CPUs, else as many as fit into its memory.
+          memory: placement of the memories of all N clients: ``device``, ``host`` or ``auto``. ``auto`` chooses the
+            host if they need more than a third of a device's memory.
+          data_placement: placement of the clients' samples, with the same values as ``memory``.
+          stop_at_divergence: whether a call ends after the first round with a non-finite loss or weight.
           axis: the layout, in place of ``devices`` and ``lanes``.
-          key: everything that decides about ``strategy``, by value: simulators with equal keys share compiled programs.
-          remote: clients that train elsewhere, such as on machines of their own.
-          name: of the strategy in messages. Default: its registered name, or the module of its function.
+          key: everything that ``strategy`` depends on, by value. Simulators with equal keys share compiled programs.
+          remote: clients that train outside of this process, for example on their own machines.
+          name: name of the strategy in messages. Default: its registered name, or the module of its function.
 
         Raises:
-          UserError: an unknown name, a function of other arguments, a network that does not fit the samples, K > N, or
-            more devices than there are.
+          UserError: unknown name, a function with other arguments, a network that does not fit the samples, K > N, or
+            more devices than available.
         """
         self.federated = federated
         self.model = network_of(model, federated.dataset)
@@ -128,14 +128,14 @@ class Simulator:
         Any division of the rounds into calls gives the same numbers.
 
         Args:
-          state: from `init` or an earlier call. It is consumed: go on with the returned one.
-          rounds: how many.
+          state: from `init` or an earlier call. It is consumed; continue with the returned state.
+          rounds: number of rounds.
 
         Returns:
-          The new state and the report of the call, on the host.
+          The new state, and the report of the call on the host.
 
         Raises:
-          DivergedError: a loss or weight is not finite.
+          DivergedError: a loss or weight is not finite, and ``stop_at_divergence`` is set.
           UserError: the state was consumed by an earlier call.
         """
         _refuse_consumed(state)
@@ -149,7 +149,7 @@ class Simulator:
         return state, report
 
     def test(self, state: Progress) -> Tested:
-        """Accuracy and loss of the deployed model on the global test set.
+        """Test accuracy (a fraction) and loss (in nats) of the deployed model on the global test set.
 
         Raises:
           UserError: the strategy deploys no model.
@@ -157,11 +157,11 @@ class Simulator:
         return self.evaluation.one(self.deployed(state))
 
     def personal(self, state: Progress, *, finetune_epochs: int = 0) -> Clients:
-        """The tests of every client's own model on its own samples [N]; of the deployed model where all share it.
+        """Test each client's personal model, or the deployed model if there are none, on the client's test samples [N].
 
         Args:
           state: from `init` or `run`.
-          finetune_epochs: epochs in which each client first trains a copy on its training samples.
+          finetune_epochs: epochs in which each client first fine-tunes a copy on its training samples.
 
         Raises:
           UserError: no client has test samples.
@@ -179,7 +179,7 @@ class Simulator:
         _refuse_consumed(state)
         variables = self.rounds.deployed(state)
         if variables is None:
-            raise UserError(f"{self._name} deploys no model: personal(state) tests the clients' own")
+            raise UserError(f"{self._name} deploys no model; personal(state) tests the personal models of the clients")
         return variables
 
     def client(self, client_id: int) -> ClientData:
@@ -195,31 +195,31 @@ class Simulator:
 
     @functools.cached_property
     def tests_of_clients(self) -> TestsOfClients:
-        """The compiled tests of the clients' own models on their own test samples."""
+        """The compiled tests of the clients' models on the clients' test samples."""
         if self._remote is not None:
             return self._remote
-        own = self.federated.client_test
-        return PersonalEvaluation(self.rounds, self.federated, normalised(self.federated.dataset, own.x, own.y))
+        test = self.federated.client_test
+        return PersonalEvaluation(self.rounds, self.federated, normalised(self.federated.dataset, test.x, test.y))
 
     @functools.cached_property
     def validation_of_clients(self) -> TestsOfClients:
-        """The same on their validation samples alone."""
+        """The compiled tests of the clients' models on their validation samples only."""
         return self._remote or PersonalEvaluation(self.rounds, self.federated, None)
 
     # --- the layout
 
     def _layout(self, devices: int | None, lanes: int | None) -> ClientAxis:
-        """The devices and lanes asked for, else the most lanes that a device's memory holds.
+        """The requested devices and lanes. Default: as many lanes as fit into the memory of a device.
 
-        The compiler says what a round takes before anything runs. The round is compiled once more for the run itself,
-        from the compilation cache. Several processes, whose devices might know different limits, take all lanes.
+        The compiler reports the memory of a round before anything runs. The run then compiles the round again, from the
+        compilation cache. Several processes use all lanes, because their devices may have different limits.
         """
         axis = client_axis(devices=devices, lanes=lanes, cohort_size=self.problem.cohort_size)
         limit = memory_limit(axis)
         if lanes is not None or axis.lanes == 1 or math.isinf(limit) or jax.process_count() > 1:
             return axis
         if self._data_on_host(axis):
-            return axis  # such rounds take one client's samples after the other from the host: nothing to compile ahead
+            return axis  # the program depends on samples that are sent for each round, so it cannot be compiled ahead
 
         def needed(axis: ClientAxis) -> int:
             described = dataclasses.replace(axis, described=True)
@@ -240,27 +240,29 @@ class Simulator:
         )
 
     def _data_on_host(self, axis: ClientAxis) -> bool:
-        """Whether the clients' samples are kept on the host: as chosen, or if they are over a third of a device."""
+        """Whether the clients' samples are kept on the host: as requested, or if `too_large`."""
         if self._data_placement != "auto":
             return self._data_placement == "host"
         return too_large(self.federated.dataset.x.nbytes, axis)
 
     def _memory_on_host(self, axis: ClientAxis) -> bool:
-        """Whether the clients' memories are kept on the host: as chosen, or if they are over a third of a device."""
+        """Whether the clients' memories are kept on the host: as requested, or if `too_large`."""
         if self._strategy.init_memory is None or self._memory == "device":
             return False
-        if jax.process_count() > 1:  # there the devices share it, parameter by parameter
+        if jax.process_count() > 1:  # the memories are divided over the devices by parameters
             if self._memory == "host":
-                raise UserError("memory=host is for one process: several divide the memories among their devices")
+                raise UserError(
+                    "memory=host is for one process: several processes divide the memories over their devices"
+                )
             return False
         needed = trees.num_bytes(jax.eval_shape(self._strategy.init_memory, jax.random.key(0)))
         return self._memory == "host" or too_large(needed, axis)
 
     def _rehearse(self) -> None:
-        """Trace a round with a network that is not ours; nothing is computed.
+        """Trace a round with a user-supplied network. Nothing is computed.
 
         Raises:
-          UserError: the strategy needs more of the network than it has.
+          UserError: the network lacks a part that the strategy needs.
         """
 
         def one_round(constants: RunConstants) -> Any:
@@ -275,11 +277,11 @@ class Simulator:
             raise UserError(f"{self._name}: {error}") from None
 
 
-# --- its parts -------------------------------------------------------------------------------------------------------
+# --- parts of a simulator -------------------------------------------------------------------------------------------
 
 
 def _builder(strategy: str | Callable[[Any, Problem], Strategy], hyper: Any) -> Build:
-    """Problem -> strategy."""
+    """The function problem -> strategy."""
     if callable(strategy):
         try:
             inspect.signature(strategy).bind(hyper, None)
@@ -303,14 +305,14 @@ def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: 
     """The network for the samples of a dataset; a `Zoo` if there are several.
 
     Args:
-      model: a name in `MODELS`, a Flax module, a `Model`, or a list of them. A `Model` for such samples is taken as it
-        is.
+      model: a name in `MODELS`, a Flax module, a `Model`, or a list of them. A `Model` with the input shape of the
+        samples is returned unchanged.
       dataset: the samples.
-      init: initialisation of networks by name, see `models.build`.
+      init: initialisation of networks chosen by name, see `models.build`.
       options: ``norm``, ``authors_state`` and ``projection``, see `models.build`.
 
     Raises:
-      UserError: a network does not fit the samples; this before anything is compiled.
+      UserError: a network does not fit the samples. Raised before any compilation.
     """
     if isinstance(model, Model) and not options and model.input_shape == dataset.x.shape[1:]:
         return model
@@ -340,10 +342,10 @@ def problem_of(
 
     Args:
       model: the network.
-      local: the clients' training; its ``max_size`` is replaced by the largest client's number of samples.
+      local: the settings of the clients' training. Its ``max_size`` is replaced by the size of the largest client.
       federated: the clients' data.
       cohort: K.
-      architectures: the network that each client starts with [N]. Default: blocks of neighbouring clients.
+      architectures: for each client, the number of its initial network [N]. Default: blocks of neighbouring clients.
 
     Raises:
       UserError: K is not in 1..N.
@@ -369,13 +371,13 @@ def problem_of(
 
 
 def normalised(dataset: Dataset, x: np.ndarray, y: np.ndarray) -> Samples:
-    """Samples with the dataset's normalisation, (pixel - mean) / std, as one factor and one summand."""
+    """Samples with the normalisation of the dataset, (pixel - mean) / std, as a factor and a summand."""
     scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
     return Samples(x, np.asarray(y, np.int32), scale, shift).in_rows()
 
 
 def public_samples(federated: FederatedData) -> Samples | None:
-    """The server's public set, y None if it is unlabelled; None if there is none."""
+    """Public samples held by the server, or None. ``y`` is None if they are unlabelled."""
     public = federated.public
     if public is None:
         return None
@@ -385,12 +387,12 @@ def public_samples(federated: FederatedData) -> Samples | None:
 
 
 def too_large(needed: int, axis: ClientAxis) -> bool:
-    """Whether so many bytes are over a third of a device's memory; the processor's own has no limit here."""
+    """Whether ``needed`` bytes are more than a third of the memory of a device. Host memory counts as unlimited."""
     return 3 * needed > memory_limit(axis)
 
 
 def memory_limit(axis: ClientAxis) -> float:
-    """The bytes of a device; infinity for a processor, which does not tell, and for a device that is only described."""
+    """Memory of a device in bytes. Infinity for CPUs, which do not report it, and for devices that are not present."""
     if axis.described:
         return math.inf
     statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
@@ -398,7 +400,7 @@ def memory_limit(axis: ClientAxis) -> float:
 
 
 def lanes_that_fit(axis: ClientAxis, limit: float, needed: Callable[[ClientAxis], int]) -> ClientAxis:
-    """The layout with its lanes halved until ``needed`` bytes are within ``limit``, or one is left."""
+    """Halve the lanes of a layout until its ``needed`` bytes are within ``limit``, or one lane is left."""
     while axis.lanes > 1 and needed(axis) > limit:
         axis = dataclasses.replace(axis, lanes=-(-axis.lanes // 2))
     return axis

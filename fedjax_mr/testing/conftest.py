@@ -8,7 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-from fedjax_mr.engine.devices import PATIENT, add_xla_flags, set_up_jax
+from fedjax_mr.engine.devices import LONG_TIMEOUTS, add_xla_flags, set_up_jax
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports
 from fedjax_mr.strategies import STRATEGIES
@@ -29,7 +29,7 @@ def pytest_configure(config):
     """Apply the settings of this project's own test suite, and import the files with strategies."""
     config.addinivalue_line("markers", "slow: runs for more than about ten seconds")
     config.addinivalue_line("filterwarnings", "error")
-    add_xla_flags(QUICK_TO_COMPILE | PATIENT)
+    add_xla_flags(QUICK_TO_COMPILE | LONG_TIMEOUTS)
     set_up_jax(devices=2, cohort_size=2)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
