@@ -1,4 +1,4 @@
-"""The network that each client starts with: by a rule, by a list, or the best one for its samples (FedMe)."""
+"""The initial network of each client: by a rule, by a list, or the best network for its samples (FedMe)."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import read_rows, read_summary, run_state
 
-RANDOM_STREAM = 1  # of the seed, for the random rule
+RANDOM_STREAM = 1  # stream of the seed for the rule ``random``
 
 
 def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarray:
@@ -23,13 +23,13 @@ def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarra
       num_clients: N. Default: the number of clients in the first folder.
 
     Raises:
-      UserError: a folder has no such file, or it is damaged or of another number of clients.
+      UserError: a folder has no such file, or the file is damaged or has another number of clients.
     """
     columns = []
     for folder in folders:
         path = Path(folder) / "clients.csv"
         if run_state(folder) == "finished":
-            read_summary(folder)  # which has the file's checksum
+            read_summary(folder)  # raises if clients.csv does not match the checksum
         try:
             with path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file))
@@ -40,15 +40,15 @@ def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarra
             raise UserError(f"{path} is damaged ({error})") from None
         num_clients = len(rows) if num_clients is None else num_clients
         if len(rows) != num_clients:
-            raise UserError(f"{path} is about {len(rows)} clients, not {num_clients}")
+            raise UserError(f"{path} has {len(rows)} clients, not {num_clients}")
     return np.argmax(np.array(columns), axis=0)
 
 
 def trained_alone(folders: Iterable[Path | str]) -> dict[str, dict[str, Path]]:
     """The finished runs of Local-only with a single network, by partition hash and network.
 
-    Of several runs with the same partition and network, the one with the best mean accuracy of its clients, on the
-    samples of `best_of`.
+    If several runs have the same partition and network, the one with the best mean accuracy of its clients is chosen
+    (on the same samples as in `best_of`).
     """
     candidates: dict[str, dict[str, tuple[float, Path]]] = {}
     for folder in map(Path, folders):
@@ -74,10 +74,10 @@ def best_networks(
       folders: the run folder of each network, in order, or one folder that contains the runs of all networks.
       networks: the names of the networks.
       num_clients: N.
-      division: the hash of the partition, by which the runs in that one folder are found.
+      division: hash of the partition, which selects the runs in the one folder.
 
     Raises:
-      UserError: a network has no such run, or as `best_of`.
+      UserError: a network has no such run, or as in `best_of`.
     """
     if len(folders) == len(networks):
         return best_of(folders, num_clients)
@@ -91,16 +91,16 @@ def best_networks(
 
 
 def architectures(rule: str, count: int, num_clients: int, *, seed: int = 0) -> np.ndarray:
-    """The number of the network that each client starts with [N].
+    """The number of the initial network of each client [N].
 
     Args:
       rule: ``blocks``, ``cyclic``, ``random``, or the number of each client's network, separated by commas.
       count: number of networks.
       num_clients: N.
-      seed: of the random rule.
+      seed: seed of the rule ``random``.
 
     Raises:
-      UserError: an unknown rule, or a list of another length or with numbers that no network has.
+      UserError: unknown rule, or a list of a wrong length or with a number that no network has.
     """
     match rule:
         case "blocks":

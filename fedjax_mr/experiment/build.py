@@ -1,4 +1,4 @@
-"""From a configuration to its simulator."""
+"""Build the simulator of a configuration."""
 
 import functools
 import json
@@ -26,12 +26,12 @@ def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = ()
     """The network of a configuration for the samples of a dataset; a `Zoo` if there are several.
 
     Args:
-      config: names the networks.
+      config: the configuration, which names the networks.
       dataset: the samples.
-      modules: Flax modules, or `Model`s of them, in place of the networks that the configuration names.
+      modules: user-supplied Flax modules or `Model`s. Default: the networks that the configuration names.
 
     Raises:
-      UserError: a network does not fit the samples; this before anything is compiled.
+      UserError: a network does not fit the samples. Raised before any compilation.
     """
     options = {"norm": config.norm, "authors_state": config.authors_state, "projection": config.projection}
     return network_of(list(modules) or config.networks, dataset, init=config.init, **options)
@@ -44,7 +44,7 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
       config: the configuration.
       federated: the clients' data.
       model: the network.
-      changes: arguments of `Simulator` in place of the configuration's.
+      changes: arguments of `Simulator` that replace those of the configuration.
     """
     chosen: dict[str, Any] = {
         "strategy": build_strategy,
@@ -71,7 +71,7 @@ def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
 
 
 def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
-    """The clients' training."""
+    """The settings of the clients' training."""
     return local.setting(
         config.optimizer,
         lr=config.lr,
@@ -85,7 +85,7 @@ def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
 
 
 def build_strategy(config: Config, problem: Problem) -> Strategy:
-    """Return a configuration's strategy, with the server's optimizer if there is one."""
+    """The strategy of a configuration, with its server optimizer if there is one."""
     strategy = STRATEGIES[config.strategy].build(configuration.hyper(config), problem)
     if config.server_optimizer == "none":
         return strategy
@@ -100,15 +100,15 @@ def build_strategy(config: Config, problem: Problem) -> Strategy:
     return server_optimizer(strategy, optimizer)
 
 
-# What the programs of a run never see, or see as an argument.
+# Settings that compiled programs do not depend on, or receive as an argument.
 _NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience"}
 
 
 def program_key(config: Config) -> str | None:
-    """Return all settings that decide about the programs of a run, beside what they see of their arguments.
+    """All settings that the compiled programs of a run depend on, except the shapes of their arguments.
 
-    None if some of the code is not this package's: a notebook's functions may read what no key can name, such as a
-    number in another cell, and are traced anew in every run.
+    None if a strategy or network is user-supplied. Such code may depend on other values, such as a variable of a
+    notebook, so it is traced again in every run.
     """
     if not (STRATEGIES.is_ours(config.strategy) and all(map(MODELS.is_ours, config.networks))):
         return None
@@ -118,18 +118,18 @@ def program_key(config: Config) -> str | None:
 
 
 def augmentation(config: Config, dataset: Dataset) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """Return the change of the training images that a configuration asks for, or None.
+    """The augmentation of the training images: (key, images [B, ...]) -> images. None with ``augment="none"``.
 
     Raises:
-      UserError: the samples are no images.
+      UserError: the samples are not images.
     """
     if config.augment == "none":
         return None
     if dataset.x.ndim != 4:
-        raise UserError(f"--augment={config.augment} is for images, and {dataset.name} has none; leave it out")
+        raise UserError(f"augment={config.augment} requires images, but {dataset.name} has none: leave it out")
     return _crop_flip(config.augment_pad)
 
 
-@functools.cache  # the same function in every run, as `local.make_optimizer`
+@functools.cache  # the same function in every run, so compiled programs are reused
 def _crop_flip(pad: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return functools.partial(crop_flip, pad=pad)

@@ -1,4 +1,4 @@
-"""One run from the inside: its start or resumption, evaluations, records, checkpoints, and its result."""
+"""The parts of one run: its start or resumption, evaluations, metrics, checkpoints and result."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from fedjax_mr.experiment.report import summarise
 from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.models import Model
 
-# What every version has written into its checkpoints; `traffic` and `rows` came later.
+# The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
 _META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
 
 
@@ -47,9 +47,9 @@ class Result:
       rows: the evaluations, as in ``metrics.jsonl``.
       folder: the run folder.
       model: the network.
-      variables: the deployed model; None where a method has none.
+      variables: the deployed model, or None if the strategy has none.
       state: the server's state.
-      writes: whether this process wrote the folder; of several processes only the first does.
+      writes: whether this process wrote the folder. Of several processes, only the first does.
     """
 
     summary: dict[str, Any]
@@ -62,7 +62,7 @@ class Result:
 
 
 class Experiment:
-    """One run: its counts so far, its evaluations and its folder; the order of events is `run.Run`'s."""
+    """One run: its counts so far, its evaluations and its folder. `run.RunLoop` calls these methods in order."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class Experiment:
         on_row: OnRow | None = None,
         record: bool = True,
     ) -> None:
-        """Gather the parts; nothing is computed yet.
+        """Keep the parts. Nothing is computed yet.
 
         Args:
-          config: all settings.
-          simulator: of the configuration.
-          folder: of the run.
-          processes: that share the run.
+          config: the configuration.
+          simulator: the simulator of the configuration.
+          folder: the run folder.
+          processes: the processes that share the run. Default: this process alone.
           on_row: see `run.run`.
           record: see `run.run`.
         """
@@ -101,13 +101,13 @@ class Experiment:
         self.traffic = (0, 0, 0)  # bytes down, up and from client to client
         self.train_seconds = 0.0
         self.seconds = 0.0  # training and evaluation, without compilation
-        self.compile_seconds_before = 0.0  # of the processes that were interrupted, and of shared programs
+        self.compile_seconds_before = 0.0  # seconds of interrupted processes and of shared programs
         self.logs = Logs()
         self.on_row = on_row
         self.pictures = record and folder.writes
 
     def start(self) -> tuple[Progress, int]:
-        """Return the progress to go on from, at round 0 or at the last whole checkpoint, and the rounds done."""
+        """The initial progress (new, or from the newest intact checkpoint) and its number of completed rounds."""
         if not self.folder.resumed:
             self.processes.on_first(self._begin)
             self.processes.on_first(self._open_logs)
@@ -118,17 +118,17 @@ class Experiment:
         round, notes = self.checkpoints.newest_intact()
         if self.processes.writes:
             for note in notes:
-                print(f"fedjax-mr: {note}; going on from round {round}", file=sys.stderr)
+                print(f"fedjax-mr: {note}; continuing from round {round}", file=sys.stderr)
         progress, meta = self.processes.together(lambda: self.checkpoints.restore(self.rounds.shapes(), round))
         if missing := [name for name in _META if name not in meta]:
             raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
         if meta["data"] != self.federated.hash():
-            raise UserError(f"{self.folder.path} was made with other data: its partition hash is {meta['data']}")
+            raise UserError(f"{self.folder.path} has other data: its partition hash is {meta['data']}")
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
         if "traffic" not in meta:
             raise UserError(
-                f"{self.folder.path} was begun by a version whose checkpoints hold no traffic: go on with that "
-                "version, or start anew with --overwrite"
+                f"{self.folder.path} comes from a version whose checkpoints contain no traffic: resume it with that "
+                "version, or start again with --overwrite"
             )
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
@@ -144,22 +144,22 @@ class Experiment:
         self.logs.open(self.config.logs, configuration.to_json(self.config), self.folder)
 
     def _begin(self) -> None:
-        """Write what is known before the first round into the run folder: configuration and partition."""
+        """Write the configuration and the partition into the run folder before the first round."""
         self.folder.begin(self.config)
         self._describe_data()
 
     def _describe_data(self) -> None:
-        """Write the division of the data and the kind of the samples."""
+        """Write the partition and the facts of the samples (shape, dtype, normalisation)."""
         if self.federated.plan is not None:
             partition_file.save(self.federated.plan, self.folder.path / "partition.npz")
         Facts.of(self.federated.dataset).save(self.folder.path)
 
     def _mend(self, meta: dict[str, Any]) -> None:
-        """Write these files anew if they are not those of the checkpoint; the data are the same."""
+        """Rewrite these files if they differ from those of the checkpoint. The data are unchanged."""
         if damaged := damaged_files(self.folder.path, meta):
             self._describe_data()
             print(
-                f"fedjax-mr: written anew in {self.folder.path}, because damaged or missing: {', '.join(damaged)}",
+                f"fedjax-mr: damaged or missing files of {self.folder.path} are written again: {', '.join(damaged)}",
                 file=sys.stderr,
             )
 
@@ -184,16 +184,16 @@ class Experiment:
         return done % every == 0 or done == self.config.rounds
 
     def next_event(self, done: int) -> int:
-        """Return the round of the next evaluation or checkpoint."""
+        """The round of the next evaluation or checkpoint."""
         periods = (self.config.eval_every, self.config.checkpoint_every or self.config.eval_every)
         return min(self.config.rounds, *((done // every + 1) * every for every in periods))
 
     def has_ended(self, done: int) -> bool:
-        """Return whether the run is over."""
+        """Whether the run ends after ``done`` rounds."""
         return self.ended_by(done) is not None
 
     def ended_by(self, done: int) -> str | None:
-        """Return the flag that ends the run after ``done`` rounds: rounds, stop_at_accuracy or patience; else None."""
+        """The flag that ends the run after ``done`` rounds (rounds, stop_at_accuracy or patience), or None."""
         config, rows = self.config, self.folder.rows()
         if done == config.rounds:
             return "rounds"
@@ -204,7 +204,7 @@ class Experiment:
         return None
 
     def account(self, done: int, report: Report, seconds: float) -> None:
-        """Add up the work and the seconds of a call that ended after ``done`` rounds.
+        """Add the counts and the seconds of a call that ended after ``done`` rounds.
 
         Raises:
           DivergedError: a loss or weight is not finite.
@@ -218,27 +218,27 @@ class Experiment:
             error = DivergedError(
                 f"round {done} diverged: client {int(report.bad_client)} met a loss or weight that is "
                 f"not finite at its local step {int(report.bad_step)}; the checkpoint of round {last} in "
-                f"{self.folder.path} stays (a smaller --lr or --clip_norm may help; --allow_nonfinite goes on)"
+                f"{self.folder.path} is kept (a smaller --lr or --clip_norm may help; --allow_nonfinite continues)"
             )
             self.folder.note_divergence(str(error))
             raise error
 
     def record_due(self, progress: Progress, report: Report, done: int, *, stop: bool = False) -> None:
-        """Evaluate and save what is due after ``done`` rounds, or before the run stops."""
+        """Evaluate and save a checkpoint if one is due after ``done`` rounds, or if the run stops."""
         tested = self._due(done, self.config.eval_every)
         if tested:
             self.folder.append(self._evaluate(progress, report, done))
         try:
             if tested:
                 self._hand_out(self.folder.rows()[-1])
-        finally:  # an error of the callback, such as the wish to stop, loses no rounds
+        finally:  # an exception of the callback loses no rounds
             best = tested and self.config.keep_best and best_row(self.folder.rows()) is self.folder.last_row()
             if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop or best:
                 self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
                 self._save(progress, done)
 
     def _hand_out(self, row: MetricsRow) -> None:
-        """Give an evaluation to the logs and to the user's callback."""
+        """Pass an evaluation to the logs and to the user's callback."""
         if self.folder.writes:
             self.logs.write(row)
             if self.on_row is not None:
@@ -247,12 +247,12 @@ class Experiment:
     def _evaluate(self, progress: Progress, report: Report, done: int) -> dict[str, Any]:
         compiled, started = self.compile_seconds(), time.perf_counter()
         extra: dict[str, Any] = {name: float(value) for name, value in report.info.items() if np.ndim(value) == 0}
-        if self.asks_clients:
+        if self.tests_clients:
             assert self.personal is not None
             clients = self.personal.test(progress)
             extra |= clients.columns() | self._architecture_counts(clients)
         variables = self.rounds.deployed(progress)
-        if variables is None:  # nothing is deployed: what counts is the clients' own models
+        if variables is None:  # without a deployed model, the accuracy is that of the personal models
             accuracy, loss = extra["personal_accuracy"], extra["personal_loss"]
         else:
             accuracy, loss = map(float, self.evaluation.one(variables))
@@ -277,13 +277,13 @@ class Experiment:
         } | {name: float(value) for name, value in extra.items()}
 
     @property
-    def asks_clients(self) -> bool:
-        """Whether every evaluation tests each client's own model, on test or validation samples."""
-        own = self.rounds.strategy.personal_model is not None or self.config.eval_clients
-        return own or keeps_validation(self.federated)
+    def tests_clients(self) -> bool:
+        """Whether every evaluation tests the clients' models on their test or validation samples."""
+        requested = self.rounds.strategy.personal_model is not None or self.config.eval_clients
+        return requested or keeps_validation(self.federated)
 
     def _architecture_counts(self, clients: Clients) -> dict[str, int]:
-        """Return how many clients have each network of a zoo."""
+        """Number of clients per network of a zoo."""
         networks = self.model.networks
         if len(networks) == 1:
             return {}
@@ -291,11 +291,11 @@ class Experiment:
         return {f"network_{number}_{model.name}": counts[number] for number, model in enumerate(networks)}
 
     def close(self) -> None:
-        """Close what is open until the end of the process, or of the run."""
+        """Close the logs."""
         self.logs.close()
 
     def finish(self, progress: Progress, done: int) -> Result:
-        """Test what is tested at the end, write the summary and the pictures, and return the result."""
+        """Run the final tests, write the summary and the figures, and return the result."""
         config, rows = self.config, self.folder.rows()
         if self.checkpoints.latest() != done:
             self._save(progress, done)
@@ -321,8 +321,8 @@ class Experiment:
         }
         variables = self.rounds.deployed(progress)
         if variables is not None and (holdout := self.federated.holdout) is not None:
-            own = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
-            result = Evaluation(self.model, own, self.rounds.axis, shared=self.rounds.key is not None).one(variables)
+            test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
+            result = Evaluation(self.model, test, self.rounds.axis, shared=self.rounds.key is not None).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
         if self.personal is not None:
             summary |= self._test_clients(self.personal, progress)
@@ -337,11 +337,11 @@ class Experiment:
         return self.folder.path / f"{name}.{self.config.picture_format}"
 
     def _partition_counts(self) -> np.ndarray:
-        """The samples per client and class [N, C] that the picture of the partition shows."""
+        """Number of samples per client and class [N, C], for the figure of the partition."""
         return self.federated.label_counts()
 
     def draw(self) -> None:
-        """Draw the partition, the evaluations so far, and those of the runs to compare with."""
+        """Draw the partition and the evaluations, together with those of the runs in ``compare_to``."""
         if not self.pictures:
             return
         name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
@@ -357,7 +357,7 @@ class Experiment:
             try:
                 configs.append(configuration.load(folder))
                 histories.append(read_rows(folder))
-            except UserError:  # of another version, say; its evaluations can be drawn all the same
+            except UserError:  # for example of another version; its evaluations can still be drawn
                 unknown[Path(folder).name] = read_rows(folder)
         names = titles.runs(configs) if self.config.compare_to else [titles.run(self.config)]
         methods = {name: titles.key(titles.facts(each)) for name, each in zip(names, configs, strict=True)}
@@ -365,14 +365,14 @@ class Experiment:
         plots.curves(shown, self._picture("curves"), methods=methods)
 
     def _test_clients(self, personal: TestsOfClients, progress: Progress) -> dict[str, float]:
-        """Test every client's last model, fine-tuned too if wanted; keep ``clients.csv`` and a picture."""
+        """Test the clients' final models, also fine-tuned if requested. Write ``clients.csv`` and a figure."""
         config, last = self.config, personal.test(progress)
         summary, results = last.columns(), {"personal": last}
         if config.finetune_epochs:
             results["finetuned"] = personal.finetuned(progress, config.finetune_epochs)
             summary |= results["finetuned"].columns("finetuned")
         networks = [network.name for network in self.model.networks]
-        if not last.count.any():  # nothing but validation samples
+        if not last.count.any():  # the clients have only validation samples
             return summary
         if self.folder.writes:
             names = self.federated.names or [str(client) for client in range(self.federated.num_clients)]
@@ -402,23 +402,23 @@ class Experiment:
         return summary
 
     def compile_seconds(self) -> float:
-        """Return the seconds that the run has spent in tracing and compiling."""
+        """Seconds that the run has spent in tracing and compilation."""
         parts = (self.rounds, self.evaluation, *((self.personal,) if self.personal else ()))
         return self.compile_seconds_before + sum(part.programs.compile_seconds for part in parts)
 
 
 def keeps_validation(federated: FederatedData) -> bool:
-    """Return whether clients keep samples for validation."""
+    """Whether clients have validation samples."""
     return federated.validation is not None and len(federated.validation.index) > 0
 
 
 def needs_tests_of_clients(config: Config, rounds: Rounds) -> bool:
-    """Return whether a run tests the clients' own models, at evaluations or at its end."""
+    """Whether a run tests the clients' models on their test samples, at evaluations or at its end."""
     return bool(rounds.strategy.personal_model or config.eval_clients or config.finetune_epochs)
 
 
 def peak_memory_bytes() -> int:
-    """Return the largest memory in use so far: of the accelerators together, else of this process."""
+    """Peak memory in bytes: of all accelerators together, or of this process if there are none."""
     statistics = [device.memory_stats() for device in jax.local_devices()]
     if all(each and "peak_bytes_in_use" in each for each in statistics):
         return sum(each["peak_bytes_in_use"] for each in statistics)
@@ -427,10 +427,10 @@ def peak_memory_bytes() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of everything that can change numbers."""
+    """The versions of Python and of all packages that can change results."""
     packages = ("fedjax_mr", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    found = {}
+    installed = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return {"python": platform.python_version()} | found
+            installed[name] = metadata.version(name)
+    return {"python": platform.python_version()} | installed

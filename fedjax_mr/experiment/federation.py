@@ -11,10 +11,10 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
 
     Args:
       config: the configuration.
-      dataset: samples to use in place of the dataset that ``config`` names.
+      dataset: user-supplied samples. Default: the dataset that ``config`` names.
 
     Raises:
-      UserError: as `data.load` and `data.federate`; or a round has more clients than there are.
+      UserError: as in `data.load` and `data.federate`, or K is more than N.
     """
     seed = config.seed if config.partition_seed is None else config.partition_seed
     if dataset is None:

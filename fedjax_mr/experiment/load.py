@@ -1,4 +1,4 @@
-"""A run folder read again: configuration, results, trained networks and their predictions. No data set is needed."""
+"""Read a run folder: configuration, results, trained networks and predictions. The dataset is not needed."""
 
 import dataclasses
 import functools
@@ -41,30 +41,28 @@ def load(
     best: bool = False,
     trust: bool = False,
 ) -> "SavedRun":
-    """Return the run that a folder holds; its networks are read when they are asked for.
+    """Load a run from its folder. The networks are read at their first use.
 
     Args:
       folder: the run folder.
-      model: the network, of a run that was started with ``model=``.
-      dataset: the samples, of a run that was started with ``dataset=``; only `SavedRun.resume` and the personal models
-        of some strategies need them.
-      data_dir: where the data set is now, likewise; None: where it was.
-      round: of which checkpoint; None: the newest.
-      best: of the evaluation with the best validation accuracy (without validation samples: test accuracy), which a
-        run with ``keep_best`` keeps.
-      trust: run the Python files that the run was made with (its ``--import``, or the copies in the folder). Loading
-        then runs their code, so use it only for folders from people you trust. Not needed for code that this process
-        has imported already.
+      model: the network, if the run was started with ``model=``.
+      dataset: the samples, if the run was started with ``dataset=``. Needed only by `SavedRun.resume` and by the
+        personal models of some strategies.
+      data_dir: folder of the datasets, needed as ``dataset``. Default: that of the run.
+      round: round of the checkpoint. Default: the newest.
+      best: whether to load the checkpoint with the best validation accuracy (test accuracy without validation
+        samples). The run must have used ``keep_best``.
+      trust: whether to run the Python files that the run imported (``--import``), or their copies in the folder. Set it
+        only for folders from people you trust. Not needed for code that this process has imported already.
 
     Raises:
-      UserError: it is no run folder, holds links, needs code that is not trusted, or the samples are not those of the
-        run.
+      UserError: not a run folder, a folder with links, untrusted code, or samples that are not those of the run.
     """
     files.refuse_links(folder)
     config, user_objects = configuration.load_code(folder, trust=trust), UserObjects.of(dataset, model)
     for argument, supplied in (("dataset", dataset), ("model", model)):
         if supplied is not None and not registry.is_supplied(name := getattr(config, argument)):
-            raise UserError(f"{folder} was made with --{argument}={name}: leave out {argument}=")
+            raise UserError(f"{folder} has {argument}={name}: leave out the argument {argument}")
     config = dataclasses.replace(config, dataset=user_objects.dataset_name(config.dataset))
     if data_dir is not None:
         config = dataclasses.replace(config, data_dir=data_dir)
@@ -74,19 +72,19 @@ def load(
 
 
 def _best_round(folder: Path, round: int | None) -> int:
-    """Return the round of the best evaluation.
+    """The round of the best evaluation.
 
     Raises:
-      UserError: a round was given, too, there is no evaluation, or its checkpoint was not kept.
+      UserError: ``round`` is set as well, there is no evaluation, or its checkpoint was not kept.
     """
     if round is not None:
-        raise UserError(f"the round {round} and the best one are both asked for: leave one of them out")
+        raise UserError(f"round={round} and best=True exclude each other: leave one of them out")
     row, kept = best_row(read_rows(folder)), Checkpoints(folder / "checkpoints").rounds()
     if row is None:
         raise UserError(f"{folder} has no evaluation with an accuracy")
     if row["round"] not in kept:
         raise UserError(
-            f"{folder} did not keep the checkpoint of its best evaluation, that of round {row['round']} (rounds there: "
+            f"{folder} has no checkpoint of its best evaluation in round {row['round']} (checkpoints of rounds: "
             f"{', '.join(map(str, kept)) or 'none'}): train with --keep_best"
         )
     return row["round"]
@@ -94,19 +92,19 @@ def _best_round(folder: Path, round: int | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """A run in its folder.
+    """A run that is read from its folder.
 
     Attributes:
       folder: the run folder.
-      config: the configuration that it was made with.
+      config: the configuration of the run.
       user_objects: the user-supplied samples and networks.
-      wanted: the round of the checkpoint; None: the newest.
+      checkpoint_round: round of the checkpoint. Default: the newest.
     """
 
     folder: Path
     config: Config
     user_objects: UserObjects
-    wanted: int | None = None
+    checkpoint_round: int | None = None
 
     @property
     def rows(self) -> list[MetricsRow]:
@@ -115,15 +113,15 @@ class SavedRun:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``; a UserError if the run is not finished."""
+        """The content of ``summary.json``. Raises a UserError if the run is not finished."""
         return read_summary(self.folder)
 
     @functools.cached_property
     def samples(self) -> Facts:
-        """The kind of the samples and their normalisation."""
-        self._require_whole("samples.json")
-        found = Facts.read(self.folder)  # runs of earlier versions kept none: then the data set is needed after all
-        return found or Facts.of(federated_data(self.config, dataset=self.user_objects.dataset).dataset)
+        """Shape, dtype and normalisation of the samples."""
+        self._require_intact("samples.json")
+        saved = Facts.read(self.folder)  # None in runs of earlier versions, which need the dataset
+        return saved or Facts.of(federated_data(self.config, dataset=self.user_objects.dataset).dataset)
 
     @functools.cached_property
     def model(self) -> Model:
@@ -131,7 +129,7 @@ class SavedRun:
         if registry.is_supplied(self.config.model) and not self.user_objects.modules:
             name = registry.shown(self.config.model)
             raise UserError(
-                f"the network {name} of {self.folder} was given in Python: fmr.load({str(self.folder)!r}, model=...)"
+                f"the network {name} of {self.folder} was passed from Python: fmr.load({str(self.folder)!r}, model=...)"
             )
         return self.user_objects.build(self.config, self._template)[1]
 
@@ -142,10 +140,10 @@ class SavedRun:
 
     @functools.cached_property
     def deployed(self) -> TrainedNetwork:
-        """The model that is deployed; a UserError where a strategy has none."""
+        """The deployed model. Raises a UserError if the strategy has none."""
         function = self._rounds.strategy.global_model
         if function is None:
-            raise UserError(f"{self.config.strategy} deploys no model: .personal(client) is a client's own")
+            raise UserError(f"{self.config.strategy} deploys no model: .personal(client) is the model of a client")
         return self._trained(jax.jit(function)(self._progress.server))
 
     @property
@@ -154,44 +152,44 @@ class SavedRun:
         return self.deployed.variables
 
     def predict(self, x: Any) -> np.ndarray:
-        """Return the deployed model's class probabilities [n, C] of samples [n, ...]; see `TrainedNetwork.predict`."""
+        """Class probabilities [B, C] of the deployed model for samples [B, ...]; see `TrainedNetwork.predict`."""
         return self.deployed.predict(x)
 
     def personal(self, client: int) -> TrainedNetwork:
-        """Return a client's own model.
+        """The personal model of a client.
 
         Raises:
-          UserError: the strategy has no personal models, there is no such client, or the model depends on the client's
-            samples and they are not here.
+          UserError: the strategy has no personal models, there is no such client, or the model depends on samples that
+            are not available.
         """
         rounds, progress, count = self._rounds, self._progress, self._template.num_clients
         if rounds.strategy.personal_model is None:
-            raise UserError(f"{self.config.strategy} gives clients no models of their own: .deployed is the one of all")
+            raise UserError(f"{self.config.strategy} has no personal models: use .deployed")
         if not 0 <= client < count:
-            raise UserError(f"there is no client {client}: they are 0 to {count - 1}")
+            raise UserError(f"there is no client {client}: clients have the numbers 0 to {count - 1}")
         if rounds.strategy.init_memory is not None and self._of_real_clients:
-            raise UserError(f"{self.folder} is of real clients, whose own models are on their own disks")
+            raise UserError(f"{self.folder} is a run of real clients, who keep their personal models themselves")
         try:
             variables = self._personal(rounds, progress, client, samples=_Absent())
         except _NeedsSamplesError:
             if registry.is_supplied(self.config.dataset) and self.user_objects.dataset is None:
                 raise UserError(
-                    f"a client's model of {self.config.strategy} depends on the client's samples, which were given in "
-                    f"Python: fmr.load({str(self.folder)!r}, dataset=...)"
+                    f"a client's model of {self.config.strategy} depends on the client's samples, which were passed "
+                    f"from Python: fmr.load({str(self.folder)!r}, dataset=...)"
                 ) from None
             federated = federated_data(self.config, dataset=self.user_objects.dataset)
             variables = self._personal(self._built(federated), progress, client)
         return self._trained(variables, client=client)
 
     def resume(self, *, dataset: Dataset | None = None, model: Any = None) -> Result:
-        """Go on with the run from its newest checkpoint, and return the result.
+        """Resume the run from its newest checkpoint and return the result.
 
         Args:
-          dataset: the samples, if they were given in Python; None: those that `load` got.
-          model: the network, likewise.
+          dataset: the samples of a run that was started with ``dataset=``. Default: those passed to `load`.
+          model: the network of a run that was started with ``model=``. Default: that passed to `load`.
 
         Raises:
-          UserError: as `run`.
+          UserError: as in `run`, which may also raise its other errors.
         """
         config = dataclasses.replace(self.config, run_dir=str(self.folder), resume=True, overwrite=False)
         modules = self.user_objects.modules or None
@@ -202,22 +200,22 @@ class SavedRun:
         )
 
     def export(self, folder: Path | str, *, client: int | None = None) -> Path:
-        """Write the deployed model, or a client's own, as `TrainedNetwork.export` does, and return the folder."""
+        """Export the deployed model, or that of a client, with `TrainedNetwork.export`. Return the folder."""
         network = self.deployed if client is None else self.personal(client)
         return network.export(folder)
 
-    # --- what a checkpoint is read with
+    # --- parts needed to read a checkpoint
 
     @property
     def _of_real_clients(self) -> bool:
-        """Whether real clients trained, whose memories are on their own disks."""
+        """Whether this is a run of real clients, who keep their memories themselves."""
         return (self.folder / REAL_CLIENTS).exists()
 
-    def _require_whole(self, name: str) -> None:
-        """Check that a file is the one that the checkpoint was saved with."""
-        round = self._checkpoints.latest() if self.wanted is None else self.wanted
+    def _require_intact(self, name: str) -> None:
+        """Check that a file is unchanged since the checkpoint."""
+        round = self._checkpoints.latest() if self.checkpoint_round is None else self.checkpoint_round
         if name in damaged_files(self.folder, self._checkpoints.meta(round or 0)):
-            raise UserError(f"{self.folder / name} is damaged or missing: resuming the run (--resume) writes it anew")
+            raise UserError(f"{self.folder / name} is damaged or missing: resuming the run (--resume) writes it again")
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -225,12 +223,12 @@ class SavedRun:
 
     @functools.cached_property
     def _plan(self) -> PartitionPlan:
-        self._require_whole("partition.npz")
+        self._require_intact("partition.npz")
         return partition_file.read(self.folder / "partition.npz")
 
     @functools.cached_property
     def _template(self) -> FederatedData:
-        """The federation without its samples: clients of the true sizes, whose samples are zeros that nobody reads."""
+        """The federation without its samples: clients of the true sizes, with zeros that are never read."""
         members = np.flatnonzero(~self._plan.held_out)
         sizes = self._plan.train.sizes[members]
         validation = self._plan.validation.sizes[members]
@@ -246,43 +244,43 @@ class SavedRun:
         return self._built(self._template)
 
     def _built(self, federated: FederatedData) -> Rounds:
-        # Only shapes are asked for, whichever network a client started with: so the runs that say it need not be here.
+        # Only shapes matter here. They do not depend on the initial networks, so the runs that define these may be gone.
         config = dataclasses.replace(self.config, architectures_from=())
         set_up_jax(devices=None, cohort_size=config.cohort)
-        here = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
-        return simulator_of(config, federated, self.model, **here).rounds
+        layout = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
+        return simulator_of(config, federated, self.model, **layout).rounds
 
     @functools.cached_property
     def _progress(self) -> Progress:
         shapes = self._rounds.shapes()
-        if shapes.memory is not None and self._of_real_clients:  # here are the rounds after which these count
+        if shapes.memory is not None and self._of_real_clients:  # the server only stores a round number per client
             shapes = shapes._replace(memory=jax.ShapeDtypeStruct((self._template.num_clients,), np.int32))
-        return self._checkpoints.restore(shapes, self.wanted)[0]
+        return self._checkpoints.restore(shapes, self.checkpoint_round)[0]
 
     def _personal(self, rounds: Rounds, progress: Progress, client: int, *, samples: Any = None) -> Variables:
-        """Return a client's own model in the form that all networks share.
+        """The personal model of a client, in the common form of all networks (`Model.unpack`).
 
         Args:
-          rounds: those of the run.
-          progress: of the checkpoint.
-          client: its number.
-          samples: in place of the samples of ``rounds``.
+          rounds: the rounds of the run.
+          progress: the progress of the checkpoint.
+          client: number of the client.
+          samples: samples in place of those of ``rounds``.
         """
         strategy = rounds.build(rounds.constants.problem)
         key = personal_key(rounds.constants.key, progress.round, client)
-        here = rounds.constants.client(client)
+        data = rounds.constants.client(client)
         if samples is not None:
-            here = here._replace(samples=samples)
+            data = data._replace(samples=samples)
         memory = jax.tree.map(lambda leaf: leaf[client], progress.memory)
         part = lambda server: part_of(strategy, server, client)
-        own = jax.jit(lambda server, memory: own_model(strategy, part(server), memory, here, key))
-        return own(progress.server, memory)
+        personal = jax.jit(lambda server, memory: own_model(strategy, part(server), memory, data, key))
+        return personal(progress.server, memory)
 
     def _trained(self, variables: Variables, *, client: int | None = None) -> TrainedNetwork:
         number = int(self.model.architecture(variables))
-        own = jax.tree.map(np.asarray, self.model.unpack(variables, number))
+        unpacked = jax.tree.map(np.asarray, self.model.unpack(variables, number))
         origin = {"strategy": self.config.strategy, "round": self.round, "client": client}
-        return TrainedNetwork(self.model.networks[number], own, self.samples, origin)
+        return TrainedNetwork(self.model.networks[number], unpacked, self.samples, origin)
 
 
 class _NeedsSamplesError(Exception):
@@ -290,7 +288,7 @@ class _NeedsSamplesError(Exception):
 
 
 class _Absent:
-    """Stands for samples that are not here, and says so when they are used."""
+    """Placeholder for missing samples. Raises when they are used."""
 
     def __getattr__(self, name: str) -> Any:
         raise _NeedsSamplesError

@@ -1,9 +1,9 @@
-"""The metrics of a run in other programs, row by row: TensorBoard, Weights & Biases, MLflow (``--log``).
+"""Send the metrics of a run to other programs: TensorBoard, Weights & Biases, MLflow (``--log``).
 
-TensorBoard's event files are in the run folder. The others write where their own settings say (WANDB_MODE, WANDB_DIR,
+TensorBoard's event files are in the run folder. The others write where their settings say (WANDB_MODE, WANDB_DIR,
 WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); the default name of projects and experiments is fedjax_mr.
-A run has the name of its folder. ``logs.json`` in it keeps the identifiers of the run in these programs, so that a
-resumed run continues there. After a kill, rounds that are trained again may appear twice, with the same numbers.
+A run has the name of its folder. ``logs.json`` in the folder stores the identifiers of the run in these programs, so a
+resumed run continues them. If a process is killed, repeated rounds may appear twice, with the same numbers.
 Weights & Biases writes in a separate process and may lose the last seconds.
 """
 
@@ -115,13 +115,13 @@ class MLflow:
 
     def _experiment(self, name: str) -> str:
         """The identifier of an experiment, which other processes may create at the same time."""
-        if found := self._client.get_experiment_by_name(name):
-            return found.experiment_id
+        if existing := self._client.get_experiment_by_name(name):
+            return existing.experiment_id
         try:
             return self._client.create_experiment(name)
         except Exception:
-            if found := self._client.get_experiment_by_name(name):
-                return found.experiment_id
+            if existing := self._client.get_experiment_by_name(name):
+                return existing.experiment_id
             raise
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -148,23 +148,23 @@ LOGS: dict[str, Callable[[Mapping[str, Any], Path, str | None, int], Log]] = {
 
 
 class Logs:
-    """The logs of one run. One that fails later is reported once and dropped: the metrics are in the run folder."""
+    """The logs of one run. A log that fails later is reported once and dropped: the run folder has all metrics."""
 
     def __init__(self) -> None:
-        """Begin without any; `open` begins them."""
+        """Create an empty set; `open` begins the logs."""
         self._open: dict[str, Log] = {}
         self._folder: Path | None = None
 
     def open(self, names: Sequence[str], settings: Mapping[str, Any], folder: RunFolder) -> None:
-        """Begin the logs of a run, or continue them; a new one receives the evaluations so far.
+        """Begin or continue the logs of a run. A new log receives all evaluations so far.
 
         Args:
-          names: of `LOGS`.
-          settings: of the run, by flag.
-          folder: of the run.
+          names: names in `LOGS`.
+          settings: settings of the run, by flag.
+          folder: the run folder.
 
         Raises:
-          UserError: one of them cannot begin.
+          UserError: a log cannot begin.
         """
         if not names:
             return

@@ -1,4 +1,4 @@
-"""A run: set up, its loop of compiled calls, evaluations and checkpoints, stop signals, divergence, going on."""
+"""A run: its setup, and its loop of compiled calls, evaluations, checkpoints and stop signals."""
 
 import contextlib
 import json
@@ -31,21 +31,21 @@ from fedjax_mr.experiment.report import ProgressBar
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.models import Model
 
-SECONDS_PER_CALL = 5.0  # a compiled call returns after about this long, so that progress and Ctrl-C stay alive
+SECONDS_PER_CALL = 5.0  # approximate duration of a compiled call; between calls, progress is shown and Ctrl-C works
 
-# In these settings, processes that share a run may differ.
-ABOUT_THE_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id", "join_timeout")
+# Processes that share a run may differ in these settings.
+PER_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id", "join_timeout")
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user asked to stop, and everything is saved. Not an `Exception`, so ``except Exception`` does not catch it.
+    """The run was stopped by a signal, and a checkpoint was saved. Not an `Exception`: ``except Exception`` ignores it.
 
     Attributes:
       exit_code: 128 plus the number of the signal.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
-        """Keep the line to print and the code to exit with."""
+        """Keep the message and the exit code."""
         super().__init__(message)
         self.exit_code = exit_code
 
@@ -58,26 +58,29 @@ def run(
     on_row: OnRow | None = None,
     record: bool = True,
 ) -> Result:
-    """Run an experiment, or go on with one, and return its result.
+    """Run or resume an experiment.
 
-    User-supplied samples and networks are recorded as ``given:NAME:HASH``. Such a run is resumed by
-    ``fmr.load(FOLDER).resume(dataset=..., model=...)``, which needs them again.
+    User-supplied samples and networks are recorded as ``given:NAME:HASH``. Resume such a run with
+    ``fmr.load(FOLDER).resume(dataset=..., model=...)``.
 
     Args:
       config: all settings of the run.
-      dataset: one's own samples (`from_arrays`), in place of the data set that ``config`` names.
-      model: one's own network, in place of the one that ``config`` names: any Flax module from samples [B, ...] to
-        logits [B, C]; a list of several where clients have different ones (see `models.user_module.bind`).
-      on_row: called with each evaluation, a row of ``metrics.jsonl`` as a dictionary, when it is in that file; of
-        several processes, the first one's is. A resumed run calls it for the rows that it writes, among them again
-        those after its last checkpoint. Whatever it raises ends the run, which can be resumed.
-      record: draw the pictures of the run folder at the end; off, a short run in a loop takes two seconds less.
+      dataset: user-supplied samples (`from_arrays`). Default: the dataset that ``config`` names.
+      model: user-supplied network, a Flax module from samples [B, ...] to logits [B, C], or a list of them if clients
+        have different networks (see `models.user_module.bind`). Default: the network that ``config`` names.
+      on_row: called with each evaluation (a row of ``metrics.jsonl`` as a dictionary) after it is written. Of several
+        processes, only the first calls it. A resumed run repeats the rows after its last checkpoint. An exception of
+        ``on_row`` ends the run, which can be resumed.
+      record: whether to draw the figures of the run folder at the end, which takes about two seconds. Default: True.
+
+    Returns:
+      The result.
 
     Raises:
-      UserError: bad input, and nothing was changed; or the memory is exhausted.
-      DivergedError: a loss or weight is not finite; the last good checkpoint stays.
-      Interrupted: Ctrl-C or a termination signal; a checkpoint was written.
-      LostError: another process of the run is out of reach.
+      UserError: bad input (nothing was changed), or out of memory.
+      DivergedError: a loss or weight is not finite. The last good checkpoint is kept.
+      Interrupted: Ctrl-C or a termination signal, after a checkpoint.
+      LostError: another process of the run is lost.
     """
     config, user_objects, notes = resolve(config, dataset=dataset, model=model)
     if on_row is not None and not callable(on_row):
@@ -101,7 +104,8 @@ def run(
         try:
             (end,) = RunLoop([experiment]).run()
         except Exception as error:
-            if imports.blame(error) and not experiment.images:  # a method that never trained: nothing to go on with
+            # An imported method that failed before training leaves nothing to resume.
+            if imports.blame(error) and not experiment.images:
                 experiment.folder.to_keep = experiment.folder.resumed
             raise
     if isinstance(end, DivergedError):
@@ -110,8 +114,8 @@ def run(
 
 
 def shared(config: Config) -> dict[str, Any]:
-    """Return the settings in which all processes of a run must agree, as plain values by flag."""
-    kept = {flag: value for flag, value in configuration.to_json(config).items() if flag not in ABOUT_THE_PROCESS}
+    """The settings in which all processes of a run must agree, as plain values by flag."""
+    kept = {flag: value for flag, value in configuration.to_json(config).items() if flag not in PER_PROCESS}
     return kept | {"import": imports.hashes(config.imports)}
 
 
@@ -126,7 +130,7 @@ def set_up(
     on_row: OnRow | None = None,
     record: bool = True,
 ) -> Experiment:
-    """Build the simulator and take the run folder; ``at_the_end`` a folder without a run is removed."""
+    """Build the simulator and create the run folder. ``at_the_end`` removes a folder without a run."""
     simulator = simulator_of(config, federated, model)
     folder = open_folder(config, processes)
     at_the_end.callback(folder.withdraw)
@@ -135,7 +139,7 @@ def set_up(
         if federated.holdout is not None and simulator.rounds.strategy.global_model is None:
             notes.append(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "
-                "deploys no model that they could take"
+                "deploys no model"
             )
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
         print(headline(config, federated, simulator.axis), file=sys.stderr)
@@ -143,19 +147,19 @@ def set_up(
 
 
 def open_folder(config: Config, processes: Processes) -> RunFolder:
-    """Return the run folder; the first process chooses and keeps it, the others follow."""
-    mine: list[RunFolder] = []
+    """Open the run folder. The first process chooses and writes it."""
+    opened: list[RunFolder] = []
 
     def choose() -> tuple[str, bool]:
-        mine.append(RunFolder.open(config))
-        return str(mine[0].path), mine[0].resumed
+        opened.append(RunFolder.open(config))
+        return str(opened[0].path), opened[0].resumed
 
     path, resumed = processes.on_first(choose)
-    return mine[0] if mine else RunFolder(Path(path), resumed=resumed, writes=False)
+    return opened[0] if opened else RunFolder(Path(path), resumed=resumed, writes=False)
 
 
 def headline(config: Config, federated: FederatedData, axis: ClientAxis) -> str:
-    """Return the line that opens a run."""
+    """The first line that a run prints."""
     kind = axis.mesh.devices.flat[0].device_kind
     optimizer = "" if config.server_optimizer == "none" else f", server optimizer {config.server_optimizer}"
     return (
@@ -166,13 +170,13 @@ def headline(config: Config, federated: FederatedData, axis: ClientAxis) -> str:
 
 
 class RunLoop:
-    """The loop of a run: calls of compiled rounds, between them what is due, stop signals, and the end.
+    """The loop of a run: compiled calls, and between them evaluations, checkpoints and stop signals.
 
-    Here of one experiment; `fedjax_mr.experiment.seeds.Seeds` has several that advance in the same calls.
+    This class runs one experiment. `fedjax_mr.experiment.seeds.Seeds` runs several in the same compiled calls.
     """
 
     def __init__(self, experiments: Sequence[Experiment]) -> None:
-        """Gather experiments whose settings differ in nothing that the loop looks at."""
+        """Keep the experiments. All settings that the loop uses must be equal."""
         self.experiments = experiments
         self.ended: dict[int, Result | DivergedError] = {}
 
@@ -182,10 +186,10 @@ class RunLoop:
         return [number for number in range(len(self.experiments)) if number not in self.ended]
 
     def run(self) -> list[Result | DivergedError]:
-        """Train until every experiment has ended; return each one's result, or the reason why it ended early."""
+        """Train until every experiment has ended. Return the result of each, or the error of one that diverged."""
         first = self.experiments[0]
         config = first.config
-        with interrupts.stop_signals() as asked, contextlib.ExitStack() as at_the_end:
+        with interrupts.stop_signals() as signals, contextlib.ExitStack() as at_the_end:
             interrupts.check()
             for experiment in self.experiments:
                 at_the_end.callback(experiment.close)
@@ -194,11 +198,11 @@ class RunLoop:
             at_the_end.callback(bar.close)
             rounds_per_call = 1
             compiled, started = self._compile_seconds(), time.perf_counter()
-            self._finish(progress, done)  # those that had ended before
+            self._finish(progress, done)  # experiments that had ended before
             while self.alive:
                 before, count = done, min(rounds_per_call, first.next_event(done) - done)
                 progress, report, seconds = self._train(progress, count)
-                seconds, stop = self._confer(seconds, asked)
+                seconds, stop = self._agree(seconds, signals)
                 done = int(self._part(progress.round, 0))
                 rounds_per_call = max(1, int(SECONDS_PER_CALL * (done - before) / max(seconds, 1e-6)))
                 self._record(progress, report, done, seconds, stop=stop > 0)
@@ -215,7 +219,7 @@ class RunLoop:
     # --- one experiment, or several that advance in the same calls
 
     def _start(self) -> tuple[Progress, int]:
-        """Return the progress to go on from, and the rounds done."""
+        """The initial progress and its number of completed rounds."""
         return self.experiments[0].start()
 
     def _advance(self, progress: Progress, count: int) -> tuple[Progress, Report]:
@@ -223,45 +227,45 @@ class RunLoop:
         return self.experiments[0].rounds.run(progress, count)
 
     def _part(self, tree: Any, number: int) -> Any:
-        """Return an experiment's part of a progress or report."""
+        """The part of one experiment in a progress or report."""
         return tree
 
     # --- the steps of the loop
 
     def _train(self, progress: Progress, count: int) -> tuple[Progress, Report, float]:
-        """Run up to ``count`` rounds; return also the seconds they took, without compilation."""
+        """Run up to ``count`` rounds. The third result is the duration in seconds, without compilation."""
         compiled, started = self._compile_seconds(), time.perf_counter()
         progress, report = self._advance(progress, count)
         report = jax.device_get(report)
         return progress, report, time.perf_counter() - started - (self._compile_seconds() - compiled)
 
-    def _confer(self, seconds: float, asked: list[int]) -> tuple[float, int]:
-        """Return the first process's seconds, and the stop signal that any process has received (0: none)."""
+    def _agree(self, seconds: float, signals: list[int]) -> tuple[float, int]:
+        """The seconds of the first process, and the stop signal received by any process (0 if none)."""
         processes = self.experiments[0].processes
-        everyone = [json.loads(text) for text in processes.exchange(json.dumps([seconds, *asked]))]
+        everyone = [json.loads(text) for text in processes.exchange(json.dumps([seconds, *signals]))]
         return everyone[0][0], max(number for _, *numbers in everyone for number in (0, *numbers))
 
     def _record(self, progress: Progress, report: Report, done: int, seconds: float, *, stop: bool) -> None:
-        """Add up a call's work, its seconds shared out evenly; evaluate and save what is due; note who has diverged."""
+        """Add the counts and equal shares of the seconds of a call. Evaluate and save if due. Keep divergences."""
         alive = self.alive
         for number in alive:
-            experiment, own = self.experiments[number], self._part(report, number)
+            experiment, part = self.experiments[number], self._part(report, number)
             try:
-                experiment.account(done, own, seconds / len(alive))
+                experiment.account(done, part, seconds / len(alive))
             except DivergedError as error:
                 self.ended[number] = error
                 self._draw([number])
             else:
-                experiment.record_due(self._part(progress, number), own, done, stop=stop)
+                experiment.record_due(self._part(progress, number), part, done, stop=stop)
 
     def _draw(self, numbers: Sequence[int]) -> None:
-        """Draw the pictures of experiments that end early, if the disk allows it: what counts is saved already."""
+        """Draw the figures of experiments that end early. Errors are ignored, because all results are saved."""
         for number in numbers:
             with contextlib.suppress(UserError):
                 self.experiments[number].draw()
 
     def _finish(self, progress: Progress, done: int) -> None:
-        """Finish the experiments that have nothing left to do."""
+        """Finish the experiments that have ended."""
         for number in self.alive:
             if self.experiments[number].has_ended(done):
                 self.ended[number] = self.experiments[number].finish(self._part(progress, number), done)
@@ -277,10 +281,10 @@ class RunLoop:
 
 
 def interrupted(experiment: Experiment, done: int, number: int) -> Interrupted:
-    """Return the error of a run that was stopped after ``done`` rounds by the signal ``number``."""
+    """The exception of a run that the signal ``number`` stopped after ``done`` rounds."""
     config, path = experiment.config, experiment.folder.path
     flags = shlex.join([f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"])
     command = f"{configuration.COMMAND} {flags}"
     if needed := configuration.needed_objects(config):
-        command = f"fmr.load({str(path)!r}).resume({needed}) in Python, with the same in place of the dots"
+        command = f"fmr.load({str(path)!r}).resume({needed}) in Python, with the same objects in place of the dots"
     return Interrupted(f"stopped after round {done} of {config.rounds}, saved; go on with: {command}", 128 + number)

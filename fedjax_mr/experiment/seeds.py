@@ -1,4 +1,4 @@
-"""Runs that differ in their seeds alone, in ONE compiled program (see `fedjax_mr.engine.rounds.SeedRounds`)."""
+"""Several seeds of one setting in one compiled program (see `fedjax_mr.engine.rounds.SeedRounds`)."""
 
 import contextlib
 import dataclasses
@@ -25,20 +25,23 @@ from fedjax_mr.experiment.run import RunLoop, set_up
 def run_seeds(
     configs: Sequence[Config], *, dataset: Dataset | None = None, model: Any = None
 ) -> list[Result | DivergedError]:
-    """Run several seeds of one setting in one compiled program; return each one's result, or why it ended early.
+    """Run several seeds of one setting in one compiled program.
 
-    Each seed has its run folder, as if it had run alone, and can also be resumed alone. One that diverges does not stop
-    the others. Seconds are shared out evenly.
+    Each seed has its own run folder and can be resumed alone. A seed that diverges does not stop the others. The
+    seconds of a call are divided evenly over the seeds.
 
     Args:
-      configs: the same but for ``seed``, ``partition_seed`` and ``run_dir``.
-      dataset: as that of `run.run`, the same for all seeds.
-      model: likewise.
+      configs: configurations that differ only in ``seed``, ``partition_seed`` and ``run_dir``.
+      dataset: as in `run.run`; used by all seeds.
+      model: as in `run.run`; used by all seeds.
+
+    Returns:
+      For each seed its result, or the error if it diverged.
 
     Raises:
-      UserError: bad input, settings that differ, a strategy that works on the host between rounds, several CPU devices,
-        or folders to resume that are at different rounds.
-      Interrupted: Ctrl-C or a termination signal; checkpoints were written.
+      UserError: bad input, other differences, a strategy that works on the host between rounds, several CPU devices, or
+        folders to resume with different numbers of completed rounds.
+      Interrupted: Ctrl-C or a termination signal, after checkpoints.
     """
     resolved = [resolve(config, dataset=dataset, model=model) for config in configs]
     configs, user_objects = [each.config for each in resolved], resolved[0].user_objects
@@ -46,7 +49,9 @@ def run_seeds(
     for config in configs:
         apart = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
         if different := configuration.differences(dataclasses.replace(first, **apart), config):
-            raise UserError(f"seeds in one program differ in nothing else: {'; '.join(different)}")
+            raise UserError(
+                f"seeds in one program may differ only in seed, partition_seed and run_dir: {'; '.join(different)}"
+            )
     cohort_size = len(configs) * first.cohort
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
@@ -60,20 +65,24 @@ def run_seeds(
         rounds = experiments[0].rounds
         if rounds.on_host:
             raise UserError("seeds in one program need the clients' samples and memories on the devices")
-        if first.strategy == "centralized":  # its one client is the whole index, in which the seeds are joined
-            raise UserError("centralized trains on all rows at once, so that its seeds cannot train in one program")
+        if first.strategy == "centralized":  # its one client has the full index, which joins all seeds
+            raise UserError(
+                "seeds of centralized cannot train in one program, because its client would get those of all seeds"
+            )
         if rounds.constants.problem.public is not None:
-            raise UserError("each seed has a public set of its own, so that they cannot train in one program")
+            raise UserError(
+                "seeds with public samples cannot train in one program, because each seed has other public samples"
+            )
         all_constants = [experiment.rounds.constants for experiment in experiments]
         together = SeedRounds(rounds.build, all_constants, axis, stop_at_divergence=not first.allow_nonfinite)
         return Seeds(experiments, together).run()
 
 
 class Seeds(RunLoop):
-    """Experiments that train in one program and are evaluated and kept one by one."""
+    """Experiments that train in one program. Each has its own evaluations and checkpoints."""
 
     def __init__(self, experiments: Sequence[Experiment], rounds: SeedRounds) -> None:
-        """Gather the experiments and their common rounds."""
+        """Keep the experiments and their common rounds."""
         super().__init__(experiments)
         self.rounds = rounds
 
@@ -81,7 +90,9 @@ class Seeds(RunLoop):
         starts = [experiment.start() for experiment in self.experiments]
         rounds_done = [done for _, done in starts]
         if len(set(rounds_done)) > 1:
-            raise UserError(f"the seeds to resume have done {rounds_done} rounds: resume them one by one")
+            raise UserError(
+                f"the seeds have completed different numbers of rounds ({rounds_done}): resume them one by one"
+            )
         return self.rounds.stack([progress for progress, _ in starts]), rounds_done[0]
 
     def _advance(self, progress: Progress, count: int) -> tuple[Progress, Report]:

@@ -78,7 +78,7 @@ def test_the_samples_and_the_partition_are_those_of_the_checkpoint_and_resuming_
     assert "run/samples.json is damaged or missing: resuming the run" in refusal(lambda: fmr.load("run").predict(X))
     (run / "partition.npz").unlink()
     assert main.main([*FLAGS, "--rounds=6", "--run_dir=run", "--resume"]) == 0
-    assert "written anew in run, because damaged or missing: samples.json, partition.npz" in capsys.readouterr().err
+    assert "damaged or missing files of run are written again: samples.json, partition.npz" in capsys.readouterr().err
     assert (run / "partition.npz").read_bytes() == (trained / "partition.npz").read_bytes()
     np.testing.assert_array_equal(fmr.load("run").predict(X), expected)
 

@@ -105,7 +105,7 @@ def test_a_loaded_run_predicts_what_was_tested(straight, equal):
     assert (saved.summary["rounds"], saved.rows, saved.config.lr) == (6, straight.rows, 0.05)
     for function, message in (
         (lambda: fmr.load("nowhere"), "nowhere is not a run folder"),
-        (lambda: fmr.load(straight.folder, model=nn.Dense(10)), "was made with --model=logistic: leave out model="),
+        (lambda: fmr.load(straight.folder, model=nn.Dense(10)), "has model=logistic: leave out the argument model"),
         (lambda: fmr.load(straight.folder, round=5).round, "no checkpoint of round 5 (rounds there: 4, 6)"),
     ):
         with pytest.raises(UserError) as error:
@@ -217,7 +217,7 @@ def test_a_broken_run_may_end_earlier(straight, equal, monkeypatch):
         return seconds, signal.SIGTERM
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunLoop, "_confer", stop_after_three)
+        patch.setattr(RunLoop, "_agree", stop_after_three)
         with pytest.raises(Interrupted):
             fmr.run(fmr.Config(**SMALL | {"rounds": 60}, run_dir="a"))
     assert Checkpoints(Path("a/checkpoints").absolute()).latest() == 1
@@ -437,7 +437,7 @@ def test_bad_resumes_are_one_line(straight, capsys):
     assert command.main([*config, "--resume"]) == 0
     line = capsys.readouterr().err
     assert "checkpoints/6 is damaged" in line
-    assert line.endswith(" and kept as damaged-6; going on from round 4\n")
+    assert line.endswith(" and kept as damaged-6; continuing from round 4\n")
     assert line.count("\n") == 1
     assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["4", "6", "damaged-6"]
     assert numbers("a") == numbers(straight.folder)

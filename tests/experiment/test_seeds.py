@@ -40,6 +40,6 @@ def test_folders_are_those_of_single_runs(tmp_path):
 
 def test_settings_must_be_the_same(tmp_path):
     configs = [dataclasses.replace(CONFIG, lr=lr, run_dir=str(tmp_path / f"{lr}")) for lr in (0.1, 0.2)]
-    with pytest.raises(UserError, match=r"differ in nothing else: lr: 0.1 \(saved 0.2\)"):
+    with pytest.raises(UserError, match=r"may differ only in seed, partition_seed and run_dir: lr: 0.1 \(saved 0.2\)"):
         fmr.run_seeds(configs)
     assert not list(tmp_path.iterdir())

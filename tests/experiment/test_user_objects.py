@@ -150,9 +150,9 @@ def test_it_is_recorded_and_loaded_without_its_samples(trained):
     np.testing.assert_allclose(saved.predict(MINE.test_x[:3]).sum(axis=1), 1, rtol=1e-5)
     kept = fmr.load(trained.folder, model=Net([6, 5]), round=4)
     assert kept.round == 4 and not np.array_equal(kept.predict(X[:9]), saved.predict(X[:9]))
-    assert "was given in Python: fmr.load(" in refusal(fmr.load(trained.folder).predict, X)
+    assert "was passed from Python: fmr.load(" in refusal(fmr.load(trained.folder).predict, X)
     assert "model= is Net:" in refusal(fmr.load(trained.folder, model=Net([6, 4])).predict, X)
-    assert "fedavg gives clients no models of their own" in refusal(saved.personal, 0)
+    assert "fedavg has no personal models: use .deployed" in refusal(saved.personal, 0)
     assert "dataset= is my_blobs:" in refusal(fmr.load, trained.folder, dataset=OTHER)
 
 
@@ -227,8 +227,8 @@ def test_the_command_exports_networks_of_ours(capsys):
     np.save("some.npy", x)
     np.testing.assert_allclose(run_example(Path("out"), "some.npy"), personal.predict(x), rtol=1e-4)
     for arguments, message in (
-        (["a", "new"], "local deploys no model: .personal(client) is a client's own"),
-        (["a", "new", "--client=6"], "there is no client 6: they are 0 to 5"),
+        (["a", "new"], "local deploys no model: .personal(client) is the model of a client"),
+        (["a", "new", "--client=6"], "there is no client 6: clients have the numbers 0 to 5"),
         (["a"], "the following arguments are required: FOLDER"),
         (["nowhere", "new"], "nowhere is not a run folder"),
     ):
