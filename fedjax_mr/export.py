@@ -1,7 +1,7 @@
 """Write the trained network of a run as a folder that loads with orbax and Flax alone.
 
 FOLDER receives the variables (orbax), network.json (class, fields, normalisation), an example and a README. A
-user-supplied network is exported in Python only: fmr.load(RUN, model=...).export(FOLDER).
+user-supplied network can only be exported in Python: fmr.load(RUN, model=...).export(FOLDER).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from fedjax_mr.experiment.messages import flags_in_errors
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
+    """A parser that raises UserErrors."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code: 0, or 2 for bad input.
 
     Args:
-      arguments: without the program's name. Default: those of the command line.
+      arguments: command-line arguments without the program name. Default: those of this process.
     """
     parser = _Parser(prog="python -m fedjax_mr.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="run folder")

@@ -1,4 +1,4 @@
-"""The command: flags -> Config -> run."""
+"""The command ``python -m fedjax_mr.main``: parse the flags, run the experiment, print the results."""
 
 import sys
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from fedjax_mr.experiment.run import Interrupted, run
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one experiment and return the exit code.
 
-    0: success; 2: bad input; 3: the run diverged; 4: another process of the run is lost or missing; 130: Ctrl-C.
+    Codes: 0 success, 2 bad input, 3 diverged, 4 another process of the run is lost or missing, 130 Ctrl-C.
 
     Args:
-      arguments: the flags, without the program's name. Default: those of the command line.
+      arguments: command-line arguments without the program name. Default: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """Run the command and leave with its exit code."""
+    """Run the command and exit with its code."""
     leave(interrupts.run(main) or 0)
 
 

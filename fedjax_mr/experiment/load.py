@@ -78,7 +78,7 @@ def _best_round(folder: Path, round: int | None) -> int:
       UserError: ``round`` is set as well, there is no evaluation, or its checkpoint was not kept.
     """
     if round is not None:
-        raise UserError(f"round={round} and best=True exclude each other: leave one of them out")
+        raise UserError(f"round {round} and the best round exclude each other: choose one")
     row, kept = best_row(read_rows(folder)), Checkpoints(folder / "checkpoints").rounds()
     if row is None:
         raise UserError(f"{folder} has no evaluation with an accuracy")
@@ -244,7 +244,7 @@ class SavedRun:
         return self._built(self._template)
 
     def _built(self, federated: FederatedData) -> Rounds:
-        # Only shapes matter here. They do not depend on the initial networks, so the runs that define these may be gone.
+        # Only shapes matter here. They do not depend on the initial networks, so those runs may be missing.
         config = dataclasses.replace(self.config, architectures_from=())
         set_up_jax(devices=None, cohort_size=config.cohort)
         layout = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
