@@ -372,6 +372,7 @@ def _built(
         federated,
         cohort=config.cohort,
         architectures=architectures_of(config.architectures, len(config.networks), len(sizes), seed=config.seed),
+        samples_on_device=False,
     )
     return CompiledClient(
         config, problem, facts.dataset(1), jax.random.wrap_key_data(jnp.array(memory_key, jnp.uint32))

@@ -96,24 +96,32 @@ class Simulator:
         """
         self.federated = federated
         self.model = network_of(model, federated.dataset)
-        self.problem = problem_of(
-            self.model, local or local_training.setting(), federated, cohort=cohort, architectures=architectures
-        )
         self._build = _builder(strategy, hyper)
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
-        self._strategy = self._build(self.problem)
+        self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote
+        if remote is not None:
+            axis = first_device()
+        axis = axis or client_axis(devices=devices, lanes=lanes, cohort_size=cohort)
+        self._data_on_host = data_placement == "host"
+        if data_placement == "auto":
+            self._data_on_host = too_large(federated.dataset.x.nbytes, axis)
+        self.problem = problem_of(
+            self.model,
+            local or local_training.setting(),
+            federated,
+            cohort=cohort,
+            architectures=architectures,
+            samples_on_device=remote is None and not self._data_on_host,
+        )
         split = federated.train_and_validation()
         federation = Federation(
             normalised(federated.dataset, federated.dataset.x, federated.dataset.y), split.index, split.offsets
         )
         self._constants = RunConstants(self.problem, federation, jax.random.key(seed))
-        self._memory, self._data_placement = memory, data_placement
-        self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote
-        if remote is not None:
-            axis = first_device()
-        self.axis = axis or self._layout(devices, lanes)
         if not all(isinstance(network.module, BlockNet) for network in self.model.networks):
-            self._rehearse()
+            self._rehearse(axis)
+        self._memory_on_host = self._needs_host_memory(memory, axis)
+        self.axis = axis if lanes is not None else self._with_lanes_that_fit(axis)
         self.rounds = self._rounds(self.axis)
 
     # --- training and tests
@@ -208,17 +216,16 @@ class Simulator:
 
     # --- the layout
 
-    def _layout(self, devices: int | None, lanes: int | None) -> ClientAxis:
-        """The requested devices and lanes. Default: as many lanes as fit into the memory of a device.
+    def _with_lanes_that_fit(self, axis: ClientAxis) -> ClientAxis:
+        """A layout with as many of its lanes as fit into the memory of a device.
 
         The compiler reports the memory of a round before anything runs. The run then compiles the round again, from the
         compilation cache. Several processes use all lanes, because their devices may have different limits.
         """
-        axis = client_axis(devices=devices, lanes=lanes, cohort_size=self.problem.cohort_size)
         limit = memory_limit(axis)
-        if lanes is not None or axis.lanes == 1 or math.isinf(limit) or jax.process_count() > 1:
+        if axis.lanes == 1 or math.isinf(limit) or jax.process_count() > 1:
             return axis
-        if self._data_on_host(axis):
+        if self._data_on_host:
             return axis  # the program depends on samples that are sent for each round, so it cannot be compiled ahead
 
         def needed(axis: ClientAxis) -> int:
@@ -233,32 +240,27 @@ class Simulator:
             self._constants,
             axis,
             stop_at_divergence=self._stop_at_divergence,
-            memory_on_host=self._memory_on_host(axis),
-            data_on_host=self._data_on_host(axis),
+            memory_on_host=self._memory_on_host,
+            data_on_host=self._data_on_host,
             key=self._key,
             remote=None if self._remote is None else self._remote.train,
         )
 
-    def _data_on_host(self, axis: ClientAxis) -> bool:
-        """Whether the clients' samples are kept on the host: as requested, or if `too_large`."""
-        if self._data_placement != "auto":
-            return self._data_placement == "host"
-        return too_large(self.federated.dataset.x.nbytes, axis)
-
-    def _memory_on_host(self, axis: ClientAxis) -> bool:
+    def _needs_host_memory(self, memory: str, axis: ClientAxis) -> bool:
         """Whether the clients' memories are kept on the host: as requested, or if `too_large`."""
-        if self._strategy.init_memory is None or self._memory == "device":
+        strategy = self._build(self.problem)
+        if strategy.init_memory is None or memory == "device":
             return False
         if jax.process_count() > 1:  # the memories are divided over the devices by parameters
-            if self._memory == "host":
+            if memory == "host":
                 raise UserError(
                     "memory=host is for one process: several processes divide the memories over their devices"
                 )
             return False
-        needed = trees.num_bytes(jax.eval_shape(self._strategy.init_memory, jax.random.key(0)))
-        return self._memory == "host" or too_large(needed, axis)
+        needed = trees.num_bytes(jax.eval_shape(strategy.init_memory, jax.random.key(0)))
+        return memory == "host" or too_large(needed, axis)
 
-    def _rehearse(self) -> None:
+    def _rehearse(self, axis: ClientAxis) -> None:
         """Trace a round with a user-supplied network. Nothing is computed.
 
         Raises:
@@ -267,7 +269,7 @@ class Simulator:
 
         def one_round(constants: RunConstants) -> Any:
             progress = start(self._build, constants)
-            plan, rows = begin(self._build, self.axis, constants, progress)
+            plan, rows = begin(self._build, axis, constants, progress)
             trained = jax.lax.map(lambda row: train_client(self._build, constants, progress.round, row), rows)
             return finish(self._build, constants, progress, plan, trained)
 
@@ -337,15 +339,18 @@ def problem_of(
     *,
     cohort: int,
     architectures: Sequence[int] | np.ndarray | None = None,
+    samples_on_device: bool = True,
 ) -> Problem:
     """The facts of a federation that its strategy may use.
 
     Args:
       model: the network.
-      local: the settings of the clients' training. Its ``max_size`` is replaced by the size of the largest client.
+      local: the settings of the clients' training. Its ``max_size`` is replaced by the size of the largest client,
+        rounded up to a power of two, so that seeds and partitions share compiled programs. It changes no random draw.
       federated: the clients' data.
       cohort: K.
       architectures: for each client, the number of its initial network [N]. Default: blocks of neighbouring clients.
+      samples_on_device: see `Problem`.
 
     Raises:
       UserError: K is not in 1..N.
@@ -357,7 +362,7 @@ def problem_of(
         architectures = np.arange(count) * len(model.networks) // count
     return Problem(
         model=model,
-        local=dataclasses.replace(local, max_size=int(federated.sizes.max())),
+        local=dataclasses.replace(local, max_size=1 << (int(federated.sizes.max()) - 1).bit_length()),
         num_clients=count,
         cohort_size=cohort,
         num_classes=federated.dataset.num_classes,
@@ -367,6 +372,7 @@ def problem_of(
         architectures=jnp.asarray(architectures, jnp.int32),
         public=public_samples(federated),
         validation_sizes=None if kept is None else jnp.asarray(kept.sizes, jnp.int32),
+        samples_on_device=samples_on_device,
     )
 
 

@@ -57,6 +57,7 @@ class Problem:
       architectures: index of each client's initial network in the zoo [N] int32; zeros without a zoo.
       public: public samples held by the server, or None. ``y`` is None if they are unlabelled.
       validation_sizes: validation samples per client [N], or None if no client has any.
+      samples_on_device: whether the samples of all clients are on the devices; otherwise a client sees its own alone.
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
@@ -70,6 +71,7 @@ class Problem:
     architectures: jax.Array
     public: Samples | None = None
     validation_sizes: jax.Array | None = None
+    samples_on_device: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 class Init(Protocol):

@@ -42,7 +42,7 @@ def build(hyper: None, problem: Problem) -> Strategy:
     validation_sizes = kept_for_validation(problem)
 
     def client_update(payload, memory, data, round, key):
-        if problem.num_clients > 1 and data.index.shape[0] <= problem.local.max_size:  # only the rows of one client
+        if not problem.samples_on_device:
             raise UserError("centralized needs the samples of all clients at once: pass data_placement='device'")
         pooled = pool(data, sizes, validation_sizes)
         setting = dataclasses.replace(problem.local, max_size=data.index.shape[0])

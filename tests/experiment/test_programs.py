@@ -85,16 +85,32 @@ def test_what_programs_take_as_arguments_is_never_baked_in(made, equal, shared):
 
 @pytest.mark.parametrize(
     "other",
-    [dict(lr=0.07), dict(clients=5), dict(seed=1), dict(lanes=2)],
+    [dict(lr=0.07), dict(clients=5), dict(lanes=2)],
     ids=str,
 )
 def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, equal, other):
-    """A seed divides the samples anew, so that the largest client has another number of them."""
     run()
     second = run(**other)
     assert made[1].programs["rounds"] is not made[0].programs["rounds"]
     program.forget()
     equal(second.variables, run(**other).variables)
+
+
+@pytest.mark.parametrize("other", [dict(seed=1), dict(alpha=0.7), dict(partition="shards")], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    ["fedmr", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scaffold", "fedrep", "centralized"))],
+)
+def test_seeds_and_partitions_share_programs(made, equal, strategy, other):
+    """The size of the largest client is rounded up, so its small changes are no other shape."""
+    base = dict(strategy=strategy, local_epochs=2, partition="dirichlet", clients=4, cohort=2)
+    run(**base)
+    first = made[0].constants.problem
+    second = run(**base | other)
+    assert not np.array_equal(first.sizes, made[1].constants.problem.sizes)
+    assert made[1].programs["rounds"] is made[0].programs["rounds"] and made[1].programs["rounds"].traces == 1
+    program.forget()
+    equal(second.variables, run(**base | other).variables)
 
 
 def test_settings_of_jax_belong_to_the_key(made):
