@@ -32,7 +32,7 @@ set_up_jax(devices=2, cohort_size=2)
 os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-program.MOST_KEPT = 40  # more tests than usual run the same settings
+program.MAX_KEPT = 40  # more tests than usual run the same settings
 
 
 class BySharedPrograms(LoadScopeScheduling):

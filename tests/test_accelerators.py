@@ -269,7 +269,7 @@ def network(name):
 def held(one, count, devices):
     """The bytes of the models that each of D devices holds between two calls."""
     stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), one)
-    resting = Described(devices).at_rest(stacked, rows=(count,))
+    resting = Described(devices).state_placement(stacked, rows=(count,))
     share = lambda leaf, place: leaf.size * leaf.dtype.itemsize / (devices if any(place.spec) else 1)
     return sum(jax.tree.leaves(jax.tree.map(share, stacked, resting)))
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from fedjax_mr import models
-from fedjax_mr.engine.devices import memory_by_name
+from fedjax_mr.engine.devices import memory_errors
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import settings
@@ -130,7 +130,7 @@ def test_a_projection_needs_a_representation():
 
 def test_exhausted_memory_is_one_line():
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes")):
-        with pytest.raises(UserError, match=r"^out of memory \(.*\): use a smaller batch_size="), memory_by_name():
+        with pytest.raises(UserError, match=r"^out of memory \(.*\): use a smaller batch_size="), memory_errors():
             raise error
-    with pytest.raises(jax.errors.JaxRuntimeError), memory_by_name():
+    with pytest.raises(jax.errors.JaxRuntimeError), memory_errors():
         raise jax.errors.JaxRuntimeError("INTERNAL: other")

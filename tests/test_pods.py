@@ -72,11 +72,11 @@ class Axis(ClientAxis):
     ],
 )
 def test_how_a_leaf_is_divided(shape, devices, cut):
-    assert tuple(Axis(devices).cut(shape)) == cut
+    assert tuple(Axis(devices).parameter_spec(shape)) == cut
 
 
 def test_division_over_parameters_changes_no_number():
     axis = client_axis(devices=1, lanes=1, cohort_size=4)
     tree = {"kernel": np.ones((4, 3, 2), np.float32)}
     assert axis.by_parameters(tree, rows=(4,)) is tree  # one device: nothing to do
-    assert jax.tree.leaves(axis.at_rest(tree, rows=(4,))) == [axis.server_device]
+    assert jax.tree.leaves(axis.state_placement(tree, rows=(4,))) == [axis.server_device]

@@ -63,22 +63,22 @@ class ClientAxis:
         """The leading axis divided into D equal parts, one per device."""
         return NamedSharding(self.mesh, PartitionSpec(CLIENTS))
 
-    def cut(self, shape: tuple[int, ...]) -> PartitionSpec:
+    def parameter_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Choose the parameter axis along which a stacked leaf [K, ...] is divided: the one with the least padding.
 
         A small leaf is replicated if its padding would cost more to transfer than a copy on every device.
         """
         devices = self.num_devices
-        sizes = {axis: self._filled(size) / size for axis, size in enumerate(shape) if axis and size}
+        sizes = {axis: self._padded_size(size) / size for axis, size in enumerate(shape) if axis and size}
         best = min(sizes, key=lambda axis: (sizes[axis], -shape[axis]), default=0)
         if not best or sizes[best] > devices / 2 or devices == 1:
             return PartitionSpec()
         return PartitionSpec(*(None,) * best, CLIENTS)
 
-    def _filled(self, size: int) -> int:
+    def _padded_size(self, size: int) -> int:
         return -(-size // self.num_devices) * self.num_devices
 
-    def at_rest(self, tree: Any, *, rows: Collection[int]) -> Any:
+    def state_placement(self, tree: Any, *, rows: Collection[int]) -> Any:
         """Placement of the server state or of the clients' memory between two calls, per leaf.
 
         A stacked leaf has a leading axis in ``rows`` (K or N). It is divided over its parameters (see `by_parameters`)
@@ -90,7 +90,7 @@ class ClientAxis:
         def each(leaf: Any) -> NamedSharding:
             if not leaf.shape[:1] or leaf.shape[0] not in rows:
                 return self.replicated
-            spec = self.cut(leaf.shape)
+            spec = self.parameter_spec(leaf.shape)
             if spec and leaf.shape[len(spec) - 1] % self.num_devices == 0:
                 return NamedSharding(self.mesh, spec)
             return self.sharded if leaf.shape[0] % self.num_devices == 0 else self.replicated
@@ -109,7 +109,7 @@ class ClientAxis:
         def each(leaf: jax.Array) -> jax.Array:
             if not leaf.shape[:1] or leaf.shape[0] not in rows:
                 return leaf  # left to the compiler, because a copy on every device may not be needed
-            spec = self.cut(leaf.shape)
+            spec = self.parameter_spec(leaf.shape)
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
 
         return jax.tree.map(each, tree)

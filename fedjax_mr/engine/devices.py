@@ -17,7 +17,7 @@ from fedjax_mr.errors import UserError
 
 CACHE_BYTES = 2 * 1024**3
 _cpu_devices = -1  # value set by `_use_cores`, which a later run may raise; -1 is the default of JAX
-MOST_CPU_DEVICES = 64  # or the number of cores, if larger; hundreds of devices take minutes to start
+MAX_CPU_DEVICES = 64  # or the number of cores, if larger; hundreds of devices take minutes to start
 LONG_TIMEOUTS = {  # in seconds, because devices with uneven work wait long for each other
     "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "3600",
@@ -46,7 +46,7 @@ def set_up_jax(
       cache_dir: folder of the compilation cache. Default: the package's folder in the user's cache.
     """
     count = -(-devices // num_processes) if devices else min(usable_cores(), -(-cohort_size // num_processes))
-    count = min(count, max(MOST_CPU_DEVICES, usable_cores()))  # `client_axis` rejects larger numbers
+    count = min(count, max(MAX_CPU_DEVICES, usable_cores()))  # `client_axis` rejects larger numbers
     # A waiting CPU collective occupies a thread that its partner may need, so several processes get more threads. One
     # process has no collectives (see `ClientAxis.fused`) and keeps one thread per core: XLA splits operations into as
     # many parts as there are threads, and four times as many threads cost a third of the speed.
@@ -82,7 +82,7 @@ def _use_cores(count: int, *, requested: bool) -> None:
 
 
 @contextlib.contextmanager
-def memory_by_name() -> Iterator[None]:
+def memory_errors() -> Iterator[None]:
     """Replace an out-of-memory error by a UserError of one line.
 
     Raises:

@@ -86,7 +86,7 @@ class Metrics(NamedTuple):
 
     loss: jax.Array  # sum of the loss over all training samples, in nats
     images: jax.Array  # training samples processed (epochs x size)
-    steps: jax.Array  # optimiser steps
+    steps: jax.Array  # optimizer steps
     bad_step: jax.Array  # first step with a non-finite loss; `steps` if only the result is not finite; -1 if none
 
 

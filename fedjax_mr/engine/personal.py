@@ -191,7 +191,7 @@ def part_of(strategy: Strategy, state: State, client_id: jax.Array | int) -> Any
     return strategy.global_model(state)
 
 
-def own_model(strategy: Strategy, part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Variables:
+def personal_variables(strategy: Strategy, part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Variables:
     """The personal model of a client from the server's part (`part_of`). Consumes ``key``, a `personal_key`."""
     if strategy.personal_model is None:
         return part
@@ -221,7 +221,7 @@ def test_client(
       key: a `personal_key`; consumed.
       epochs: epochs of fine-tuning on ``data`` before the test.
     """
-    model, variables = problem.model, own_model(strategy, part, memory, data, key)
+    model, variables = problem.model, personal_variables(strategy, part, memory, data, key)
     if epochs:
         setting = dataclasses.replace(problem.local, epochs=epochs)
         variables, _ = local.train(model, setting, variables, data, jax.random.split(key)[1])

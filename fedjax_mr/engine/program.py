@@ -11,7 +11,7 @@ import jax
 
 from fedjax_mr.models import platforms
 
-MOST_KEPT = 4  # sets of programs, some 40 MB each for a small network
+MAX_KEPT = 4  # sets of programs, some 40 MB each for a small network
 
 
 class Program:
@@ -95,10 +95,10 @@ _kept: dict[Hashable, dict[Hashable, Program]] = {}  # in order of last use
 
 
 def _kept_under(key: Hashable) -> dict[Hashable, Program]:
-    """The set of programs of a key; beyond `MOST_KEPT` sets, the least recently used one is dropped."""
+    """The set of programs of a key; beyond `MAX_KEPT` sets, the least recently used one is dropped."""
     programs = _kept.pop(key, {})
     _kept[key] = programs
-    while len(_kept) > MOST_KEPT:
+    while len(_kept) > MAX_KEPT:
         del _kept[next(iter(_kept))]
     return programs
 
@@ -145,7 +145,7 @@ class Programs(dict[str, Program]):
           platform: ``platform`` of the programs compiled later (see `Program`).
           only_compiled: ``only_compiled`` of these programs.
           key: everything that the programs close over, by value. Sets with equal keys share the programs for arguments
-            of equal shapes. The last `MOST_KEPT` keys are kept. Default: nothing is shared.
+            of equal shapes. The last `MAX_KEPT` keys are kept. Default: nothing is shared.
           programs: programs to start with, by name.
         """
         super().__init__(programs)

@@ -73,7 +73,7 @@ class Report(NamedTuple):
     """The report of one call. Counts cover the call, all other values its last round."""
 
     images: jax.Array  # training samples processed in this call
-    steps: jax.Array  # optimiser steps in this call
+    steps: jax.Array  # optimizer steps in this call
     train_loss: jax.Array  # mean loss over the training samples of the last round, in nats
     similarity: jax.Array  # mean pairwise cosine of the uploaded parameters of the last round; NaN if undefined
     bad_client: jax.Array  # id of the first diverged client of the last round, -1 if none

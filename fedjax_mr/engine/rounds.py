@@ -134,7 +134,7 @@ class Rounds:
         # The server needs no samples. If its state is on one device, that device has a copy of the other constants.
         small = constants._replace(federation=constants.federation._replace(samples=None))
         self._server_constants = self._place(small, axis.server_device)
-        self._at_rest = axis.at_rest(self.shapes(), rows=self.stacks)
+        self._placement = axis.state_placement(self.shapes(), rows=self.stacks)
 
     @property
     def data_on_host(self) -> bool:
@@ -157,7 +157,7 @@ class Rounds:
     def init(self) -> Progress:
         """The progress before the first round."""
         if not self._memory_on_host:
-            return self.programs.call("init", self._start, self._server_constants, out=self._at_rest)
+            return self.programs.call("init", self._start, self._server_constants, out=self._placement)
         # Initialised on the CPU, because the memory of all clients may not fit on an accelerator.
         constants = jax.device_put(self._server_constants, jax.devices("cpu")[0])
         return self.place(self.programs.call("init", self._start, constants))
@@ -169,10 +169,10 @@ class Rounds:
     def place(self, progress: Progress) -> Progress:
         """Place a progress, such as one from a checkpoint, on the server's device, and its memory on the host."""
         if not self._memory_on_host:
-            return place(progress, self._at_rest)
+            return place(progress, self._placement)
         memory = jax.tree.map(np.array, progress.memory)
-        resting = self._at_rest._replace(memory=None)
-        return place(progress._replace(memory=None), resting)._replace(memory=memory)
+        placement = self._placement._replace(memory=None)
+        return place(progress._replace(memory=None), placement)._replace(memory=memory)
 
     def deployed(self, progress: Progress) -> Any:
         """The deployed model, or None if the strategy has none."""
@@ -204,7 +204,7 @@ class Rounds:
 
     def compile(self) -> Programs:
         """Compile the training and evaluation programs for a machine that is not present. Nothing is executed."""
-        progress, _ = self._fused(self._place(self.shapes(), self._at_rest), 1)
+        progress, _ = self._fused(self._place(self.shapes(), self._placement), 1)
         self.deployed(progress)
         self.individual(progress)
         return self.programs
@@ -257,7 +257,7 @@ class Rounds:
             key = round_key(self._server_constants.key, HOST, done)
             on_server = place(progress.server, self.axis.server_device)
             server, info = self.strategy.between_rounds(on_server, done, key, self._client)
-            progress = progress._replace(server=place(server, self._at_rest.server))
+            progress = progress._replace(server=place(server, self._placement.server))
             results.append(progress.server)
         return progress, report._replace(info=report.info | info)
 
@@ -265,8 +265,8 @@ class Rounds:
 
     def _one_round(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
         if self._memory_on_host:
-            return self._in_steps_beside_memory(progress, samples)
-        return self._fused(progress, 1, samples) if self.axis.fused else self._in_steps(progress, samples)
+            return self._in_three_calls_with_host_memory(progress, samples)
+        return self._fused(progress, 1, samples) if self.axis.fused else self._in_three_calls(progress, samples)
 
     def _fused(self, progress: Progress, count: int, samples: CohortSamples | None = None) -> tuple[Progress, Report]:
         """Run ``count`` rounds (traced) in one compiled call. With ``samples``, ``count`` must be 1."""
@@ -285,10 +285,10 @@ class Rounds:
             return divided(progress), total
 
         bound = self._place(np.int32(count), self.axis.server_device)
-        out = (self._at_rest, self.axis.server_device)
+        out = (self._placement, self.axis.server_device)
         return self.programs.call("rounds", program, self.constants, progress, bound, samples, donate=(1,), out=out)
 
-    def _in_steps(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
+    def _in_three_calls(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
         """Run one round in three compiled calls (server, clients, server). Rows are copied between the devices."""
         plan, rows = self._begin(progress)
         if self._remote is None:
@@ -297,7 +297,9 @@ class Rounds:
         progress, report = self._finish(progress, plan, trained)
         return progress, report._replace(info=report.info | info)
 
-    def _in_steps_beside_memory(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
+    def _in_three_calls_with_host_memory(
+        self, progress: Progress, samples: CohortSamples | None
+    ) -> tuple[Progress, Report]:
         """Run one round in three compiled calls. Only the memory of its clients is read and written on the host."""
         memory, progress = progress.memory, progress._replace(memory=None)
         plan, rows = self._begin(progress)
@@ -330,7 +332,7 @@ class Rounds:
 
     def _finish(self, progress: Progress, plan: CohortPlan, trained: Any) -> tuple[Progress, Report]:
         program = lambda constants, *remaining: finish(self.build, constants, *remaining)
-        out = (self._at_rest._replace(memory=self.axis.server_device), self.axis.server_device)
+        out = (self._placement._replace(memory=self.axis.server_device), self.axis.server_device)
         with self._stopwatch.side("server") as results:
             trained = jax.device_put(trained, self.axis.server_device, donate=True)
             args = (self._server_constants, progress, plan, trained)
@@ -381,7 +383,7 @@ class SeedRounds:
         self.constants = place(stack_seeds(all_constants), axis.replicated)
         self._stop_at_divergence = stop_at_divergence
         # The layout of a seed's rows before they are joined: without padding.
-        self._apart = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
+        self._seed_axis = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
 
     def init(self) -> Progress:
         """The progress of all seeds before the first round, leaves [S, ...]."""
@@ -411,7 +413,7 @@ class SeedRounds:
         return self.programs.call("rounds", program, self.constants, progress, *bounds, donate=(1,))
 
     def _round(self, constants: RunConstants, progress: Progress, alive: jax.Array) -> tuple[Progress, Report]:
-        first = lambda one, progress: begin(self.build, self._apart, one, progress)
+        first = lambda one, progress: begin(self.build, self._seed_axis, one, progress)
         last = lambda one, *remaining: finish(self.build, one, *remaining)
         plans, rows = self._each(constants, first, progress)
         rows = rows._replace(size=jnp.where(alive[:, None], rows.size, 0))

@@ -119,7 +119,7 @@ class Simulator:
         )
         self._constants = RunConstants(self.problem, federation, jax.random.key(seed))
         if not all(isinstance(network.module, BlockNet) for network in self.model.networks):
-            self._rehearse(axis)
+            self._trace_round(axis)
         self._memory_on_host = self._needs_host_memory(memory, axis)
         self.axis = axis if lanes is not None else self._with_lanes_that_fit(axis)
         self.rounds = self._rounds(self.axis)
@@ -260,7 +260,7 @@ class Simulator:
         needed = trees.num_bytes(jax.eval_shape(strategy.init_memory, jax.random.key(0)))
         return memory == "host" or too_large(needed, axis)
 
-    def _rehearse(self, axis: ClientAxis) -> None:
+    def _trace_round(self, axis: ClientAxis) -> None:
         """Trace a round with a user-supplied network. Nothing is computed.
 
         Raises:

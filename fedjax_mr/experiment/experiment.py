@@ -136,7 +136,7 @@ class Experiment:
         due = functools.partial(self._due, every=self.config.eval_every)
         self.processes.together(lambda: self.folder.cut(done, meta, due=due))
         self.processes.together(lambda: self.folder.extend(self.config.rounds))
-        self.processes.on_first(lambda: self._mend(meta))
+        self.processes.on_first(lambda: self._repair(meta))
         self.processes.on_first(self._open_logs)
         return self.rounds.place(progress), done
 
@@ -154,7 +154,7 @@ class Experiment:
             partition_file.save(self.federated.plan, self.folder.path / "partition.npz")
         Facts.of(self.federated.dataset).save(self.folder.path)
 
-    def _mend(self, meta: dict[str, Any]) -> None:
+    def _repair(self, meta: dict[str, Any]) -> None:
         """Rewrite these files if they differ from those of the checkpoint. The data are unchanged."""
         if damaged := damaged_files(self.folder.path, meta):
             self._describe_data()
@@ -230,14 +230,14 @@ class Experiment:
             self.folder.append(self._evaluate(progress, report, done))
         try:
             if tested:
-                self._hand_out(self.folder.rows()[-1])
+                self._publish(self.folder.rows()[-1])
         finally:  # an exception of the callback loses no rounds
             best = tested and self.config.keep_best and best_row(self.folder.rows()) is self.folder.last_row()
             if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop or best:
                 self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
                 self._save(progress, done)
 
-    def _hand_out(self, row: MetricsRow) -> None:
+    def _publish(self, row: MetricsRow) -> None:
         """Pass an evaluation to the logs and to the user's callback."""
         if self.folder.writes:
             self.logs.write(row)

@@ -13,7 +13,7 @@ from fedjax_mr.data import Dataset, FederatedData, files, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, Public
 from fedjax_mr.engine.devices import set_up_jax
-from fedjax_mr.engine.personal import own_model, part_of, personal_key
+from fedjax_mr.engine.personal import part_of, personal_key, personal_variables
 from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
@@ -273,7 +273,7 @@ class SavedRun:
             data = data._replace(samples=samples)
         memory = jax.tree.map(lambda leaf: leaf[client], progress.memory)
         part = lambda server: part_of(strategy, server, client)
-        personal = jax.jit(lambda server, memory: own_model(strategy, part(server), memory, data, key))
+        personal = jax.jit(lambda server, memory: personal_variables(strategy, part(server), memory, data, key))
         return personal(progress.server, memory)
 
     def _trained(self, variables: Variables, *, client: int | None = None) -> TrainedNetwork:

@@ -23,7 +23,7 @@ from fedjax_mr.experiment.folder import MetricsRow, RunFolder, plain_numbers, re
 OnRow = Callable[[MetricsRow], object]
 IDS = "logs.json"
 PROJECT = "fedjax_mr"
-LONGEST_BATCH = 100  # parameters in one request to MLflow
+MAX_BATCH = 100  # parameters in one request to MLflow
 
 
 class Log(Protocol):
@@ -110,8 +110,8 @@ class MLflow:
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self.id = self._client.create_run(experiment, run_name=folder.name).info.run_id
         params = [entities.Param(flag, "none" if value is None else str(value)) for flag, value in settings.items()]
-        for start in range(0, len(params), LONGEST_BATCH):
-            self._client.log_batch(self.id, params=params[start : start + LONGEST_BATCH])
+        for start in range(0, len(params), MAX_BATCH):
+            self._client.log_batch(self.id, params=params[start : start + MAX_BATCH])
 
     def _experiment(self, name: str) -> str:
         """The identifier of an experiment, which other processes may create at the same time."""

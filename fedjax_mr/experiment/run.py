@@ -14,7 +14,7 @@ import jax
 from fedjax_mr import registry
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
-from fedjax_mr.engine.devices import memory_by_name, set_up_jax
+from fedjax_mr.engine.devices import memory_errors, set_up_jax
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
@@ -96,11 +96,9 @@ def run(
     config, network = processes.together(lambda: user_objects.build(config, federated))
     processes.agree({"data": federated.hash()} | versions() | shared(config))
     interrupts.check()
-    with contextlib.ExitStack() as at_the_end, processes.lost_by_name(), memory_by_name():
-        at_the_end.callback(give_back_memory)
-        experiment = set_up(
-            config, federated, network, processes, at_the_end, notes=notes, on_row=on_row, record=record
-        )
+    with contextlib.ExitStack() as cleanup, processes.lost_by_name(), memory_errors():
+        cleanup.callback(give_back_memory)
+        experiment = set_up(config, federated, network, processes, cleanup, notes=notes, on_row=on_row, record=record)
         try:
             (end,) = RunLoop([experiment]).run()
         except Exception as error:
@@ -124,16 +122,16 @@ def set_up(
     federated: FederatedData,
     model: Model,
     processes: Processes,
-    at_the_end: contextlib.ExitStack,
+    cleanup: contextlib.ExitStack,
     *,
     notes: Iterable[str] = (),
     on_row: OnRow | None = None,
     record: bool = True,
 ) -> Experiment:
-    """Build the simulator and create the run folder. ``at_the_end`` removes a folder without a run."""
+    """Build the simulator and create the run folder. ``cleanup`` removes a folder without a run."""
     simulator = simulator_of(config, federated, model)
     folder = open_folder(config, processes)
-    at_the_end.callback(folder.withdraw)
+    cleanup.callback(folder.withdraw)
     if config.progress and processes.writes:
         notes = [*notes, *federated.notes]
         if federated.holdout is not None and simulator.rounds.strategy.global_model is None:
@@ -189,13 +187,13 @@ class RunLoop:
         """Train until every experiment has ended. Return the result of each, or the error of one that diverged."""
         first = self.experiments[0]
         config = first.config
-        with interrupts.stop_signals() as signals, contextlib.ExitStack() as at_the_end:
+        with interrupts.stop_signals() as signals, contextlib.ExitStack() as cleanup:
             interrupts.check()
             for experiment in self.experiments:
-                at_the_end.callback(experiment.close)
+                cleanup.callback(experiment.close)
             progress, done = self._start()
             bar = ProgressBar(config.rounds, done, quiet=not (config.progress and first.processes.writes))
-            at_the_end.callback(bar.close)
+            cleanup.callback(bar.close)
             rounds_per_call = 1
             compiled, started = self._compile_seconds(), time.perf_counter()
             self._finish(progress, done)  # experiments that had ended before

@@ -55,11 +55,11 @@ def run_seeds(
     cohort_size = len(configs) * first.cohort
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
-    with contextlib.ExitStack() as at_the_end:
+    with contextlib.ExitStack() as cleanup:
         divided = [federated_data(config, dataset=user_objects.dataset) for config in configs]
         built = [user_objects.build(config, federated) for config, federated in zip(configs, divided, strict=True)]
         experiments = [
-            set_up(config, federated, network, ALONE, at_the_end, notes=each.notes)
+            set_up(config, federated, network, ALONE, cleanup, notes=each.notes)
             for each, federated, (config, network) in zip(resolved, divided, built, strict=True)
         ]
         rounds = experiments[0].rounds

@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local, rounds
-from fedjax_mr.engine.personal import own_model, part_of
+from fedjax_mr.engine.personal import part_of, personal_variables
 from fedjax_mr.engine.program import Program
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES
@@ -164,7 +164,7 @@ def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
             data = constants.client(client)
             memory = trees.take(progress.memory, client)
             part = part_of(engine.strategy, progress.server, client)
-            model = own_model(engine.strategy, part, memory, data, constants.key)
+            model = personal_variables(engine.strategy, part, memory, data, constants.key)
             return local.score(problem.model, model, data, batch_size=4).loss
 
         return jnp.sum(jax.lax.map(on_its_own, jnp.arange(problem.num_clients, dtype=jnp.int32)))

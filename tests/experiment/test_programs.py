@@ -160,7 +160,7 @@ def test_networks_of_ones_own_are_traced_anew(made):
 
 def test_few_programs_are_kept(made, monkeypatch):
     """The oldest sets go, and with them what they hold."""
-    monkeypatch.setattr(program, "MOST_KEPT", 2)
+    monkeypatch.setattr(program, "MAX_KEPT", 2)
     for lr in (0.01, 0.02, 0.03, 0.02, 0.01):
         run(lr=lr)
     assert len(program._kept) == 2
