@@ -84,8 +84,8 @@ def best_networks(
     runs = trained_alone(path.parent for path in sorted(Path(folders[0]).rglob("config.json"))).get(division, {})
     if missing := [network for network in networks if network not in runs]:
         raise UserError(
-            f"--architectures_from: {folders[0]} holds no finished run of --strategy=local --model={missing[0]} with "
-            "the same partition of the data (seed, partition, shares)"
+            f"architectures_from={folders[0]} holds no finished run of strategy=local model={missing[0]} with the same "
+            "partition of the data (seed, partition, shares)"
         )
     return best_of([str(runs[network]) for network in networks], num_clients)
 
@@ -111,11 +111,11 @@ def architectures(rule: str, count: int, num_clients: int, *, seed: int = 0) -> 
             return np.random.default_rng([seed, RANDOM_STREAM]).integers(0, count, num_clients)
     words = rule.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise unknown_name("value of --architectures", rule, ("blocks", "cyclic", "random", "0,1,..."))
+        raise unknown_name("value of architectures=", rule, ("blocks", "cyclic", "random", "0,1,..."))
     numbers = np.array([int(word) for word in words])
     if len(numbers) != num_clients or numbers.max() >= count:
         raise UserError(
-            f"--architectures lists {len(numbers)} networks up to number {numbers.max()}, but there are {num_clients} "
+            f"the setting architectures lists {len(numbers)} networks up to number {numbers.max()}, but there are {num_clients} "
             f"clients and {count} networks (0 to {count - 1})"
         )
     return numbers

@@ -85,7 +85,7 @@ def _best_round(folder: Path, round: int | None) -> int:
     if row["round"] not in kept:
         raise UserError(
             f"{folder} has no checkpoint of its best evaluation in round {row['round']} (checkpoints of rounds: "
-            f"{', '.join(map(str, kept)) or 'none'}): train with --keep_best"
+            f"{', '.join(map(str, kept)) or 'none'}): train with keep_best=True"
         )
     return row["round"]
 

@@ -223,7 +223,7 @@ def test_fedme_starts_from_these_choices_whatever_the_seed(divisions):
     resolve(config)
     assert best_networks(config.architectures_from, config.networks, 3, division="data0").tolist() == [2, 1, 1]
     assert best_networks(config.architectures_from, config.networks, 3, division="data1").tolist() == [2, 0, 0]
-    with pytest.raises(UserError, match="runs holds no finished run of --strategy=local --model=mlp with the same"):
+    with pytest.raises(UserError, match="runs holds no finished run of strategy=local model=mlp with the same"):
         best_networks(config.architectures_from, config.networks, 3, division="data2")
 
 

@@ -98,7 +98,7 @@ FEDERATIONS = [
     ("memory_key", -np.ones(2, np.int64), r"malformed \(memory_key"),
     ("sizes", np.full(4, 5, np.int32), r"this client has 5 \+ .* samples; it has"),
     ("sizes", np.full(4, 2**31 - 1, np.int32), "or with more than 16,777,216"),
-    ("architectures", np.full(4, 7, np.int32), "--architectures lists 4 networks up to number 7"),
+    ("architectures", np.full(4, 7, np.int32), "the setting architectures lists 4 networks up to number 7"),
 ]
 
 

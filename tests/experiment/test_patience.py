@@ -152,8 +152,11 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_loaded(monkeypatch, 
     without = run(rounds=8, keep_checkpoints=1, run_dir="b")
     equal(without.variables, result.variables)
     for arguments, message in (
-        (dict(folder="b", best=True), r"best evaluation, that of round 3 \(rounds there: 8\): train with --keep_best"),
-        (dict(folder="a", best=True, round=8), "leave one of them out"),
+        (
+            dict(folder="b", best=True),
+            r"best evaluation in round 3 \(checkpoints of rounds: 8\): train with keep_best=True",
+        ),
+        (dict(folder="a", best=True, round=8), "round 8 and the best round exclude each other"),
     ):
         with pytest.raises(UserError, match=message):
             fmr.load(**arguments)
