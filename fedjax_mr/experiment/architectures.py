@@ -115,7 +115,7 @@ def architectures(rule: str, count: int, num_clients: int, *, seed: int = 0) -> 
     numbers = np.array([int(word) for word in words])
     if len(numbers) != num_clients or numbers.max() >= count:
         raise UserError(
-            f"the setting architectures lists {len(numbers)} networks up to number {numbers.max()}, but there are {num_clients} "
-            f"clients and {count} networks (0 to {count - 1})"
+            f"the setting architectures lists {len(numbers)} networks up to number {numbers.max()}, but there are "
+            f"{num_clients} clients and {count} networks (0 to {count - 1})"
         )
     return numbers

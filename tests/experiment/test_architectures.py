@@ -52,7 +52,7 @@ def test_each_client_starts_with_its_best_network(digits_run, tmp_path):
     (other / "clients.csv").write_text("\n".join([lines[0], *map(",".join, best)]) + "\n")
     chosen = dataclasses.replace(config, architectures_from=(str(result.folder), str(other)))
     assert best_networks(chosen.architectures_from, chosen.networks, 4).tolist() == [0, 1, 0, 1]
-    with pytest.raises(UserError, match="about 4 clients, not 5"):
+    with pytest.raises(UserError, match="has 4 clients, not 5"):
         best_networks(chosen.architectures_from, chosen.networks, 5)
     with pytest.raises(UserError, match="no results per client"):
         best_networks(("nowhere", "here"), chosen.networks, 4)
