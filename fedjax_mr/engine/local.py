@@ -127,7 +127,7 @@ class LocalSetting:
       optimizer: optax transformation. Its state is initialised in every round.
       epochs: number of epochs E per round.
       batch_size: samples per step B. The last batch of an epoch may have fewer.
-      max_size: number of samples of the largest client; set by the `Simulator`.
+      max_size: upper bound of the number of samples of a client; set by the `Simulator`.
       augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation. Default: no
         augmentation.
       lr: learning rate of SGD, for strategies whose formulas contain it. None with other optimizers.

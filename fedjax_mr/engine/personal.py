@@ -110,7 +110,7 @@ class PersonalEvaluation:
         if rounds.data_on_host:
             if test is not None or rounds.strategy.personal_model is not None:
                 raise UserError(
-                    "tests of each client's own model need the samples on the device: data_placement=device"
+                    "tests of the clients' models need the samples on the device: set data_placement=device"
                 )
             self._constants = self._with_validation(federated)
         if test is None:

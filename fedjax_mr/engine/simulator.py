@@ -288,9 +288,7 @@ def _builder(strategy: str | Callable[[Any, Problem], Strategy], hyper: Any) -> 
         try:
             inspect.signature(strategy).bind(hyper, None)
         except TypeError as error:
-            raise UserError(
-                f"strategy= takes a name or a function build(hyper, problem), and yours differs: {error}"
-            ) from None
+            raise UserError(f"the strategy must be a name or a function build(hyper, problem): {error}") from None
         return functools.partial(strategy, hyper)
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)
@@ -357,7 +355,7 @@ def problem_of(
     """
     count, kept = federated.num_clients, federated.validation
     if not 1 <= cohort <= count:
-        raise UserError(f"cohort={cohort} is out of range: from 1 to all {count} clients train in a round")
+        raise UserError(f"cohort={cohort} is out of range: it must be from 1 to the number of clients, {count}")
     if architectures is None:
         architectures = np.arange(count) * len(model.networks) // count
     return Problem(
