@@ -1,8 +1,9 @@
 """Multi-model federated learning in one XLA program.
 
-``run(Config(strategy="fedmr"))`` is the command ``python -m fedjax_mr.main --strategy=fedmr``. A method of one's own is
-a function ``build(hyper, problem) -> Strategy``, from nothing or from other methods (`transforms`), and one row in
-``STRATEGIES``; networks and data sets of one's own are rows in ``MODELS`` and ``SOURCES``.
+``Simulator("fedmr", "cnn_digits", federated, cohort=5)`` trains in a notebook, without folders and files.
+``run(Config(strategy="fedmr"))`` records a run in a folder, as ``python -m fedjax_mr.main --strategy=fedmr`` does.
+Your own method is a function ``build(hyper, problem) -> Strategy``, written from scratch or made from other methods
+(`transforms`). A row in ``STRATEGIES`` gives it a name; rows in ``MODELS`` and ``SOURCES`` name networks and datasets.
 """
 
 # ruff: noqa: E402

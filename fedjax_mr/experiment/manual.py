@@ -1,4 +1,4 @@
-"""The pages of ``--help``: a short one, all flags, and one for each method, data set, network, partition and flag."""
+"""The pages of ``--help``: a short one, all flags, and one for each method, dataset, network, partition and flag."""
 
 import difflib
 import functools
@@ -28,7 +28,7 @@ COMMANDS = {
     "main": "one run",
     "sweep": "many runs: methods x settings x seeds",
     "analysis": "tables and pictures of runs",
-    "data": "show a partition, or prepare a data set",
+    "data": "show a partition, or prepare a dataset",
     "models": "the table of all networks",
     "export": "the trained network of a run, for Flax and orbax alone",
     "testing": "the contract that every method must pass",
@@ -96,13 +96,13 @@ def short_page(width: int | None = None) -> str:
         "",
         "More",
         "  --help=all          every flag: unit, range, default and its source",
-        "  --help=NAME         one strategy, data set, network, partition or flag:",
+        "  --help=NAME         one strategy, dataset, network, partition or flag:",
         *(
             line
             for group, names in by_group().items()
             for line in _listed(f"strategies, {group or 'imported'}", names, width)
         ),
-        *_listed("data sets", SOURCES, width),
+        *_listed("datasets", SOURCES, width),
         *_listed("networks", MODELS, width),
         *_listed("partitions", PARTITIONS, width),
         "  --version           the versions of this package, JAX and Python",
