@@ -37,13 +37,17 @@ def pool(data: ClientData, sizes: jax.Array, validation_sizes: jax.Array) -> Cli
 
 
 def build(hyper: None, problem: Problem) -> Strategy:
-    """Build centralized training."""
+    """Build centralized training.
+
+    Raises:
+      UserError: the clients' samples are not all on the devices.
+    """
+    if not problem.samples_on_device:
+        raise UserError("centralized needs the samples of all clients at once: pass data_placement='device'")
     row, sizes = jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes
     validation_sizes = kept_for_validation(problem)
 
     def client_update(payload, memory, data, round, key):
-        if not problem.samples_on_device:
-            raise UserError("centralized needs the samples of all clients at once: pass data_placement='device'")
         pooled = pool(data, sizes, validation_sizes)
         setting = dataclasses.replace(problem.local, max_size=data.index.shape[0])
         model, metrics = local.train(problem.model, setting, payload["model"], pooled, key)

@@ -59,3 +59,11 @@ def test_clients_are_tested_and_fine_tuned_one_by_one(tmp_path):
     assert result.rows[-1]["bytes_down"] == result.rows[-1]["bytes_up"] == 0
     assert 0.5 < result.summary["personal_accuracy"] <= 1
     assert result.summary["finetuned_accuracy"] != result.summary["personal_accuracy"]
+
+
+def test_samples_on_the_host_are_refused_before_a_folder_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config(strategy="centralized", model="logistic", data_placement="host", rounds=1, progress=False)
+    with pytest.raises(UserError, match="needs the samples of all clients at once: pass data_placement='device'"):
+        run(config)
+    assert not list(tmp_path.rglob("*"))
