@@ -43,10 +43,10 @@ def begin() -> None:
 
 def run(main: Callable[[], int | None]) -> int | None:
     """Run the main function of a command and return its exit code: 130 after Ctrl-C, or a code of `streams.run`."""
+    sys.unraisablehook = _resend
     if not _is_default(_exit_at_once):
         return streams.run(main)
     signal.signal(signal.SIGINT, _raise)
-    sys.unraisablehook = _resend
     try:
         return streams.run(main)
     except KeyboardInterrupt:
