@@ -78,7 +78,7 @@ class Place:
 
     def manager(self, answer: Any, lost: str, faults: Any = None) -> ClientManager:
         """The clients of a new run."""
-        messenger = transport.FakeMessenger({100 + number: answer for number in range(CLIENTS)}, faults)
+        messenger = transport.fake_messenger({100 + number: answer for number in range(CLIENTS)}, faults)
         return ClientManager(messenger, self.manifest, num_clients=CLIENTS, policy=ClientPolicy(lost, 10.0, 30.0))
 
 

@@ -27,7 +27,7 @@ from fedjax_mr.strategies import STRATEGIES, Row, by_group
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
-# Everybody may use these; they use nobody but each other.
+# All modules may import these. These import only each other.
 FREE = {"errors", "registry", "trees"}
 
 # The library is pure; the laboratory (the command `main`, `export` and the rooms below) uses it, and never the reverse.

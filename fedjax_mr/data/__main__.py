@@ -63,7 +63,8 @@ def _show(arguments: list[str]) -> None:
         division = titles.division(titles.facts(config))
         title = f"{titles.dataset(federated.dataset.name)}, {division}, {federated.num_clients} clients"
         plots.partition(federated.label_counts(), picture, title=title)
-        partition_file.save(federated.plan, folder / "partition.npz")  # type: ignore[arg-type]
+        assert federated.plan is not None  # `federate` always makes one
+        partition_file.save(federated.plan, folder / "partition.npz")
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {error.strerror or error}; choose another --run_dir") from None
     print(partition_table(federated))

@@ -65,12 +65,12 @@ def server_app(serve: Callable[[Messenger, Mapping[str, Any]], None]) -> Any:
     @app.main()
     def main(grid: Any, context: Any) -> None:
         logging.getLogger("flwr").addFilter(_without_traceback)
-        serve(FlowerMessenger(grid), context.run_config)
+        serve(flower_messenger(grid), context.run_config)
 
     return app
 
 
-def FlowerMessenger(grid: Any) -> Messenger:  # noqa: N802 - named like a kind of `Messenger`
+def flower_messenger(grid: Any) -> Messenger:
     """A `Messenger` that sends through Flower's Grid."""
     return Messenger(_FlowerTransport(grid))
 

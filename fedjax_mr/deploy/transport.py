@@ -248,7 +248,7 @@ def too_large(max_bytes: int) -> UserError:
 Fault = str | Callable[[Content], Content] | None
 
 
-def FakeMessenger(  # noqa: N802
+def fake_messenger(
     handlers: Mapping[int, Callable[[Message], Content]], faults: Callable[[Message, int], Fault] | None = None
 ) -> Messenger:
     """A messenger without processes and without Flower, whose time passes instantly; for tests.

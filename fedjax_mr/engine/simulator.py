@@ -24,6 +24,7 @@ from fedjax_mr.data.facts import scale_and_shift
 from fedjax_mr.data.federated import Dataset, FederatedData
 from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
+from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested
 from fedjax_mr.engine.local import ClientData, LocalSetting, Samples
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
@@ -101,7 +102,11 @@ class Simulator:
         self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote
         if remote is not None:
             axis = first_device()
-        axis = axis or client_axis(devices=devices, lanes=lanes, cohort_size=cohort)
+        lanes_are_free = axis is None and lanes is None
+        if axis is None:
+            if not jax.distributed.is_initialized():  # several processes are set up before they join
+                set_up_jax(devices=devices, cohort_size=cohort)
+            axis = client_axis(devices=devices, lanes=lanes, cohort_size=cohort)
         self._data_on_host = data_placement == "host"
         if data_placement == "auto":
             self._data_on_host = too_large(federated.dataset.x.nbytes, axis)
@@ -121,7 +126,7 @@ class Simulator:
         if not all(isinstance(network.module, BlockNet) for network in self.model.networks):
             self._trace_round(axis)
         self._memory_on_host = self._needs_host_memory(memory, axis)
-        self.axis = axis if lanes is not None else self._with_lanes_that_fit(axis)
+        self.axis = self._with_lanes_that_fit(axis) if lanes_are_free else axis
         self.rounds = self._rounds(self.axis)
 
     # --- training and tests

@@ -40,7 +40,7 @@ class Config:
       hyper: the strategy's hyper-parameters, an instance of its dataclass. Default: its defaults.
     """
 
-    # Each setting: default, help, then its range and the source of the default (none: our choice).
+    # Each setting: default, help, range, and the source of the default. Without a source, the default is our choice.
     # fmt: off
     dataset: str = _data("digits", "Dataset by name, or the path of a user's .npz file", names=SOURCES, path=True)
     data_dir: str | None = _data(

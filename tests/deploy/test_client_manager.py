@@ -29,7 +29,7 @@ def node(client, *, size=5, answer=None):
 
 
 def manager_of(nodes, *, faults=None, lost="wait", clients=3):
-    messenger = transport.FakeMessenger(dict(enumerate(nodes, 100)), faults)
+    messenger = transport.fake_messenger(dict(enumerate(nodes, 100)), faults)
     return ClientManager(
         messenger, MANIFEST, num_clients=clients, policy=Policy(lost, reply_timeout=5.0, join_timeout=9.0)
     )
@@ -53,7 +53,7 @@ def test_a_client_that_dies_while_it_joins_is_asked_again_in_time(kind, capsys):
             return "lose"
         return None
 
-    messenger = transport.FakeMessenger({100 + client: node(client) for client in range(3)}, lose)
+    messenger = transport.fake_messenger({100 + client: node(client) for client in range(3)}, lose)
     manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=600.0, join_timeout=90.0))
     assert asked(manager) == {0: 0, 2: 20}
     assert "no reply within 30 s" in capsys.readouterr().err
@@ -81,7 +81,7 @@ def test_a_silent_stranger_delays_no_round(lost):
         asked_of.append(message.node)
         return "lose" if message.node == 200 else None
 
-    messenger = transport.FakeMessenger(nodes, silent)
+    messenger = transport.fake_messenger(nodes, silent)
     manager = ClientManager(
         messenger, MANIFEST, num_clients=3, policy=Policy(lost, reply_timeout=600.0, join_timeout=300.0)
     )
@@ -104,7 +104,7 @@ def test_while_a_client_is_missing_a_stranger_is_asked_with_growing_pauses(capsy
             times.append(messenger.now())
         return "lose" if message.node == 200 else None
 
-    messenger = transport.FakeMessenger(nodes, silent)
+    messenger = transport.fake_messenger(nodes, silent)
     manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=20.0, join_timeout=1000.0))
     with pytest.raises(UserError, match="missing: 2"):
         manager.wait_for_all()
@@ -117,7 +117,7 @@ def test_a_client_that_begins_late_is_waited_for_once(capsys):
     """A client that no longer answers is lost without a new delay in every round."""
     nodes = {100 + client: node(client) for client in range(3)}
     deaf = []
-    messenger = transport.FakeMessenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    messenger = transport.fake_messenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
     manager = ClientManager(
         messenger, MANIFEST, num_clients=3, policy=Policy("untrained", reply_timeout=50.0, join_timeout=300.0)
     )
@@ -135,7 +135,7 @@ def test_a_client_that_begins_late_is_waited_for_once(capsys):
 def test_a_second_node_takes_a_clients_number_if_the_first_is_silent():
     nodes = {100 + client: node(client) for client in range(3)}
     deaf = []
-    messenger = transport.FakeMessenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    messenger = transport.fake_messenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
     manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=5.0, join_timeout=60.0))
     asked(manager)
     nodes[105] = node(2)
@@ -146,7 +146,7 @@ def test_a_second_node_takes_a_clients_number_if_the_first_is_silent():
 
 def test_a_second_node_does_not_take_the_number_of_a_client_that_answers(capsys):
     nodes = {100 + client: node(client) for client in range(3)}
-    messenger = transport.FakeMessenger(nodes)
+    messenger = transport.fake_messenger(nodes)
     manager = ClientManager(
         messenger, MANIFEST, num_clients=3, policy=Policy("untrained", reply_timeout=5.0, join_timeout=60.0)
     )
@@ -210,7 +210,7 @@ def test_a_node_that_comes_back_with_another_number_is_no_lost_client(lost, caps
         return None
 
     manager = ClientManager(
-        transport.FakeMessenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy(lost, 500.0, 9.0)
+        transport.fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy(lost, 500.0, 9.0)
     )
     assert asked(manager) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
 
@@ -284,7 +284,7 @@ def test_a_client_of_other_sizes_or_another_node_is_not_the_one_of_the_run(tmp_p
 def test_all_clients_together_have_at_most_as_many_samples_as_32_bits_count(capsys):
     clients = [node(client, size=2**24) for client in range(129)]
     manager = ClientManager(
-        transport.FakeMessenger(dict(enumerate(clients))),
+        transport.fake_messenger(dict(enumerate(clients))),
         MANIFEST,
         num_clients=129,
         policy=Policy(join_timeout=9.0),

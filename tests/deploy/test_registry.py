@@ -52,7 +52,7 @@ class Real:
             protocol.agreement(self.config, self.model),
             STRATEGIES[self.config.strategy].label_counts,
         )
-        messenger = transport.FakeMessenger({100 + number: self.node(number) for number in range(N)}, faults)
+        messenger = transport.fake_messenger({100 + number: self.node(number) for number in range(N)}, faults)
         self.manager = ClientManager(messenger, manifest, num_clients=N, policy=ClientPolicy(lost, seconds, 60.0))
 
     def node(self, number, **changed):

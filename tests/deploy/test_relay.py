@@ -57,7 +57,7 @@ class Federation:
             for client in CLIENTS
         }
         return relay.recombine(
-            transport.FakeMessenger(handlers, faults),
+            transport.fake_messenger(handlers, faults),
             {client: 100 + client for client in CLIENTS},
             run=run,
             round=round,

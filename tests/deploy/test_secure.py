@@ -56,7 +56,7 @@ def real(folder, out, *, faults=None, lost="wait", choices="simulated", flags=""
         100 + number: lambda message, number=number: client.answer(message, node(number), told) for number in range(3)
     }
     config = resolve(configuration.parse(shlex.split(flags))).config
-    return server.run(transport.FakeMessenger(handlers, faults), config, server.ServerOptions.of(told))
+    return server.run(transport.fake_messenger(handlers, faults), config, server.ServerOptions.of(told))
 
 
 def same(result, simulated):

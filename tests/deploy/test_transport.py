@@ -28,7 +28,7 @@ class NodeSettings:
 
 def ask(*, faults=None, kind="train", timeout=30.0):
     nodes = {7: NodeSettings(7), 9: NodeSettings(9)}
-    messenger = transport.FakeMessenger(nodes, faults)
+    messenger = transport.fake_messenger(nodes, faults)
     content = {"arrays": {"x": np.zeros(2, np.float32)}}
     found = messenger.ask([transport.Message(kind, node, 3, 0, content) for node in messenger.nodes()], timeout)
     return nodes, found
@@ -82,7 +82,7 @@ def test_a_node_that_comes_back_with_another_number_is_not_waited_for():
             return "gone"
         return None
 
-    messenger = transport.FakeMessenger(nodes, faults)
+    messenger = transport.fake_messenger(nodes, faults)
     found = messenger.ask([transport.Message("refuse", node, 3, 0, {}) for node in (7, 9)], 600.0)
     assert found[7].moved and not found[9].moved and messenger.now() < 10 and messenger.nodes() == [9, 8]
 
@@ -95,7 +95,7 @@ def test_a_refusal_is_not_asked_again():
 def test_one_message_per_node():
     message = transport.Message("train", 7, 0, 0, {})
     with pytest.raises(ValueError, match="one message per node"):
-        transport.FakeMessenger({7: NodeSettings(7)}).ask([message, message], 1.0)
+        transport.fake_messenger({7: NodeSettings(7)}).ask([message, message], 1.0)
 
 
 def test_a_users_mistake_is_one_line_of_the_log():
@@ -180,7 +180,7 @@ class Grid:
 
     def ask(self, most=2**20, timeout=3.0):
         content = {"arrays": {"x": np.zeros(2, np.float32)}}
-        return flower.FlowerMessenger(self).ask(
+        return flower.flower_messenger(self).ask(
             [transport.Message("train", node, 3, 0, content) for node in (7, 9)], timeout, most
         )
 
@@ -264,7 +264,7 @@ def test_a_reply_that_stops_in_the_middle_holds_nobody_up(grid):
         grid.hidden.add(records["arrays"]["x"].slice_array()[0][0])
 
     grid.spoil[7] = hide
-    messenger = flower.FlowerMessenger(grid)
+    messenger = flower.flower_messenger(grid)
     content = {"arrays": {"x": np.zeros(2, np.float32)}}
     asking = messenger.send([transport.Message("train", node, 3, 0, content) for node in (7, 9)], 0.5)
     assert set(asking.poll()) == {9} and asking.nodes == {7}
@@ -302,7 +302,7 @@ def test_a_clients_words_are_one_printable_line():
     def refuse(message):
         raise UserError("\x1b[2Jno data\nfedjax-mr: round 9: accuracy 1.0\u202e" + "x" * 10**6)
 
-    messenger = transport.FakeMessenger({7: refuse})
+    messenger = transport.fake_messenger({7: refuse})
     reason = messenger.ask([transport.Message("train", 7, 3, 0, {})], 1.0)[7].reason
     assert reason.startswith("?[2Jno data fedjax-mr: round 9: accuracy 1.0?xxx") and len(reason) == 200
     assert reason.isprintable()

@@ -1,11 +1,18 @@
 """The simulator as users hold it: names, functions and Flax modules in; accuracies, reports and one-line errors out."""
 
+import os
+import subprocess
+import sys
+
 import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr.engine import simulator as engine_simulator
+from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.devices import usable_cores
 from fedjax_mr.strategies import fedavg, fedprox
 from fedjax_mr.testing.federations import federated, tree_close, tree_equal
 
@@ -97,6 +104,24 @@ def test_bad_arguments_are_one_line_about_arguments(options, message):
     with pytest.raises(fmr.UserError) as error:
         simulator(**options)
     assert message in str(error.value) and "--" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_given_layout_keeps_its_lanes_whatever_the_memory(monkeypatch):
+    monkeypatch.setattr(engine_simulator, "memory_limit", lambda axis: 1.0)
+    layout = client_axis(devices=1, lanes=3, cohort_size=3)
+    assert simulator(axis=layout, devices=None, memory="device", data_placement="device").axis is layout
+
+
+def test_cpu_cores_are_devices_without_further_setup(tmp_path):
+    program = (
+        "import fedjax_mr as fmr; data = fmr.data.federate(fmr.data.load('digits'));"
+        "print(fmr.Simulator('fedmr', 'logistic', data, cohort=5).axis.num_devices)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == f"{min(usable_cores(), 5)}\n", done.stderr
 
 
 def test_a_state_that_was_consumed_is_refused():

@@ -121,4 +121,4 @@ def test_a_stopped_server_of_real_clients_tells_flower(monkeypatch):
 
     monkeypatch.setattr(server, "run", stop)
     with pytest.raises(UserError, match="stopped after round 3"):
-        server.serve(transport.FakeMessenger({}), {"flags": "", "server-data": "server.npz"})
+        server.serve(transport.fake_messenger({}), {"flags": "", "server-data": "server.npz"})

@@ -153,7 +153,7 @@ def test_two_clients_exchange_with_each_other():
     assert draw_partners(jax.random.key(3), jnp.zeros(2, jnp.int32)).tolist() == [1, 0]
 
 
-def test_without_tuning_nobody_switches_and_networks_stay(engine):
+def test_without_tuning_no_client_switches_its_network(engine):
     engine = engine("fedme", "linear,perceptron", hyper=fedme.Hyper(tuning=False, clustering=False), cohort=6)
     progress, report = engine.run(engine.init(), 2)
     assert float(report.info["clients_that_switched"]) == 0
