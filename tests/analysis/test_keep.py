@@ -57,6 +57,10 @@ def test_a_table_has_what_the_run_folders_have(both, table):
         assert read_rows(run) == read_rows(folder) and read_summary(run) == read_summary(folder)
     (one,) = runs.read([f"{table}/fedmr*"])
     assert one.config.strategy == "fedmr" and one.state == "finished" and one.checkpoints() == []
+
+
+def test_a_table_makes_the_data_frame_of_its_run_folders(both, table):
+    pytest.importorskip("pandas")
     columns = ["method", "seed", "state", "round", "accuracy", "loss"]
     assert frame(table)[columns].equals(frame(both)[columns])
 
