@@ -52,6 +52,7 @@ LABORATORY = {
     "analysis.plots": {"analysis.plots", "data.files"},
     "sweep": {"experiment"},
     "sweep.__main__": {"analysis", "experiment", "sweep"},
+    "tune": {"analysis", "experiment", "sweep"},
     "deploy": {"experiment"},
     "testing": {"experiment"},
 }
@@ -67,6 +68,7 @@ ONLY_IN = {
     "pandas": {"analysis.frames"},
     "cryptography": {"deploy.check", "secure.primitives"},
     "flwr": {"deploy.flower"},
+    "optuna": {"tune.studies"},
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_mr import sweep
+from fedjax_mr import sweep, tune
 from fedjax_mr.analysis.__main__ import COMMANDS
 from fedjax_mr.experiment import config, manual
 
@@ -31,6 +31,8 @@ def check(words):
     module, flags = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
     if module == "fedjax_mr.sweep":
         sweep.plan(flags)
+    elif module == "fedjax_mr.tune":
+        tune.plan(flags)
     elif module == "fedjax_mr.analysis":
         parser = argparse.ArgumentParser(exit_on_error=False)
         COMMANDS[flags[0]].add_arguments(parser)

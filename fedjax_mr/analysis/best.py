@@ -40,12 +40,9 @@ def _value(flag: str, candidates: Sequence[Candidate], best: Candidate | None) -
         return "none"
     if flag not in best.values:
         return "-"
-    value, values = best.values[flag], [each.values.get(flag) for each in candidates]
-    numbers = [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
-    for end, word in ((min, "least"), (max, "largest")):
-        if len(set(numbers)) > 1 and value == end(numbers):
-            return f"{value} ({word})"
-    return str(value)
+    value = best.values[flag]
+    end = groups.end_of(value, [each.values.get(flag) for each in candidates])
+    return f"{value} ({end})" if end else str(value)
 
 
 def _count(candidates: Sequence[Candidate]) -> str:

@@ -209,6 +209,13 @@ class Choice(NamedTuple):
     best: Candidate | None
 
 
+def end_of(value: Any, tried: Iterable[Any]) -> str:
+    """Return "least" or "largest" if a number is at that end of the different numbers that were tried, else ""."""
+    numbers = {each for each in tried if isinstance(each, int | float) and not isinstance(each, bool)}
+    ends = {"least": min, "largest": max}
+    return next((name for name, end in ends.items() if len(numbers) > 1 and value == end(numbers)), "")
+
+
 def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
     """Choose the best candidate of each setting by validation accuracy.
 

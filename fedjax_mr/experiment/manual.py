@@ -27,6 +27,7 @@ from fedjax_mr.strategies import STRATEGIES, by_group
 COMMANDS = {
     "main": "one run",
     "sweep": "many runs: methods x settings x seeds",
+    "tune": "the same search for every method, chosen on validation samples",
     "analysis": "tables and pictures of runs",
     "data": "show a partition, or prepare a dataset",
     "models": "the table of all networks",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.folder import read_rows, run_state
+from fedjax_mr.experiment.folder import read_rows
 from fedjax_mr.sweep.plan import PlannedRun
 
 
@@ -18,7 +18,7 @@ class Bar:
         """Show the bar at the current progress of the runs."""
         self._ended = 0
         self._runs = len(runs)
-        over = {run.folder: run_state(run.folder) in ("finished", "diverged") for run in runs}
+        over = {run.folder: run.state() in ("finished", "diverged") for run in runs}
         self._done = {run.folder: run.config.rounds if over[run.folder] else run.done() for run in runs}
         self._bar = tqdm(
             total=sum(run.config.rounds for run in runs),

@@ -22,8 +22,8 @@ def split(name: str, text: str | None, default: str) -> list[str]:
     return values
 
 
-def seeds_of(text: str | None) -> list[int]:
-    """Parse seeds such as ``0,1,5`` or ``0:3``; None gives no seeds.
+def seeds_of(text: str | None, name: str = "seeds") -> list[int]:
+    """Parse seeds such as ``0,1,5`` or ``0:3``, the value of a flag; None gives no seeds.
 
     Raises:
       UserError: a part is neither a number nor a range.
@@ -32,7 +32,7 @@ def seeds_of(text: str | None) -> list[int]:
     for part in [] if text is None else text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", part)
         if match is None or (match[2] and int(match[2]) <= int(match[1])):
-            raise UserError(f"--seeds={text}: {part!r} is not a seed or a range; write 0,1,5 or 0:3 (which is 0,1,2)")
+            raise UserError(f"--{name}={text}: {part!r} is not a seed or a range; write 0,1,5 or 0:3 (which is 0,1,2)")
         seeds += range(int(match[1]), int(match[2] or int(match[1]) + 1))
     return seeds
 
@@ -52,10 +52,10 @@ def grid_of(entries: Sequence[str], strategies: Sequence[str]) -> list[list[Pair
             raise UserError(f"--grid={entry} has no values: write, for example, --grid alpha=0.1,0.5")
         if name in OWN_FLAG:
             raise UserError(f"--grid={entry}: write --{OWN_FLAG[name]}={values}")
-        grid.append([_pairs(name, value) for value in split(f"grid {name}", values, "")])
+        grid.append([pairs(name, value) for value in split(f"grid {name}", values, "")])
         if name not in known:
             raise unknown_name("flag in --grid", name, known)
-        names = {name for pairs in grid[-1] for name, _ in pairs}
+        names = {name for settings in grid[-1] for name, _ in settings}
         if unknown := sorted(names - set(everything)):
             raise unknown_name("flag in --grid", unknown[0], known)
         if twice := sorted(names & seen):
@@ -64,7 +64,7 @@ def grid_of(entries: Sequence[str], strategies: Sequence[str]) -> list[list[Pair
     return grid
 
 
-def _pairs(name: str, value: str) -> Pairs:
-    """The settings of a value: for partition, ``dirichlet+alpha=0.1`` also sets alpha."""
+def pairs(name: str, value: str) -> Pairs:
+    """The settings that a value stands for: for partition, ``dirichlet+alpha=0.1`` also sets alpha."""
     first, *others = re.split(r"\+(?=[a-z]\w*=)", value)  # but not at the plus of 1e+5
     return [(name, first), *((other.partition("=")[0], other.partition("=")[2]) for other in others)]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,15 @@ class PlannedRun:
         ]
         return " ".join([self.config.strategy, *coarse])
 
+    def state(self) -> str:
+        """How far the run is. A run that has finished fewer rounds than planned has only ``started``."""
+        state = run_state(self.folder)
+        if state == "finished" and not kept.is_kept(self.folder):
+            summary, saved = read_summary(self.folder), configuration.load(self.folder)
+            if saved.rounds < self.config.rounds and summary.get("ended_by", "rounds") == "rounds":
+                return "started"
+        return state
+
     def done(self) -> int:
         """The number of rounds up to the last evaluation."""
         if not (self.folder / "metrics.jsonl").exists():
@@ -109,16 +118,8 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
     runs: dict[str, PlannedRun] = {}
     for strategy, values, seed in itertools.product(strategies, itertools.product(*grid), seeds):
         chosen = dict(pair for pairs in values for pair in pairs)
-        flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
-        flags += [f"--{name}={value}" for name, value in chosen.items()]
-        one = configuration.parse_command(flags, Sweep)[0]
-        with flags_in_errors(strategy):
-            one = resolve(one).config
-        plain, digest = configuration.to_json(one), configuration.digest(one)
-        choice = {name: plain[name] for name in chosen if name in plain}
-        words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}", digest]
-        folder = Path(sweep.sweep_dir) / re.sub(r"[^\w.=-]+", "_", "-".join(words))
-        runs.setdefault(digest, PlannedRun(one, choice, folder))
+        run = plan_run(arguments, Sweep, strategy=strategy, seed=seed, chosen=chosen, parent=sweep.sweep_dir)
+        runs.setdefault(configuration.digest(run.config), run)
     begun = runs_by_settings(sweep.sweep_dir)  # also by older versions with fewer options, or in another grid
     elsewhere = _kept_runs(sweep.kept) if sweep.kept else {}
     for digest, run in runs.items():
@@ -127,6 +128,34 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
         runs[digest] = dataclasses.replace(run, folder=[run.folder, *folders][-1])
         _require_whole(runs[digest])
     return sweep, list(runs.values())
+
+
+def plan_run(
+    arguments: Sequence[str], owner: type, *, strategy: str, seed: int, chosen: Mapping[str, str], parent: Path | str
+) -> PlannedRun:
+    """Plan one run.
+
+    Args:
+      arguments: the flags of a command.
+      owner: the dataclass of the command's additional flags.
+      strategy: the method.
+      seed: the seed.
+      chosen: values by flag that replace those of the command.
+      parent: the folder that will hold the run folder.
+
+    Raises:
+      UserError: a bad value.
+    """
+    flags = [*arguments, "--noresume", f"--strategy={strategy}", f"--seed={seed}"]
+    flags += [f"--{name}={value}" for name, value in chosen.items()]
+    config = configuration.parse_command(flags, owner)[0]
+    with flags_in_errors(strategy):
+        config = resolve(config).config
+    plain = configuration.to_json(config)
+    choice = {name: plain[name] for name in chosen if name in plain}
+    words = [strategy, *(f"{name}={value}" for name, value in choice.items()), f"seed={seed}"]
+    name = "-".join([*words, configuration.digest(config)])
+    return PlannedRun(config, choice, Path(parent) / re.sub(r"[^\w.=-]+", "_", name))
 
 
 def _kept_runs(place: str) -> dict[str, list[Path]]:

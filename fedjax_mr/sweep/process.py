@@ -134,6 +134,19 @@ def claimed(run: PlannedRun) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_claimed(run: PlannedRun) -> bool:
+    """Whether another process trains a run or is about to.
+
+    Raises:
+      UserError: the run's folder cannot be written.
+    """
+    try:
+        with claimed(run):
+            return False
+    except TakenError:
+        return True
+
+
 def log_of(run: PlannedRun) -> Path:
     """The log of a run: the file beside its folder with all that its process prints."""
     return run.folder.with_name(f"{run.folder.name}.log")

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedjax_mr.errors import DivergedError, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.folder import run_state, saved_round
+from fedjax_mr.experiment.folder import saved_round
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.sweep import grids
@@ -36,7 +36,8 @@ def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False) -> int:
     finally:
         bar.close()
     # Another process may have finished its runs by now.
-    return min((code for folder, code in codes.items() if code and run_state(folder) != "finished"), default=0)
+    finished = {run.folder for run in runs if run.state() == "finished"}
+    return min((code for folder, code in codes.items() if code and folder not in finished), default=0)
 
 
 def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
@@ -44,10 +45,10 @@ def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
     codes, unfinished = {}, []
     with contextlib.ExitStack() as claims:
         for run in batch:
-            if run_state(run.folder) == "diverged":
+            if (state := run.state()) == "diverged":
                 codes[run.folder] = 3
                 bar.say(f"{run.folder}: diverged before; remove its folder to train it again")
-            elif run_state(run.folder) != "finished":
+            elif state != "finished":
                 try:
                     claims.enter_context(claimed(run))
                     unfinished.append(run)
@@ -73,14 +74,14 @@ def batches(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
     together: dict[str, list[PlannedRun]] = {}
     for run in runs:
         without_seed = dataclasses.replace(run.config, seed=0, partition_seed=None)
-        key = f"{configuration.digest(without_seed)} {run_state(run.folder)} {saved_round(run.folder)}"
+        key = f"{configuration.digest(without_seed)} {run.state()} {saved_round(run.folder)}"
         together.setdefault(key, []).append(run)
     return list(together.values())
 
 
 def _code(run: PlannedRun, code: int) -> int:
     """The exit code of one run of a process that exited with ``code``."""
-    return {"finished": 0, "diverged": 3}.get(run_state(run.folder), code or ABORTED)
+    return {"finished": 0, "diverged": 3}.get(run.state(), code or ABORTED)
 
 
 def _why(run: PlannedRun, first: PlannedRun) -> str:

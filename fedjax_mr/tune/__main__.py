@@ -1,0 +1,73 @@
+"""The command ``python -m fedjax_mr.tune``: plan, train the trials, choose, test, and show a table."""
+
+import sys
+from collections.abc import Sequence
+
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import interrupts, manual
+from fedjax_mr.experiment.resolve import unequal_shares
+from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.experiment.settings import help_of
+from fedjax_mr.tune import report, rungs, studies
+from fedjax_mr.tune.plan import Trial, Tune, Tuning, plan
+
+COMMAND = "python -m fedjax_mr.tune"
+USAGE = f"""usage: {COMMAND} --strategies=NAMES [--flag=value ...] [--flagfile=FILE ...]
+
+Tune methods with the same number of trials each, choose on validation samples, and test the chosen settings on other
+seeds. The same command again continues after a stop or a kill, and several processes with the same command share the
+runs. The runs are described by the flags of {configuration.COMMAND} (see its --help=all), and the tuning by these:
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a tuning and return the exit code.
+
+    0: all runs are finished; 1: a run aborted; 2: bad input, here or in a run; 3: a test diverged, or all trials of a
+    method did; 128 + n: signal n.
+
+    Args:
+      arguments: flags without the name of the program. Default: those of the command line.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if (topic := manual.help_topic(arguments)) is not None:
+            configuration.read_imports(arguments)
+            print(manual.page(topic) if topic else USAGE + help_of(Tune))
+            return 0
+        tuning = plan(arguments)
+        asked = [strategy for strategy in tuning.strategies if not tuning.is_drawn(strategy)]
+        if asked:
+            studies.check(tuning.tune.sampler)
+        if tuning.tune.dry_run:
+            print(report.plan_text(tuning))
+            return 0
+        return _tune(tuning, asked)
+    except (UserError, Interrupted) as reason:
+        print(f"fedjax-mr: {reason}", file=sys.stderr)
+        return reason.exit_code
+
+
+def _tune(tuning: Tuning, asked: Sequence[str]) -> int:
+    trials: list[Trial] = [
+        trial for strategy in tuning.strategies if strategy not in asked for trial in tuning.drawn(strategy)
+    ]
+    rungs.train_trials(tuning, trials, tuning.rungs[0].rounds)
+    if asked:
+        trials += studies.first_rung(tuning, asked)
+    standing = rungs.climb(tuning, trials)
+    report.write(tuning, standing)
+    best = {strategy: standing.best(strategy) for strategy in tuning.strategies}
+    tests = {strategy: tuning.tests(trial) for strategy, trial in best.items() if trial is not None}
+    planned = [run for runs in tests.values() for run in runs]
+    for note in unequal_shares([run.config for run in planned]):
+        print(note, file=sys.stderr)
+    rungs.train(planned, lambda run: run.state() in ("finished", "diverged"), batch_seeds=tuning.tune.batch_seeds)
+    print(report.table(tuning, standing, tests))
+    complete = len(tests) == len(tuning.strategies) and all(run.state() == "finished" for run in planned)
+    return 0 if complete else 3
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(main))

@@ -1,0 +1,90 @@
+"""The score of a trial: its validation accuracy after some rounds. Nothing here reads a test result."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.folder import read_rows, read_summary, run_state, saved_round
+from fedjax_mr.sweep import PlannedRun
+from fedjax_mr.tune.plan import Trial
+
+COLUMNS = ("round", "validation_accuracy", "validation_loss")  # all that selection knows of a run
+
+
+class Score(NamedTuple):
+    """The result of a trial on validation samples.
+
+    Attributes:
+      accuracy: mean accuracy over the clients, and over the seeds. None if the trial diverged.
+      loss: mean cross-entropy in nats. None if unknown.
+    """
+
+    accuracy: float | None
+    loss: float | None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the trial has diverged."""
+        return self.accuracy is None
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Sorts the best first: by accuracy, ties by the loss. A diverged trial is last."""
+        accuracy = -math.inf if self.accuracy is None else self.accuracy
+        return -accuracy, math.inf if self.loss is None else self.loss
+
+
+DIVERGED = Score(None, None)
+
+
+def of_trial(trial: Trial, rounds: int) -> Score | None:
+    """The score of a trial after some rounds, or None if it is not trained that far."""
+    scores = [of_run(run, rounds) for run in trial.runs]
+    if DIVERGED in scores:
+        return DIVERGED
+    if not all(scores):
+        return None
+    known = [score for score in scores if score is not None]
+    return Score(_mean([score.accuracy for score in known]), _mean([score.loss for score in known]))
+
+
+def of_run(run: PlannedRun, rounds: int) -> Score | None:
+    """The score of a run after some rounds, or None if it is not trained that far.
+
+    Raises:
+      UserError: the run has no validation accuracy, or its files are damaged.
+    """
+    state = run_state(run.folder)
+    rows = _rows(run)
+    at = [row for row in rows if row["round"] == rounds]
+    if at and (saved_round(run.folder) or 0) >= rounds:
+        return _score(run, at[0])
+    if state == "diverged":
+        return DIVERGED
+    if state == "finished" and rows and read_summary(run.folder).get("ended_by", "rounds") != "rounds":
+        return _score(run, rows[-1])  # --patience has ended it earlier
+    return None
+
+
+def rounds_trained(trial: Trial) -> int:
+    """The rounds of all runs of a trial, up to their last evaluations."""
+    return sum(rows[-1]["round"] for run in trial.runs if (rows := _rows(run)))
+
+
+def _rows(run: PlannedRun) -> list[dict]:
+    if not (run.folder / "metrics.jsonl").exists():
+        return []
+    return [{name: row.get(name) for name in COLUMNS} for row in read_rows(run.folder)]
+
+
+def _score(run: PlannedRun, row: dict) -> Score:
+    if row["validation_accuracy"] is None:
+        raise UserError(f"{run.folder} has no validation accuracy at round {row['round']}, so it cannot be compared")
+    return Score(row["validation_accuracy"], row["validation_loss"])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
