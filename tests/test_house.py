@@ -69,6 +69,7 @@ ONLY_IN = {
     "cryptography": {"deploy.check", "secure.primitives"},
     "flwr": {"deploy.flower"},
     "optuna": {"tune.studies"},
+    "submitit": {"sweep.slurm"},
 }
 
 

@@ -6,7 +6,8 @@ garbage collection.
 1. While a command imports, there is nothing to save: Ctrl-C exits at once with one line and code 130 (`begin`).
 2. Later Ctrl-C is Python's KeyboardInterrupt, which closes files on its way out (`run`). If Python drops it, the signal
    is sent again. If a library catches it, `check` raises it again.
-3. While a run trains, SIGINT and SIGTERM request a checkpoint and an end (`stop_signals`). A second one exits at once.
+3. While a run trains, SIGINT and SIGTERM request a checkpoint and an end (`stop_signals`). A second Ctrl-C exits
+   at once. A second SIGTERM does not, because job schedulers repeat it.
 """
 
 import atexit
@@ -69,7 +70,7 @@ def stop_signals(
     """Collect the signals that request a stop, and announce the stop on standard error.
 
     Args:
-      react: called with the number of requests so far. Default: the second request raises KeyboardInterrupt.
+      react: called with the number of requests so far. Default: Ctrl-C as a second request raises KeyboardInterrupt.
       numbers: the signals.
 
     Yields:
@@ -82,7 +83,10 @@ def stop_signals(
 
     def receive(number: int, frame: Any) -> None:
         received.append(number)
-        (react or _raise_at_second)(len(received))
+        if react is not None:
+            react(len(received))
+        elif number == signal.SIGINT and len(received) > 1:
+            raise KeyboardInterrupt
         print(STOPPING, file=sys.stderr)
 
     before = {number: signal.signal(number, receive) for number in numbers}
@@ -91,11 +95,6 @@ def stop_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _raise_at_second(count: int) -> None:
-    if count > 1:
-        raise KeyboardInterrupt
 
 
 def _is_command() -> bool:

@@ -10,6 +10,7 @@ from fedjax_mr.experiment import interrupts, kept, manual
 from fedjax_mr.experiment.resolve import unequal_shares
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.settings import help_of
+from fedjax_mr.sweep import slurm
 from fedjax_mr.sweep.costs import describe, estimate
 from fedjax_mr.sweep.plan import Sweep, plan
 from fedjax_mr.sweep.runs import run_all, run_together
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{len(runs)} runs in {sweep.sweep_dir}:")
             print(describe(runs, estimate(runs) if sweep.calibrate else None))
             return 0
-        code = run_all(runs, batch_seeds=sweep.batch_seeds)
+        launch = slurm.launcher(sweep) if sweep.launcher == "slurm" else None
+        code = run_all(runs, batch_seeds=sweep.batch_seeds, launch=launch)
         begun = [run.folder for run in runs if kept.find(run.folder)]
         if begun:
             print(tables.accuracy_table(begun))

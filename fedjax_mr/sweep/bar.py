@@ -43,6 +43,12 @@ class Bar:
         others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
         self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())
 
+    def show_queue(self, running: Sequence[PlannedRun], waiting: int) -> None:
+        """Update the bar with the progress of runs on a cluster, and the number of those that have not started."""
+        for run in running:
+            self._move(run, run.done())
+        self._bar.set_postfix_str(f"{len(running)} running, {waiting} waiting", refresh=sys.stderr.isatty())
+
     def finish(self, run: PlannedRun) -> None:
         """Count a run and all its rounds as finished."""
         self._ended += 1

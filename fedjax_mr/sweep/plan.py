@@ -48,6 +48,27 @@ class Sweep:
         "Train the --seeds in this process and in one program, in these folders. --batch_seeds starts such processes",
         path=True,
     )
+    launcher: str = field(
+        "local",
+        "Where the runs are trained: on this machine (local), or as jobs of a Slurm cluster (slurm), which needs the "
+        "extra 'slurm'",
+        choices=("local", "slurm"),
+    )
+    wait: bool = field(
+        True, "slurm: show the progress until all jobs have ended. The jobs do not need this command: it can be stopped"
+    )
+    slurm_partition: str | None = field(None, "Slurm's partition. If omitted, the cluster's default")
+    slurm_time: str | None = field(
+        None,
+        "Time limit of a job, as minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS. A run that needs longer is saved and "
+        "continues in another turn. If omitted, the partition's default",
+    )
+    slurm_gpus: int | None = field(None, "GPUs of each run. If omitted, none are requested", unit="GPUs", low=0)
+    slurm_cpus: int | None = field(None, "Cores of each run. If omitted, the cluster's default", unit="cores", low=1)
+    slurm_memory: int | None = field(None, "Memory of each run. If omitted, the cluster's default", unit="GiB", low=1)
+    slurm_option: tuple[str, ...] = field(
+        (), "Any other option of Slurm's sbatch, such as account=NAME, qos=NAME or constraint=NAME"
+    )
     dry_run: bool = field(False, "Print the plan and train nothing")
     calibrate: bool = field(
         False, "With --dry_run, also estimate the time, from a few rounds of one run of each method and shape"

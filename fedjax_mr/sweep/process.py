@@ -163,6 +163,7 @@ def last_words(run: PlannedRun) -> str:
 
 
 def _main() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # from Slurm, which may send it to all processes: for the starter
     threading.Thread(target=_stop_with_starter, daemon=True).start()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,9 +1,12 @@
-"""The runs of a sweep, one process after the other."""
+"""The runs of a sweep, and the launcher that trains them in processes of this machine.
+
+`fedjax_mr.sweep.slurm` is the launcher that makes them jobs of a cluster.
+"""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedjax_mr.errors import DivergedError, TakenError, UserError
@@ -17,22 +20,29 @@ from fedjax_mr.sweep.bar import Bar
 from fedjax_mr.sweep.plan import PlannedRun, Sweep
 from fedjax_mr.sweep.process import ABORTED, claimed, last_words, log_of, run_in_process
 
+Launcher = Callable[[Sequence[Sequence[PlannedRun]], Bar], dict[Path, int]]
+"""Trains the runs of batches that have not ended (`code_if_ended`) and returns the exit codes by folder.
 
-def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False) -> int:
+The runs of a batch differ in the seed and are trained in one program. The launcher moves the bar, says what failed, and
+raises `Interrupted` after a stop signal.
+"""
+
+
+def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False, launch: Launcher | None = None) -> int:
     """Train every run that is not finished, and return the exit code: 0, or that of the worst failure.
 
     Args:
       runs: the runs of `plan`.
       batch_seeds: whether the seeds of a setting that have completed the same rounds are trained in one program.
+      launch: trains them. Default: `one_by_one`.
 
     Raises:
       Interrupted: a stop signal was received.
+      UserError: the launcher cannot work here.
     """
-    codes: dict[Path, int] = {}
     bar = Bar(runs)
     try:
-        for batch in batches(runs) if batch_seeds else [[run] for run in runs]:
-            codes |= _run_batch(batch, bar)
+        codes = (launch or one_by_one)(batches(runs) if batch_seeds else [[run] for run in runs], bar)
     finally:
         bar.close()
     # Another process may have finished its runs by now.
@@ -40,15 +50,30 @@ def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False) -> int:
     return min((code for folder, code in codes.items() if code and folder not in finished), default=0)
 
 
+def code_if_ended(run: PlannedRun, bar: Bar) -> int | None:
+    """The exit code of a run that has ended before: 0 finished, 3 diverged. None if it has not ended."""
+    state = run.state()
+    if state == "diverged":
+        bar.say(f"{run.folder}: diverged before; remove its folder to train it again")
+    return {"finished": 0, "diverged": 3}.get(state)
+
+
+def one_by_one(batches: Sequence[Sequence[PlannedRun]], bar: Bar) -> dict[Path, int]:
+    """Train each batch in a process of this machine, one after the other, and return the exit codes by folder."""
+    codes: dict[Path, int] = {}
+    for batch in batches:
+        codes |= _run_batch(batch, bar)
+    return codes
+
+
 def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
     """Train the unfinished runs of a batch in one process, and return the exit codes by folder."""
     codes, unfinished = {}, []
     with contextlib.ExitStack() as claims:
         for run in batch:
-            if (state := run.state()) == "diverged":
-                codes[run.folder] = 3
-                bar.say(f"{run.folder}: diverged before; remove its folder to train it again")
-            elif state != "finished":
+            if (code := code_if_ended(run, bar)) is not None:
+                codes[run.folder] = code
+            else:
                 try:
                     claims.enter_context(claimed(run))
                     unfinished.append(run)
@@ -57,10 +82,10 @@ def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
                     bar.say(f"{run.folder}: another process uses it")
         if unfinished:
             code = run_in_process(unfinished, functools.partial(bar.show, unfinished))
-            codes |= {run.folder: _code(run, code) for run in unfinished}
+            codes |= {run.folder: code_of(run, code) for run in unfinished}
             log = log_of(unfinished[0])
             for run in (run for run in unfinished if codes[run.folder]):
-                bar.say(f"{run.folder}: {_why(run, unfinished[0])} (exit code {codes[run.folder]}; {log})")
+                bar.say(f"{run.folder}: {why(run, unfinished[0])} (exit code {codes[run.folder]}; {log})")
     for run in batch:
         if run in unfinished:
             bar.finish(run)
@@ -79,12 +104,12 @@ def batches(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
     return list(together.values())
 
 
-def _code(run: PlannedRun, code: int) -> int:
+def code_of(run: PlannedRun, code: int) -> int:
     """The exit code of one run of a process that exited with ``code``."""
     return {"finished": 0, "diverged": 3}.get(run.state(), code or ABORTED)
 
 
-def _why(run: PlannedRun, first: PlannedRun) -> str:
+def why(run: PlannedRun, first: PlannedRun) -> str:
     """The reason why a run did not finish; its process wrote the log of the ``first`` run."""
     note = run.folder / "diverged.txt"
     return note.read_text(encoding="utf-8").strip() if note.exists() else last_words(first)

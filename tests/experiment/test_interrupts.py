@@ -122,3 +122,12 @@ def test_a_stopped_server_of_real_clients_tells_flower(monkeypatch):
     monkeypatch.setattr(server, "run", stop)
     with pytest.raises(UserError, match="stopped after round 3"):
         server.serve(transport.fake_messenger({}), {"flags": "", "server-data": "server.npz"})
+
+
+def test_a_second_sigterm_of_a_scheduler_does_not_end_a_run_at_once_and_a_second_ctrl_c_does():
+    with interrupts.stop_signals() as received:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+    assert received == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]

@@ -1,0 +1,328 @@
+"""Runs of a sweep as jobs of a Slurm cluster, submitted through submitit as one array job.
+
+Two programs use this file. Where the sweep was started, the `launcher` submits one job for each run that has neither
+ended nor a job in Slurm's queue, and then watches the run folders, which all nodes share. In each job, `train_in_job`
+trains the run as a sweep on one machine does.
+
+The jobs do not need the program that submitted them. Before Slurm stops a job (scontrol requeue, preemption, scancel),
+it sends SIGTERM, and the run saves its round. Before the time limit, it sends SIGUSR2. Then the run saves its round,
+and the job returns to the queue. A job that starts again resumes its run. Submitit's own handler of these signals is
+not used, because it would end the run in the middle of a round.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_mr.data import files
+from fedjax_mr.errors import TakenError, UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.folder import saved_round
+from fedjax_mr.experiment.locks import lock_file
+from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.sweep.bar import Bar
+from fedjax_mr.sweep.plan import PlannedRun, Sweep
+from fedjax_mr.sweep.runs import Launcher, code_if_ended, code_of, run_all, why
+
+FOLDER = "slurm"  # in --sweep_dir: submitit's files, the logs of the jobs, and JOBS
+JOBS = "jobs.json"  # the newest job of each run, by the name of its folder
+SECONDS_PER_LOOK = 10.0  # between two calls of squeue
+SECONDS_BEFORE_LIMIT = 120  # that a run has to save its round; Slurm may send the signal up to 60 seconds earlier
+MOST_JOBS = 1000  # in one array; Slurm's MaxArraySize is 1001 unless a cluster changes it
+LIVE = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING")
+LIVE += ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+"""States in which a job runs, or will run, or is about to return to the queue."""
+
+Jobs = dict[str, list[PlannedRun]]  # the runs of each job by its id, such as 12_3
+
+
+def launcher(sweep: Sweep) -> Launcher:
+    """The launcher of ``--launcher=slurm``. Ctrl-C ends it, but not the jobs.
+
+    Without ``sweep.wait`` it returns the exit codes of those runs only that had ended before.
+
+    Raises:
+      UserError: Slurm or submitit is missing. The launcher raises it if Slurm rejects the jobs.
+    """
+    folder = Path(sweep.sweep_dir) / FOLDER
+    return functools.partial(_launch, _executor(sweep, folder), folder, sweep.wait)
+
+
+def _launch(
+    executor: Any, folder: Path, wait: bool, batches: Sequence[Sequence[PlannedRun]], bar: Bar
+) -> dict[Path, int]:
+    codes: dict[Path, int] = {}
+    unfinished: list[list[PlannedRun]] = []
+    for batch in batches:
+        ended = {run.folder: code for run in batch if (code := code_if_ended(run, bar)) is not None}
+        codes |= ended
+        unfinished.append([run for run in batch if run.folder not in ended])
+        for run in batch:
+            if run.folder in ended:
+                bar.leave(run)
+    if any(unfinished):
+        jobs = _submit_once(executor, folder, unfinished, bar)
+        if wait:
+            codes |= _watch(jobs, folder, bar)
+    return codes
+
+
+# --- Submitting ------------------------------------------------------------------------------------------------------
+
+
+def _submit_once(executor: Any, folder: Path, batches: Sequence[Sequence[PlannedRun]], bar: Bar) -> Jobs:
+    """Submit the runs that have no job in the queue, and return the jobs of all."""
+    in_queue: Jobs = {}
+    with _locked(folder):
+        known, states = _read_jobs(folder), _states()
+        new: list[list[PlannedRun]] = []
+        for batch in batches:
+            rest = []
+            for run in batch:
+                job = known.get(run.folder.name)
+                if job is not None and states.get(job) in LIVE:
+                    in_queue.setdefault(job, []).append(run)
+                else:
+                    rest.append(run)
+            if rest:
+                new.append(rest)
+        if in_queue:
+            bar.say(f"{_count(in_queue)} in Slurm's queue before: {_arrays(in_queue)}")
+        submitted: Jobs = {}
+        for start in range(0, len(new), MOST_JOBS):
+            part = new[start : start + MOST_JOBS]
+            submitted |= zip(_submit(executor, part), part, strict=True)
+            known |= {run.folder.name: job for job, runs in submitted.items() for run in runs}
+            with files.atomic_write(folder / JOBS) as path:
+                path.write_text(json.dumps(known, indent=0), encoding="utf-8")
+        if submitted:
+            bar.say(f"{_count(submitted)} submitted to Slurm: {_arrays(submitted)}; logs in {folder}")
+    return in_queue | submitted
+
+
+def _executor(sweep: Sweep, folder: Path) -> Any:
+    """Submitit's executor with the parameters of the jobs."""
+    try:
+        executor = _submitit().SlurmExecutor(folder=folder)
+    except RuntimeError:
+        raise _no_slurm() from None
+    options = {name: value or True for name, _, value in (each.partition("=") for each in sweep.slurm_option)}
+    parameters: dict[str, Any] = {
+        "job_name": "fedjax_mr",
+        "partition": sweep.slurm_partition,
+        "time": sweep.slurm_time,  # submitit's own default is 5 minutes
+        "gpus_per_node": sweep.slurm_gpus,
+        "cpus_per_task": sweep.slurm_cpus,
+        "mem": None if sweep.slurm_memory is None else f"{sweep.slurm_memory}G",
+        "array_parallelism": MOST_JOBS,  # the cluster's own limits apply
+        "stderr_to_stdout": True,
+        # Since version 22.05, srun does not take this number from the job.
+        "srun_args": None if sweep.slurm_cpus is None else [f"--cpus-per-task={sweep.slurm_cpus}"],
+        "additional_parameters": {"requeue": True, "signal": f"USR2@{SECONDS_BEFORE_LIMIT}"} | options,
+    }
+    executor.update_parameters(**parameters)
+    return executor
+
+
+def _submitit() -> Any:
+    """Import submitit, but without its configuration of logging, which closes the streams of other handlers."""
+    level = os.environ.pop("SUBMITIT_LOG_LEVEL", None)
+    os.environ["SUBMITIT_LOG_LEVEL"] = "NOCONFIG"
+    try:
+        import submitit  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise UserError("--launcher=slurm needs the package submitit: pip install 'fedjax_mr[slurm]'") from None
+    finally:
+        del os.environ["SUBMITIT_LOG_LEVEL"]
+        if level is not None:
+            os.environ["SUBMITIT_LOG_LEVEL"] = level
+    return submitit
+
+
+def _submit(executor: Any, batches: Sequence[Sequence[PlannedRun]]) -> list[str]:
+    """Submit a job for each batch, as one array, and return their ids."""
+    try:
+        with (
+            _outside_of_jobs(),
+            contextlib.redirect_stderr(io.StringIO()),
+            executor.batch(),
+        ):  # it prints the error, too
+            # As text, because a node has not yet imported the files of --import.
+            described = [[(configuration.to_flags(run.config), str(run.folder)) for run in runs] for runs in batches]
+            jobs = [executor.submit(train_in_job, runs) for runs in described]
+    except _submitit().core.utils.FailedJobError as error:
+        words = [line.removeprefix("sbatch: error: ") for line in str(error).splitlines() if line.strip()]
+        raise UserError(f"Slurm rejects the jobs: {'; '.join(words)} (see the flags --slurm_...)") from None
+    return [job.job_id for job in jobs]
+
+
+@contextlib.contextmanager
+def _outside_of_jobs() -> Iterator[None]:
+    """Hide the variables of the job in which this process runs, if it does: new jobs would inherit its limits."""
+    hidden = {name: value for name, value in os.environ.items() if name.startswith("SLURM_") and name != "SLURM_CONF"}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other sweeps from submitting the same runs at the same time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = lock_file(folder / ".lock")
+    except OSError as error:
+        raise UserError(f"cannot write into {folder} ({error.strerror})") from None
+    except TakenError:
+        raise UserError(f"another sweep submits its runs from {folder}: try again") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read_jobs(folder: Path) -> dict[str, str]:
+    try:
+        return json.loads((folder / JOBS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read the jobs of this sweep ({folder / JOBS}: {error}); remove the file once none is in the queue"
+        ) from None
+
+
+def _states() -> dict[str, str]:
+    """The state of each job of this user that Slurm still knows, by its id.
+
+    Raises:
+      UserError: Slurm is not installed, or does not answer.
+    """
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i %T"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise _no_slurm() from None
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"Slurm does not answer: {' '.join(error.stderr.split())}") from None
+    return {job: state for job, state in map(str.split, done.stdout.splitlines())}
+
+
+def _no_slurm() -> UserError:
+    return UserError("--launcher=slurm needs Slurm's commands (sbatch, squeue, srun): use it on a node of the cluster")
+
+
+def _count(jobs: Jobs) -> str:
+    number = sum(map(len, jobs.values()))
+    return f"{number} run{'' if number == 1 else 's'}"
+
+
+def _arrays(jobs: Mapping[str, Any]) -> str:
+    """The numbers of array jobs, for messages and for scancel."""
+    return " ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+
+
+# --- Watching --------------------------------------------------------------------------------------------------------
+
+
+def _watch(jobs: Jobs, folder: Path, bar: Bar) -> dict[Path, int]:
+    """Wait until all jobs have ended, and return the exit codes of their runs by folder."""
+    codes: dict[Path, int] = {}
+    waiting = dict(jobs)
+    states = before = dict.fromkeys(jobs, LIVE[0])
+    try:
+        while True:
+            for job in list(waiting):
+                # In two looks: a shared file system may show the result some seconds later.
+                gone = states.get(job) not in LIVE and before.get(job) not in LIVE
+                if gone or _result(job, folder) is not None:
+                    codes |= _report(job, states.get(job), waiting.pop(job), folder, bar)
+            if not waiting:
+                return codes
+            running = [run for job, runs in waiting.items() if states.get(job) == "RUNNING" for run in runs]
+            bar.show_queue(running, sum(map(len, waiting.values())) - len(running))
+            time.sleep(SECONDS_PER_LOOK)
+            with contextlib.suppress(UserError):  # a busy controller; the next look may succeed
+                before, states = states, _states()
+    except KeyboardInterrupt:
+        number = _arrays(waiting)
+        message = f"the jobs go on; the same command shows them again, and scancel {number} cancels them"
+        raise Interrupted(message, 128 + signal.SIGINT) from None
+
+
+def _report(job: str, state: str | None, runs: Sequence[PlannedRun], folder: Path, bar: Bar) -> dict[Path, int]:
+    """Say which runs of an ended job have failed, and return the exit codes by folder."""
+    result = _result(job, folder)
+    codes = {run.folder: code_of(run, result or 0) for run in runs}
+    log = folder / f"{job}_0_log.out"
+    for run in runs:
+        bar.finish(run)
+        if not codes[run.folder]:
+            continue
+        if result is None and run.state() != "diverged":
+            done = f"{saved_round(run.folder) or 0} of {run.config.rounds} rounds are saved"
+            reason = f"job {job} has ended early ({state or 'unknown to Slurm'}); {done}, the same command continues"
+        else:
+            reason = why(run, runs[0])
+        bar.say(f"{run.folder}: {reason} (exit code {codes[run.folder]}; {log})")
+    return codes
+
+
+def _result(job: str, folder: Path) -> int | None:
+    """The exit code of `train_in_job`, or None if it was stopped."""
+    submitit = _submitit()
+    ended = submitit.SlurmJob(folder=folder, job_id=job)
+    with contextlib.suppress(submitit.core.utils.FailedJobError):
+        if ended.paths.result_pickle.exists():
+            return ended.result()
+    return None
+
+
+# --- In a job --------------------------------------------------------------------------------------------------------
+
+
+def train_in_job(described: Sequence[tuple[list[str], str]]) -> int:
+    """Train the runs of a job and return the exit code, as a sweep on this node does. They resume if they can.
+
+    Args:
+      described: the flags and the folder of each run.
+    """
+    near_limit = []
+
+    def stop(number: int, frame: Any) -> None:
+        near_limit.append(number)
+        signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR2, stop)
+    alone = ["--num_processes=1", "--noprogress"]  # JAX would look for more processes of this job
+    try:
+        runs = [PlannedRun(configuration.parse([*flags, *alone]), {}, Path(folder)) for flags, folder in described]
+        before = _rounds(runs)
+        print(f"fedjax-mr: {', '.join(folder for _, folder in described)}: starts after round {before}", flush=True)
+        return run_all(runs, batch_seeds=len(runs) > 1)
+    except UserError as error:
+        print(f"fedjax-mr: {error}", flush=True)
+        return error.exit_code
+    except Interrupted as stopped:
+        print(f"fedjax-mr: stopped after round {_rounds(runs)}, saved", flush=True)
+        if near_limit and _rounds(runs) > before:
+            subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+        elif near_limit:
+            print("fedjax-mr: no round was saved within the time limit: set a longer --slurm_time", flush=True)
+        raise SystemExit(stopped.exit_code) from None  # submitit keeps no result
+
+
+def _rounds(runs: Sequence[PlannedRun]) -> int:
+    """The number of saved rounds, of all runs together."""
+    return sum(saved_round(run.folder) or 0 for run in runs)
