@@ -197,25 +197,26 @@ def take_turns(contestants: Sequence[Any], repeats: int, *, seconds: float = mat
 # ---- PyTorch
 
 
-def torch_client(
-    name: str, threads: int, device: str, epochs: int, *, loader: bool, dataset: fmr.Dataset
-) -> Callable[[int], None]:
-    """Return a function that trains one client, given its number."""
+def torch_clients(
+    name: str, threads: int, device: str, epochs: int, *, loader: bool, dataset: fmr.Dataset, num_clients: int = CLIENTS
+) -> Callable[[Sequence[int]], None]:
+    """Return a function that trains clients one after the other, given their numbers."""
     import torch
-    import torch_networks as networks
+    import torch_networks
     from torch.utils.data import DataLoader, TensorDataset
 
     torch.set_num_threads(threads)
-    twins = {**vars(networks), "resnet20": networks.ResNet20, "lstm1": networks.CharacterLSTM}
+    if device != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32, as XLA's default and PyTorch's for convolutions
     tokens = dataset.x.ndim == 2
-    size = len(dataset.y) // CLIENTS
+    size = len(dataset.y) // num_clients
     x = torch.as_tensor(dataset.x)
     x = x.long() if tokens else x.permute(0, 3, 1, 2).contiguous()
     y = torch.as_tensor(dataset.y).long()
     normalise = (lambda x: x) if tokens else (lambda x: x.float().mul_(1 / 255).sub_(0.5).div_(0.5))
     if not loader:
         x, y = x.to(device), y.to(device)
-    network = twins[name]().to(device)
+    network = torch_networks.build(name).to(device)
     start = {key: value.clone() for key, value in network.state_dict().items()}
 
     def batches(rows: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -227,7 +228,7 @@ def torch_client(
             for chosen in torch.randperm(size, device=device).split(BATCH):
                 yield normalise(own_x[chosen]), own_y[chosen]
 
-    def train(client: int) -> None:
+    def train_one(client: int) -> None:
         network.load_state_dict(start)
         network.train()
         optimizer = torch.optim.SGD(network.parameters(), lr=LR, momentum=MOMENTUM)
@@ -236,28 +237,43 @@ def torch_client(
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(network(x_batch), y_batch).backward()
                 optimizer.step()
+
+    def train(clients: Sequence[int]) -> None:
+        for client in clients:
+            train_one(client)
         if device != "cpu":
             torch.cuda.synchronize()
 
     return train
 
 
-def torch_worker(pipe: Any, clients: Sequence[int], arguments: tuple, options: dict[str, Any]) -> None:
-    """Train the clients whenever asked to, until told to stop."""
-    train = torch_client(*arguments, **options)
-    train(0)
-    pipe.send("ready")
-    while pipe.recv() == "go":
-        for client in clients:
-            train(client)
-        pipe.send("done")
+def torch_worker(pipe: Any, make: Callable, clients: Sequence[int], arguments: tuple, options: dict[str, Any]) -> None:
+    """Train the clients whenever asked to, until told to stop. An error is sent in place of an answer."""
+    try:
+        train = make(*arguments, **options)
+        train(clients[:1])
+        pipe.send("ready")
+        while pipe.recv() == "go":
+            train(clients)
+            pipe.send("done")
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))  # others may not survive the pipe
 
 
 class TorchContestant:
     """PyTorch in one arrangement, in processes of its own: the clients are shared among ``processes``."""
 
     def __init__(
-        self, name: str, arguments: tuple, *, processes: int, threads: int, epochs: int, loader: bool, **options: Any
+        self,
+        name: str,
+        arguments: tuple,
+        *,
+        processes: int,
+        threads: int,
+        epochs: int,
+        make: Callable = torch_clients,
+        num_clients: int = CLIENTS,
+        **options: Any,
     ) -> None:
         """Start the processes, each of which trains a client before the races."""
         self.name = name
@@ -269,25 +285,32 @@ class TorchContestant:
         for index in range(processes):
             ours, theirs = context.Pipe()
             model, device = arguments
-            own = range(index, CLIENTS, processes)
-            rest = {"loader": loader, **options}
-            worker = context.Process(target=torch_worker, args=(theirs, own, (model, threads, device, epochs), rest))
+            own = range(index, num_clients, processes)
+            rest = {"num_clients": num_clients, **options}
+            work = (theirs, make, own, (model, threads, device, epochs), rest)
+            worker = context.Process(target=torch_worker, args=work)
             worker.start()
             self.pipes.append(ours)
             self.workers.append(worker)
 
-    def wait(self) -> None:
-        """Return when all processes are ready."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when all processes have answered.
+
+        Raises:
+          RuntimeError: the error of one of them, or no answer in so many seconds.
+        """
         for pipe in self.pipes:
-            pipe.recv()
+            if not pipe.poll(seconds):
+                raise RuntimeError("no answer in time")
+            if isinstance(answer := pipe.recv(), RuntimeError):
+                raise answer
 
     def race(self) -> None:
         """Train all clients once and note the images trained per second."""
         started = time.perf_counter()
         for pipe in self.pipes:
             pipe.send("go")
-        for pipe in self.pipes:
-            pipe.recv()
+        self.wait()
         self.speeds.append(self.images / (time.perf_counter() - started))
 
     def speed(self) -> float:
@@ -298,6 +321,12 @@ class TorchContestant:
         """End the processes."""
         for pipe, worker in zip(self.pipes, self.workers, strict=True):
             pipe.send("stop")
+            worker.join()
+
+    def kill(self) -> None:
+        """End the processes, whatever they are doing."""
+        for worker in self.workers:
+            worker.kill()
             worker.join()
 
 
@@ -331,18 +360,22 @@ class Product:
 
     name = "product"
 
-    def __init__(self, devices: int, size: int = 1024, times: int = 10) -> None:
+    def __init__(
+        self, devices: int, size: int = 1024, times: int = 10, *, dtype: Any = jnp.float32, precision: str = "default"
+    ) -> None:
         """Compile."""
         mesh = jax.make_mesh((devices,), ("devices",))
         spec = jax.sharding.PartitionSpec("devices")
 
         def chain(a: jax.Array) -> jax.Array:
-            return jax.lax.fori_loop(0, times, lambda _, b: jnp.matmul(b, a, precision="default"), a)
+            return jax.lax.fori_loop(0, times, lambda _, b: jnp.matmul(b, a, precision=precision), a)
 
         body = lambda a: jax.lax.map(chain, a)
         self.call = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
-        ones = np.full((devices, size, size), 1 / size, np.float32)
-        self.matrices = jax.device_put(ones, jax.sharding.NamedSharding(mesh, spec))
+        # Not constant: GPUs multiply constant matrices with a higher clock. Not larger, so that powers stay finite.
+        matrix = np.random.default_rng(0).normal(0, size**-0.5, (size, size)).astype(dtype)
+        matrices = np.broadcast_to(matrix, (devices, size, size))
+        self.matrices = jax.device_put(matrices, jax.sharding.NamedSharding(mesh, spec))
         self.operations = 2 * devices * times * size**3
         self.rates: list[float] = []
         self.call(self.matrices).block_until_ready()
@@ -619,7 +652,7 @@ def run_race(options: Options) -> Rows:
         contestant.model, normalised(contestant.federated.dataset, test.x, test.y), contestant.engine.axis
     )
     evaluation.one(contestant.engine.deployed(contestant.progress))
-    rounds = config.rounds if gpu else 2 if options.quick else 10
+    rounds = (100 if options.quick else config.rounds) if gpu else 2 if options.quick else 10
     started = time.perf_counter()
     for _ in range(0, rounds, config.eval_every):
         contestant.progress, _ = contestant.engine.run(contestant.progress, min(rounds, config.eval_every))
@@ -690,7 +723,7 @@ def main() -> None:
     if not chosen and arguments.subject == "products":
         chosen = ("lenet5", "cnn_mcmahan")
     if not chosen:
-        gpu = importlib.util.find_spec("jax_cuda12_plugin") is not None
+        gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
         chosen = tuple(name for name in COMPARED if gpu or name not in ON_GPU_ONLY)
     repeats = arguments.repeats or (3 if arguments.quick else 5)
     seconds = QUICK_SECONDS if arguments.quick and not arguments.repeats else math.inf

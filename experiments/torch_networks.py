@@ -139,3 +139,8 @@ class CharacterLSTM(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next character."""
         return self.fc(self.lstm(self.embedding(x))[0][:, -1])
+
+
+def build(name: str) -> nn.Module:
+    """Return a network by our name of it."""
+    return {**globals(), "resnet20": ResNet20, "lstm1": CharacterLSTM}[name]()
