@@ -231,7 +231,7 @@ def exchange_bytes(rounds: Rounds) -> int:
     """
     axis = rounds.axis
     number = jax.ShapeDtypeStruct((), np.int32)
-    chosen = lambda constants, progress: begin(rounds.build, axis, constants, progress)[1]
+    chosen = lambda constants, progress: begin(axis, constants, progress)[1]
     with platforms.tracing_for(axis.platform):
         rows = jax.eval_shape(chosen, rounds.constants, rounds.shapes())
         returned = jax.eval_shape(rounds.train_all(), (rounds.constants, number), rows)

@@ -52,7 +52,7 @@ def leaf_type(leaf: Any) -> tuple[Any, Any]:
 
 def compiled_clients(engine: Rounds) -> str:
     """Return the HLO text of the program that trains the clients."""
-    rows_of = lambda constants, progress: begin(engine.build, engine.axis, constants, progress)[1]
+    rows_of = lambda constants, progress: begin(engine.axis, constants, progress)[1]
     rows = jax.eval_shape(rows_of, engine.constants, engine.shapes())
     sharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=engine.axis.sharded), rows)
     number = jax.ShapeDtypeStruct((), np.int32, sharding=engine.axis.replicated)

@@ -22,8 +22,8 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.load import SavedRun, load
 from fedjax_mr.experiment.run import Interrupted, run
-from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.experiment.trained import TrainedNetwork
+from fedjax_mr.experiment.trials import run_together
 from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables, platforms
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Problem, Row, Strategy, transforms
 from fedjax_mr.strategies.hyper import field
@@ -64,7 +64,7 @@ __all__ = [
     "local",
     "models",
     "run",
-    "run_seeds",
+    "run_together",
     "strategies",
     "transforms",
     "trees",

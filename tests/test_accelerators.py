@@ -187,7 +187,7 @@ def test_formulations_follow_the_platform_of_the_axis():
 def test_described_devices_compile_and_run_nothing(engine):
     real = engine("fedmr", "linear")
     axis = dataclasses.replace(real.axis, described=True)
-    rounds = type(real)(real.build, real.constants, axis)
+    rounds = type(real)(real.constants, axis)
     programs = rounds.compile()
     assert programs["rounds"].traces == 1
     leaves = jax.tree.leaves(rounds.deployed(rounds.shapes()))

@@ -10,7 +10,7 @@ PAGES = {
             "fedjax_mr.engine.local.setting",
             "fedjax_mr.data.divide.federate",
             "fedjax_mr.experiment.run.run",
-            "fedjax_mr.experiment.seeds.run_seeds",
+            "fedjax_mr.experiment.trials.run_together",
             "fedjax_mr.experiment.experiment.Result",
             "fedjax_mr.experiment.load.load",
             "fedjax_mr.experiment.load.SavedRun",

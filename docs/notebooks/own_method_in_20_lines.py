@@ -68,14 +68,14 @@ fmr.STRATEGIES["fednear"] = fmr.Row(build, Hyper, "this page", title="FedNear")
 #
 # ## Three methods, three seeds
 #
-# `run_seeds` trains all seeds of a setting in one compiled program. Every run has its own folder, as if it had been
+# `run_together` trains several runs in one compiled program. Every run has its own folder, as if it had been
 # started alone. The data are scikit-learn's digits. 20 clients share them, and five clients train in each round.
 
 # %%
 rounds = 40
 for method in ("fedavg", "fedmr", "fednear"):
     settings = dict(strategy=method, rounds=rounds, alpha=0.3, eval_every=2, devices=1, progress=False, overwrite=True)
-    fmr.run_seeds([fmr.Config(**settings, seed=seed, run_dir=f"runs/own/{method}-{seed}") for seed in range(3)])
+    fmr.run_together([fmr.Config(**settings, seed=seed, run_dir=f"runs/own/{method}-{seed}") for seed in range(3)])
 
 # %% [markdown]
 # ## The table

@@ -39,7 +39,7 @@ seeds = 3
 results = {}
 for method in ("fedavg", "fedmr", "indep"):
     settings = dict(strategy=method, rounds=rounds, eval_every=2, devices=1, progress=False, overwrite=True)
-    results[method] = fmr.run_seeds(
+    results[method] = fmr.run_together(
         [fmr.Config(**settings, seed=seed, run_dir=f"runs/flat/{method}-{seed}") for seed in range(seeds)]
     )
 

@@ -241,7 +241,7 @@ def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rou
     split = Split.of(np.split(np.arange(len(x)), clients))
     axis = client_axis(devices=1, lanes=clients, cohort_size=clients)
     federation = Federation(pool, split.index, split.offsets)
-    return Rounds(build, RunConstants(federated, federation, jax.random.key(seed)), axis)
+    return Rounds(RunConstants(jax.tree_util.Partial(build), federated, federation, jax.random.key(seed)), axis)
 
 
 class History(NamedTuple):

@@ -37,7 +37,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.architectures import architectures as architectures_of
-from fedjax_mr.experiment.build import build_strategy, local_setting
+from fedjax_mr.experiment.build import local_setting, strategy_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.models import Model
@@ -282,7 +282,7 @@ class CompiledClient:
     def __init__(self, config: Config, problem: Problem, dataset: Any, memory_key: jax.Array) -> None:
         """Prepare the functions; each is compiled at its first call."""
         self.finite = not config.allow_nonfinite
-        self.build: Callable[[Problem], Strategy] = functools.partial(build_strategy, config)
+        self.build = strategy_of(config)
         self.problem_dataset = dataset
         self._problem, self._memory_key = problem, memory_key
         self._known_shapes: dict[str, Any] = {}

@@ -7,7 +7,6 @@ the same command resumes from it.
 
 import contextlib
 import dataclasses
-import functools
 import secrets
 import shlex
 from collections.abc import Mapping
@@ -44,7 +43,7 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_strategy, simulator_of
+from fedjax_mr.experiment.build import Chosen, build_chosen, simulator_of, strategy_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
@@ -222,7 +221,7 @@ class RemoteClients:
         """
         self.manager, self._finite = manager, not config.allow_nonfinite
         self.programs = Programs()
-        self.at_clients = functools.partial(build_strategy, config)
+        self.at_clients = strategy_of(config)
         self.simulator = simulator_of(config, federated, model, strategy=self._at_server, key=None, remote=self)
         self._constants, problem = self.simulator.rounds.constants, self.simulator.problem
         self.exchange = self.at_clients(problem).exchange
@@ -246,12 +245,12 @@ class RemoteClients:
             public["y"] = np.asarray(federated.public.y, np.int32)
         manager.begin({"federation": numbers, "public": public})
 
-    def _at_server(self, config: Config, problem: Problem) -> Strategy:
+    def _at_server(self, chosen: Chosen, problem: Problem) -> Strategy:
         """The strategy with the round of each client's memory in place of the memory itself.
 
         Its exchange, if it has one, does nothing: the clients have exchanged layers before they upload.
         """
-        strategy = self.at_clients(problem)
+        strategy = build_chosen(chosen, problem)
         if strategy.exchange is not None:
             strategy = strategy._replace(exchange=strategy.exchange._replace(mix=lambda uploads, key: (uploads, {})))
         if strategy.init_memory is None:
@@ -260,10 +259,11 @@ class RemoteClients:
 
     def _one_client(self, constants: RunConstants) -> Any:
         """One client's payload, and its upload and metrics; called only for their shapes."""
-        progress = start(self.at_clients, constants)
-        _, rows = begin(self.at_clients, self.simulator.axis, constants, progress)
+        constants = constants._replace(build=self.at_clients)
+        progress = start(constants)
+        _, rows = begin(self.simulator.axis, constants, progress)
         row = _row(rows, 0)
-        upload, _, metrics = train_client(self.at_clients, constants, progress.round, row)
+        upload, _, metrics = train_client(constants, progress.round, row)
         return row.payload, (upload, metrics)
 
     def train(self, round: int, plan: CohortPlan, rows: ClientRow) -> tuple[CohortPlan, Any, Info]:
@@ -384,11 +384,12 @@ class RemoteClients:
         """
 
         def program(constants: RunConstants, round: jax.Array, row: ClientRow) -> Any:
-            memory = self.at_clients(constants.problem).init_memory
+            constants = constants._replace(build=self.at_clients)
+            memory = constants.strategy.init_memory
             if memory is not None:  # the real one is on the lost client's disk; use that before the first round
                 first = memory(jax.random.fold_in(constants.key, MEMORY))
                 row = row._replace(memory=trees.take(first, row.client_id))
-            return train_client(self.at_clients, constants, round, row)[::2]
+            return train_client(constants, round, row)[::2]
 
         row = row._replace(size=np.int32(0))
         upload, metrics = jax.device_get(

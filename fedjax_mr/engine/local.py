@@ -119,31 +119,60 @@ class LocalStep(NamedTuple):
     """carry -> the trained variables"""
 
 
+STATIC = {"static": True}  # metadata of the fields of a pytree that are part of the program
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalSetting:
     """The settings of the clients' training.
 
+    This dataclass is a pytree. Its numbers are arguments of the compiled programs; the other fields are static.
+
     Attributes:
-      optimizer: optax transformation. Its state is initialised in every round.
+      rule: ``sgd``, ``adam`` or ``adamw`` (see `make_optimizer`), or any optax transformation, which ignores the four
+        numbers below. Its state is initialised in every round.
       epochs: number of epochs E per round.
       batch_size: samples per step B. The last batch of an epoch may have fewer.
       max_size: upper bound of the number of samples of a client; set by the `Simulator`.
       augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation. Default: no
         augmentation.
-      lr: learning rate of SGD, for strategies whose formulas contain it. None with other optimizers.
-      momentum: momentum of SGD.
       gradient: gradient of the loss in `sgd`. Default: `jax.value_and_grad`. Replace it to turn any method that trains
         with `train` into a sharpness-aware one.
+      lr: learning rate.
+      momentum: momentum of ``sgd``. None: without.
+      weight_decay: weight decay. None: without.
+      clip_norm: largest L2 norm of the gradient of a batch. None: no limit.
     """
 
-    optimizer: optax.GradientTransformation
-    epochs: int
-    batch_size: int
-    max_size: int = 0
-    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    lr: float | None = None
-    momentum: float = 0.0
-    gradient: Gradient | None = None
+    rule: str | optax.GradientTransformation = dataclasses.field(metadata=STATIC)
+    epochs: int = dataclasses.field(metadata=STATIC)
+    batch_size: int = dataclasses.field(metadata=STATIC)
+    max_size: int = dataclasses.field(default=0, metadata=STATIC)
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = dataclasses.field(default=None, metadata=STATIC)
+    gradient: Gradient | None = dataclasses.field(default=None, metadata=STATIC)
+    lr: Any = None
+    momentum: Any = None
+    weight_decay: Any = None
+    clip_norm: Any = None
+
+    @property
+    def sgd_lr(self) -> Any:
+        """Learning rate of ``sgd``, for strategies whose formulas contain it. None with other optimizers."""
+        return self.lr if self.rule == "sgd" else None
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer of the clients. It contains the numbers, so it must not leave a traced function."""
+        if not isinstance(self.rule, str):
+            return self.rule
+        return make_optimizer(
+            self.rule,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
+        )
 
     def num_steps(self, size: jax.Array) -> jax.Array:
         """Number of steps T = E ceil(size / B) of a client with ``size`` samples, int32."""
@@ -168,33 +197,44 @@ def setting(
     Args:
       optimizer: ``sgd``, ``adam`` or ``adamw``. For this and the next four arguments, see `make_optimizer`.
       lr: learning rate.
-      momentum: momentum of ``sgd``.
-      weight_decay: weight decay, added to the gradient as ``weight_decay * weights``.
+      momentum: momentum of ``sgd``. With 0, the compiled programs have none.
+      weight_decay: weight decay, added to the gradient as ``weight_decay * weights``. With 0, the programs have none.
       clip_norm: largest L2 norm of the gradient of a batch. Default: no limit.
       epochs: number of epochs E per round.
       batch_size: samples per step B.
       augment: see `LocalSetting`.
     """
-    chosen = make_optimizer(optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay, clip_norm=clip_norm)
-    known_lr = lr if optimizer == "sgd" else None
-    return LocalSetting(chosen, epochs, batch_size, augment=augment, lr=known_lr, momentum=momentum)
+    return LocalSetting(
+        optimizer,
+        epochs,
+        batch_size,
+        augment=augment,
+        lr=lr,
+        momentum=momentum if optimizer == "sgd" and momentum else None,
+        weight_decay=weight_decay or None,
+        clip_norm=clip_norm,
+    )
 
 
-@functools.lru_cache(maxsize=64, typed=True)  # equal settings, equal functions: compiled programs are reused
 def make_optimizer(
-    name: str, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip_norm: float | None = None
+    name: str,
+    *,
+    lr: Any,
+    momentum: Any = None,
+    weight_decay: Any = None,
+    clip_norm: Any = None,
 ) -> optax.GradientTransformation:
-    """Build the optimizer ``sgd``, ``adam`` or ``adamw``.
+    """Build the optimizer ``sgd``, ``adam`` or ``adamw``. The numbers may be traced.
 
     The order is that of PyTorch: the gradient is clipped to the global norm ``clip_norm``, then weight decay is added
     (with ``adamw`` to the update), then momentum is applied.
     """
     steps = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
     if name == "adamw":
-        return optax.chain(*steps, optax.adamw(lr, weight_decay=weight_decay))
-    if weight_decay:
+        return optax.chain(*steps, optax.adamw(lr, weight_decay=0.0 if weight_decay is None else weight_decay))
+    if weight_decay is not None:
         steps.append(optax.add_decayed_weights(weight_decay))
-    return optax.chain(*steps, optax.adam(lr) if name == "adam" else optax.sgd(lr, momentum or None))
+    return optax.chain(*steps, optax.adam(lr) if name == "adam" else optax.sgd(lr, momentum))
 
 
 def with_schedule(
@@ -488,6 +528,24 @@ def outputs(model: Model, variables: Variables, samples: Samples, rows: Array) -
     batches = jnp.resize(rows, (-(-count // size), size))  # the last batch is padded
     logits = jax.lax.map(lambda rows: model.apply(variables, gather(samples, rows)), batches)
     return logits.reshape(-1, logits.shape[-1])[:count]
+
+
+def client_outputs(model: Model, variables: Variables, data: ClientData, max_size: int) -> jax.Array:
+    """The logits of a client's training samples, in evaluation mode. Rows from its size on are zeros or repetitions.
+
+    Only the batches with samples are computed: [max_size rounded up to complete batches, C].
+    """
+    batch_size = min(evaluation_batch(), max_size)
+    shape = jax.eval_shape(lambda: model.apply(variables, gather(data.samples, jnp.zeros(batch_size, jnp.int32))))
+
+    def step(number: jax.Array, logits: jax.Array) -> jax.Array:
+        position = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+        rows = jnp.asarray(data.index)[data.offset + jnp.minimum(position, data.size - 1)]
+        own = model.apply(variables, gather(data.samples, rows))
+        return jax.lax.dynamic_update_slice_in_dim(logits, own, number * batch_size, axis=0)
+
+    blank = jnp.zeros((-(-max_size // batch_size) * batch_size, *shape.shape[1:]), shape.dtype)
+    return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, step, blank)
 
 
 def score_batch(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:

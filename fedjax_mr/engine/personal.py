@@ -158,7 +158,7 @@ class PersonalEvaluation:
 
     def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
         constants = shared.constants
-        strategy = self.rounds.build(constants.problem)
+        strategy = constants.strategy
         data, test = constants.client(row.client_id), shared.test.client(row.client_id)
         part = part_of(strategy, shared.server, row.client_id)
         key = personal_key(constants.key, shared.round, row.client_id)

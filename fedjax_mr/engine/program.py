@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from fedjax_mr.models import platforms
+from fedjax_mr.strategies.hyper import numbers_are_arguments
 
 MAX_KEPT = 4  # sets of programs, some 40 MB each for a small network
 
@@ -67,7 +68,7 @@ class Program:
         program = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
         with warnings.catch_warnings():  # donated rows and results may have different sizes
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            with platforms.tracing_for(self._platform):
+            with platforms.tracing_for(self._platform), numbers_are_arguments():
                 lowered = program.lower(*args)
             self.trace_seconds = time.perf_counter() - started
             compiled = lowered.compile()

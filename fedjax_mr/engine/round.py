@@ -31,7 +31,7 @@ from fedjax_mr.strategies.base import (
 INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL = range(8)
 
 Build = Callable[[Problem], Strategy]
-"""Problem -> strategy. Called again inside every compiled program."""
+"""Problem -> strategy, a pytree: the leaves are the numbers of the hyper-parameters (see `strategies.hyper.bind`)."""
 
 
 class Federation(NamedTuple):
@@ -52,9 +52,15 @@ class Federation(NamedTuple):
 class RunConstants(NamedTuple):
     """The constants of all rounds. Passed to every compiled program, so no program contains them as literals."""
 
+    build: Build
     problem: Problem
     federation: Federation
     key: jax.Array  # the run's key
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, built anew at each access, because inside of a program it contains traced numbers."""
+        return self.build(self.problem)
 
     def client(self, client_id: jax.Array | int) -> ClientData:
         """The data of one client."""
@@ -100,9 +106,9 @@ class CohortPlan(NamedTuple):
     slots: jax.Array  # [K'] row of each slot, K in empty slots
 
 
-def plan(build: Build, axis: ClientAxis, constants: RunConstants, server: State, round: jax.Array) -> CohortPlan:
+def plan(axis: ClientAxis, constants: RunConstants, server: State, round: jax.Array) -> CohortPlan:
     """Select the cohort and assign it to slots."""
-    strategy, key = build(constants.problem), round_key(constants.key, SELECT, round)
+    strategy, key = constants.strategy, round_key(constants.key, SELECT, round)
     cohort = select_uniformly(constants.problem, key) if strategy.select is None else strategy.select(server, key)
     return CohortPlan(cohort, assign(axis, cohort.sizes))
 
@@ -112,19 +118,19 @@ def ids_by_slot(constants: RunConstants, plan: CohortPlan) -> jax.Array:
     return plan.cohort.ids[jnp.where(plan.slots < constants.problem.cohort_size, plan.slots, 0)]
 
 
-def start(build: Build, constants: RunConstants) -> Progress:
+def start(constants: RunConstants) -> Progress:
     """The progress before the first round."""
-    strategy = build(constants.problem)
+    strategy = constants.strategy
     memory = strategy.init_memory(jax.random.fold_in(constants.key, MEMORY)) if strategy.init_memory else None
     return Progress(strategy.init(jax.random.fold_in(constants.key, INIT)), memory, jnp.zeros((), jnp.int32))
 
 
-def begin(build: Build, axis: ClientAxis, constants: RunConstants, progress: Progress) -> tuple[CohortPlan, ClientRow]:
+def begin(axis: ClientAxis, constants: RunConstants, progress: Progress) -> tuple[CohortPlan, ClientRow]:
     """Select and dispatch. Return the plan and the rows [K', ...] in the order of the layout."""
-    chosen = plan(build, axis, constants, progress.server, progress.round)
+    chosen = plan(axis, constants, progress.server, progress.round)
     cohort, slots = chosen
     dispatch_key = round_key(constants.key, DISPATCH, progress.round)
-    payloads = dispatch(build(constants.problem), progress.server, cohort, dispatch_key)
+    payloads = dispatch(constants.strategy, progress.server, cohort, dispatch_key)
 
     is_client = slots < constants.problem.cohort_size
     order = jnp.where(is_client, slots, 0)
@@ -166,9 +172,7 @@ def client_key(
     return jax.random.fold_in(jax.random.fold_in(round_key(key, CLIENT, round), client_id), occurrence)
 
 
-def train_client(
-    build: Build, constants: RunConstants, round: jax.Array, row: ClientRow
-) -> tuple[Payload, Memory, Metrics]:
+def train_client(constants: RunConstants, round: jax.Array, row: ClientRow) -> tuple[Payload, Memory, Metrics]:
     """Train one client."""
     key = client_key(constants.key, round, row.client_id, row.occurrence)
     data = constants.client(row.client_id)
@@ -177,11 +181,10 @@ def train_client(
         data = one_client(samples, client_id=row.client_id, validation_size=data.validation_size)
     kept = jnp.where(row.size > 0, data.validation_size, 0)  # an empty slot has no samples
     data = data._replace(size=row.size, validation_size=kept)
-    return build(constants.problem).client_update(row.payload, row.memory, data, round, key)
+    return constants.strategy.client_update(row.payload, row.memory, data, round, key)
 
 
 def finish(
-    build: Build,
     constants: RunConstants,
     progress: Progress,
     plan: CohortPlan,
@@ -191,7 +194,7 @@ def finish(
 
     If ``progress`` has no memory, that of the returned progress holds the rows of the cohort [K, ...].
     """
-    strategy = build(constants.problem)
+    strategy = constants.strategy
     uploads, memories, metrics = trees.take(trained, positions(plan.slots, constants.problem.cohort_size))
     one_network = "model" in uploads and len(constants.problem.model.networks) == 1
     similarity = trees.mean_pairwise_cosine(uploads["model"]["params"]) if one_network else jnp.float32(jnp.nan)

@@ -1,6 +1,6 @@
 """Compiled rounds, in one loop or one by one.
 
-`loop` repeats a round inside a compiled program. `Rounds` runs one seed, `SeedRounds` several seeds in one program.
+`loop` repeats a round inside a compiled program. `Rounds` runs one trial, `TrialRounds` several in one program.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from fedjax_mr.engine.placement import CohortSamples, HostSamples, place, rows_o
 from fedjax_mr.engine.program import Programs, Stopwatch
 from fedjax_mr.engine.round import (
     HOST,
-    Build,
     ClientRow,
     CohortPlan,
     Federation,
@@ -37,6 +36,7 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies.base import Info, State
+from fedjax_mr.strategies.hyper import numbers_are_arguments
 
 Round = Callable[[Progress], tuple[Progress, Report]]
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]
@@ -46,13 +46,13 @@ RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, I
 def loop(
     one_round: Round, progress: Progress, count: jax.Array, *, watched: jax.Array | bool
 ) -> tuple[Progress, Report]:
-    """Run ``count`` rounds inside a compiled program. Stop earlier if a watched seed diverges.
+    """Run ``count`` rounds inside a compiled program. Stop earlier if a watched trial diverges.
 
     Args:
       one_round: progress -> (progress, report).
-      progress: the progress of one seed, or of S seeds with a leading axis S.
+      progress: the progress of one trial, or of T trials with a leading axis T.
       count: number of rounds; may be traced.
-      watched: whether to stop after a round with a non-finite loss or weight; [S] for S seeds.
+      watched: whether to stop after a round with a non-finite loss or weight; [T] for T trials.
     """
 
     def body(carry: tuple) -> tuple:
@@ -80,8 +80,7 @@ class Rounds:
     - in these three programs with the clients' memory on the host.
 
     Attributes:
-      build: problem -> strategy.
-      constants: the problem, the data and the run's key, on every device.
+      constants: the strategy's numbers, the problem, the data and the run's key, on every device.
       axis: the layout of the clients.
       strategy: the strategy, built once to see which members it has.
       programs: the compiled programs by name. Each is traced once, for clients of all sizes.
@@ -90,7 +89,6 @@ class Rounds:
 
     def __init__(
         self,
-        build: Build,
         constants: RunConstants,
         axis: ClientAxis,
         *,
@@ -103,21 +101,20 @@ class Rounds:
         """Place the data; each program is compiled at its first use.
 
         Args:
-          build: problem -> strategy; called inside every compiled program.
-          constants: the problem, the data and the run's key, on the host or on any device.
+          constants: the strategy's numbers, the problem, the data and the run's key, on the host or on any device. The
+            strategy is built inside every compiled program.
           axis: the layout.
           stop_at_divergence: end a call after the first round with a non-finite loss or weight.
           memory_on_host: keep the clients' memory on the host. Only the rows of the cohort are transferred.
           data_on_host: keep the clients' samples on the host. Those of the next cohort are sent during a round.
-          key: everything that ``build`` depends on, by value. Rounds with equal keys share compiled programs. Default:
-            no sharing, because ``build`` may depend on values that no key contains.
+          key: everything that the strategy depends on except its numbers, by value. Rounds with equal keys share
+            compiled programs. Default: no sharing, because the strategy may depend on values that no key contains.
           remote: trains the clients of a round outside of this process. Requires a layout that is not fused.
         """
         self.axis = axis
         self.key = None if key is None else (key, axis, stop_at_divergence, memory_on_host, data_on_host)
         self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=self.key)
-        self.build = build
-        self.strategy = build(constants.problem)
+        self.strategy = constants.strategy
         self._remote = remote
         self._client = constants.client  # reads the samples from the arrays of the caller
         self._place = shapes_at if axis.described else place
@@ -164,7 +161,8 @@ class Rounds:
 
     def shapes(self) -> Progress:
         """The shapes and dtypes of a progress. Nothing is computed."""
-        return jax.eval_shape(self._start, self._server_constants)
+        with numbers_are_arguments():
+            return jax.eval_shape(self._start, self._server_constants)
 
     def place(self, progress: Progress) -> Progress:
         """Place a progress, such as one from a checkpoint, on the server's device, and its memory on the host."""
@@ -190,7 +188,7 @@ class Rounds:
         return self._stopwatch.seconds_per_round()
 
     def _start(self, constants: RunConstants) -> Progress:
-        return start(self.build, constants)
+        return start(constants)
 
     def _view(self, member: str, progress: Progress) -> Any:
         """Apply a member of the strategy to the server state, or return None if the strategy has no such member."""
@@ -198,7 +196,7 @@ class Rounds:
             return None
 
         def program(constants: RunConstants, server: State) -> Any:
-            return getattr(self.build(constants.problem), member)(server)
+            return getattr(constants.strategy, member)(server)
 
         return self.programs.call(member, program, self._server_constants, progress.server, out=self.axis.server_device)
 
@@ -245,7 +243,7 @@ class Rounds:
         """The client id of each slot of a round [K']."""
 
         def program(constants: RunConstants, server: State, round: jax.Array) -> jax.Array:
-            return ids_by_slot(constants, plan(self.build, self.axis, constants, server, round))
+            return ids_by_slot(constants, plan(self.axis, constants, server, round))
 
         return self.programs.call("select", program, self._server_constants, server, round, out=self.axis.server_device)
 
@@ -276,9 +274,9 @@ class Rounds:
             constants: RunConstants, progress: Progress, count: jax.Array, samples: CohortSamples | None
         ) -> tuple[Progress, Report]:
             def one_round(progress: Progress) -> tuple[Progress, Report]:
-                plan, rows = begin(self.build, self.axis, constants, divided(progress))
+                plan, rows = begin(self.axis, constants, divided(progress))
                 trained = self.train_all()((constants, progress.round), rows._replace(samples=samples))
-                progress, report = finish(self.build, constants, progress, plan, divided(trained))
+                progress, report = finish(constants, progress, plan, divided(trained))
                 return divided(progress), report
 
             progress, total = loop(one_round, divided(progress), count, watched=self._stop_at_divergence)
@@ -311,10 +309,10 @@ class Rounds:
 
     def train_all(self) -> Callable:
         """The function ((constants, round), rows [K', ...]) -> trained rows, over the client axis."""
-        return map_clients(self.axis, lambda shared, row: train_client(self.build, shared[0], shared[1], row))
+        return map_clients(self.axis, lambda shared, row: train_client(shared[0], shared[1], row))
 
     def _begin(self, progress: Progress) -> tuple[CohortPlan, ClientRow]:
-        program = lambda constants, progress: begin(self.build, self.axis, constants, progress)
+        program = lambda constants, progress: begin(self.axis, constants, progress)
         with self._stopwatch.side("server") as results:
             chosen, rows = self.programs.call(
                 "begin", program, self._server_constants, progress, out=self.axis.server_device
@@ -331,7 +329,7 @@ class Rounds:
         return trained
 
     def _finish(self, progress: Progress, plan: CohortPlan, trained: Any) -> tuple[Progress, Report]:
-        program = lambda constants, *remaining: finish(self.build, constants, *remaining)
+        program = lambda constants, *remaining: finish(constants, *remaining)
         out = (self._placement._replace(memory=self.axis.server_device), self.axis.server_device)
         with self._stopwatch.side("server") as results:
             trained = jax.device_put(trained, self.axis.server_device, donate=True)
@@ -342,65 +340,62 @@ class Rounds:
         return progress, report
 
 
-class SeedRounds:
-    """The compiled rounds of S seeds of one setting. Their clients are S x K rows of one client axis.
+class TrialRounds:
+    """The compiled rounds of T trials of one method. Their clients are T x K rows of one client axis.
 
-    Only the functions of the server are batched over the seeds (``vmap``). Each client trains as a row of the client
-    axis, with the data and the key of its seed. The results equal those of separate runs up to rounding.
+    Only the functions of the server are batched over the trials (``vmap``). Each client trains as a row of the client
+    axis, with the data and the key of its trial. The results equal those of separate runs up to rounding.
 
     Attributes:
-      axis: the layout of all S x K clients.
+      axis: the layout of all T x K clients.
       programs: the compiled programs by name.
     """
 
     def __init__(
         self,
-        build: Build,
         all_constants: Sequence[RunConstants],
         axis: ClientAxis,
         *,
         stop_at_divergence: bool = True,
     ) -> None:
-        """Join the data of the seeds.
+        """Join the data of the trials.
 
         Args:
-          build: problem -> strategy.
-          all_constants: the constants of each seed: the same samples with the division and the key of the seed.
-          axis: the layout for a cohort of S x K clients.
-          stop_at_divergence: end a call after the first round in which a seed has a non-finite loss or weight.
+          all_constants: the constants of each trial: the same samples with the division and the key of the trial.
+          axis: the layout for a cohort of T x K clients.
+          stop_at_divergence: end a call after the first round in which a trial has a non-finite loss or weight.
 
         Raises:
           UserError: the strategy works on the host between rounds, or the layout has several CPU devices.
         """
-        if build(all_constants[0].problem).between_rounds is not None:
-            raise UserError("the strategy works on the host between rounds, so its seeds cannot be batched")
+        if all_constants[0].strategy.between_rounds is not None:
+            raise UserError("the strategy works on the host between rounds, so its trials cannot be batched")
         if not axis.fused:
-            raise UserError("seeds are batched on accelerators or on one CPU device: set devices=1")
-        self.build = build
+            raise UserError("trials are batched on accelerators or on one CPU device: set devices=1")
         self.axis = axis
         self.count = len(all_constants)
         self.programs = Programs(platform=axis.platform)
-        self.constants = place(stack_seeds(all_constants), axis.replicated)
+        self.constants = place(stack_trials(all_constants), axis.replicated)
         self._stop_at_divergence = stop_at_divergence
-        # The layout of a seed's rows before they are joined: without padding.
-        self._seed_axis = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
+        # The layout of a trial's rows before they are joined: without padding.
+        self._trial_axis = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
 
     def init(self) -> Progress:
-        """The progress of all seeds before the first round, leaves [S, ...]."""
-        program = lambda constants: self._each(constants, lambda one: start(self.build, one))
+        """The progress of all trials before the first round, leaves [T, ...]."""
+        program = lambda constants: self._each(constants, lambda one: start(one))
         return self.programs.call("init", program, self.constants)
 
     def stack(self, progresses: Sequence[Progress]) -> Progress:
-        """Stack the progresses of the seeds into one with leaves [S, ...]."""
+        """Stack the progresses of the trials into one with leaves [T, ...]."""
         return place(jax.tree.map(lambda *leaves: jnp.stack(leaves), *progresses), self.axis.replicated)
 
     def run(self, progress: Progress, count: int, alive: Sequence[bool]) -> tuple[Progress, Report]:
-        """Run ``count`` rounds, or fewer if a running seed diverges. Consumes ``progress``.
+        """Run ``count`` rounds, or fewer if a running trial diverges. Consumes ``progress``.
 
         Args:
-          progress: leaves [S, ...].
+          progress: leaves [T, ...].
           count: number of rounds.
-          alive: whether each seed is running [S]. The other seeds run no step, and their results are undefined.
+          alive: whether each trial is running [T]. The other trials run no step, and their results are undefined.
         """
 
         def program(
@@ -413,49 +408,58 @@ class SeedRounds:
         return self.programs.call("rounds", program, self.constants, progress, *bounds, donate=(1,))
 
     def _round(self, constants: RunConstants, progress: Progress, alive: jax.Array) -> tuple[Progress, Report]:
-        first = lambda one, progress: begin(self.build, self._seed_axis, one, progress)
-        last = lambda one, *remaining: finish(self.build, one, *remaining)
+        first = lambda one, progress: begin(self._trial_axis, one, progress)
+        last = lambda one, *remaining: finish(one, *remaining)
         plans, rows = self._each(constants, first, progress)
         rows = rows._replace(size=jnp.where(alive[:, None], rows.size, 0))
-        per_seed = rows.size.shape[1]
+        per_trial = rows.size.shape[1]
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
-        trained = self._train(constants, progress.round, flat, per_seed)
-        trained = jax.tree.map(lambda leaf: leaf.reshape(self.count, per_seed, *leaf.shape[1:]), trained)
+        trained = self._train(constants, progress.round, flat, per_trial)
+        trained = jax.tree.map(lambda leaf: leaf.reshape(self.count, per_trial, *leaf.shape[1:]), trained)
         return self._each(constants, last, progress, plans, trained)
 
-    def _train(self, constants: RunConstants, round: jax.Array, rows: ClientRow, per_seed: int) -> Any:
-        """Train the rows [S K, ...] over the client axis, in order of decreasing work."""
-        count = self.count * per_seed
+    def _train(self, constants: RunConstants, round: jax.Array, rows: ClientRow, per_trial: int) -> Any:
+        """Train the rows [T K, ...] over the client axis, in order of decreasing work."""
+        count = self.count * per_trial
         slots = assign(self.axis, rows.size)
         order = jnp.where(slots < count, slots, 0)
         laid_out = trees.take(rows, order)
         laid_out = laid_out._replace(size=jnp.where(slots < count, laid_out.size, 0))
 
         def one(shared: tuple[RunConstants, jax.Array], pair: tuple[jax.Array, ClientRow]) -> Any:
-            (constants, round), (seed, row) = shared, pair
-            return train_client(self.build, of_seed(constants, seed), round[seed], row)
+            (constants, round), (trial, row) = shared, pair
+            return train_client(of_trial(constants, trial), round[trial], row)
 
-        trained = map_clients(self.axis, one)((constants, round), (order // per_seed, laid_out))
+        trained = map_clients(self.axis, one)((constants, round), (order // per_trial, laid_out))
         return trees.take(trained, positions(slots, count))
 
     def _each(self, constants: RunConstants, function: Callable, *arguments: Any) -> Any:
-        """Apply ``function(constants, ...)`` to every seed. The results have leaves [S, ...]."""
-        one = lambda seed, *remaining: function(of_seed(constants, seed), *remaining)
+        """Apply ``function(constants, ...)`` to every trial. The results have leaves [T, ...]."""
+        one = lambda trial, *remaining: function(of_trial(constants, trial), *remaining)
         return jax.vmap(one)(jnp.arange(self.count), *arguments)
 
 
-def stack_seeds(all_constants: Sequence[RunConstants]) -> RunConstants:
-    """Join the constants of S seeds: the samples once, one flat index array, other arrays with a leading axis S."""
-    problems, federations = (
-        [constants.problem for constants in all_constants],
-        [constants.federation for constants in all_constants],
-    )
-    local = dataclasses.replace(problems[0].local, max_size=max(problem.local.max_size for problem in problems))
-    structure = jax.tree.structure(dataclasses.replace(problems[0], local=local))
-    arrays = zip(*map(jax.tree.leaves, problems), strict=True)
+def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
+    """Join the constants of T trials: the samples once, one flat index array, other arrays with a leading axis T.
+
+    Raises:
+      UserError: the trials differ in more than the values of arrays.
+    """
+    federations = [constants.federation for constants in all_constants]
+    max_size = max(constants.problem.local.max_size for constants in all_constants)
+    widened = lambda problem: dataclasses.replace(problem, local=dataclasses.replace(problem.local, max_size=max_size))
+    arguments = [(each.build, widened(each.problem)) for each in all_constants]
+    kinds = [(jax.tree.structure(each), [leaf.shape for leaf in jax.tree.leaves(each)]) for each in arguments]
+    if any(kind != kinds[0] for kind in kinds):
+        raise UserError(
+            "trials in one program need the same structure: the same numbers of clients and of public samples, and a "
+            "momentum, weight decay or other optional number in all trials or in none"
+        )
+    build, problem = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arguments)
     before = np.cumsum([0, *(len(each.index) for each in federations[:-1])]).astype(np.int32)
     return RunConstants(
-        jax.tree.unflatten(structure, [jnp.stack(each) for each in arrays]),
+        build,
+        problem,
         Federation(
             samples=federations[0].samples,
             index=np.concatenate([np.asarray(each.index) for each in federations]),
@@ -465,7 +469,8 @@ def stack_seeds(all_constants: Sequence[RunConstants]) -> RunConstants:
     )
 
 
-def of_seed(constants: RunConstants, seed: jax.Array) -> RunConstants:
-    """The constants of one seed from those that `stack_seeds` joined."""
-    federation = constants.federation._replace(offsets=jnp.asarray(constants.federation.offsets)[seed])
-    return RunConstants(trees.take(constants.problem, seed), federation, constants.key[seed])
+def of_trial(constants: RunConstants, trial: jax.Array) -> RunConstants:
+    """The constants of one trial from those that `stack_trials` joined."""
+    federation = constants.federation._replace(offsets=jnp.asarray(constants.federation.offsets)[trial])
+    build, problem = trees.take((constants.build, constants.problem), trial)
+    return RunConstants(build, problem, federation, constants.key[trial])

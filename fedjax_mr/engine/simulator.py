@@ -35,6 +35,7 @@ from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.hyper import bind, numbers_are_arguments
 
 
 class Simulator:
@@ -87,7 +88,8 @@ class Simulator:
           data_placement: placement of the clients' samples, with the same values as ``memory``.
           stop_at_divergence: whether a call ends after the first round with a non-finite loss or weight.
           axis: the layout, in place of ``devices`` and ``lanes``.
-          key: everything that ``strategy`` depends on, by value. Simulators with equal keys share compiled programs.
+          key: everything that ``strategy`` depends on except the numbers of ``hyper``, by value. Simulators with equal
+            keys share compiled programs.
           remote: clients that train outside of this process, for example on their own machines.
           name: name of the strategy in messages. Default: its registered name, or the module of its function.
 
@@ -97,7 +99,7 @@ class Simulator:
         """
         self.federated = federated
         self.model = network_of(model, federated.dataset)
-        self._build = _builder(strategy, hyper)
+        build = _builder(strategy, hyper)
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
         self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote
         if remote is not None:
@@ -122,7 +124,7 @@ class Simulator:
         federation = Federation(
             normalised(federated.dataset, federated.dataset.x, federated.dataset.y), split.index, split.offsets
         )
-        self._constants = RunConstants(self.problem, federation, jax.random.key(seed))
+        self._constants = RunConstants(build, self.problem, federation, jax.random.key(seed))
         if not all(isinstance(network.module, BlockNet) for network in self.model.networks):
             self._trace_round(axis)
         self._memory_on_host = self._needs_host_memory(memory, axis)
@@ -241,7 +243,6 @@ class Simulator:
 
     def _rounds(self, axis: ClientAxis) -> Rounds:
         return Rounds(
-            self._build,
             self._constants,
             axis,
             stop_at_divergence=self._stop_at_divergence,
@@ -253,7 +254,7 @@ class Simulator:
 
     def _needs_host_memory(self, memory: str, axis: ClientAxis) -> bool:
         """Whether the clients' memories are kept on the host: as requested, or if `too_large`."""
-        strategy = self._build(self.problem)
+        strategy = self._constants.strategy
         if strategy.init_memory is None or memory == "device":
             return False
         if jax.process_count() > 1:  # the memories are divided over the devices by parameters
@@ -273,13 +274,14 @@ class Simulator:
         """
 
         def one_round(constants: RunConstants) -> Any:
-            progress = start(self._build, constants)
-            plan, rows = begin(self._build, axis, constants, progress)
-            trained = jax.lax.map(lambda row: train_client(self._build, constants, progress.round, row), rows)
-            return finish(self._build, constants, progress, plan, trained)
+            progress = start(constants)
+            plan, rows = begin(axis, constants, progress)
+            trained = jax.lax.map(lambda row: train_client(constants, progress.round, row), rows)
+            return finish(constants, progress, plan, trained)
 
         try:
-            jax.eval_shape(one_round, self._constants)
+            with numbers_are_arguments():
+                jax.eval_shape(one_round, self._constants)
         except UserError as error:
             raise UserError(f"{self._name}: {error}") from None
 
@@ -294,11 +296,11 @@ def _builder(strategy: str | Callable[[Any, Problem], Strategy], hyper: Any) -> 
             inspect.signature(strategy).bind(hyper, None)
         except TypeError as error:
             raise UserError(f"the strategy must be a name or a function build(hyper, problem): {error}") from None
-        return functools.partial(strategy, hyper)
+        return bind(strategy, hyper)
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)
     row = STRATEGIES[strategy]
-    return functools.partial(row.build, row.hyper() if hyper is None and row.hyper is not None else hyper)
+    return bind(row.build, row.hyper() if hyper is None and row.hyper is not None else hyper)
 
 
 def _refuse_consumed(state: Progress) -> None:
@@ -349,7 +351,7 @@ def problem_of(
     Args:
       model: the network.
       local: the settings of the clients' training. Its ``max_size`` is replaced by the size of the largest client,
-        rounded up to a power of two, so that seeds and partitions share compiled programs. It changes no random draw.
+        `rounded_up`. It changes no random draw.
       federated: the clients' data.
       cohort: K.
       architectures: for each client, the number of its initial network [N]. Default: blocks of neighbouring clients.
@@ -365,7 +367,7 @@ def problem_of(
         architectures = np.arange(count) * len(model.networks) // count
     return Problem(
         model=model,
-        local=dataclasses.replace(local, max_size=1 << (int(federated.sizes.max()) - 1).bit_length()),
+        local=dataclasses.replace(jax.tree.map(np.float32, local), max_size=rounded_up(int(federated.sizes.max()))),
         num_clients=count,
         cohort_size=cohort,
         num_classes=federated.dataset.num_classes,
@@ -377,6 +379,11 @@ def problem_of(
         validation_sizes=None if kept is None else jnp.asarray(kept.sizes, jnp.int32),
         samples_on_device=samples_on_device,
     )
+
+
+def rounded_up(size: int) -> int:
+    """A size rounded up to a power of four, so that seeds and partitions share compiled programs."""
+    return 4 ** -(-(size - 1).bit_length() // 2)
 
 
 def normalised(dataset: Dataset, x: np.ndarray, y: np.ndarray) -> Samples:

@@ -1,5 +1,6 @@
 """Build the simulator of a configuration."""
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
+from fedjax_mr.engine.round import Build
 from fedjax_mr.engine.simulator import Simulator, network_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -19,6 +21,7 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS, Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+from fedjax_mr.strategies.hyper import as_arguments, bind, numbers_of
 from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
 
@@ -46,9 +49,9 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
       model: the network.
       changes: arguments of `Simulator` that replace those of the configuration.
     """
-    chosen: dict[str, Any] = {
-        "strategy": build_strategy,
-        "hyper": config,
+    arguments: dict[str, Any] = {
+        "strategy": build_chosen,
+        "hyper": chosen(config),
         "cohort": config.cohort,
         "local": local_setting(config, federated.dataset),
         "seed": config.seed,
@@ -60,7 +63,7 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
         "stop_at_divergence": not config.allow_nonfinite,
         "key": program_key(config),
     } | changes
-    return Simulator(model=model, federated=federated, name=config.strategy, **chosen)
+    return Simulator(model=model, federated=federated, name=config.strategy, **arguments)
 
 
 def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
@@ -84,37 +87,85 @@ def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
     )
 
 
-def build_strategy(config: Config, problem: Problem) -> Strategy:
-    """The strategy of a configuration, with its server optimizer if there is one."""
-    strategy = STRATEGIES[config.strategy].build(configuration.hyper(config), problem)
-    if config.server_optimizer == "none":
+@dataclasses.dataclass(frozen=True)
+class ServerOptimizer:
+    """The settings of a server optimizer, see `make_server_optimizer`."""
+
+    name: str
+    lr: float | None
+    momentum: float
+    beta2: float
+    tau: float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The strategy of a configuration. A pytree: the leaves are the numbers."""
+
+    strategy: str = dataclasses.field(metadata={"static": True})
+    hyper: Any
+    server: Any  # ServerOptimizer or None
+
+
+def chosen(config: Config) -> Chosen:
+    """The strategy of a configuration, with its numbers as arrays."""
+    server = None
+    if config.server_optimizer != "none":
+        server = ServerOptimizer(
+            config.server_optimizer, config.server_lr, config.server_momentum, config.server_beta2, config.server_tau
+        )
+    return Chosen(config.strategy, as_arguments(configuration.hyper(config)), as_arguments(server))
+
+
+def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
+    """The strategy with its server optimizer, if there is one."""
+    strategy, server = STRATEGIES[chosen.strategy].build(chosen.hyper, problem), chosen.server
+    if server is None:
         return strategy
     optimizer = make_server_optimizer(
-        config.server_optimizer,
-        lr=config.server_lr,
-        momentum=config.server_momentum,
-        beta2=config.server_beta2,
-        tau=config.server_tau,
+        server.name,
+        lr=server.lr,
+        momentum=server.momentum,
+        beta2=server.beta2,
+        tau=server.tau,
         several=strategy.models is not None and strategy.models.stacked,
     )
     return server_optimizer(strategy, optimizer)
 
 
+def strategy_of(config: Config) -> Build:
+    """The function problem -> strategy of a configuration."""
+    return bind(build_chosen, chosen(config))
+
+
 # Settings that compiled programs do not depend on, or receive as an argument.
 _NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience"}
+_NUMBERS = {"lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau"}
 
 
 def program_key(config: Config) -> str | None:
-    """All settings that the compiled programs of a run depend on, except the shapes of their arguments.
+    """All settings that the compiled programs of a run depend on, except the numbers and shapes of their arguments.
 
     None if a strategy or network is user-supplied. Such code may depend on other values, such as a variable of a
     notebook, so it is traced again in every run.
     """
     if not (STRATEGIES.is_ours(config.strategy) and all(map(MODELS.is_ours, config.networks))):
         return None
-    data = {each.flag for each in settings_of(Config) if each.info.group in ("Data", "Partition")}
+    data = {each.flag for each in settings_of(Config) if each.info.group == "Data"}
     settings = configuration.decisive(config)
-    return json.dumps({flag: value for flag, value in settings.items() if flag not in data | _NOT_COMPILED})
+    others = data | argument_flags(config) | _NOT_COMPILED
+    return json.dumps({flag: value for flag, value in settings.items() if flag not in others})
+
+
+def argument_flags(config: Config) -> set[str]:
+    """The flags whose values are arguments of the compiled programs: seed, partition and numbers.
+
+    With other shapes of the arguments, such as another number of clients, a program is compiled anew.
+    """
+    partition = {each.flag for each in settings_of(Config) if each.info.group == "Partition"}
+    numbers = {f"{config.strategy}_{each.name}" for each in numbers_of(configuration.hyper(config))}
+    return {"seed"} | partition | numbers | _NUMBERS
 
 
 def augmentation(config: Config, dataset: Dataset) -> Callable[[jax.Array, jax.Array], jax.Array] | None:

@@ -266,7 +266,7 @@ class SavedRun:
           client: number of the client.
           samples: samples in place of those of ``rounds``.
         """
-        strategy = rounds.build(rounds.constants.problem)
+        strategy = rounds.constants.strategy
         key = personal_key(rounds.constants.key, progress.round, client)
         data = rounds.constants.client(client)
         if samples is not None:

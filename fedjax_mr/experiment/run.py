@@ -170,7 +170,7 @@ def headline(config: Config, federated: FederatedData, axis: ClientAxis) -> str:
 class RunLoop:
     """The loop of a run: compiled calls, and between them evaluations, checkpoints and stop signals.
 
-    This class runs one experiment. `fedjax_mr.experiment.seeds.Seeds` runs several in the same compiled calls.
+    This class runs one experiment. `fedjax_mr.experiment.trials.Trials` runs several in the same compiled calls.
     """
 
     def __init__(self, experiments: Sequence[Experiment]) -> None:

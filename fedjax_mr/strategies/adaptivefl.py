@@ -63,9 +63,11 @@ STRENGTHS = np.array([[8, 1, 6, 11], [16, 1, 13, 19], [35, 2, 25, 40]]) / 33.65
 class Hyper:
     """Hyper-parameters of AdaptiveFL."""
 
-    small: float = field(0.4, "r_w of S, share of the channels", low=0, open_low=True, high=1, source="Jia et al. 2024")
+    small: float = field(
+        0.4, "r_w of S, share of the channels", static=True, low=0, open_low=True, high=1, source="Jia et al. 2024"
+    )
     medium: float = field(
-        0.66, "r_w of M, share of the channels", low=0, open_low=True, high=1, source="Jia et al. 2024"
+        0.66, "r_w of M, share of the channels", static=True, low=0, open_low=True, high=1, source="Jia et al. 2024"
     )
     whole: tuple[float, ...] = field(
         (0.27, 0.4, 0.54),
@@ -74,9 +76,9 @@ class Hyper:
         high=1,
         source="Jia et al. 2024: 4, 6 and 8 of VGG-16's 15",
     )
-    weak_share: float = field(0.4, "share of weak clients", low=0, high=1, source="Jia et al. 2024")
+    weak_share: float = field(0.4, "share of weak clients", static=True, low=0, high=1, source="Jia et al. 2024")
     medium_share: float = field(
-        0.3, "share of clients of medium strength; the others are strong", low=0, high=1,
+        0.3, "share of clients of medium strength; the others are strong", static=True, low=0, high=1,
         source="Jia et al. 2024",
     )  # fmt: skip
     selection: str = field(

@@ -43,7 +43,8 @@ class Cohort(NamedTuple):
 class Problem:
     """The properties of a federation that a strategy may use. They are constant during a run.
 
-    This dataclass is a pytree: arrays are arguments of the compiled program, the other fields are static.
+    This dataclass is a pytree: arrays and the numbers of ``local`` are arguments of the compiled program, the other
+    fields are static.
 
     Attributes:
       model: the network as pure functions; a `Zoo` if clients have different networks.
@@ -61,7 +62,7 @@ class Problem:
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
-    local: LocalSetting = dataclasses.field(metadata={"static": True})
+    local: LocalSetting
     num_clients: int = dataclasses.field(metadata={"static": True})
     cohort_size: int = dataclasses.field(metadata={"static": True})
     num_classes: int = dataclasses.field(metadata={"static": True})

@@ -13,6 +13,7 @@ augmentation.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -127,9 +128,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         )
         model, _ = local.train(network, setting, memory.model, local.one_client(public), public_key, loss=collaborate)
 
-        own_rows = jnp.minimum(jnp.arange(problem.local.max_size, dtype=jnp.int32), data.size - 1)
-        own_rows = jnp.asarray(data.index)[data.offset + own_rows]
-        teachers = [local.outputs(network, each, data.samples, own_rows) for each in (memory.frozen, memory.model)]
+        known = functools.partial(local.client_outputs, network, data=data, max_size=problem.local.max_size)
+        teachers = [known(each) for each in (memory.frozen, memory.model)]
         teachers = [jax.nn.log_softmax(each) for each in teachers]
 
         def learn(params, state, batch, key):

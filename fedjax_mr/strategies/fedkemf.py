@@ -138,7 +138,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             return local.masked_mean(losses, batch.mask), state
 
         setting = local.LocalSetting(
-            local.make_optimizer("adam", lr=hyper.server_lr), hyper.server_epochs, min(hyper.server_batch, count), count
+            "adam", hyper.server_epochs, min(hyper.server_batch, count), count, lr=hyper.server_lr
         )
         data = local.one_client(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers

@@ -50,6 +50,7 @@ class Hyper:
     segment: float = field(
         0.5,
         "x of FedMR-p x, share of the layers in one segment (unit=segment): ceil(1/x) segments; 1 keeps models whole",
+        static=True,
         low=0,
         open_low=True,
         high=1,
@@ -88,6 +89,7 @@ class Hyper:
     secure_share: float = field(
         0.5,
         "probability that a client sends a given layer in one exchange",
+        static=True,
         low=0,
         high=1,
         source="KDD'24, Figure 13, shows 2 of 4",

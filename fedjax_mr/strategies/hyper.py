@@ -1,9 +1,24 @@
-"""Hyper-parameters: dataclass fields with a help text, a range and the source of the default."""
+"""Hyper-parameters: dataclass fields with a help text, a range and the source of the default.
 
+Numbers are data, structure is code: fields of type ``float`` (or ``float | None``) are arguments of the compiled
+programs, so another value compiles nothing. All other fields, and floats declared with ``static=True``, are part of the
+program: use it for a number that decides a shape or a branch in Python.
+"""
+
+import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Sequence
+import re
+import typing
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from fedjax_mr.errors import UserError
 
 KEY = "fedjax_mr"  # key of the metadata of a field
 LARGEST_INT32 = 2**31 - 1  # upper bound of integers, which NumPy and JAX (without 64-bit integers) share
@@ -63,12 +78,81 @@ def _short(bound: float) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
-def field(default: Any, help: str, **info: Any) -> Any:
-    """A dataclass field with the `Info` of the keyword arguments; the default of ``high`` depends on the unit."""
+def field(default: Any, help: str, *, static: bool = False, **info: Any) -> Any:
+    """A dataclass field with the `Info` of the keyword arguments; the default of ``high`` depends on the unit.
+
+    ``static``: whether a float is part of the compiled program, see above.
+    """
     info.setdefault("high", HIGHEST.get(info.get("unit", "")))
-    return dataclasses.field(default=default, metadata={KEY: Info(help, **info)})
+    return dataclasses.field(default=default, metadata={KEY: Info(help, **info), "static": static})
 
 
 def info(field: dataclasses.Field) -> Info | None:
     """The `Info` of a dataclass field, or None if it was declared without one."""
     return field.metadata.get(KEY)
+
+
+# --- numbers as arguments of compiled programs ------------------------------------------------------------------------
+
+
+def numbers_of(hyper: Any) -> list[dataclasses.Field]:
+    """The fields of a dataclass that are arguments of compiled programs: floats that are not static."""
+    if not dataclasses.is_dataclass(hyper):
+        return []
+    hints = typing.get_type_hints(hyper if isinstance(hyper, type) else type(hyper))
+    kinds = (float, float | None)
+    return [each for each in dataclasses.fields(hyper) if hints[each.name] in kinds and not each.metadata.get("static")]
+
+
+def as_arguments(hyper: Any) -> Any:
+    """Hyper-parameters as a pytree whose leaves are their numbers, as float32 arrays. Other fields are static.
+
+    A dataclass becomes a pytree here, unless it already is one. An object of another kind has no numbers: it is
+    returned unchanged.
+    """
+    kind = type(hyper)
+    if not dataclasses.is_dataclass(kind):
+        return hyper
+    if jax.tree_util.all_leaves([hyper]):
+        numbers = [each.name for each in numbers_of(kind)]
+        others = [each.name for each in dataclasses.fields(kind) if each.name not in numbers]
+        jax.tree_util.register_dataclass(kind, numbers, others)
+    return jax.tree.map(np.float32, hyper)
+
+
+def bind(build: Callable, hyper: Any) -> Callable:
+    """The function problem -> strategy for ``build(hyper, problem)``: a pytree with the leaves of `as_arguments`."""
+    if dataclasses.is_dataclass(hyper):
+        return jax.tree_util.Partial(build, as_arguments(hyper))
+    return jax.tree_util.Partial(functools.partial(build, hyper))
+
+
+@contextlib.contextmanager
+def numbers_are_arguments() -> Iterator[None]:
+    """Name the number if Python code of a strategy needs its value while a program is traced.
+
+    Raises:
+      UserError: the code decides by the number in Python, or passes it to a function of Python or NumPy.
+    """
+    try:
+        yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        path = re.search(r"value of the argument \S*?(?:\.build\S*|\.local)\.(\w+)\.\s", str(error))
+        if path is None:
+            raise
+        raise UserError(
+            f"{path[1]} is an argument of the compiled program, so Python does not know its value there: compute with "
+            f"jax.numpy (jnp.where in place of if), or declare it with field(..., static=True)"
+        ) from error
+
+
+def require(condition: Any, message: str) -> None:
+    """Check numbers of the hyper-parameters or of the clients' optimizer.
+
+    Every strategy is built once with known numbers, before its programs are traced. A traced condition passes.
+
+    Raises:
+      UserError: the condition is known to be false.
+    """
+    if not isinstance(condition, Tracer) and not condition:
+        raise UserError(message)

@@ -59,7 +59,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
       UserError: ``adapt_lr`` is omitted, and the optimizer of the clients has no constant learning rate.
     """
     setting = problem.local
-    adapt_lr = setting.lr if hyper.adapt_lr is None else hyper.adapt_lr
+    adapt_lr = setting.sgd_lr if hyper.adapt_lr is None else hyper.adapt_lr
     if adapt_lr is None:
         raise UserError("perfedavg needs a constant learning rate: pass optimizer=sgd, or hyper.adapt_lr=0.01")
 

@@ -19,6 +19,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.core import Tracer
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
@@ -130,12 +131,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     Raises:
       UserError: a learning rate is omitted, and the optimizer of the clients has no constant learning rate.
     """
-    eta, personal_lr = (problem.local.lr if rate is None else rate for rate in (hyper.eta, hyper.personal_lr))
+    eta, personal_lr = (problem.local.sgd_lr if rate is None else rate for rate in (hyper.eta, hyper.personal_lr))
     if eta is None or personal_lr is None:
         raise UserError(
             "pfedme needs a constant learning rate: pass optimizer=sgd, or hyper.eta=0.01 and hyper.personal_lr=0.01"
         )
-    if violations := unstable(hyper.strength, eta=eta, personal_lr=personal_lr):
+    known = not isinstance(eta * personal_lr * hyper.strength, Tracer)  # not inside of a program
+    if known and (violations := unstable(hyper.strength, eta=eta, personal_lr=personal_lr)):
         logging.log_first_n(
             logging.WARNING, "pfedme may oscillate: %s. Reduce the learning rates or lambda", 1, violations
         )

@@ -19,10 +19,9 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import LocalSetting
-from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, step_towards, to_all, zero_params
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.hyper import field, require
 
 AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code
 
@@ -58,26 +57,25 @@ def correct(correction: Any) -> optax.GradientTransformation:
     return optax.stateless(lambda gradient, _: trees.add(gradient, correction))
 
 
-def sgd_lr(setting: LocalSetting) -> float:
+def sgd_lr(setting: LocalSetting) -> jax.Array:
     """The learning rate of the clients.
 
     Raises:
       UserError: the optimizer of the clients is not SGD with momentum below 1.
     """
-    if setting.lr is None or setting.momentum == 1:
-        raise UserError(
-            "this strategy derives gradients from the steps of SGD: pass optimizer=sgd and a momentum= below 1"
-        )
-    return setting.lr
+    message = "this strategy derives gradients from the steps of SGD: pass optimizer=sgd and a momentum= below 1"
+    require(setting.sgd_lr is not None, message)
+    require(setting.momentum is None or setting.momentum < 1, message)
+    return setting.sgd_lr
 
 
-def steady_step(setting: LocalSetting) -> float:
+def steady_step(setting: LocalSetting) -> jax.Array:
     """The step size lr / (1 - momentum) that SGD converges to. A change divided by it is a sum of gradients.
 
     Raises:
       UserError: as `sgd_lr`.
     """
-    return sgd_lr(setting) / (1 - setting.momentum)
+    return sgd_lr(setting) / (1 - (0.0 if setting.momentum is None else setting.momentum))
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:

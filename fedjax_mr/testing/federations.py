@@ -154,17 +154,22 @@ def _averaging(hyper, problem):
 def constants(network="thin", *, seed=0, sizes=SIZES, **federation):
     """The constants of the small federation: its problem, the images and rows of its clients, and the key of a run."""
     options = {"devices": 1, "lanes": 1, "seed": seed, "sizes": sizes} | federation
-    problem, known, key = simulator((_averaging, None), network, **options).rounds.constants
+    build, problem, known, key = simulator((_averaging, None), network, **options).rounds.constants
     samples, index, offsets = jax.device_get(known)
     images = samples._replace(x=federated(sizes).dataset.x, shape=None)
-    return rounds.RunConstants(problem, rounds.Federation(images, index, offsets), key)
+    return rounds.RunConstants(build, problem, rounds.Federation(images, index, offsets), key)
+
+
+def default_hyper(strategy):
+    """The hyper-parameters with which the contract trains a strategy; None if it has none."""
+    row = STRATEGIES[strategy]
+    return row.small if row.small is not None or row.hyper is None else row.hyper()
 
 
 def make_engine(strategy, network="thin", *, devices=1, lanes=1, hyper=None, **federation):
     """The compiled rounds of a strategy; tests with equal arguments share them."""
     row = STRATEGIES[strategy]
-    if hyper is None and row.hyper:
-        hyper = row.hyper() if row.small is None else row.small
+    hyper = default_hyper(strategy) if hyper is None else hyper
     options = {"devices": devices, "lanes": lanes, "seed": 0} | federation
     return simulator((row.build, hyper), network, **dict(sorted(options.items()))).rounds
 
@@ -194,10 +199,10 @@ def bytes_of_a_round(engine, round=0):
     """The bytes down, up and between clients in a round, for strategies whose traffic follows from shapes."""
 
     def shapes(constants):
-        progress = rounds.start(engine.build, constants)
-        plan, rows = rounds.begin(engine.build, engine.axis, constants, progress)
+        progress = rounds.start(constants)
+        plan, rows = rounds.begin(engine.axis, constants, progress)
         rows = jax.tree.map(lambda leaf: leaf[: constants.problem.cohort_size], rows)
-        uploads = jax.vmap(lambda row: rounds.train_client(engine.build, constants, progress.round, row)[0])(rows)
+        uploads = jax.vmap(lambda row: rounds.train_client(constants, progress.round, row)[0])(rows)
         return progress.server, plan.cohort, rows.payload, uploads
 
     state, cohort, payloads, uploads = jax.eval_shape(shapes, engine.constants)

@@ -3,6 +3,8 @@
 It names no strategy: exceptions and special hyper-parameters are in the registry's rows (`strategies.Row`).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,13 @@ from fedjax_mr.engine.program import Program
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import usual_traffic
+from fedjax_mr.strategies.hyper import info, numbers_of
+from fedjax_mr.testing.federations import default_hyper
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 # All quick tests use one federation, so that they share two programs of each strategy. It has BatchNorm, dropout and
 # five of six clients in a round, which leaves empty slots on 2 x 2 lanes.
-NORMED = {"network": "normed", "cohort": 5, "seed": 1}
+NORMED = {"network": "normed", "cohort": 5, "seed": 1, "key": "contract"}
 LINEAR = {"network": "linear", "cohort": 6}  # convex; all clients in each round
 THIN = {"network": "thin", "cohort": 3}  # with a convolution
 
@@ -101,6 +105,33 @@ def test_the_layout_changes_nothing(engine, close, strategy, federation, devices
     other, other_report = run(laid_out, [3], start=alone)
     jax.tree.map(assert_close_as_a_whole, one, other)
     close(report, other_report)
+
+
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_other_numbers_seeds_and_partitions_train_in_the_same_program(engine, equal, strategy, alone):
+    """Numbers are arguments: the learning rate, all numbers of the strategy, the seed, the sizes of the clients."""
+    one, hyper = engine(strategy, **NORMED), default_hyper(strategy)
+    other = NORMED | {"hyper": nudged(hyper), "lr": 0.03, "momentum": 0.4, "seed": 2, "sizes": (5, 4, 12, 1, 9, 7)}
+    second = engine(strategy, **other)
+    run(one, [1])
+    trained, _ = run(second, [1])
+    changed = [jax.tree.leaves((each.constants.build, each.constants.problem.local)) for each in (one, second)]
+    assert all(float(a) != float(b) for a, b in zip(*changed, strict=True))
+    assert second.programs["rounds"] is one.programs["rounds"] and one.programs["rounds"].traces == 1
+    if alone:  # compiled for these numbers only
+        expected, _ = run(engine(strategy, **other | {"key": None}), [1])
+        equal(trained, expected)
+
+
+def nudged(hyper):
+    """Hyper-parameters with other values of all numbers, within their bounds."""
+    changes = {}
+    for each in numbers_of(hyper):
+        value = getattr(hyper, each.name)
+        allowed = info(each).allows if info(each) else lambda value: True
+        if value is not None:
+            changes[each.name] = next(new for new in (0.75 * value, 1.1 * value, 0.05) if new != value and allowed(new))
+    return dataclasses.replace(hyper, **changes) if changes else hyper
 
 
 def assert_close_as_a_whole(a, b):
@@ -222,7 +253,7 @@ def test_the_client_part_holds_no_collective(engine, strategy):
 @pytest.mark.parametrize("federation", quick_and(LINEAR))
 def test_a_client_of_one_sample_and_almost_all_clients_at_once_train(engine, strategy, federation):
     engine = engine(strategy, **federation)
-    plan = jax.jit(lambda constants, server: rounds.plan(engine.build, engine.axis, constants, server, jnp.int32(0)))
+    plan = jax.jit(lambda constants, server: rounds.plan(engine.axis, constants, server, jnp.int32(0)))
     sizes = np.asarray(plan(engine.constants, engine.init().server).cohort.sizes)
     _, report = run(engine, [1])
     if not STRATEGIES[strategy].own_batches:

@@ -1,7 +1,5 @@
 """One round as pure functions: keys, rows and slots, reports."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -15,8 +13,8 @@ def begun(rounds):
 
     @jax.jit
     def begin_first(constants):
-        progress = start(rounds.build, constants)
-        return progress, *begin(rounds.build, rounds.axis, constants, progress)
+        progress = start(constants)
+        return progress, *begin(rounds.axis, constants, progress)
 
     return rounds.constants, *begin_first(rounds.constants)
 
@@ -44,7 +42,7 @@ def test_a_client_drawn_twice_trains_with_two_keys(engine):
     rounds = engine("fedavg", "linear")
     constants, progress, _, rows = begun(rounds)
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows)
-    train = jax.jit(functools.partial(train_client, rounds.build))
+    train = jax.jit(train_client)
     uploads = [
         jax.device_get(train(constants, progress.round, row._replace(occurrence=np.int32(number)))[0])
         for number in (0, 0, 1)

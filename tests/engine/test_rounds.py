@@ -10,9 +10,10 @@ import pytest
 from fedjax_mr.data import Split
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.round import Federation, RunConstants
-from fedjax_mr.engine.rounds import Rounds, SeedRounds
+from fedjax_mr.engine.rounds import Rounds, TrialRounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.hyper import bind
 
 SEEDS = 3
 
@@ -30,7 +31,7 @@ def divided(federation, network, seed):
         sizes=jax.numpy.asarray(sizes, jax.numpy.int32),
         label_counts=jax.numpy.asarray(labels, jax.numpy.int32),
     )
-    return RunConstants(problem, Federation(one.federation.samples, split.index, split.offsets), one.key)
+    return RunConstants(one.build, problem, Federation(one.federation.samples, split.index, split.offsets), one.key)
 
 
 def of(tree, seed):
@@ -41,12 +42,12 @@ def of(tree, seed):
 def engines(strategy, federation, lanes, network="linear"):
     """Return the rounds of all seeds together, and a function that returns those of one; compiled once."""
     row = STRATEGIES[strategy]
-    build = functools.partial(row.build, row.hyper() if row.hyper else None)
-    givens = [divided(federation, network, seed) for seed in range(SEEDS)]
+    build = bind(row.build, row.hyper() if row.hyper else None)
+    givens = [divided(federation, network, seed)._replace(build=build) for seed in range(SEEDS)]
     cohort = givens[0].problem.cohort_size
     alone = client_axis(devices=1, lanes=1, cohort_size=cohort)
     together = client_axis(devices=1, lanes=lanes, cohort_size=SEEDS * cohort)
-    return SeedRounds(build, givens, together), functools.cache(lambda seed: Rounds(build, givens[seed], alone))
+    return TrialRounds(givens, together), functools.cache(lambda seed: Rounds(givens[seed], alone))
 
 
 @pytest.mark.parametrize(("strategy", "lanes"), [pytest.param("fedmr", 1, marks=pytest.mark.slow), ("scaffold", 4)])
@@ -80,6 +81,5 @@ def test_what_cannot_be_batched(federation):
     with pytest.raises(UserError, match="works on the host between rounds"):
         engines("clusamp", federation, 1)
     givens = [divided(federation, "linear", seed) for seed in range(SEEDS)]
-    build = functools.partial(STRATEGIES["indep"].build, None)
     with pytest.raises(UserError, match="one CPU device"):
-        SeedRounds(build, givens, client_axis(devices=2, lanes=1, cohort_size=9))
+        TrialRounds(givens, client_axis(devices=2, lanes=1, cohort_size=9))

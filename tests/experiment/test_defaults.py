@@ -6,7 +6,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, build_strategy, simulator_of
+from fedjax_mr.experiment.build import build_model, simulator_of, strategy_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import public_share, resolve
@@ -31,7 +31,7 @@ def test_the_name_is_enough_to_build_it(strategy):
     assert resolve(config) == (config, (None, ()), ())
     federation = problem(config.public_share)
     assert (federation.public is not None) == (strategy in NEED_PUBLIC)
-    assert build_strategy(config, federation).init is not None
+    assert strategy_of(config)(federation).init is not None
 
 
 @pytest.mark.parametrize(

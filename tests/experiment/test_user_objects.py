@@ -253,7 +253,7 @@ def test_strategies_say_what_a_network_lacks(strategy, message):
 @pytest.mark.slow
 def test_seeds_share_them():
     configs = [fmr.Config(**SMALL | dict(seed=seed, rounds=2), run_dir=str(seed)) for seed in (0, 1)]
-    results: list[Any] = fmr.run_seeds(configs, dataset=MINE, model=Net([6, 5]))
+    results: list[Any] = fmr.run_together(configs, dataset=MINE, model=Net([6, 5]))
     assert {result.summary["dataset"] for result in results} == {MINE.recorded_name()}
 
 

@@ -15,6 +15,7 @@ from fedjax_mr.data import Split
 from fedjax_mr.engine import local, rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.strategies import STRATEGIES, Problem
+from fedjax_mr.strategies.hyper import bind
 
 CONVOLUTIONAL = [
     name for name, row in models.MODELS.items() if len(row.input_shape) == 3 and name not in ("mlp", "logistic")
@@ -97,10 +98,10 @@ def rounds_of_fedmr(model, *, lanes):
         architectures=jnp.zeros(3, jnp.int32),
     )
     samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
-    constants = rounds.RunConstants(problem, rounds.Federation(samples, split.index, split.offsets), jax.random.key(0))
-    row = STRATEGIES["fedmr"]
+    row, federation = STRATEGIES["fedmr"], rounds.Federation(samples, split.index, split.offsets)
+    constants = rounds.RunConstants(bind(row.build, row.hyper()), problem, federation, jax.random.key(0))
     axis = client_axis(devices=1, lanes=lanes, cohort_size=2)
-    return rounds.Rounds(functools.partial(row.build, row.hyper()), constants, axis)
+    return rounds.Rounds(constants, axis)
 
 
 @pytest.mark.parametrize(

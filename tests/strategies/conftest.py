@@ -17,7 +17,7 @@ def beginning(engine, payloads):
     """The compiled beginning of a round: who takes part, and on request what is sent to whom."""
 
     def begin(constants, progress):
-        plan, rows = rounds.begin(engine.build, engine.axis, constants, progress)
+        plan, rows = rounds.begin(engine.axis, constants, progress)
         return plan, rows.payload if payloads else None
 
     return jax.jit(begin)

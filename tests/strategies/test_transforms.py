@@ -13,7 +13,7 @@ import pytest
 from fedjax_mr import main, trees
 from fedjax_mr.engine.round import dispatch, server_update
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import build_strategy
+from fedjax_mr.experiment.build import strategy_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Row, Strategy, Traffic, fedavg, fedcross, indep
@@ -157,7 +157,7 @@ def test_the_default_learning_rates_are_those_of_the_help():
 def test_momentum_of_k_models_keeps_the_length_of_a_step(problem, inner, rate):
     """Each of K models moves by one client's change; momentum beta adds up 1 / (1 - beta) of them."""
     chosen = Config(strategy=inner, server_optimizer="momentum", server_momentum=0.75)
-    plain, wrapped = inner_strategy(inner, problem), build_strategy(chosen, problem)
+    plain, wrapped = inner_strategy(inner, problem), strategy_of(chosen)(problem)
     state = jax.jit(plain.init)(jax.random.key(0))
     uploads = {"model": random_like(repeated(jax.jit(problem.model.init)(jax.random.key(1))), scale=5.0)}
     arguments = uploads, cohort_of(problem), jnp.int32(1), jax.random.key(2)

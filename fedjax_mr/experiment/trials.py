@@ -1,7 +1,6 @@
-"""Several seeds of one setting in one compiled program (see `fedjax_mr.engine.rounds.SeedRounds`)."""
+"""Several trials of one method in one compiled program (see `fedjax_mr.engine.rounds.TrialRounds`)."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,10 @@ from fedjax_mr.data import Dataset
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
-from fedjax_mr.engine.rounds import SeedRounds
+from fedjax_mr.engine.rounds import TrialRounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.build import argument_flags
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result
 from fedjax_mr.experiment.federation import federated_data
@@ -22,21 +22,23 @@ from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import RunLoop, set_up
 
 
-def run_seeds(
+def run_together(
     configs: Sequence[Config], *, dataset: Dataset | None = None, model: Any = None
 ) -> list[Result | DivergedError]:
-    """Run several seeds of one setting in one compiled program.
+    """Run several trials in one compiled program: any seeds, partitions and numbers, such as learning rates.
 
-    Each seed has its own run folder and can be resumed alone. A seed that diverges does not stop the others. The
-    seconds of a call are divided evenly over the seeds.
+    Each trial has its own run folder and can be resumed alone. A trial that diverges does not stop the others. The
+    seconds of a call are divided evenly over the trials.
 
     Args:
-      configs: configurations that differ only in ``seed``, ``partition_seed`` and ``run_dir``.
-      dataset: as in `run.run`; used by all seeds.
-      model: as in `run.run`; used by all seeds.
+      configs: configurations that differ only in ``run_dir`` and in what compiled programs take as arguments: the
+        seeds, the partition (but not its number of clients) and the numbers of the method and of the optimizers. A
+        momentum, weight decay or similar number must be zero or absent in all of them or in none.
+      dataset: as in `run.run`; used by all trials.
+      model: as in `run.run`; used by all trials.
 
     Returns:
-      For each seed its result, or the error if it diverged.
+      For each trial its result, or the error if it diverged.
 
     Raises:
       UserError: bad input, other differences, a strategy that works on the host between rounds, several CPU devices, or
@@ -47,11 +49,8 @@ def run_seeds(
     configs, user_objects = [each.config for each in resolved], resolved[0].user_objects
     first = configs[0]
     for config in configs:
-        apart = {name: getattr(config, name) for name in ("seed", "partition_seed", "run_dir")}
-        if different := configuration.differences(dataclasses.replace(first, **apart), config):
-            raise UserError(
-                f"seeds in one program may differ only in seed, partition_seed and run_dir: {'; '.join(different)}"
-            )
+        if different := other_differences(first, config):
+            raise UserError(f"trials in one program may differ only in seeds, partition and numbers: {different}")
     cohort_size = len(configs) * first.cohort
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
@@ -62,26 +61,28 @@ def run_seeds(
             set_up(config, federated, network, ALONE, cleanup, notes=each.notes)
             for each, federated, (config, network) in zip(resolved, divided, built, strict=True)
         ]
-        rounds = experiments[0].rounds
-        if rounds.on_host:
-            raise UserError("seeds in one program need the clients' samples and memories on the devices")
-        if first.strategy == "centralized":  # its one client has the full index, which joins all seeds
+        if experiments[0].rounds.on_host:
+            raise UserError("trials in one program need the clients' samples and memories on the devices")
+        if first.strategy == "centralized":  # its one client has the full index, which joins all trials
             raise UserError(
-                "seeds of centralized cannot train in one program, because its client would get those of all seeds"
-            )
-        if rounds.constants.problem.public is not None:
-            raise UserError(
-                "seeds with public samples cannot train in one program, because each seed has other public samples"
+                "trials of centralized cannot train in one program, because its client would get those of all trials"
             )
         all_constants = [experiment.rounds.constants for experiment in experiments]
-        together = SeedRounds(rounds.build, all_constants, axis, stop_at_divergence=not first.allow_nonfinite)
-        return Seeds(experiments, together).run()
+        together = TrialRounds(all_constants, axis, stop_at_divergence=not first.allow_nonfinite)
+        return Trials(experiments, together).run()
 
 
-class Seeds(RunLoop):
+def other_differences(first: Config, second: Config) -> str:
+    """The differences of two configurations that keep them from training in one program, in words; "" if none."""
+    ours, theirs, allowed = configuration.decisive(first), configuration.decisive(second), argument_flags(first)
+    flags = [flag for flag in ours if ours[flag] != theirs.get(flag) and flag not in allowed]
+    return "; ".join(f"{flag} is {ours[flag]} and {theirs.get(flag)}" for flag in flags)
+
+
+class Trials(RunLoop):
     """Experiments that train in one program. Each has its own evaluations and checkpoints."""
 
-    def __init__(self, experiments: Sequence[Experiment], rounds: SeedRounds) -> None:
+    def __init__(self, experiments: Sequence[Experiment], rounds: TrialRounds) -> None:
         """Keep the experiments and their common rounds."""
         super().__init__(experiments)
         self.rounds = rounds
@@ -91,7 +92,7 @@ class Seeds(RunLoop):
         rounds_done = [done for _, done in starts]
         if len(set(rounds_done)) > 1:
             raise UserError(
-                f"the seeds have completed different numbers of rounds ({rounds_done}): resume them one by one"
+                f"the trials have completed different numbers of rounds ({rounds_done}): resume them one by one"
             )
         return self.rounds.stack([progress for progress, _ in starts]), rounds_done[0]
 

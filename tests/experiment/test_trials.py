@@ -26,7 +26,7 @@ def _without_pictures(monkeypatch):
 def test_folders_are_those_of_single_runs(tmp_path):
     """Two seeds together, and one of them alone, leave the same numbers; a stopped batch goes on where it was."""
     configs = [dataclasses.replace(CONFIG, seed=seed, run_dir=str(tmp_path / f"{seed}")) for seed in (0, 5)]
-    results = fmr.run_seeds(configs)
+    results = fmr.run_together(configs)
     alone = fmr.run(dataclasses.replace(CONFIG, seed=5, run_dir=str(tmp_path / "alone")))
     columns = [name for name in COLUMNS if name != "seconds"]
     numbers = lambda rows: np.array([[row[name] for name in columns] for row in rows])
@@ -34,12 +34,12 @@ def test_folders_are_those_of_single_runs(tmp_path):
     assert [run_state(config.run_dir) for config in configs] == ["finished"] * 2
     assert results[0].rows != results[1].rows
     assert results[0].summary["seed"] == 0 and results[1].summary["seed"] == 5
-    again = fmr.run_seeds([dataclasses.replace(config, resume=True) for config in configs])
+    again = fmr.run_together([dataclasses.replace(config, resume=True) for config in configs])
     assert [result.rows for result in again] == [result.rows for result in results]  # nothing was left to do
 
 
-def test_settings_must_be_the_same(tmp_path):
-    configs = [dataclasses.replace(CONFIG, lr=lr, run_dir=str(tmp_path / f"{lr}")) for lr in (0.1, 0.2)]
-    with pytest.raises(UserError, match=r"may differ only in seed, partition_seed and run_dir: lr: 0.1 \(saved 0.2\)"):
-        fmr.run_seeds(configs)
+def test_other_settings_must_be_the_same(tmp_path):
+    configs = [dataclasses.replace(CONFIG, local_epochs=count, run_dir=str(tmp_path / f"{count}")) for count in (1, 2)]
+    with pytest.raises(UserError, match=r"only in seeds, partition and numbers: local_epochs is 1 and 2"):
+        fmr.run_together(configs)
     assert not list(tmp_path.iterdir())
