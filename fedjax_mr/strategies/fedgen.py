@@ -170,7 +170,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def gamma(start, round):
         """The value of a gamma in a round; 0 in the first round, when the generator is untrained."""
-        return jnp.where(round == 0, 0.0, jnp.maximum(start * decayed(round), min(start, SMALLEST_GAMMA)))
+        return jnp.where(round == 0, 0.0, jnp.maximum(start * decayed(round), jnp.minimum(start, SMALLEST_GAMMA)))
 
     def generate(variables, labels, key):
         """Generate representations of labels on a client."""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import re
+import traceback
 import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -122,7 +123,7 @@ def as_arguments(hyper: Any) -> Any:
 
 def bind(build: Callable, hyper: Any) -> Callable:
     """The function problem -> strategy for ``build(hyper, problem)``: a pytree with the leaves of `as_arguments`."""
-    if dataclasses.is_dataclass(hyper):
+    if hyper is None or dataclasses.is_dataclass(hyper):
         return jax.tree_util.Partial(build, as_arguments(hyper))
     return jax.tree_util.Partial(functools.partial(build, hyper))
 
@@ -137,12 +138,12 @@ def numbers_are_arguments() -> Iterator[None]:
     try:
         yield
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        path = re.search(r"value of the argument \S*?(?:\.build\S*|\.local)\.(\w+)\.\s", str(error))
-        if path is None:
-            raise
+        argument = re.search(r"value of the argument \S*?(?:\.build\S*|\.local)\.(\w+)\.\s", str(error))
+        frame = [each for each in traceback.extract_tb(error.__traceback__) if "/jax/" not in each.filename][-1]
         raise UserError(
-            f"{path[1]} is an argument of the compiled program, so Python does not know its value there: compute with "
-            f"jax.numpy (jnp.where in place of if), or declare it with field(..., static=True)"
+            f"{frame.filename}:{frame.lineno} needs the value of {argument[1] if argument else 'a number'} in Python, but "
+            "inside of a compiled program it is not known: compute with jax.numpy (jnp.where in place of if), or declare "
+            "a hyper-parameter with field(..., static=True)"
         ) from error
 
 
