@@ -140,10 +140,11 @@ def numbers_are_arguments() -> Iterator[None]:
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         argument = re.search(r"value of the argument \S*?(?:\.build\S*|\.local)\.(\w+)\.\s", str(error))
         frame = [each for each in traceback.extract_tb(error.__traceback__) if "/jax/" not in each.filename][-1]
+        name = argument[1] if argument else "a number"
         raise UserError(
-            f"{frame.filename}:{frame.lineno} needs the value of {argument[1] if argument else 'a number'} in Python, but "
-            "inside of a compiled program it is not known: compute with jax.numpy (jnp.where in place of if), or declare "
-            "a hyper-parameter with field(..., static=True)"
+            f"{frame.filename}:{frame.lineno} needs the value of {name} in Python, but it is not known while a program "
+            "is compiled: compute with jax.numpy (jnp.where in place of if), or declare a hyper-parameter with "
+            "field(..., static=True)"
         ) from error
 
 

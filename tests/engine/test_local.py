@@ -191,7 +191,7 @@ def test_optimizers_are_pytorchs(settings):
 def test_a_rate_falls_within_a_clients_own_round_and_a_step_may_carry_numbers_of_its_own(federation):
     """A client of 5 samples has 2 epochs of 2 steps; the step counts them beside what SGD carries."""
     problem = federation("linear").problem
-    setting = dataclasses.replace(problem.local, optimizer=optax.sgd(1.0))
+    setting = dataclasses.replace(problem.local, rule=optax.sgd(1.0))
     data = one_client(federation("linear"), 3)._replace(size=np.int32(5))
     steps = setting.num_steps(data.size)
     assert (int(steps), int(setting.num_steps(np.int32(0)))) == (4, 0)

@@ -79,7 +79,7 @@ def test_equal_networks_learn_nothing_from_each_other(constants, close):
 def test_without_mutual_weights_both_train_alone_and_are_clipped_alone(constants, close):
     """Each network has an optimiser of its own: a joint global norm would clip both together."""
     setting = dataclasses.replace(
-        constants.problem.local, optimizer=optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, 0.5))
+        constants.problem.local, rule=optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, 0.5))
     )
     models, data = Pair(*constants.problem.model.networks), data_of(constants, 0)
     starts = Pair(*(start_of(model, i) for i, model in enumerate(models)))

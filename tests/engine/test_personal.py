@@ -26,11 +26,11 @@ def federated(constants):
 
 
 @functools.cache
-def tuning(model, setting):
+def tuning(model):
     """Return a compiled function: what a client's model says of samples before and after three more epochs."""
 
     @jax.jit
-    def tune_and_apply(variables, own, key, x):
+    def tune_and_apply(setting, variables, own, key, x):
         tuned, _ = local.train(model, dataclasses.replace(setting, epochs=3), variables, own, key)
         return model.apply(variables, x), model.apply(tuned, x)
 
@@ -53,7 +53,7 @@ def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
     progress, _ = engine.run(engine.init(), 2)
     tested, tuned = clients.test(progress), clients.finetuned(progress, 3)
     constants, progress, deployed = jax.device_get((engine.constants, progress, engine.deployed(progress)))
-    tune_and_apply = tuning(engine.constants.problem.model, constants.problem.local)
+    tune_and_apply = tuning(engine.constants.problem.model)
     problem, (samples, index, offsets) = constants.problem, constants.federation
     key = jax.random.fold_in(jax.random.fold_in(constants.key, PERSONAL), 2)
     for client, rows in enumerate(data.test.parts()):
@@ -63,7 +63,9 @@ def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
         model = trees.take(progress.memory.model, client) if strategy == "local" else deployed
         own = local.ClientData(samples, index, offsets[client], problem.sizes[client], np.int32(client))
         _, tune_key = jax.random.split(jax.random.fold_in(key, client))
-        for result, logits in zip((tested, tuned), tune_and_apply(model, own, tune_key, test.x), strict=True):
+        for result, logits in zip(
+            (tested, tuned), tune_and_apply(problem.local, model, own, tune_key, test.x), strict=True
+        ):
             logits = np.asarray(logits, np.float64)[rows]
             losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(rows)), test.y[rows]]
             np.testing.assert_allclose(result.accuracy[client], (logits.argmax(1) == test.y[rows]).mean(), rtol=1e-6)

@@ -13,7 +13,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.analysis import plots
-from fedjax_mr.engine import local, program
+from fedjax_mr.engine import program
 from fedjax_mr.experiment import run as running
 
 TINY = dict(
@@ -85,7 +85,7 @@ def test_what_programs_take_as_arguments_is_never_baked_in(made, equal, shared):
 
 @pytest.mark.parametrize(
     "other",
-    [dict(lr=0.07), dict(clients=5), dict(lanes=2)],
+    [dict(local_epochs=2), dict(clients=5), dict(lanes=2)],
     ids=str,
 )
 def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, equal, other):
@@ -111,6 +111,19 @@ def test_seeds_and_partitions_share_programs(made, equal, strategy, other):
     assert made[1].programs["rounds"] is made[0].programs["rounds"] and made[1].programs["rounds"].traces == 1
     program.forget()
     equal(second.variables, run(**base | other).variables)
+
+
+@pytest.mark.parametrize("server", [{}, dict(server_optimizer="adam", server_lr=0.1)], ids=str)
+def test_numbers_share_programs(made, equal, server):
+    base = dict(strategy="fedprox", weight_decay=1e-4, clip_norm=2.0, partition_seed=0) | server
+    other = dict(lr=0.07, momentum=0.4, weight_decay=1e-3, clip_norm=1.0) | ({"server_lr": 0.02} if server else {})
+    first = run(**base)
+    hyper = fmr.strategies.fedprox.Hyper(mu=0.5)
+    second = run(**base | other, hyper=hyper)
+    assert made[1].programs["rounds"] is made[0].programs["rounds"] and made[1].programs["rounds"].traces == 1
+    assert second.rows[-1]["train_loss"] != first.rows[-1]["train_loss"]
+    program.forget()
+    equal(second.variables, run(**base | other, hyper=hyper).variables)
 
 
 def test_settings_of_jax_belong_to_the_key(made):
@@ -161,8 +174,8 @@ def test_networks_of_ones_own_are_traced_anew(made):
 def test_few_programs_are_kept(made, monkeypatch):
     """The oldest sets go, and with them what they hold."""
     monkeypatch.setattr(program, "MAX_KEPT", 2)
-    for lr in (0.01, 0.02, 0.03, 0.02, 0.01):
-        run(lr=lr)
+    for count in (1, 2, 3, 2, 1):
+        run(local_epochs=count)
     assert len(program._kept) == 2
     same = lambda a, b: made[a].programs["rounds"] is made[b].programs["rounds"]
     assert not same(0, 4) and made[0].programs["rounds"].compiled is not None
@@ -177,11 +190,6 @@ def test_pictures_come_at_the_end_or_not_at_all(monkeypatch):
     del drawn[:]
     run(eval_clients=True)
     assert drawn == []
-
-
-def test_equal_optimizers_are_one_object_whatever_the_type_of_a_number():
-    one = lambda lr: local.make_optimizer("sgd", lr=lr)
-    assert one(0.5) is one(0.5) and one(1) is not one(1.0)
 
 
 GROWTH = """
