@@ -11,10 +11,10 @@ from pathlib import Path
 
 from fedjax_mr.errors import DivergedError, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import trials
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import saved_round
 from fedjax_mr.experiment.messages import flags_in_errors
-from fedjax_mr.experiment.seeds import run_seeds
 from fedjax_mr.sweep import grids
 from fedjax_mr.sweep.bar import Bar
 from fedjax_mr.sweep.plan import PlannedRun, Sweep
@@ -119,14 +119,16 @@ def run_together(config: Config, sweep: Sweep) -> int:
     """Train several seeds in this process and in one program, and return the exit code.
 
     Raises:
-      UserError: bad input, or seeds that `run_seeds` cannot train together.
+      UserError: bad input, or seeds that `trials.run_together` cannot train together.
     """
     seeds = grids.seeds_of(sweep.seeds)
     if len(seeds) != len(sweep.together):
         raise UserError(f"--together has {len(sweep.together)} folders for {len(seeds)} --seeds")
     pairs = zip(seeds, sweep.together, strict=True)
     with flags_in_errors(config.strategy):
-        results = run_seeds([dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs])
+        results = trials.run_together(
+            [dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs]
+        )
     for folder, result in zip(sweep.together, results, strict=True):
         print(f"{folder}: {result if isinstance(result, DivergedError) else result.summary['accuracy_last']}")
     return max((result.exit_code for result in results if isinstance(result, DivergedError)), default=0)

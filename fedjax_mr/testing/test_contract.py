@@ -128,7 +128,8 @@ def nudged(hyper):
     changes = {}
     for each in numbers_of(hyper):
         value = getattr(hyper, each.name)
-        allowed = info(each).allows if info(each) else lambda value: True
+        known = info(each)
+        allowed = known.allows if known else lambda value: True
         if value is not None:
             changes[each.name] = next(new for new in (0.75 * value, 1.1 * value, 0.05) if new != value and allowed(new))
     return dataclasses.replace(hyper, **changes) if changes else hyper
