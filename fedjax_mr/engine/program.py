@@ -2,15 +2,17 @@
 
 import contextlib
 import ctypes
+import re
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 
+from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
-from fedjax_mr.strategies.hyper import numbers_are_arguments
 
 MAX_KEPT = 4  # sets of programs, some 40 MB each for a small network
 
@@ -83,6 +85,26 @@ class Program:
         self.traces += 1
         assert self._function is not None
         return self._function(*args)
+
+
+@contextlib.contextmanager
+def numbers_are_arguments() -> Iterator[None]:
+    """Name the number if Python code of a strategy needs its value while a program is traced.
+
+    Raises:
+      UserError: the code decides by the number in Python, or passes it to a function of Python or NumPy.
+    """
+    try:
+        yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        argument = re.search(r"value of the argument \S*?(?:\.build\S*|\.local)\.(\w+)\.\s", str(error))
+        frame = [each for each in traceback.extract_tb(error.__traceback__) if "/jax/" not in each.filename][-1]
+        name = argument[1] if argument else "a number"
+        raise UserError(
+            f"{frame.filename}:{frame.lineno} needs the value of {name} in Python, but it is not known while a program "
+            "is compiled: compute with jax.numpy (jnp.where in place of if), or declare a hyper-parameter with "
+            "field(..., static=True)"
+        ) from error
 
 
 def memory_needed(program: Program) -> int:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis, assign, map_clients, positions
 from fedjax_mr.engine.placement import CohortSamples, HostSamples, place, rows_of, shapes_at, write_rows
-from fedjax_mr.engine.program import Programs, Stopwatch
+from fedjax_mr.engine.program import Programs, Stopwatch, numbers_are_arguments
 from fedjax_mr.engine.round import (
     HOST,
     ClientRow,
@@ -36,7 +36,6 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies.base import Info, State
-from fedjax_mr.strategies.hyper import numbers_are_arguments
 
 Round = Callable[[Progress], tuple[Progress, Report]]
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]

@@ -28,14 +28,14 @@ from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested
 from fedjax_mr.engine.local import ClientData, LocalSetting, Samples
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
-from fedjax_mr.engine.program import memory_needed
+from fedjax_mr.engine.program import memory_needed, numbers_are_arguments
 from fedjax_mr.engine.round import Build, Federation, Progress, Report, RunConstants, begin, finish, start, train_client
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
-from fedjax_mr.strategies.hyper import bind, numbers_are_arguments
+from fedjax_mr.strategies.hyper import bind
 
 
 class Simulator:

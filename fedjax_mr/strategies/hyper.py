@@ -5,14 +5,11 @@ programs, so another value compiles nothing. All other fields, and floats declar
 program: use it for a number that decides a shape or a branch in Python.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-import re
-import traceback
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -126,26 +123,6 @@ def bind(build: Callable, hyper: Any) -> Callable:
     if hyper is None or dataclasses.is_dataclass(hyper):
         return jax.tree_util.Partial(build, as_arguments(hyper))
     return jax.tree_util.Partial(functools.partial(build, hyper))
-
-
-@contextlib.contextmanager
-def numbers_are_arguments() -> Iterator[None]:
-    """Name the number if Python code of a strategy needs its value while a program is traced.
-
-    Raises:
-      UserError: the code decides by the number in Python, or passes it to a function of Python or NumPy.
-    """
-    try:
-        yield
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        argument = re.search(r"value of the argument \S*?(?:\.build\S*|\.local)\.(\w+)\.\s", str(error))
-        frame = [each for each in traceback.extract_tb(error.__traceback__) if "/jax/" not in each.filename][-1]
-        name = argument[1] if argument else "a number"
-        raise UserError(
-            f"{frame.filename}:{frame.lineno} needs the value of {name} in Python, but it is not known while a program "
-            "is compiled: compute with jax.numpy (jnp.where in place of if), or declare a hyper-parameter with "
-            "field(..., static=True)"
-        ) from error
 
 
 def require(condition: Any, message: str) -> None:
