@@ -53,7 +53,6 @@ def _tune(tuning: Tuning, asked: Sequence[str]) -> int:
     trials: list[Trial] = [
         trial for strategy in tuning.strategies if strategy not in asked for trial in tuning.drawn(strategy)
     ]
-    rungs.train_trials(tuning, trials, tuning.rungs[0].rounds)
     if asked:
         trials += studies.first_rung(tuning, asked)
     standing = rungs.climb(tuning, trials)
@@ -63,6 +62,7 @@ def _tune(tuning: Tuning, asked: Sequence[str]) -> int:
     planned = [run for runs in tests.values() for run in runs]
     for note in unequal_shares([run.config for run in planned]):
         print(note, file=sys.stderr)
+    tuning.say(f"tests of the chosen settings on seeds {', '.join(map(str, tuning.seeds))}")
     rungs.train(planned, lambda run: run.state() in ("finished", "diverged"), batch_seeds=tuning.tune.batch_seeds)
     print(report.table(tuning, standing, tests))
     complete = len(tests) == len(tuning.strategies) and all(run.state() == "finished" for run in planned)

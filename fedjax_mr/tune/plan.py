@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -123,6 +124,11 @@ class Tuning:
     def validation_share(self) -> float:
         """The fraction of a client's training samples that trials keep for validation."""
         return self.config.validation_share or VALIDATION_SHARE
+
+    def say(self, line: str) -> None:
+        """Print a line about the progress on standard error."""
+        if self.config.progress:
+            print(f"fedjax-mr: {line}", file=sys.stderr)
 
     def trial(self, strategy: str, number: int, choice: Choice) -> Trial:
         """Plan a trial.

@@ -65,13 +65,14 @@ def climb(tuning: Tuning, trials: Sequence[Trial]) -> Standing:
 
     Args:
       tuning: the plan.
-      trials: the trials of all methods. Those that were trained to the first rung already are not trained again.
+      trials: the trials of all methods.
 
     Raises:
       UnfinishedError, Interrupted: as `train_trials`.
     """
     standing, rungs = Standing(), tuning.rungs
     for number, rung in enumerate(rungs):
+        tuning.say(f"rung {number + 1} of {len(rungs)}: {len(trials)} trials to round {rung.rounds}")
         train_trials(tuning, trials, rung.rounds)
         for trial in trials:
             score = scores.of_trial(trial, rung.rounds)

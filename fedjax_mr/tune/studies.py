@@ -52,6 +52,7 @@ def first_rung(tuning: Tuning, strategies: Sequence[str]) -> list[Trial]:
       UnfinishedError, Interrupted: as `rungs.train_trials`.
     """
     check(tuning.tune.sampler)
+    tuning.say(f"trials that Optuna proposes, to round {tuning.rungs[0].rounds}")
     studies = [_Study(tuning, strategy) for strategy in strategies]
     while not all(study.is_complete() for study in studies):
         trials = [trial for study in studies if (trial := study.next()) is not None]
