@@ -5,6 +5,7 @@ One declaration of a field makes its default, its flag, its entry in ``--help``,
 
 import dataclasses
 import functools
+import inspect
 import numbers
 import os
 import shutil
@@ -172,7 +173,8 @@ def settings_of(owner: Any, prefix: str = "") -> Sequence[Setting]:
 @functools.cache  # a sweep asks for them thousands of times
 def _settings_of(owner: type, prefix: str) -> tuple[Setting, ...]:
     hints, settings = typing.get_type_hints(owner), []
-    for each in dataclasses.fields(owner):
+    # The fields of a base class come after those of the class itself.
+    for each in sorted(dataclasses.fields(owner), key=lambda each: each.name not in inspect.get_annotations(owner)):
         declared = info(each)
         if declared is None:
             continue

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{len(runs)} runs in {sweep.sweep_dir}:")
             print(describe(runs, estimate(runs) if sweep.calibrate else None))
             return 0
-        launch = slurm.launcher(sweep) if sweep.launcher == "slurm" else None
+        launch = slurm.launcher(sweep, sweep.sweep_dir, wait=sweep.wait) if sweep.launcher == "slurm" else None
         code = run_all(runs, batch_seeds=sweep.batch_seeds, launch=launch)
         begun = [run.folder for run in runs if kept.find(run.folder)]
         if begun:

@@ -21,7 +21,36 @@ from fedjax_mr.sweep import grids
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
+class Training:
+    """How runs are trained: the settings that all commands with many runs share."""
+
+    batch_seeds: bool = field(
+        False,
+        "Train the seeds of a setting in one compiled program. This helps on accelerators; a CPU needs --devices=1 and "
+        "gains nothing. Not for methods that work on the host between rounds",
+    )
+    launcher: str = field(
+        "local",
+        "Where the runs are trained: on this machine (local), or as jobs of a Slurm cluster (slurm), which needs the "
+        "extra 'slurm'",
+        choices=("local", "slurm"),
+    )
+    slurm_partition: str | None = field(None, "Slurm's partition. If omitted, the cluster's default")
+    slurm_time: str | None = field(
+        None,
+        "Time limit of a job, as minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS. A run that needs longer is saved and "
+        "continues in another turn. If omitted, the partition's default",
+    )
+    slurm_gpus: int | None = field(None, "GPUs of each run. If omitted, none are requested", unit="GPUs", low=0)
+    slurm_cpus: int | None = field(None, "Cores of each run. If omitted, the cluster's default", unit="cores", low=1)
+    slurm_memory: int | None = field(None, "Memory of each run. If omitted, the cluster's default", unit="GiB", low=1)
+    slurm_option: tuple[str, ...] = field(
+        (), "Any other option of Slurm's sbatch, such as account=NAME, qos=NAME or constraint=NAME"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep(Training):
     """The settings of a sweep, in addition to the configuration of its runs."""
 
     strategies: str | None = field(None, "Methods, separated by commas. If omitted, the one of --strategy")
@@ -38,36 +67,13 @@ class Sweep:
         "are not trained again",
         path=True,
     )
-    batch_seeds: bool = field(
-        False,
-        "Train the seeds of a setting in one compiled program. This helps on accelerators; a CPU needs --devices=1 and "
-        "gains nothing. Not for methods that work on the host between rounds",
-    )
     together: tuple[str, ...] = field(
         (),
         "Train the --seeds in this process and in one program, in these folders. --batch_seeds starts such processes",
         path=True,
     )
-    launcher: str = field(
-        "local",
-        "Where the runs are trained: on this machine (local), or as jobs of a Slurm cluster (slurm), which needs the "
-        "extra 'slurm'",
-        choices=("local", "slurm"),
-    )
     wait: bool = field(
         True, "slurm: show the progress until all jobs have ended. The jobs do not need this command: it can be stopped"
-    )
-    slurm_partition: str | None = field(None, "Slurm's partition. If omitted, the cluster's default")
-    slurm_time: str | None = field(
-        None,
-        "Time limit of a job, as minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS. A run that needs longer is saved and "
-        "continues in another turn. If omitted, the partition's default",
-    )
-    slurm_gpus: int | None = field(None, "GPUs of each run. If omitted, none are requested", unit="GPUs", low=0)
-    slurm_cpus: int | None = field(None, "Cores of each run. If omitted, the cluster's default", unit="cores", low=1)
-    slurm_memory: int | None = field(None, "Memory of each run. If omitted, the cluster's default", unit="GiB", low=1)
-    slurm_option: tuple[str, ...] = field(
-        (), "Any other option of Slurm's sbatch, such as account=NAME, qos=NAME or constraint=NAME"
     )
     dry_run: bool = field(False, "Print the plan and train nothing")
     calibrate: bool = field(

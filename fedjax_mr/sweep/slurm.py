@@ -29,7 +29,7 @@ from fedjax_mr.experiment.folder import saved_round
 from fedjax_mr.experiment.locks import lock_file
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.bar import Bar
-from fedjax_mr.sweep.plan import PlannedRun, Sweep
+from fedjax_mr.sweep.plan import PlannedRun, Training
 from fedjax_mr.sweep.runs import Launcher, code_if_ended, code_of, run_all, why
 
 FOLDER = "slurm"  # in --sweep_dir: submitit's files, the logs of the jobs, and JOBS
@@ -44,16 +44,20 @@ LIVE += ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EX
 Jobs = dict[str, list[PlannedRun]]  # the runs of each job by its id, such as 12_3
 
 
-def launcher(sweep: Sweep) -> Launcher:
+def launcher(training: Training, folder: Path | str, *, wait: bool = True) -> Launcher:
     """The launcher of ``--launcher=slurm``. Ctrl-C ends it, but not the jobs.
 
-    Without ``sweep.wait`` it returns the exit codes of those runs only that had ended before.
+    Args:
+      training: the settings of the jobs.
+      folder: the folder that holds the run folders.
+      wait: whether it returns after all jobs. Otherwise it returns the exit codes of those runs only that had ended
+        before.
 
     Raises:
       UserError: Slurm or submitit is missing. The launcher raises it if Slurm rejects the jobs.
     """
-    folder = Path(sweep.sweep_dir) / FOLDER
-    return functools.partial(_launch, _executor(sweep, folder), folder, sweep.wait)
+    folder = Path(folder) / FOLDER
+    return functools.partial(_launch, _executor(training, folder), folder, wait)
 
 
 def _launch(
@@ -108,24 +112,24 @@ def _submit_once(executor: Any, folder: Path, batches: Sequence[Sequence[Planned
     return in_queue | submitted
 
 
-def _executor(sweep: Sweep, folder: Path) -> Any:
+def _executor(training: Training, folder: Path) -> Any:
     """Submitit's executor with the parameters of the jobs."""
     try:
         executor = _submitit().SlurmExecutor(folder=folder)
     except RuntimeError:
         raise _no_slurm() from None
-    options = {name: value or True for name, _, value in (each.partition("=") for each in sweep.slurm_option)}
+    options = {name: value or True for name, _, value in (each.partition("=") for each in training.slurm_option)}
     parameters: dict[str, Any] = {
         "job_name": "fedjax_mr",
-        "partition": sweep.slurm_partition,
-        "time": sweep.slurm_time,  # submitit's own default is 5 minutes
-        "gpus_per_node": sweep.slurm_gpus,
-        "cpus_per_task": sweep.slurm_cpus,
-        "mem": None if sweep.slurm_memory is None else f"{sweep.slurm_memory}G",
+        "partition": training.slurm_partition,
+        "time": training.slurm_time,  # submitit's own default is 5 minutes
+        "gpus_per_node": training.slurm_gpus,
+        "cpus_per_task": training.slurm_cpus,
+        "mem": None if training.slurm_memory is None else f"{training.slurm_memory}G",
         "array_parallelism": MOST_JOBS,  # the cluster's own limits apply
         "stderr_to_stdout": True,
         # Since version 22.05, srun does not take this number from the job.
-        "srun_args": None if sweep.slurm_cpus is None else [f"--cpus-per-task={sweep.slurm_cpus}"],
+        "srun_args": None if training.slurm_cpus is None else [f"--cpus-per-task={training.slurm_cpus}"],
         "additional_parameters": {"requeue": True, "signal": f"USR2@{SECONDS_BEFORE_LIMIT}"} | options,
     }
     executor.update_parameters(**parameters)

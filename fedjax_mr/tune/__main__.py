@@ -63,7 +63,7 @@ def _tune(tuning: Tuning, asked: Sequence[str]) -> int:
     for note in unequal_shares([run.config for run in planned]):
         print(note, file=sys.stderr)
     tuning.say(f"tests of the chosen settings on seeds {', '.join(map(str, tuning.seeds))}")
-    rungs.train(planned, lambda run: run.state() in ("finished", "diverged"), batch_seeds=tuning.tune.batch_seeds)
+    rungs.train(tuning, planned, lambda run: run.state() in ("finished", "diverged"))
     print(report.table(tuning, standing, tests))
     complete = len(tests) == len(tuning.strategies) and all(run.state() == "finished" for run in planned)
     return 0 if complete else 3

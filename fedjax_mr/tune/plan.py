@@ -15,7 +15,7 @@ from fedjax_mr.experiment.folder import runs_by_settings
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.strategies.hyper import LARGEST_INT32, field
 from fedjax_mr.sweep import PlannedRun, grids
-from fedjax_mr.sweep.plan import plan_run
+from fedjax_mr.sweep.plan import Training, plan_run
 from fedjax_mr.tune import space as spaces
 from fedjax_mr.tune.space import Choice, Space
 
@@ -26,7 +26,7 @@ SAMPLERS = (HALTON, "tpe", "gp")
 
 
 @dataclasses.dataclass(frozen=True)
-class Tune:
+class Tune(Training):
     """The settings of a tuning, in addition to the configuration of its runs."""
 
     strategies: str | None = field(None, "Methods, separated by commas. If omitted, the one of --strategy")
@@ -60,7 +60,6 @@ class Tune:
         None, "Seeds of the tests of the chosen settings. If omitted, the three seeds after those of the trials"
     )
     tune_dir: str = field("runs/tune", "Folder of the trials, the tests and the results", path=True)
-    batch_seeds: bool = field(False, "As in a sweep: train the seeds of a setting in one compiled program")
     dry_run: bool = field(False, "Print the plan and train nothing")
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.sweep import PlannedRun
+from fedjax_mr.sweep import PlannedRun, slurm
 from fedjax_mr.sweep.process import SECONDS_PER_LOOK, is_claimed, log_of
 from fedjax_mr.sweep.runs import run_all
 from fedjax_mr.tune import scores
@@ -29,22 +29,24 @@ def train_trials(tuning: Tuning, trials: Sequence[Trial], rounds: int) -> None:
       Interrupted: a stop signal was received.
     """
     runs = {run.folder: run for trial in trials for run in trial.until(rounds)}  # two trials may be the same setting
-    train(list(runs.values()), lambda run: scores.of_run(run, rounds) is not None, batch_seeds=tuning.tune.batch_seeds)
+    train(tuning, list(runs.values()), lambda run: scores.of_run(run, rounds) is not None)
 
 
-def train(runs: Sequence[PlannedRun], has_ended: Callable[[PlannedRun], bool], *, batch_seeds: bool) -> None:
+def train(tuning: Tuning, runs: Sequence[PlannedRun], has_ended: Callable[[PlannedRun], bool]) -> None:
     """Train runs until all have ended. Runs that another process trains are awaited; if it dies, they are taken over.
 
     Raises:
       UnfinishedError: a run failed.
       Interrupted: a stop signal was received.
     """
+    tune = tuning.tune
+    launch = slurm.launcher(tune, tuning.folder) if tune.launcher == "slurm" else None
     while unfinished := [run for run in runs if not has_ended(run)]:
         free = [run for run in unfinished if not is_claimed(run)]
         if not free:
             time.sleep(SECONDS_PER_LOOK)
             continue
-        code = run_all(free, batch_seeds=batch_seeds)
+        code = run_all(free, batch_seeds=tune.batch_seeds, launch=launch)
         for run in free:
             if not has_ended(run) and not is_claimed(run):
                 raise UnfinishedError(run, code or 1)

@@ -35,7 +35,7 @@ def trained(monkeypatch):
     ):
         asked = []
 
-        def run_all(runs, *, batch_seeds=False):
+        def run_all(runs, **how):
             for run in runs:
                 config, folder = run.config, run.folder
                 done = run.done()
