@@ -70,7 +70,9 @@ def main(arguments: argparse.Namespace) -> None:
     print(tables.aligned(rows))
     if arguments.seconds:
         rebuilt = runs.rebuild(run, data_dir=arguments.data_dir, trust=arguments.trust)
-        state = Checkpoints(run.path / "checkpoints").restore(rebuilt.rounds.shapes(), numbers[-1])[0].server
+        checkpoints = Checkpoints(run.path / "checkpoints")
+        template = rebuilt.rounds.shapes(kept=checkpoints.kept_memories(numbers[-1]))
+        state = checkpoints.restore(template, numbers[-1])[0].server
         print(tables.aligned([("step of the server", "seconds"), *measured(rebuilt, state)]))
     print(f"drawn in {folder}")
 

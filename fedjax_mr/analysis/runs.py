@@ -220,7 +220,8 @@ def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = 
       UserError: the checkpoint is missing or damaged, the data differ from those of the run, or as `rebuild`.
     """
     _, federated, model, rounds = rebuild(run, data_dir=data_dir, trust=trust)
-    progress, meta = Checkpoints(run.path / "checkpoints").restore(rounds.shapes(), round)
+    checkpoints = Checkpoints(run.path / "checkpoints")
+    progress, meta = checkpoints.restore(rounds.shapes(kept=checkpoints.kept_memories(round)), round)
     if meta["data"] != federated.hash():
         raise UserError(f"{run.path} was trained on other data: its partition hash is {meta['data']}")
     server = getattr(progress.server, "inner", progress.server)  # the strategy's own beside a server's optimizer

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import trees
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.deploy import protocol, relay, wire
@@ -298,7 +297,7 @@ class CompiledClient:
             static_argnums=6,
         )
         self._first = jax.jit(
-            lambda problem, key, client: trees.take(self.build(problem).init_memory(key), client)  # type: ignore[misc]
+            lambda problem, key, client: self.build(problem).init_memory(key, client)  # type: ignore[misc]
         )
 
     def problem_with(self, label_counts: np.ndarray, public: Samples | None) -> Problem:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import registry, trees
+from fedjax_mr import registry
 from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy, name_of_run
 from fedjax_mr.deploy.protocol import RemoteData, RunManifest, agreement, network_of, remote_data
@@ -255,7 +255,7 @@ class RemoteClients:
             strategy = strategy._replace(exchange=strategy.exchange._replace(mix=lambda uploads, key: (uploads, {})))
         if strategy.init_memory is None:
             return strategy
-        return strategy._replace(init_memory=lambda key: jnp.full(problem.num_clients, -1, jnp.int32))
+        return strategy._replace(init_memory=lambda key, client_id: jnp.full((), -1, jnp.int32))
 
     def _one_client(self, constants: RunConstants) -> Any:
         """One client's payload, and its upload and metrics; called only for their shapes."""
@@ -387,8 +387,8 @@ class RemoteClients:
             constants = constants._replace(build=self.at_clients)
             memory = constants.strategy.init_memory
             if memory is not None:  # the real one is on the lost client's disk; use that before the first round
-                first = memory(jax.random.fold_in(constants.key, MEMORY))
-                row = row._replace(memory=trees.take(first, row.client_id))
+                first = memory(jax.random.fold_in(constants.key, MEMORY), row.client_id)
+                row = row._replace(memory=first)
             return train_client(constants, round, row)[::2]
 
         row = row._replace(size=np.int32(0))

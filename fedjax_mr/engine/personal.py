@@ -12,7 +12,7 @@ from fedjax_mr.data.federated import FederatedData, Split
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import map_clients
 from fedjax_mr.engine.local import ClientData, Samples, Score
-from fedjax_mr.engine.placement import place
+from fedjax_mr.engine.placement import HostMemory, place, rows_of
 from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import PERSONAL, ClientRow, CohortPlan, Federation, Progress, RunConstants, round_key
 from fedjax_mr.engine.rounds import Rounds
@@ -144,17 +144,20 @@ class PersonalEvaluation:
     def _run(self, progress: Progress, epochs: int) -> Clients:
         axis, problem = self.axis, self._constants.problem
         count = problem.num_clients
-        order = np.minimum(np.arange(axis.padded(count)), count - 1)  # the last client is the padding
-        row = _ClientToTest(progress.memory, np.arange(count, dtype=np.int32))
-        rows = place(jax.tree.map(lambda leaf: leaf[order], row), axis.sharded)
+        # Memories on the host may not fit on the devices together, so K' clients at a time are tested.
+        size = axis.padded(problem.cohort_size if isinstance(progress.memory, HostMemory) else count)
+        order = np.minimum(np.arange(-(-count // size) * size), count - 1)  # the last client is the padding
         server, round = place((progress.server, progress.round), axis.replicated)
         shared = _Shared(self._constants, server, self._test, round)
         program = map_clients(axis, lambda shared, row: self._one(shared, row, epochs))
-        out = self.programs.call(f"personal_{epochs}", program, shared, rows)
-        if not out[2].is_fully_addressable:
-            out = jax.device_put(out, axis.replicated)
-        test, validation, architecture = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], out)
-        return clients_of(test, validation, architecture)
+        parts = []
+        for ids in order.reshape(-1, size):
+            rows = place(_ClientToTest(rows_of(progress.memory, ids), ids.astype(np.int32)), axis.sharded)
+            out = self.programs.call(f"personal_{epochs}", program, shared, rows)
+            if not out[2].is_fully_addressable:
+                out = jax.device_put(out, axis.replicated)
+            parts.append(jax.tree.map(np.asarray, out))
+        return clients_of(*jax.tree.map(lambda *leaves: np.concatenate(leaves)[:count], *parts))
 
     def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
         constants = shared.constants

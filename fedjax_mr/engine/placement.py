@@ -3,6 +3,7 @@
 From host memory, only the rows of the current cohort are transferred.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,15 +61,92 @@ class HostSamples:
         return ahead.get(round)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class HostMemory:
+    """The memories of the clients in host memory: only the rows of clients that have trained exist.
+
+    Its size grows with these clients, not with N. As a pytree it has the leaves ``ids`` [R] and ``rows`` [R, ...], so a
+    checkpoint holds no other rows either.
+    """
+
+    def __init__(self, first: Callable[[np.ndarray], Any], ids: Any, rows: Any) -> None:
+        """Keep the given rows, without a copy.
+
+        Args:
+          first: the memory of clients ids [R] before they have trained: leaves [R, ...].
+          ids: the clients that have trained [R] int32.
+          rows: their memory, leaves [R, ...].
+        """
+        self._first = first
+        self._ids, self._rows = ids, rows  # may have more rows than clients: the room for the next ones
+        self._number: dict[int, int] | None = None  # row of each client; made at the first use
+
+    @property
+    def ids(self) -> Any:
+        """The clients that have trained [R] int32."""
+        return self._ids if self._number is None else self._ids[: len(self)]
+
+    @property
+    def rows(self) -> Any:
+        """The memory of ``ids``, leaves [R, ...]."""
+        return self._rows if self._number is None else jax.tree.map(lambda leaf: leaf[: len(self)], self._rows)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, Callable]:
+        """The leaves of the pytree with their names."""
+        name = jax.tree_util.GetAttrKey
+        return ((name("ids"), self.ids), (name("rows"), self.rows)), self._first
+
+    @classmethod
+    def tree_unflatten(cls, first: Callable, leaves: tuple) -> "HostMemory":
+        """The memory with these leaves, which may be shapes."""
+        return cls(first, *leaves)
+
+    def __len__(self) -> int:
+        """Number of clients that have trained."""
+        return len(self._numbers())
+
+    def read(self, ids: np.ndarray) -> Any:
+        """Copy the rows [R, ...] of clients ``ids`` [R]."""
+        rows = np.array([self._numbers().get(client, -1) for client in ids.tolist()], int)
+        known = rows >= 0
+        if known.all():
+            return jax.tree.map(lambda leaf: leaf[rows], self._rows)
+
+        def merged(new: Any, kept: np.ndarray) -> np.ndarray:
+            new = np.array(new)
+            new[known] = kept[rows[known]]
+            return new
+
+        return jax.tree.map(merged, self._first(ids), self._rows)
+
+    def write(self, ids: np.ndarray, rows: Any) -> None:
+        """Replace the rows [R, ...] of clients ``ids`` [R]. Rows of the same client must be equal."""
+        numbers = self._numbers()
+        places = [numbers.setdefault(client, len(numbers)) for client in ids.tolist()]
+        self._ids = _with_room(self._ids, len(numbers))
+        self._rows = jax.tree.map(lambda leaf: _with_room(leaf, len(numbers)), self._rows)
+        self._ids[places] = ids
+        for leaf, new in zip(jax.tree.leaves(self._rows), jax.tree.leaves(rows), strict=True):
+            leaf[places] = np.asarray(new)
+
+    def _numbers(self) -> dict[int, int]:
+        if self._number is None:
+            self._number = {client: row for row, client in enumerate(self._ids.tolist())}
+        return self._number
+
+
+def _with_room(array: np.ndarray, count: int) -> np.ndarray:
+    """The array if it has ``count`` rows, else a copy with twice as many. Unused rows take no memory."""
+    if count <= len(array):
+        return array
+    larger = np.empty((2 * count, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
 def rows_of(memory: Any, ids: np.ndarray) -> Any:
-    """Read the rows [R, ...] of clients ``ids`` [R] from a memory [N, ...] on the host."""
-    return jax.tree.map(lambda leaf: leaf[ids], memory)
-
-
-def write_rows(memory: Any, ids: np.ndarray, rows: Any) -> None:
-    """Write the rows [R, ...] of clients ``ids`` [R] into a memory [N, ...] on the host."""
-    for leaf, new in zip(jax.tree.leaves(memory), jax.tree.leaves(rows), strict=True):
-        leaf[ids] = np.asarray(new)
+    """The rows [R, ...] of clients ``ids`` [R] of a memory on the devices or on the host."""
+    return memory.read(ids) if isinstance(memory, HostMemory) else jax.tree.map(lambda leaf: leaf[ids], memory)
 
 
 def shapes_at(tree: Any, shardings: Any) -> Any:

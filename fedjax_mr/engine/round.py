@@ -71,7 +71,7 @@ class Progress(NamedTuple):
     """The state of a run, which changes in every round."""
 
     server: State
-    memory: Memory  # leaves [N, ...], or None; NumPy arrays if it is kept on the host
+    memory: Memory  # leaves [N, ...], or a `HostMemory` if it is kept on the host, or None
     round: jax.Array  # number of completed rounds, int32
 
 
@@ -118,11 +118,19 @@ def ids_by_slot(constants: RunConstants, plan: CohortPlan) -> jax.Array:
     return plan.cohort.ids[jnp.where(plan.slots < constants.problem.cohort_size, plan.slots, 0)]
 
 
-def start(constants: RunConstants) -> Progress:
-    """The progress before the first round."""
-    strategy = constants.strategy
-    memory = strategy.init_memory(jax.random.fold_in(constants.key, MEMORY)) if strategy.init_memory else None
+def start(constants: RunConstants, *, with_memory: bool = True) -> Progress:
+    """The progress before the first round. ``with_memory=False`` leaves out the clients' memory."""
+    strategy, memory = constants.strategy, None
+    if with_memory and strategy.init_memory is not None:
+        memory = first_memory(constants, jnp.arange(constants.problem.num_clients, dtype=jnp.int32))
     return Progress(strategy.init(jax.random.fold_in(constants.key, INIT)), memory, jnp.zeros((), jnp.int32))
+
+
+def first_memory(constants: RunConstants, ids: jax.Array) -> Memory:
+    """The memory of clients ``ids`` [R] before the first round: leaves [R, ...]."""
+    init_memory, key = constants.strategy.init_memory, jax.random.fold_in(constants.key, MEMORY)
+    assert init_memory is not None
+    return jax.vmap(lambda client_id: init_memory(key, client_id))(ids)
 
 
 def begin(axis: ClientAxis, constants: RunConstants, progress: Progress) -> tuple[CohortPlan, ClientRow]:

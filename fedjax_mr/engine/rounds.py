@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis, assign, map_clients, positions
-from fedjax_mr.engine.placement import CohortSamples, HostSamples, place, rows_of, shapes_at, write_rows
+from fedjax_mr.engine.placement import CohortSamples, HostMemory, HostSamples, place, shapes_at
 from fedjax_mr.engine.program import Programs, Stopwatch, numbers_are_arguments
 from fedjax_mr.engine.round import (
     HOST,
@@ -27,6 +27,7 @@ from fedjax_mr.engine.round import (
     RunConstants,
     begin,
     finish,
+    first_memory,
     ids_by_slot,
     join,
     plan,
@@ -104,7 +105,8 @@ class Rounds:
             strategy is built inside every compiled program.
           axis: the layout.
           stop_at_divergence: end a call after the first round with a non-finite loss or weight.
-          memory_on_host: keep the clients' memory on the host. Only the rows of the cohort are transferred.
+          memory_on_host: keep the clients' memory on the host (`HostMemory`). Only the rows of the cohort are
+            transferred.
           data_on_host: keep the clients' samples on the host. Those of the next cohort are sent during a round.
           key: everything that the strategy depends on except its numbers, by value. Rounds with equal keys share
             compiled programs. Default: no sharing, because the strategy may depend on values that no key contains.
@@ -154,22 +156,53 @@ class Rounds:
         """The progress before the first round."""
         if not self._memory_on_host:
             return self.programs.call("init", self._start, self._server_constants, out=self._placement)
-        # Initialised on the CPU, because the memory of all clients may not fit on an accelerator.
-        constants = jax.device_put(self._server_constants, jax.devices("cpu")[0])
-        return self.place(self.programs.call("init", self._start, constants))
+        placement = self._placement._replace(memory=None)
+        program = lambda constants: start(constants, with_memory=False)
+        progress = self.programs.call("init", program, self._server_constants, out=placement)
+        return progress._replace(memory=self._host_memory(0))
 
-    def shapes(self) -> Progress:
-        """The shapes and dtypes of a progress. Nothing is computed."""
+    def shapes(self, *, kept: int | None = None) -> Progress:
+        """The shapes and dtypes of a progress. Nothing is computed.
+
+        Args:
+          kept: the number of clients whose memory is in a `HostMemory`. Default: the memory has leaves [N, ...].
+        """
         with numbers_are_arguments():
-            return jax.eval_shape(self._start, self._server_constants)
+            shapes = jax.eval_shape(self._start, self._server_constants)
+        return shapes if kept is None else shapes._replace(memory=self._host_memory(kept, jax.ShapeDtypeStruct))
 
     def place(self, progress: Progress) -> Progress:
-        """Place a progress, such as one from a checkpoint, on the server's device, and its memory on the host."""
+        """Place a progress, such as one from a checkpoint, on the server's device, and its memory on the host.
+
+        The memory may have leaves [N, ...] or be a `HostMemory`. It becomes what these rounds use.
+        """
+        memory, is_kept = progress.memory, isinstance(progress.memory, HostMemory)
         if not self._memory_on_host:
-            return place(progress, self._placement)
-        memory = jax.tree.map(np.array, progress.memory)
-        placement = self._placement._replace(memory=None)
-        return place(progress._replace(memory=None), placement)._replace(memory=memory)
+            if is_kept:
+                memory = memory.read(np.arange(self.constants.problem.num_clients))
+            return place(progress._replace(memory=memory), self._placement)
+        placed = place(progress._replace(memory=None), self._placement._replace(memory=None))
+        ids = memory.ids if is_kept else np.arange(self.constants.problem.num_clients, dtype=np.int32)
+        rows = memory.rows if is_kept else memory
+        return placed._replace(memory=HostMemory(self._first_memory, *jax.tree.map(np.array, (ids, rows))))
+
+    def _host_memory(self, count: int, array: Callable[..., Any] = np.empty) -> HostMemory:
+        """A `HostMemory` of ``count`` clients, whose content is undefined."""
+        shapes = self.shapes().memory
+        rows = jax.tree.map(lambda leaf: array((count, *leaf.shape[1:]), leaf.dtype), shapes)
+        return HostMemory(self._first_memory, array((count,), np.int32), rows)
+
+    def _first_memory(self, ids: np.ndarray) -> Any:
+        """The memory of clients ``ids`` [R] before they train: leaves [R, ...], computed K' at a time."""
+        count, parts = self.stacks[2], []
+        for first in range(0, len(ids), count):
+            part = np.resize(ids[first : first + count], count).astype(np.int32)  # repeated to fill the program's rows
+            placed = place(part, self.axis.server_device)
+            rows = self.programs.call(
+                "first_memory", first_memory, self._server_constants, placed, out=self.axis.server_device
+            )
+            parts.append(jax.device_get(rows))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(ids)], *parts)
 
     def deployed(self, progress: Progress) -> Any:
         """The deployed model, or None if the strategy has none."""
@@ -300,10 +333,10 @@ class Rounds:
         """Run one round in three compiled calls. Only the memory of its clients is read and written on the host."""
         memory, progress = progress.memory, progress._replace(memory=None)
         plan, rows = self._begin(progress)
-        rows = rows._replace(memory=rows_of(memory, np.asarray(rows.client_id)))
+        rows = rows._replace(memory=memory.read(np.asarray(rows.client_id)))
         trained = self._train(progress.round, rows, samples)
         progress, report = self._finish(progress, plan, trained)
-        write_rows(memory, np.asarray(plan.cohort.ids), progress.memory)
+        memory.write(np.asarray(plan.cohort.ids), progress.memory)
         return progress._replace(memory=memory), report
 
     def train_all(self) -> Callable:

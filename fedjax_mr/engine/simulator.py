@@ -263,8 +263,8 @@ class Simulator:
                     "memory=host is for one process: several processes divide the memories over their devices"
                 )
             return False
-        needed = trees.num_bytes(jax.eval_shape(strategy.init_memory, jax.random.key(0)))
-        return memory == "host" or too_large(needed, axis)
+        one = jax.eval_shape(strategy.init_memory, jax.random.key(0), np.int32(0))
+        return memory == "host" or too_large(self.problem.num_clients * trees.num_bytes(one), axis)
 
     def _trace_round(self, axis: ClientAxis) -> None:
         """Trace a round with a user-supplied network. Nothing is computed.

@@ -75,6 +75,15 @@ class Checkpoints:
         except _DamageError:
             return {}
 
+    def kept_memories(self, round: int | None = None) -> int | None:
+        """The number of clients whose memory a checkpoint holds, or None if it holds those of all clients.
+
+        Args:
+          round: round of the checkpoint. Default: the newest.
+        """
+        round = self.latest() if round is None else round
+        return None if round is None else self.meta(round).get("memories")
+
     def save(self, round: int, tree: Any, meta: dict[str, Any], *, also: Collection[int] = ()) -> None:
         """Write a checkpoint to the disk, then remove all but the newest ``keep``.
 

@@ -19,6 +19,7 @@ from fedjax_mr.data import FederatedData, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.personal import Clients, TestsOfClients
+from fedjax_mr.engine.placement import HostMemory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import Simulator, normalised
@@ -119,7 +120,8 @@ class Experiment:
         if self.processes.writes:
             for note in notes:
                 print(f"fedjax-mr: {note}; continuing from round {round}", file=sys.stderr)
-        progress, meta = self.processes.together(lambda: self.checkpoints.restore(self.rounds.shapes(), round))
+        template = self.rounds.shapes(kept=self.checkpoints.kept_memories(round))
+        progress, meta = self.processes.together(lambda: self.checkpoints.restore(template, round))
         if missing := [name for name in _META if name not in meta]:
             raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
         if meta["data"] != self.federated.hash():
@@ -176,6 +178,8 @@ class Experiment:
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds(),
         }
+        if isinstance(progress.memory, HostMemory):
+            meta["memories"] = len(progress.memory)
         best = best_row(self.folder.rows()) if self.config.keep_best else None
         self.checkpoints.save(done, progress, meta, also=() if best is None else (best["round"],))
         self.folder.keep_info(self.checkpoints.rounds())

@@ -14,6 +14,7 @@ from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, Public
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.personal import part_of, personal_key, personal_variables
+from fedjax_mr.engine.placement import rows_of
 from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
@@ -252,7 +253,7 @@ class SavedRun:
 
     @functools.cached_property
     def _progress(self) -> Progress:
-        shapes = self._rounds.shapes()
+        shapes = self._rounds.shapes(kept=self._checkpoints.kept_memories(self.checkpoint_round))
         if shapes.memory is not None and self._of_real_clients:  # the server only stores a round number per client
             shapes = shapes._replace(memory=jax.ShapeDtypeStruct((self._template.num_clients,), np.int32))
         return self._checkpoints.restore(shapes, self.checkpoint_round)[0]
@@ -271,7 +272,7 @@ class SavedRun:
         data = rounds.constants.client(client)
         if samples is not None:
             data = data._replace(samples=samples)
-        memory = jax.tree.map(lambda leaf: leaf[client], progress.memory)
+        memory = jax.tree.map(lambda leaf: leaf[0], rows_of(progress.memory, np.array([client])))
         part = lambda server: part_of(strategy, server, client)
         personal = jax.jit(lambda server, memory: personal_variables(strategy, part(server), memory, data, key))
         return personal(progress.server, memory)

@@ -82,9 +82,12 @@ class Init(Protocol):
 
 
 class InitMemory(Protocol):
-    """Initialise the memory that clients keep between rounds: leaves [N, ...]."""
+    """Initialise the memory that ONE client keeps between rounds (no leading axis; the engine batches the function).
 
-    def __call__(self, key: jax.Array) -> Memory: ...
+    All clients receive the same ``key``. A client that needs random numbers of its own folds in its number.
+    """
+
+    def __call__(self, key: jax.Array, client_id: jax.Array) -> Memory: ...
 
 
 class Select(Protocol):
@@ -388,14 +391,13 @@ class LastModel(NamedTuple):
 
 
 def untrained(problem: Problem, key: jax.Array) -> LastModel:
-    """The memory [N, ...] of clients that have not trained: models of zeros; consumes ``key``."""
-    memory = LastModel(trees.zeros_like(problem.model.init(key)), jnp.zeros((), bool))
-    return trees.broadcast(memory, problem.num_clients)
+    """The memory of a client that has not trained: a model of zeros; consumes ``key``."""
+    return LastModel(trees.zeros_like(problem.model.init(key)), jnp.zeros((), bool))
 
 
 def zero_params(problem: Problem, key: jax.Array) -> trees.Params:
-    """Zeros like the parameters, for each client [N, ...]; consumes ``key``."""
-    return trees.broadcast(trees.zeros_like(problem.model.init(key)["params"]), problem.num_clients)
+    """Zeros like the parameters; consumes ``key``."""
+    return trees.zeros_like(problem.model.init(key)["params"])
 
 
 def public_samples(problem: Problem, method: str, *, labelled: bool = False) -> Samples:
@@ -418,7 +420,13 @@ def kept_for_validation(problem: Problem) -> jax.Array:
 
 def own_starts(problem: Problem, key: jax.Array) -> Variables:
     """Initialise the network of each client [N, ...]; consumes ``key``."""
-    return jax.vmap(problem.model.init)(jax.random.split(key, problem.num_clients), problem.architectures)
+    clients = jnp.arange(problem.num_clients, dtype=jnp.int32)
+    return jax.vmap(lambda client_id: own_start(problem, key, client_id))(clients)
+
+
+def own_start(problem: Problem, key: jax.Array, client_id: jax.Array) -> Variables:
+    """Initialise the network of one client; consumes ``key`` together with ``client_id``."""
+    return problem.model.init(jax.random.fold_in(key, client_id), problem.architectures[client_id])
 
 
 def models_sent(problem: Problem, models: Variables) -> tuple[Parcels, ...]:

@@ -23,7 +23,7 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_starts, public_samples
+from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 
 EPSILON = 1e-6  # added to variances
@@ -103,9 +103,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def init(key):
         return State(jnp.zeros((count, problem.num_classes)))
 
-    def init_memory(key):
-        model = own_starts(problem, key)
-        return Memory(model, model, jnp.zeros(problem.num_clients, bool))
+    def init_memory(key, client_id):
+        model = own_start(problem, key, client_id)
+        return Memory(model, model, jnp.zeros((), bool))
 
     def dispatch(state, cohort, key):
         return {"consensus": trees.broadcast(state.consensus, problem.cohort_size)}

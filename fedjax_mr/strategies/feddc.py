@@ -72,7 +72,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         zeros = trees.zeros_like(model["params"])
         return State(model, zeros, zeros)
 
-    def init_memory(key):
+    def init_memory(key, client_id):
         zeros = zero_params(problem, key)
         return Memory(zeros, zeros)
 

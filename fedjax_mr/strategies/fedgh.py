@@ -32,7 +32,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, kept_model, nothing, own_starts, to_all
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, kept_model, nothing, own_start, to_all
 from fedjax_mr.strategies.hyper import field
 
 
@@ -127,8 +127,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         header = first.init(key)["params"][first.head_name()]
         return State(header, jnp.zeros((), bool))
 
-    def init_memory(key):
-        return Memory(own_starts(problem, key))
+    def init_memory(key, client_id):
+        return Memory(own_start(problem, key, client_id))
 
     def client_update(payload, memory, data, round, key):
         shared = with_header(network, memory.model, payload["header"])

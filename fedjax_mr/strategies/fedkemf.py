@@ -24,7 +24,7 @@ from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_starts, public_samples, to_all
+from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples, to_all
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
 
 AUTHORS_TEMPERATURE = 20.0
@@ -111,8 +111,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def init(key):
         return State(small.init(key))
 
-    def init_memory(key):
-        return Memory(own_starts(problem, key))
+    def init_memory(key, client_id):
+        return Memory(own_start(problem, key, client_id))
 
     def client_update(payload, memory, data, round, key):
         def training(number, own_network, own, knowledge):

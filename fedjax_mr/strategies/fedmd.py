@@ -27,7 +27,7 @@ from fedjax_mr.strategies.base import (
     Strategy,
     kept_model,
     nothing,
-    own_starts,
+    own_start,
     public_samples,
     to_all,
 )
@@ -109,8 +109,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         one, other = jax.random.split(key)
         return State(draw(one), draw(other), jnp.zeros((subset, problem.num_classes)))
 
-    def init_memory(key):
-        return LastModel(own_starts(problem, key), jnp.zeros(problem.num_clients, bool))
+    def init_memory(key, client_id):
+        return LastModel(own_start(problem, key, client_id), jnp.zeros((), bool))
 
     def client_update(payload, memory, data, round, key):
         public_key = jax.random.split(key)[1]  # own samples use the same key as Local-only

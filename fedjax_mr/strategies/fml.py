@@ -14,7 +14,7 @@ import dataclasses
 
 from fedjax_mr.engine import mutual
 from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.strategies.base import GlobalModel, Problem, Strategy, averaging, nothing, own_starts
+from fedjax_mr.strategies.base import GlobalModel, Problem, Strategy, averaging, nothing, own_start
 from fedjax_mr.strategies.hyper import field
 
 
@@ -64,7 +64,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         init=init,
         client_update=client_update,
         global_model=lambda state: network.pack(state.model, 0),
-        init_memory=lambda key: own_starts(problem, key),
+        init_memory=lambda key, client_id: own_start(problem, key, client_id),
         personal_part=nothing,
         personal_model=lambda part, memory, data, key: memory,
     )

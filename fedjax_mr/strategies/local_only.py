@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_starts
+from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start
 from fedjax_mr.strategies.hyper import field
 
 HIGHEST = jnp.finfo(jnp.float32).max  # the initial value of the lowest loss
@@ -49,9 +49,8 @@ class Memory(NamedTuple):
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build Local-only."""
 
-    def init_memory(key):
-        count = problem.num_clients
-        return Memory(own_starts(problem, key), jnp.full(count, HIGHEST), jnp.zeros(count, jnp.int32))
+    def init_memory(key, client_id):
+        return Memory(own_start(problem, key, client_id), jnp.full((), HIGHEST), jnp.zeros((), jnp.int32))
 
     def client_update(payload, memory, data, round, key):
         if hyper.patience is None:

@@ -144,9 +144,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def started(memory, shared):
         return trees.where(memory.trained, memory.own, shared)
 
-    def init_memory(key):
-        unused = Memory(trees.zeros_like(network.init(key)), jnp.zeros(()), jnp.zeros((), bool))
-        return trees.broadcast(unused, problem.num_clients)
+    def init_memory(key, client_id):
+        return Memory(trees.zeros_like(network.init(key)), jnp.zeros(()), jnp.zeros((), bool))
 
     def client_update(payload, memory, data, round, key):
         shared, parts = payload["model"], divide(data, setting.max_size)

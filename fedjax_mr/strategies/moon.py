@@ -62,4 +62,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model, metrics = local.train(network, problem.local, received, data, key, loss=loss)
         return {"model": model}, LastModel(model, jnp.ones((), bool)), metrics
 
-    return averaging(problem)._replace(client_update=client_update, init_memory=lambda key: untrained(problem, key))
+    return averaging(problem)._replace(
+        client_update=client_update, init_memory=lambda key, client_id: untrained(problem, key)
+    )

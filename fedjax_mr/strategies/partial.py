@@ -149,8 +149,8 @@ def build(stays: Callable[[Path], bool], problem: Problem, *, shared_epochs: int
     def init(key):
         return State(part(problem.model.init(key), own=False))
 
-    def init_memory(key):
-        return trees.broadcast(part(problem.model.init(key), own=True), problem.num_clients)
+    def init_memory(key, client_id):
+        return part(problem.model.init(key), own=True)
 
     def client_update(payload, memory, data, round, key):
         start, optimizer = join(payload["part"], memory), setting.optimizer

@@ -160,9 +160,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model = problem.model.init(key)
         return State(model, jax.tree.map(lambda leaf: jnp.full_like(leaf, hyper.rho), model["params"]))
 
-    def init_memory(key):
-        unused = Memory(*init(key), trained=jnp.zeros((), bool))
-        return trees.broadcast(unused, problem.num_clients)
+    def init_memory(key, client_id):
+        return Memory(*init(key), trained=jnp.zeros((), bool))
 
     def client_update(payload, memory, data, round, key):
         p = Gaussian(payload["model"]["params"], payload["rho"])

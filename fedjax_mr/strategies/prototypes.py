@@ -57,7 +57,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables, layers
-from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_starts, to_all
+from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_start, to_all
 from fedjax_mr.strategies.fedgh import class_means, representation_width
 from fedjax_mr.strategies.hyper import field
 
@@ -334,7 +334,7 @@ def build(
         to_all(problem, "prototypes", "known"),
         client_update,
         server_update,
-        init_memory=lambda key: own_starts(problem, key),
+        init_memory=lambda key, client_id: own_start(problem, key, client_id),
         traffic=traffic,
         personal_part=personal_part,
         personal_model=personal_model,

@@ -85,7 +85,7 @@ def test_with_lambda_0_alone_a_client_does_what_fedavgs_does_on_the_third_part(f
     problem, key = constants.problem, jax.random.key(5)
     payload = {"model": jax.jit(problem.model.init)(key)}
     mine, theirs = mapper.build(Hyper(mode=mode, grid=(0.0,)), problem), fedavg.build(fedavg.Hyper(), problem)
-    memory = jax.jit(lambda key: trees.take(mine.init_memory(key), 0))(key)
+    memory = jax.jit(mine.init_memory)(key, 0)
     ours = jax.jit(lambda data: mine.client_update(payload, memory, data, 0, key)[0])
     plain = jax.jit(lambda part: theirs.client_update(payload, None, part, 0, key)[0])
     for client in range(problem.num_clients):

@@ -72,12 +72,12 @@ def test_what_stays_and_what_is_sent(federation):
         row = STRATEGIES[name]
         strategy = row.build(row.hyper() if row.hyper else None, problem)
         state = jax.eval_shape(strategy.init, jax.random.key(0))
-        memory = jax.eval_shape(strategy.init_memory, jax.random.key(0))
+        memory = jax.eval_shape(strategy.init_memory, jax.random.key(0), 0)
         kept = {path for path in flatten_dict(shapes) if stays(path)}
         assert set(flatten_dict(memory)) == kept and set(flatten_dict(state.part)) == set(flatten_dict(shapes)) - kept
         assert len(kept) in range(1, len(flatten_dict(shapes)))
         payload = jax.eval_shape(lambda state, each=strategy: each.dispatch(state, None, None), state)
-        sent = problem.cohort_size * (trees.num_bytes(shapes) - trees.num_bytes(memory) // problem.num_clients)
+        sent = problem.cohort_size * (trees.num_bytes(shapes) - trees.num_bytes(memory))
         assert trees.num_bytes(payload) == sent
         joined = partial.join(state.part, memory)
         assert jax.tree.structure(joined) == jax.tree.structure(shapes)

@@ -247,7 +247,7 @@ def test_every_other_member_sees_the_inner_state():
         global_model=lambda state: state.model,
         individual_models=lambda state: state.model,
         select=lambda state, key: state.model,
-        init_memory=lambda key: "memory",
+        init_memory=lambda key, client_id: "memory",
         between_rounds=lambda state, round, key, client: (
             Counter({"params": state.model["params"] + round}),
             {"reported": 1},

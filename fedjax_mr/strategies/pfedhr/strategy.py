@@ -58,7 +58,7 @@ from fedjax_mr.strategies.base import (
     kept_model,
     models_sent,
     nothing,
-    own_starts,
+    own_start,
     public_samples,
 )
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
@@ -454,13 +454,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             teacher_size=jnp.zeros(problem.num_clients, jnp.int32),
         )
 
-    def init_memory(key):
-        starts = own_starts(problem, key)
+    def init_memory(key, client_id):
+        start = own_start(problem, key, client_id)
         if hyper.paused == "keep":
-            return Memory(starts)
-        return Memory(
-            starts, jax.random.key_data(jax.random.split(key, problem.num_clients))
-        )  # the keys of `own_starts`
+            return Memory(start)
+        return Memory(start, jax.random.key_data(jax.random.fold_in(key, client_id)))  # the key of `own_start`
 
     def dispatch(state, cohort, key):
         return {
