@@ -611,31 +611,40 @@ def padding_waste(contestant: Contestant, rounds: int = 50) -> dict[str, float]:
 
 
 def grow(options: Options) -> Rows:
-    """Return time and memory of a round against K (at N = 100) and N (at K = 10), each in a process of its own.
+    """Return time and memory of a round against K and against N, each in a process of its own.
 
-    The FEMNIST CNN, clients of 20 images, batch 10, one epoch.
+    Against K, at N = 100: FedMR, the FEMNIST CNN. Against N, at K = 100: FedAvg, FedMR and SCAFFOLD with its memory on
+    the host, LeNet-5. Clients of 20 images, drawn from 50,000 with replacement; batch 10, one epoch.
     """
-    points = [(k, 100) for k in (5, 10, 20, 50, 100)] + [(10, n) for n in (1_000, 10_000)]
-    return [in_its_own_process(measure_growth, *point) for point in points[:: 3 if options.quick else 1]]
+    points = [("fedmr", "cnn_femnist", k, 100) for k in (5, 10, 20, 50, 100)]
+    sizes = (1_000, 10_000, 100_000, 1_000_000)
+    points += [(name, "lenet5", 100, n) for name in ("fedavg", "fedmr", "scaffold") for n in sizes]
+    return [in_its_own_process(measure_growth, *point) for point in points[:: 4 if options.quick else 1]]
 
 
-def measure_growth(cohort: int, clients: int) -> dict[str, Any]:
+def measure_growth(strategy: str, model: str, cohort: int, clients: int) -> dict[str, Any]:
     """Return one row of `grow`."""
     set_up_jax(devices=None, cohort_size=cohort)
-    dataset = synthetic((28, 28, 1), 62, 20 * clients)
+    dataset = synthetic((28, 28, 1), 62, 50_000)
     config = fmr.Config(
-        strategy="fedmr", model="cnn_femnist", partition="iid", clients=clients, cohort=cohort, local_epochs=1,
-        batch_size=10, lr=LR,
+        strategy=strategy, model=model, partition="bootstrap", samples_per_client=20, clients=clients, cohort=cohort,
+        local_epochs=1, batch_size=10, lr=LR, memory="host",
     )  # fmt: skip
-    contestant = Contestant("fedmr", config, dataset=dataset)
+    started = time.perf_counter()
+    contestant = Contestant(strategy, config, dataset=dataset)
+    ready = time.perf_counter() - started - contestant.compile_seconds
     seconds = contestant.seconds()["round"]
+    memory = contestant.progress.memory
     return {
+        "strategy": strategy,
+        "model": model,
         "cohort": cohort,
         "clients": clients,
         "seconds_per_round": seconds,
         "seconds_per_client": seconds / cohort,
         "peak_memory_mb": peak_memory_bytes() / 1e6,
-        "data_mb": dataset.x.nbytes / 1e6,
+        "clients_with_memory": 0 if memory is None else len(memory),
+        "seconds_before": ready,  # division of the samples, their transfer and two rounds, without compilation
         "compile_seconds": contestant.compile_seconds,
     }
 

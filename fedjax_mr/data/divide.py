@@ -13,7 +13,7 @@ from absl import logging
 from fedjax_mr.data import partition as partitions
 from fedjax_mr.data import partition_file as partition_files
 from fedjax_mr.data.federated import Dataset, FederatedData, PartitionPlan, Public, Split
-from fedjax_mr.data.partition import PARTITIONS, Parts
+from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name
 
 STREAMS = {"partition": 1, "public": 2, "clients": 3, "holdout": 4, "split": 5, "test": 6}
@@ -31,6 +31,7 @@ def federate(
     shard_size: int | None = None,
     classes_per_client: int = 2,
     quantity_power: float = 1.0,
+    samples_per_client: int = 20,
     min_samples_per_client: int = 0,
     holdout_clients: int = 0,
     validation_share: float = 0.0,
@@ -53,6 +54,7 @@ def federate(
       shard_size: samples of each shard (`partition.shards`). Default: the size that uses all samples.
       classes_per_client: classes of each client (`partition.classes`).
       quantity_power: exponent of the sizes (`partition.quantity`).
+      samples_per_client: samples that each client draws (`partition.bootstrap`, `partition.bootstrap_dirichlet`).
       min_samples_per_client: natural clients with fewer samples (training and test together) are excluded.
       holdout_clients: number of further clients that never train.
       validation_share: fraction of the training samples of a client that it keeps for validation.
@@ -66,7 +68,8 @@ def federate(
 
     Raises:
       UserError: the partition is unknown, a setting is out of range, there are more clients than samples, a client has
-        no samples, or the partition file does not match.
+        no samples, clients that share samples would be tested on training samples of others, or the partition file does
+        not match.
     """
     if partition not in PARTITIONS:
         raise unknown_name("partition", partition, PARTITIONS)
@@ -92,8 +95,15 @@ def federate(
         "shard_size": shard_size,
         "classes_per_client": classes_per_client,
         "quantity_power": quantity_power,
+        "samples_per_client": samples_per_client,
         "report": notes.append,
     }
+    with_replacement = not partition_file and PARTITIONS[partition].with_replacement
+    if with_replacement and (validation_share or client_test_share or holdout_clients):
+        raise UserError(
+            f"clients of partition {partition!r} share samples, so validation_share=, client_test_share= and "
+            "holdout_clients= would test models on training samples of other clients: leave them out"
+        )
     if partition_file:
         owned = _from_authors(dataset, partition_file, num_clients, holdout_clients, public_size, seed)
     elif partition == "natural":
@@ -108,36 +118,39 @@ def federate(
             raise UserError(
                 f"partition {partition!r} needs at least 1 client, not {num_clients}; 0 is only for natural clients"
             )
-        if total > len(pool):
+        if total > len(pool) and not with_replacement:
             raise UserError(f"{total} clients are more than the {len(pool)} training samples of {dataset.name}")
-        parts = row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **chosen)
-        owned = _Owned([pool[part] for part in parts], None, public, ())
-    for client, part in enumerate(owned.train):
-        if not len(part):
-            name = repr(owned.names[client]) if owned.names else f"{client} of {len(owned.train)}"
-            raise UserError(
-                f"client {name} of {dataset.name} has no training samples: use fewer clients or another partition"
-            )
+        division = Split.of(row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **chosen))
+        train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
+        owned = _Owned(train, None, public, ())
+    sizes = owned.train.sizes
+    if not sizes.all():
+        client = int(np.argmin(sizes))
+        name = repr(owned.names[client]) if owned.names else f"{client} of {len(sizes)}"
+        raise UserError(
+            f"client {name} of {dataset.name} has no training samples: use fewer clients or another partition"
+        )
 
-    held_out = np.zeros(len(owned.train), bool)
+    held_out = np.zeros(len(sizes), bool)
     held_out[_stream(seed, "holdout").choice(len(held_out), holdout_clients, replace=False)] = True
     train, validation, test = _split(owned.train, validation_share, client_test_share, seed)
     if not client_test_share:
         test = owned.test if owned.test is not None else _matching(dataset, owned.train, seed)
     global_test = np.arange(len(dataset.test_y))
     if owned.test is not None:  # as in the papers, the union of the clients' test samples
-        global_test = np.sort(np.concatenate([part for part, out in zip(owned.test, held_out, strict=True) if not out]))
+        global_test = np.sort(owned.test.of_clients(np.flatnonzero(~held_out)).index).astype(np.int64)
     plan = PartitionPlan(
         dataset=dataset.name,
         fingerprint=dataset.fingerprint(),
-        train=Split.of(train),
-        validation=Split.of(validation),
-        test=Split.of(test),
+        train=train,
+        validation=validation,
+        test=test,
         own_test=client_test_share > 0,
         held_out=held_out,
         public=owned.public,
         names=owned.names,
         global_test=global_test,
+        with_replacement=with_replacement,
     )
     return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
 
@@ -145,8 +158,8 @@ def federate(
 class _Owned(NamedTuple):
     """The rows of each client, before the splits."""
 
-    train: Parts  # rows of x
-    test: Parts | None  # rows of test_x, or None if test samples have no owner
+    train: Split  # rows of x
+    test: Split | None  # rows of test_x, or None if test samples have no owner
     public: np.ndarray  # rows of x
     names: tuple[str, ...]
 
@@ -170,7 +183,7 @@ def _from_authors(
     free = np.setdiff1d(np.arange(len(dataset.y)), np.concatenate(parts))
     if public_size > len(free):
         raise UserError(f"partition file {file} leaves {len(free)} samples, too few for a public set of {public_size}")
-    return _Owned(parts, None, np.sort(_stream(seed, "public").choice(free, public_size, replace=False)), ())
+    return _Owned(Split.of(parts), None, np.sort(_stream(seed, "public").choice(free, public_size, replace=False)), ())
 
 
 def _natural(
@@ -199,24 +212,26 @@ def _natural(
     )
     donors = others if public_size <= len(others) else np.concatenate([train[client] for client in chosen])
     public = np.sort(_stream(seed, "public").choice(donors, min(public_size, len(donors)), replace=False))
+    own = [np.setdiff1d(train[client], public) if donors is not others else train[client] for client in chosen]
     return _Owned(
-        [np.setdiff1d(train[client], public) if donors is not others else train[client] for client in chosen],
-        None if test is None else [test[client] for client in chosen],
+        Split.of(own),
+        None if test is None else Split.of([test[client] for client in chosen]),
         public,
         tuple(dataset.client_names[client] for client in chosen),
     )
 
 
-def _split(parts: Parts, validation_share: float, test_share: float, seed: int) -> tuple[Parts, Parts, Parts]:
+def _split(owned: Split, validation_share: float, test_share: float, seed: int) -> tuple[Split, Split, Split]:
     """Split the rows of each client at random into training, validation and test rows.
 
     Every client keeps at least one training row. If only one row is left, it is also the validation row (FedMe's code).
     """
     if not validation_share and not test_share:
-        return parts, [part[:0] for part in parts], [part[:0] for part in parts]
+        nothing = Split(owned.index[:0], np.zeros_like(owned.offsets))
+        return owned, nothing, nothing
     rng = _stream(seed, "split")
     train, validation, test = [], [], []
-    for part in parts:
+    for part in owned.parts():
         rows = rng.permutation(part)
         num_test = min(round(test_share * len(rows)), len(rows) - 1)
         test.append(rows[:num_test])
@@ -226,12 +241,13 @@ def _split(parts: Parts, validation_share: float, test_share: float, seed: int) 
         )
         validation.append(rows[:num_validation])
         train.append(rows[num_validation:] if len(rows) > 1 else rows)
-    return train, validation, test
+    return Split.of(train), Split.of(validation), Split.of(test)
 
 
-def _matching(dataset: Dataset, parts: Parts, seed: int) -> Parts:
-    counts = np.array([np.bincount(dataset.y[part], minlength=dataset.num_classes) for part in parts])
-    return partitions.matching(dataset.test_y, counts, rng=_stream(seed, "test"))
+def _matching(dataset: Dataset, owned: Split, seed: int) -> Split:
+    counts = owned.label_counts(dataset.y, dataset.num_classes)
+    matched = partitions.matching(dataset.test_y, counts, rng=_stream(seed, "test"))
+    return matched._replace(index=matched.index.astype(np.int32))
 
 
 def _assemble(dataset: Dataset, plan: PartitionPlan, *, public_labels: bool, notes: list[str]) -> FederatedData:
@@ -272,27 +288,27 @@ def with_public(federated: FederatedData, other: Dataset, *, labels: bool, seed:
 
 def _federation(dataset: Dataset, plan: PartitionPlan, members: np.ndarray) -> FederatedData:
     """The federation of some clients of a plan. It has only their samples, so rows are renumbered."""
-
-    def of_members(split: Split) -> Split:
-        parts = split.parts()
-        return Split.of([parts[client] for client in members])
-
-    train, validation, test = (of_members(split) for split in (plan.train, plan.validation, plan.test))
-    from_x, from_test_x = (test.index, test.index[:0]) if plan.own_test else (test.index[:0], test.index)
-    rows = np.unique(np.concatenate([train.index, validation.index, from_x]))
-    test_rows = np.union1d(plan.global_test, from_test_x)
-    if not len(test_rows):
+    everyone = len(members) == len(plan.held_out)
+    train, validation, test = (
+        split if everyone else split.of_clients(members) for split in (plan.train, plan.validation, plan.test)
+    )
+    used, tested = np.zeros(len(dataset.y), bool), np.zeros(len(dataset.test_y), bool)
+    for index in (train.index, validation.index):
+        used[index] = True
+    tested[plan.global_test] = True
+    (used if plan.own_test else tested)[test.index] = True
+    if not tested.any():
         raise UserError(f"no participating client of {dataset.name} has test samples")
 
-    def renumber(split: Split, rows: np.ndarray) -> Split:
-        return split._replace(index=np.searchsorted(rows, split.index).astype(np.int32))
+    def renumber(split: Split, kept: np.ndarray) -> Split:
+        return split if kept.all() else split._replace(index=(np.cumsum(kept) - 1).astype(np.int32)[split.index])
 
-    is_complete = len(rows) == len(dataset.y) and len(test_rows) == len(dataset.test_y)
+    is_complete = used.all() and tested.all()
     return FederatedData(
-        dataset if is_complete else dataset.take(rows, test_rows),
-        renumber(train, rows),
-        validation=renumber(validation, rows) if len(validation.index) else None,
-        test=renumber(test, rows if plan.own_test else test_rows) if len(test.index) else None,
+        dataset if is_complete else dataset.take(np.flatnonzero(used), np.flatnonzero(tested)),
+        renumber(train, used),
+        validation=renumber(validation, used) if len(validation.index) else None,
+        test=renumber(test, used if plan.own_test else tested) if len(test.index) else None,
         own_test=plan.own_test,
         names=tuple(plan.names[client] for client in members) if plan.names else (),
     )

@@ -1,6 +1,7 @@
 """The data of a federation: one array of samples, and one array of row numbers in which each client owns a range."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError
 
+COUNTED_TOGETHER = 65_536  # clients whose labels are counted at a time, so that the table of a million takes no more
 MOST_CLASSES = 100_000  # memory grows with it: label counts are [N, C], and the head of a network has C outputs
 
 
@@ -150,18 +152,43 @@ class Split(NamedTuple):
         """The rows of every client, as a list of N arrays."""
         return np.split(self.index, self.offsets[1:-1])
 
+    def of_clients(self, clients: np.ndarray) -> "Split":
+        """The rows of some clients [R], in their order."""
+        sizes = self.sizes[clients]
+        offsets = offsets_of(sizes)
+        places = np.repeat(self.offsets[clients] - offsets[:-1], sizes) + np.arange(offsets[-1])
+        return Split(self.index[places], offsets)
+
+    def label_counts(self, labels: np.ndarray, num_classes: int) -> np.ndarray:
+        """Samples per client and class [N, C] int32, where ``labels`` are those of all samples."""
+        count = len(self.offsets) - 1
+        counts = np.empty((count, num_classes), np.int32)
+        for first in range(0, count, COUNTED_TOGETHER):
+            offsets = self.offsets[first : first + COUNTED_TOGETHER + 1]
+            clients = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+            cells = clients * num_classes + labels[self.index[offsets[0] : offsets[-1]]]
+            found = np.bincount(cells, minlength=(len(offsets) - 1) * num_classes)
+            counts[first : first + COUNTED_TOGETHER] = found.reshape(-1, num_classes)
+        return counts
+
     @classmethod
-    def of(cls, parts: Sequence[np.ndarray]) -> "Split":
-        """Join one row array per client."""
-        sizes = np.array([len(part) for part in parts], np.int32)
+    def of(cls, parts: "Split | Sequence[np.ndarray]") -> "Split":
+        """Join one row array per client. A split is returned unchanged."""
+        if isinstance(parts, Split):
+            return parts
         index = np.concatenate(parts).astype(np.int32) if len(parts) else np.zeros(0, np.int32)
-        return cls(index, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+        return cls(index, offsets_of(np.array([len(part) for part in parts], np.int64)))
+
+
+def offsets_of(sizes: np.ndarray) -> np.ndarray:
+    """The offsets [N + 1] int32 of clients that have ``sizes`` [N] rows."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 def consecutive(sizes: np.ndarray, *, first: int = 0) -> Split:
     """Rows that follow one another from ``first`` on, ``sizes`` [N] of them for each client."""
-    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    return Split(first + np.arange(ends[-1], dtype=np.int32), ends)
+    offsets = offsets_of(sizes)
+    return Split(first + np.arange(offsets[-1], dtype=np.int32), offsets)
 
 
 class PartitionPlan(NamedTuple):
@@ -180,6 +207,7 @@ class PartitionPlan(NamedTuple):
     public: np.ndarray  # [P] rows of x
     names: tuple[str, ...]  # [N] ids of natural clients, or ()
     global_test: np.ndarray  # [T] rows of test_x on which the models of the federation are tested
+    with_replacement: bool = False  # whether training rows may occur several times
 
 
 class Public(NamedTuple):
@@ -271,18 +299,22 @@ class FederatedData:
         """The training rows of each client, followed by its validation rows."""
         if self.validation is None or not len(self.validation.index):
             return self.train
-        pairs = zip(self.train.parts(), self.validation.parts(), strict=True)
-        return Split.of([np.concatenate(pair) for pair in pairs])
+        train, kept = self.train, self.validation
+        index = np.empty(len(train.index) + len(kept.index), np.int32)
+        index[np.arange(len(train.index)) + np.repeat(kept.offsets[:-1], train.sizes)] = train.index
+        index[np.arange(len(kept.index)) + np.repeat(train.offsets[1:], kept.sizes)] = kept.index
+        return Split(index, train.offsets + kept.offsets)
 
     def label_counts(self) -> np.ndarray:
         """Training samples per client and class [N, C]."""
-        counts = np.zeros((self.num_clients, self.dataset.num_classes), np.int32)
-        owner = np.repeat(np.arange(self.num_clients), self.sizes)
-        np.add.at(counts, (owner, self.dataset.y[self.train.index]), 1)
-        return counts
+        return self.train.label_counts(self.dataset.y, self.dataset.num_classes)
 
     def hash(self) -> str:
         """Digest of the samples and of their division."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> str:
         digest = hashlib.sha256(self.dataset.fingerprint().encode())
         for split in (self.train, self.validation, self.test):
             for part in split or ():

@@ -7,19 +7,22 @@ the best of `MAX_DRAWS` draws is repaired, and the caller receives a note.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_mr.data.federated import Split, offsets_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.registry import Registry
 
 Parts = list[np.ndarray]
-"""One row array per client."""
+"""One row array per client. For very many clients, a `Split` is the cheaper form."""
 
 MIN_SAMPLES = 10  # the released code of FedMR and FedMe redraws until every client has ten samples
 MAX_DRAWS = 1000  # the settings of the papers need a few draws; 10,000 clients take seconds
+DRAWN_TOGETHER = 4096  # clients for whom `bootstrap_dirichlet` draws at a time; it decides the draws
+MOST_ROWS = np.iinfo(np.int32).max
 MAX_CELLS = 50_000_000  # limit of clients x classes x draws before a repair: about 2 s
 
 Report = Callable[[str], None]
@@ -215,6 +218,60 @@ def quantity(
     return np.split(rng.permutation(len(labels)), np.cumsum(sizes)[:-1])
 
 
+def bootstrap(labels: np.ndarray, num_clients: int, *, rng: np.random.Generator, samples_per_client: int) -> Split:
+    """Let every client draw samples from the whole training set with replacement, so clients may share samples.
+
+    The number of clients is not limited by the number of samples. A client has the same samples for every larger N.
+
+    Args:
+      labels: [M] integer labels.
+      num_clients: N.
+      rng: consumed.
+      samples_per_client: number of samples of each client.
+
+    Raises:
+      UserError: as `_equal_offsets`.
+    """
+    offsets = _equal_offsets(num_clients, samples_per_client)
+    return Split(rng.integers(len(labels), size=offsets[-1], dtype=np.int32), offsets)
+
+
+def bootstrap_dirichlet(
+    labels: np.ndarray, num_clients: int, *, rng: np.random.Generator, samples_per_client: int, alpha: float
+) -> Split:
+    """Let every client draw samples with replacement, with class proportions of its own from a Dirichlet distribution.
+
+    It is Dirichlet(alpha C p), where p are the shares of the C classes in the training set: Dirichlet(alpha) if all
+    classes have the same size (Hsu, Qi, Brown, arXiv 1909.06335, 2019, up to the factor C). With a large alpha the
+    result is like `bootstrap`. The number of clients is not limited by the number of samples. A client has the same
+    samples for every larger N.
+
+    Args:
+      labels: [M] integer labels.
+      num_clients: N.
+      rng: consumed.
+      samples_per_client: number of samples of each client.
+      alpha: the concentration. Small values give clients with few classes.
+
+    Raises:
+      UserError: as `_equal_offsets`.
+    """
+    offsets = _equal_offsets(num_clients, samples_per_client)
+    by_label = np.argsort(labels, kind="stable").astype(np.int32)
+    class_sizes = np.bincount(labels)
+    class_sizes, starts = class_sizes[class_sizes > 0], (np.cumsum(class_sizes) - class_sizes)[class_sizes > 0]
+    concentration = alpha * len(class_sizes) * class_sizes / len(labels)
+    index = np.empty((num_clients, samples_per_client), np.int32)
+    for first in range(0, num_clients, DRAWN_TOGETHER):
+        shares = rng.dirichlet(concentration, DRAWN_TOGETHER)
+        counts = rng.multinomial(samples_per_client, shares)
+        classes = np.repeat(np.tile(np.arange(len(class_sizes)), DRAWN_TOGETHER), counts.ravel())
+        places = starts[classes] + rng.integers(class_sizes[classes])
+        drawn = rng.permuted(by_label[places].reshape(DRAWN_TOGETHER, samples_per_client), axis=1)
+        index[first : first + DRAWN_TOGETHER] = drawn[: num_clients - first]
+    return Split(index.ravel(), offsets)
+
+
 def natural(client: np.ndarray, num_clients: int) -> Parts:
     """Divide samples by their natural client. The rows of a client keep their order.
 
@@ -226,7 +283,7 @@ def natural(client: np.ndarray, num_clients: int) -> Parts:
     return np.split(order, np.cumsum(np.bincount(client, minlength=num_clients))[:-1])
 
 
-def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator) -> Parts:
+def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator) -> Split:
     """Divide further samples so that the clients' shares of each class are proportional to ``counts``.
 
     With the counts of the training samples, every client receives test samples with its label distribution.
@@ -237,16 +294,21 @@ def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator
       rng: consumed.
     """
     rows = _rows_by_class(labels, rng, num_classes=counts.shape[1])
-    totals = np.maximum(counts.sum(axis=0), 1)
-    shares = np.floor(np.cumsum(counts, axis=0) * (np.array([len(row) for row in rows]) / totals) + 1e-9)
-    return _deal(rows, np.diff(shares, axis=0, prepend=0).astype(int), rng)
+
+    def columns() -> Iterator[np.ndarray]:
+        for row, column in zip(rows, counts.T, strict=True):  # class by class: the whole table may be large
+            ends = np.cumsum(column)
+            yield np.diff(np.floor(ends * (len(row) / max(ends[-1], 1)) + 1e-9), prepend=0).astype(int)
+
+    return _deal(rows, columns(), len(counts), rng)
 
 
 class Partitioner(NamedTuple):
     """A registered partition: its function and the names of the settings that the function reads."""
 
-    divide: Callable[..., Parts]
+    divide: Callable[..., Parts | Split]
     settings: tuple[str, ...] = ()
+    with_replacement: bool = False  # whether clients may share samples
 
 
 def check_row(name: str, row: Any) -> None:
@@ -270,6 +332,8 @@ _OURS: dict[str, Partitioner] = {
     "shards": Partitioner(shards, ("shards_per_client", "shard_size", "report")),
     "classes": Partitioner(classes, ("classes_per_client", "report")),
     "quantity": Partitioner(quantity, ("quantity_power",)),
+    "bootstrap": Partitioner(bootstrap, ("samples_per_client",), with_replacement=True),
+    "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, ("samples_per_client", "alpha"), with_replacement=True),
     "natural": Partitioner(natural),
 }
 PARTITIONS = Registry("partition", "fmr.PARTITIONS", check_row, _OURS)
@@ -308,7 +372,7 @@ def _dirichlet(
             f"partition: {len(labels)} samples are too few for {min_samples} samples in each of {len(targets)} "
             f"clients; each has at least {least}"
         )
-    return _deal(_rows_by_class(labels, rng), best, rng)
+    return _deal(_rows_by_class(labels, rng), best.T, len(targets), rng).parts()
 
 
 def _draw_counts(
@@ -348,11 +412,29 @@ def _repair(counts: np.ndarray, least: int, rng: np.random.Generator) -> int:
     return moved
 
 
-def _deal(rows: list[np.ndarray], counts: np.ndarray, rng: np.random.Generator) -> Parts:
-    """Distribute the rows of each class by the counts [N, C]. The rows of each client are in random order."""
-    parts: list[list[np.ndarray]] = [[] for _ in counts]
-    for row, column in zip(rows, counts.T, strict=True):
-        ends = np.cumsum(column)
-        for part, start, end in zip(parts, ends - column, ends, strict=True):
-            part.append(row[start:end])
-    return [rng.permutation(np.concatenate(part)) for part in parts]
+def _deal(rows: list[np.ndarray], counts: Iterable[np.ndarray], num_clients: int, rng: np.random.Generator) -> Split:
+    """Distribute the rows of each class by its counts [N]. The rows of each client are in random order."""
+    owners, dealt = [], []
+    for row, column in zip(rows, counts, strict=True):
+        owners.append(np.repeat(np.arange(num_clients), column))
+        dealt.append(row[: len(owners[-1])])
+    owner = np.concatenate(owners)
+    index = np.concatenate(dealt)[np.argsort(owner, kind="stable")]
+    offsets = offsets_of(np.bincount(owner, minlength=num_clients))
+    for client in np.flatnonzero(np.diff(offsets) > 1):
+        rng.shuffle(index[offsets[client] : offsets[client + 1]])
+    return Split(index, offsets)
+
+
+def _equal_offsets(num_clients: int, samples_per_client: int) -> np.ndarray:
+    """The offsets [N + 1] of clients with equal numbers of samples.
+
+    Raises:
+      UserError: all clients together have too many samples for the row numbers.
+    """
+    if num_clients * samples_per_client > MOST_ROWS:
+        raise UserError(
+            f"{num_clients} clients x samples_per_client={samples_per_client} are more than {MOST_ROWS:,} samples: use "
+            "fewer clients or a smaller samples_per_client="
+        )
+    return np.arange(num_clients + 1, dtype=np.int32) * np.int32(samples_per_client)

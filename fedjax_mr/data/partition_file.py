@@ -39,7 +39,9 @@ def read(path: Path | str, *, dataset: Dataset | None = None) -> PartitionPlan:
     try:
         arrays = npz.read(path)
         splits = {name: Split(arrays.pop(f"{name}_index"), arrays.pop(f"{name}_offsets")) for name in _SPLITS}
-        single = {name: arrays.pop(name).item() for name in ("dataset", "fingerprint", "own_test")}
+        arrays.setdefault("with_replacement", np.zeros((), bool))  # files of earlier versions have no such entry
+        names = ("dataset", "fingerprint", "own_test", "with_replacement")
+        single = {name: arrays.pop(name).item() for name in names}
         plan = PartitionPlan(**splits, **single, names=tuple(arrays.pop("names").tolist()), **arrays)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"partition file {path} is damaged or of another kind ({_brief(error)})") from None
@@ -59,22 +61,25 @@ def read(path: Path | str, *, dataset: Dataset | None = None) -> PartitionPlan:
 def _check(plan: PartitionPlan, num_samples: int, num_test: int) -> None:
     """Check that a plan assigns each sample at most once. Only a modified file can fail this check.
 
-    Exception: the only training row of a client may also be its validation row (`divide`).
+    Exceptions: the only training row of a client may also be its validation row (`divide`), and clients that draw
+    samples with replacement share them.
 
     Raises:
       ValueError: names the first fault.
     """
     if plan.held_out.ndim != 1 or plan.held_out.dtype != bool or not len(plan.held_out) or plan.held_out.all():
         raise ValueError(f"held_out is {_kind(plan.held_out)}, not one bool per client with at least one False")
-    if not isinstance(plan.own_test, bool):
-        raise ValueError(f"own_test is {plan.own_test!r}, not True or False")
+    for name in ("own_test", "with_replacement"):
+        if not isinstance(value := getattr(plan, name), bool):
+            raise ValueError(f"{name} is {value!r}, not True or False")
     clients = len(plan.held_out)
     if len(plan.names) not in (0, clients) or not all(isinstance(name, str) for name in plan.names):
         raise ValueError(f"names holds {len(plan.names)} values, not one name for each of {clients} clients")
     owners = {}
     for name in _SPLITS:
         split: Split = getattr(plan, name)
-        _check_rows(f"{name}_index", split.index, num_test if name == "test" and not plan.own_test else num_samples)
+        limit = num_test if name == "test" and not plan.own_test else num_samples
+        _check_rows(f"{name}_index", split.index, limit, repeated=name == "train" and plan.with_replacement)
         offsets = split.offsets
         if offsets.dtype.kind not in "iu" or offsets.shape != (clients + 1,):
             raise ValueError(f"{name}_offsets is {_kind(offsets)}, not {clients + 1} whole numbers")
@@ -89,7 +94,7 @@ def _check(plan: PartitionPlan, num_samples: int, num_test: int) -> None:
     single = np.where(plan.train.sizes == 1, plan.train.index[plan.train.offsets[:-1]], -1)
     shared = plan.validation.index == single[owners["validation"]]
     assigned = [
-        plan.train.index,
+        np.unique(plan.train.index) if plan.with_replacement else plan.train.index,
         plan.validation.index[~shared],
         plan.public,
         *([plan.test.index] if plan.own_test else []),
@@ -99,12 +104,12 @@ def _check(plan: PartitionPlan, num_samples: int, num_test: int) -> None:
         raise ValueError(f"sample {rows[counts > 1][0]} is assigned twice (to clients or the public set)")
 
 
-def _check_rows(name: str, rows: np.ndarray, limit: int) -> None:
+def _check_rows(name: str, rows: np.ndarray, limit: int, *, repeated: bool = False) -> None:
     if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
         raise ValueError(f"{name} is {_kind(rows)}, not a list of whole numbers")
     if len(rows) and (rows.min() < 0 or rows.max() >= limit):
         raise ValueError(f"{name} has rows from {rows.min()} to {rows.max()}, outside 0..{limit - 1}")
-    if len(np.unique(rows)) != len(rows):
+    if not repeated and len(np.unique(rows)) != len(rows):
         raise ValueError(f"{name} names a row twice")
 
 

@@ -234,7 +234,11 @@ class Rounds:
 
     def compile(self) -> Programs:
         """Compile the training and evaluation programs for a machine that is not present. Nothing is executed."""
-        progress, _ = self._fused(self._place(self.shapes(), self._placement), 1)
+        shapes = self.shapes()
+        if self._memory_on_host:  # the devices hold only the memories of a cohort
+            row = lambda leaf: jax.ShapeDtypeStruct((self.stacks[2], *leaf.shape[1:]), leaf.dtype)
+            shapes = shapes._replace(memory=jax.tree.map(row, shapes.memory))
+        progress, _ = self._fused(self._place(shapes, self._placement), 1)
         self.deployed(progress)
         self.individual(progress)
         return self.programs

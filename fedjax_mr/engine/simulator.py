@@ -37,6 +37,8 @@ from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
 from fedjax_mr.strategies.hyper import bind
 
+MOST_MEMORY_OF_CPU = 1_000_000_000  # bytes of the clients' memories on a CPU device; on the host only used rows exist
+
 
 class Simulator:
     """Federated training on this machine. All clients of a round train in one compiled program.
@@ -84,7 +86,8 @@ class Simulator:
           devices: number of devices D. Default: see `client_axis`.
           lanes: clients that train side by side on a device. Default: 1 on CPUs, else as many as fit into its memory.
           memory: placement of the memories of all N clients: ``device``, ``host`` or ``auto``. ``auto`` chooses the
-            host if they need more than a third of a device's memory.
+            host if they need more than a third of a device's memory, or 1 GB on a CPU. On the host, only the memories
+            of clients that have trained exist.
           data_placement: placement of the clients' samples, with the same values as ``memory``.
           stop_at_divergence: whether a call ends after the first round with a non-finite loss or weight.
           axis: the layout, in place of ``devices`` and ``lanes``.
@@ -264,7 +267,9 @@ class Simulator:
                 )
             return False
         one = jax.eval_shape(strategy.init_memory, jax.random.key(0), np.int32(0))
-        return memory == "host" or too_large(self.problem.num_clients * trees.num_bytes(one), axis)
+        needed = self.problem.num_clients * trees.num_bytes(one)
+        on_cpu = axis.platform == "cpu" and not axis.described
+        return memory == "host" or too_large(needed, axis) or (on_cpu and needed > MOST_MEMORY_OF_CPU)
 
     def _trace_round(self, axis: ClientAxis) -> None:
         """Trace a round with a user-supplied network. Nothing is computed.

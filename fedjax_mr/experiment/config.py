@@ -75,6 +75,9 @@ class Config:
         2, "classes: number of classes of each client", unit="classes", low=1, source="pFedHR")
     quantity_power: float = _partition(
         1.0, "quantity: the r-th largest client has about r^-power samples", low=0, source="our choice")
+    samples_per_client: int = _partition(
+        20, "bootstrap, bootstrap_dirichlet: samples that each client draws with replacement", unit="samples", low=1,
+        source="our choice")
     partition_file: str | None = _partition(
         None, "The partition.npz of a run folder, which replaces all other settings of this group, or a JSON file of "
         "the FedMR authors, which replaces --partition", path=True)
@@ -220,8 +223,9 @@ class Config:
         "memory holds",
         unit="clients", low=1)
     memory: str = _engine(
-        "auto", "Place of the memories that all N clients keep between rounds. auto uses the host if they need more "
-        "than a third of a device's memory", choices=("auto", "device", "host"))
+        "auto", "Place of the memories that all N clients keep between rounds. On the host, only those of clients that "
+        "have trained exist. auto uses the host if all of them need more than a third of a device's memory, or 1 GB on "
+        "a CPU", choices=("auto", "device", "host"))
     data_placement: str = _engine(
         "auto", "Place of the clients' samples. With host, the samples of the next cohort are transferred during a "
         "round, each client padded to the largest. auto uses the host if the samples need more than a third of a "

@@ -34,6 +34,7 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
         shard_size=config.shard_size,
         classes_per_client=config.classes_per_client,
         quantity_power=config.quantity_power,
+        samples_per_client=config.samples_per_client,
         min_samples_per_client=config.min_samples_per_client,
         holdout_clients=config.holdout_clients,
         validation_share=config.validation_share,

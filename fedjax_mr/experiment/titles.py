@@ -16,8 +16,9 @@ from fedjax_mr.strategies import STRATEGIES
 SEEDS = ("seed", "partition_seed")
 # Settings that a single partition uses; the others ignore them.
 DIVISIONS = {
-    "alpha": ("dirichlet", "dirichlet_size"), "alpha_size": ("dirichlet_size",), "shards_per_client": ("shards",),
-    "shard_size": ("shards",), "classes_per_client": ("classes",), "quantity_power": ("quantity",),
+    "alpha": ("dirichlet", "dirichlet_size", "bootstrap_dirichlet"), "alpha_size": ("dirichlet_size",),
+    "shards_per_client": ("shards",), "shard_size": ("shards",), "classes_per_client": ("classes",),
+    "quantity_power": ("quantity",), "samples_per_client": ("bootstrap", "bootstrap_dirichlet"),
 }  # fmt: skip
 
 DATASETS = {
@@ -96,6 +97,8 @@ def division(settings: Mapping[str, Any]) -> str:
         "shards": f"{of('shards_per_client')} shards per client",
         "classes": f"{of('classes_per_client')} classes per client",
         "quantity": f"sizes by rank^-{of('quantity_power')}",
+        "bootstrap": f"bootstrap of {of('samples_per_client')}",
+        "bootstrap_dirichlet": f"bootstrap of {of('samples_per_client')}, Dirichlet({of('alpha')})",
         "natural": "natural clients",
     }
     return names.get(settings["partition"]) or settings["partition"]

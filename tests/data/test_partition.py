@@ -22,6 +22,7 @@ SETTINGS = {
     "shard_size": None,
     "classes_per_client": 2,
     "quantity_power": 1.0,
+    "samples_per_client": 20,
     "report": lambda note: pytest.fail(f"unexpected repair: {note}"),
 }
 
@@ -40,7 +41,10 @@ def counts(parts, labels):
     return np.array([np.bincount(labels[part], minlength=labels.max() + 1) for part in parts])
 
 
-@pytest.mark.parametrize("name", sorted(PARTITIONS.keys() - {"natural"}))
+DISJOINT = sorted(name for name, row in PARTITIONS.items() if not row.with_replacement and name != "natural")
+
+
+@pytest.mark.parametrize("name", DISJOINT)
 class TestEvery:
     def test_deals_every_sample_once(self, name):
         parts = divide(name, CIFAR, 30)
@@ -203,6 +207,32 @@ class TestQuantity:
         assert np.ptp(sizes(divide("quantity", CIFAR, 30, quantity_power=0.0))) <= 1
 
 
+class TestWithReplacement:
+    LABELS = np.repeat(np.arange(12), [0, 600, 0, 300, *[100] * 8])
+
+    @pytest.mark.parametrize("name", ["bootstrap", "bootstrap_dirichlet"])
+    def test_clients_are_the_same_for_every_larger_number_of_clients(self, name):
+        few, many = (divide(name, self.LABELS, count, alpha=0.1) for count in (7, partition.DRAWN_TOGETHER + 5))
+        assert few.sizes.tolist() == [20] * 7 and len(many.sizes) == partition.DRAWN_TOGETHER + 5
+        np.testing.assert_array_equal(few.index, many.index[: len(few.index)])
+        assert len(np.unique(many.index)) == len(self.LABELS)
+
+    def test_labels_are_those_of_the_training_set(self):
+        shares = np.bincount(self.LABELS) / len(self.LABELS)
+        iid, skewed, even = (
+            divide(name, self.LABELS, 5000, alpha=alpha).label_counts(self.LABELS, 12)
+            for name, alpha in (("bootstrap", 0), ("bootstrap_dirichlet", 0.05), ("bootstrap_dirichlet", 1e4))
+        )
+        for table in (iid, skewed, even):
+            np.testing.assert_allclose(table.sum(axis=0) / table.sum(), shares, atol=0.02)
+        classes = [(table > 0).sum(axis=1).mean() for table in (iid, skewed, even)]
+        assert classes[1] < 2.5 and classes[2] == pytest.approx(classes[0], abs=0.1)
+
+    def test_row_numbers_fit(self):
+        with pytest.raises(UserError, match="smaller samples_per_client="):
+            divide("bootstrap", self.LABELS, 1_000_000, samples_per_client=3000)
+
+
 def test_natural_keeps_clients_and_order():
     parts = partition.natural(np.array([2, 0, 2, 1, 0]), 3)
     assert [part.tolist() for part in parts] == [[1, 4], [3], [0, 2]]
@@ -212,13 +242,13 @@ def test_matching_follows_the_training_labels():
     train = divide("dirichlet", CIFAR, 20, alpha=0.3)
     table = counts(train, CIFAR)
     labels = np.repeat(np.arange(10), 1000)
-    parts = partition.matching(labels, table, rng=np.random.default_rng(0))
+    parts = partition.matching(labels, table, rng=np.random.default_rng(0)).parts()
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(10_000))
     np.testing.assert_allclose(counts(parts, labels), table / 5, atol=1.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PARTITIONS.keys() - {"natural"}))
+@pytest.mark.parametrize("name", DISJOINT)
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
 def test_a_million_samples_over_ten_thousand_clients_within_ten_seconds(name, alpha):
     labels = np.random.default_rng(0).integers(0, 10, 1_000_000)
