@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis, assign, map_clients, positions
-from fedjax_mr.engine.placement import CohortSamples, HostMemory, HostSamples, place, shapes_at
+from fedjax_mr.engine.placement import CohortSamples, HostMemory, HostSamples, place, shapes_at, shared_by_cpus
 from fedjax_mr.engine.program import Programs, Stopwatch, numbers_are_arguments
 from fedjax_mr.engine.round import (
     HOST,
@@ -128,9 +128,11 @@ class Rounds:
             self._samples = HostSamples(samples.x, samples.y, index, offsets, sharding=axis.sharded)
             nothing = samples._replace(x=np.zeros(0, np.float32), y=np.zeros(0, np.int32))
             constants = constants._replace(federation=Federation(nothing, np.zeros(0, np.int32), offsets))
+        if axis.platform == "cpu" and not axis.described:
+            constants = shared_by_cpus(constants)
         self.constants = self._place(constants, axis.replicated)
         # The server needs no samples. If its state is on one device, that device has a copy of the other constants.
-        small = constants._replace(federation=constants.federation._replace(samples=None))
+        small = constants._replace(federation=constants.federation._replace(samples=None, index=None))
         self._server_constants = self._place(small, axis.server_device)
         self._placement = axis.state_placement(self.shapes(), rows=self.stacks)
 
