@@ -391,3 +391,22 @@ class TestPublicFromElsewhere:
             other = dataclasses.replace(dataset, name="other", **change)
             with pytest.raises(UserError, match=message):
                 divide.with_public(federated, other, labels=True, seed=0)
+
+
+class TestWithReplacement:
+    def test_more_clients_than_samples(self, tmp_path):
+        dataset = numbered()
+        federated = data.federate(
+            dataset, partition="bootstrap", num_clients=3000, samples_per_client=4, public_share=0.1
+        )
+        assert federated.num_clients == 3000 and set(federated.sizes.tolist()) == {4}
+        trained = federated.dataset.x[federated.train.index, 0].astype(int)
+        assert not set(trained.tolist()) & set(federated.public.x[:, 0].astype(int).tolist())
+        partition_file.save(federated.plan, tmp_path / "plan.npz")
+        again = data.federate(dataset, partition_file=str(tmp_path / "plan.npz"), num_clients=0)
+        assert again.hash() == federated.hash() and again.plan.with_replacement
+
+    @pytest.mark.parametrize("kept", ["validation_share", "client_test_share", "holdout_clients"])
+    def test_no_samples_are_held_out(self, kept):
+        with pytest.raises(UserError, match="training samples of other clients: leave them out"):
+            data.federate(numbered(), partition="bootstrap_dirichlet", **{kept: 1 if "clients" in kept else 0.1})
