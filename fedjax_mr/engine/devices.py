@@ -45,8 +45,7 @@ def set_up_jax(
       num_processes: number of processes that share the devices evenly.
       cache_dir: folder of the compilation cache. Default: the package's folder in the user's cache.
     """
-    count = -(-devices // num_processes) if devices else min(usable_cores(), -(-cohort_size // num_processes))
-    count = min(count, max(MAX_CPU_DEVICES, usable_cores()))  # `client_axis` rejects larger numbers
+    count = cpu_devices(devices, cohort_size, num_processes=num_processes)
     # A waiting CPU collective occupies a thread that its partner may need, so several processes get more threads. One
     # process has no collectives (see `ClientAxis.fused`) and keeps one thread per core: XLA splits operations into as
     # many parts as there are threads, and four times as many threads cost a third of the speed.
@@ -56,6 +55,12 @@ def set_up_jax(
     if num_processes > 1:
         add_xla_flags(LONG_TIMEOUTS)
     _use_cores(count, requested=devices is not None)
+
+
+def cpu_devices(devices: int | None, cohort_size: int, *, num_processes: int = 1) -> int:
+    """Number of CPU devices of a process. JAX fixes it when it starts. The arguments are those of `set_up_jax`."""
+    count = -(-devices // num_processes) if devices else min(usable_cores(), -(-cohort_size // num_processes))
+    return min(count, max(MAX_CPU_DEVICES, usable_cores()))  # `client_axis` rejects larger numbers
 
 
 def _use_cores(count: int, *, requested: bool) -> None:

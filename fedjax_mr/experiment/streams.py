@@ -57,7 +57,7 @@ def _guarded(number: int, stream: TextIO | None) -> TextIO:
         buffer,
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering,
+        line_buffering=stream.line_buffering or stream.write_through,  # the latter with PYTHONUNBUFFERED
         write_through=stream.write_through,
     )
 

@@ -14,7 +14,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import run_state
 from fedjax_mr.sweep.plan import PlannedRun
-from fedjax_mr.sweep.process import last_words, run_in_process
+from fedjax_mr.sweep.process import Worker, last_words
 
 CALIBRATION_ROUNDS = 2
 
@@ -32,7 +32,7 @@ class Cost:
         return self.start + rounds * self.round + -(-rounds // config.eval_every) * self.evaluation
 
 
-def calibrate(run: PlannedRun) -> Cost:
+def calibrate(run: PlannedRun, worker: Worker) -> Cost:
     """Measure the costs of a run by training a few rounds in a temporary folder.
 
     Raises:
@@ -43,7 +43,7 @@ def calibrate(run: PlannedRun) -> Cost:
         short = dataclasses.replace(run.config, rounds=rounds, eval_every=rounds)
         run = dataclasses.replace(run, config=short, folder=Path(temporary) / "run")
         started = time.perf_counter()
-        code = run_in_process([run], lambda: None)
+        code = worker.train([run], lambda: None)
         wall = time.perf_counter() - started
         if code:
             raise UserError(f"{run.kind} cannot be timed: {last_words(run)}")
@@ -56,7 +56,8 @@ def estimate(runs: Sequence[PlannedRun]) -> dict[str, Cost]:
     """Measure one run of each kind that has rounds left, and return the costs by kind."""
     unfinished = {run.kind: run for run in reversed(runs) if run_state(run.folder) in ("new", "started")}
     bar = tqdm(unfinished.items(), desc="calibrating", leave=False, disable=not sys.stderr.isatty())
-    return {kind: calibrate(run) for kind, run in bar}
+    with Worker() as worker:
+        return {kind: calibrate(run, worker) for kind, run in bar}
 
 
 def describe(runs: Sequence[PlannedRun], costs: Mapping[str, Cost] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The runs of a sweep, and the launcher that trains them in processes of this machine.
+"""The runs of a sweep, and the launcher that trains them on this machine.
 
 `fedjax_mr.sweep.slurm` is the launcher that makes them jobs of a cluster.
 """
@@ -18,7 +18,7 @@ from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.sweep import grids
 from fedjax_mr.sweep.bar import Bar
 from fedjax_mr.sweep.plan import PlannedRun, Sweep
-from fedjax_mr.sweep.process import ABORTED, claimed, last_words, log_of, run_in_process
+from fedjax_mr.sweep.process import ABORTED, Worker, claimed, last_words, log_of
 
 Launcher = Callable[[Sequence[Sequence[PlannedRun]], Bar], dict[Path, int]]
 """Trains the runs of batches that have not ended (`code_if_ended`) and returns the exit codes by folder.
@@ -42,7 +42,7 @@ def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False, launch: La
     """
     bar = Bar(runs)
     try:
-        codes = (launch or one_by_one)(batches(runs) if batch_seeds else [[run] for run in runs], bar)
+        codes = (launch or one_by_one)(batches(runs) if batch_seeds else [[run] for run in by_kind(runs)], bar)
     finally:
         bar.close()
     # Another process may have finished its runs by now.
@@ -59,15 +59,22 @@ def code_if_ended(run: PlannedRun, bar: Bar) -> int | None:
 
 
 def one_by_one(batches: Sequence[Sequence[PlannedRun]], bar: Bar) -> dict[Path, int]:
-    """Train each batch in a process of this machine, one after the other, and return the exit codes by folder."""
+    """Train the batches in a process of this machine, one after the other, and return the exit codes by folder."""
     codes: dict[Path, int] = {}
-    for batch in batches:
-        codes |= _run_batch(batch, bar)
+    with Worker() as worker:
+        for batch in batches:
+            codes |= _run_batch(batch, worker, bar)
     return codes
 
 
-def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
-    """Train the unfinished runs of a batch in one process, and return the exit codes by folder."""
+def by_kind(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Order the runs so that those of a kind follow each other and share compiled programs."""
+    kinds = list(dict.fromkeys(run.kind for run in runs))
+    return sorted(runs, key=lambda run: kinds.index(run.kind))
+
+
+def _run_batch(batch: Sequence[PlannedRun], worker: Worker, bar: Bar) -> dict[Path, int]:
+    """Train the unfinished runs of a batch in one program, and return the exit codes by folder."""
     codes, unfinished = {}, []
     with contextlib.ExitStack() as claims:
         for run in batch:
@@ -81,7 +88,7 @@ def _run_batch(batch: Sequence[PlannedRun], bar: Bar) -> dict[Path, int]:
                     codes[run.folder] = 2
                     bar.say(f"{run.folder}: another process uses it")
         if unfinished:
-            code = run_in_process(unfinished, functools.partial(bar.show, unfinished))
+            code = worker.train(unfinished, functools.partial(bar.show, unfinished))
             codes |= {run.folder: code_of(run, code) for run in unfinished}
             log = log_of(unfinished[0])
             for run in (run for run in unfinished if codes[run.folder]):

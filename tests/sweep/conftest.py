@@ -1,4 +1,4 @@
-"""Sweeps in an empty folder, with a function in the place of their runs' processes."""
+"""Sweeps in an empty folder, with a function in the place of their workers."""
 
 import json
 
@@ -6,8 +6,7 @@ import pytest
 
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import COLUMNS
-from fedjax_mr.sweep import runs as runs_of_a_sweep
-from fedjax_mr.sweep.process import log_of
+from fedjax_mr.sweep.process import Worker, log_of
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +16,12 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replace the process of a run by a function of its strategy -> exit code; collect the runs it is asked for."""
+    """Replace the work of a worker by a function of its strategy -> exit code; collect the runs it is asked for."""
 
     def install(codes=None):
         asked = []
 
-        def train(runs, look):
+        def train(worker, runs, look):
             asked.append(runs[0] if len(runs) == 1 else runs)
             code = (codes or {}).get(runs[0].config.strategy, 0)
             for run in runs:
@@ -38,7 +37,7 @@ def trained(monkeypatch):
             look()
             return code
 
-        monkeypatch.setattr(runs_of_a_sweep, "run_in_process", train)
+        monkeypatch.setattr(Worker, "train", train)
         return asked
 
     return install

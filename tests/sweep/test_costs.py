@@ -26,7 +26,7 @@ def test_the_estimate_adds_start_rounds_and_evaluations():
 
 def test_kinds_of_runs_are_timed_once(monkeypatch, capsys):
     timed = []
-    monkeypatch.setattr(costs, "calibrate", lambda run: timed.append(run.kind) or costs.Cost(1.0, 1.0, 0.0))
+    monkeypatch.setattr(costs, "calibrate", lambda run, worker: timed.append(run.kind) or costs.Cost(1.0, 1.0, 0.0))
     grid = ["--grid=local_epochs=1,2", "--grid=partition=iid,classes"]  # the division of the data takes no time
     assert main([*PRODUCT, *grid, "--dry_run", "--calibrate"]) == 0
     assert sorted(timed) == sorted(f"{name} local_epochs={epochs}" for name in ("fedavg", "fedmr") for epochs in (1, 2))
@@ -36,7 +36,7 @@ def test_kinds_of_runs_are_timed_once(monkeypatch, capsys):
 
 
 def test_a_dry_run_prints_the_plan_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(costs, "calibrate", lambda run: pytest.fail("trained"))
+    monkeypatch.setattr(costs, "calibrate", lambda run, worker: pytest.fail("trained"))
     assert main(["--strategies=fedavg,pfedhr", "--seeds=0:2", "--rounds=1000", "--dry_run"]) == 0
     out, told = capsys.readouterr()
     assert out.startswith("4 runs in runs") and "1,000 rounds left\n" in out

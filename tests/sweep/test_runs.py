@@ -24,7 +24,7 @@ from fedjax_mr.sweep import process as process_of_a_run
 from fedjax_mr.sweep import runs as runs_of_a_sweep
 from fedjax_mr.sweep.__main__ import main
 from fedjax_mr.sweep.bar import Bar
-from fedjax_mr.sweep.process import last_words, run_in_process
+from fedjax_mr.sweep.process import Worker, last_words, log_of
 from fedjax_mr.sweep.runs import batches
 from record.keep import keep
 
@@ -139,7 +139,7 @@ def test_a_run_that_another_process_finishes_meanwhile_is_no_failure(trained, mo
     def claimed(run):
         if run.config.seed == 0:
             raise TakenError("by another process")
-        runs_of_a_sweep.run_in_process([theirs], lambda: None)
+        Worker().train([theirs], lambda: None)
         yield
 
     monkeypatch.setattr(runs_of_a_sweep, "claimed", claimed)
@@ -194,8 +194,8 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
             sent.append(signal.SIGTERM)  # a second one would end the run at once
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Interrupted) as stopped:
-        run_in_process([run], stop)
+    with pytest.raises(Interrupted) as stopped, Worker() as worker:
+        worker.train([run], stop)
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert run_state(run.folder) == "started"
     assert "go on with" in last_words(run)
@@ -238,8 +238,8 @@ def test_a_second_signal_ends_a_run_at_once(monkeypatch):
         if Path("ready").exists():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Interrupted):
-        run_in_process([run], stop)
+    with pytest.raises(Interrupted), Worker() as worker:
+        worker.train([run], stop)
 
 
 def test_a_run_that_cannot_start_says_why(capsys):
@@ -276,10 +276,72 @@ def test_a_run_that_is_killed_has_aborted_and_the_signal_is_named(number, kills,
     assert log.read_text().startswith("its own words\nfedjax-mr: killed by ")
 
 
+JOBS = """
+import os, pathlib, signal, sys, time, warnings
+
+def main(arguments):
+    what, place = arguments
+    place = pathlib.Path(place)
+    before = place.read_text().split() if place.exists() else []
+    place.write_text(" ".join([*before, str(os.getpid())]))
+    print(f"its words: {what}", flush=True)
+    warnings.warn("shown once")
+    if what == "abort":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "fails beside others" and "jobs.others" in sys.modules:
+        raise ValueError("too many others")
+    sys.modules["jobs.others"] = sys
+    return int(what) if what.isdecimal() else 0
+"""
+
+
+@pytest.fixture
+def in_a_worker(monkeypatch, tmp_path):
+    """Let a real worker do these jobs in the place of runs; return their codes, processes and logs."""
+
+    def train(*jobs):
+        _, runs = sweep.plan([*TINY, f"--seeds=0:{len(jobs)}"])
+        names = {run.folder: job for run, job in zip(runs, jobs, strict=True)}
+        command = lambda runs: ("jobs", [names[runs[0].folder], str(tmp_path / f"seed{runs[0].config.seed}")])
+        monkeypatch.setattr(process_of_a_run, "command_of", command)
+        with Worker() as worker:
+            codes = [worker.train([run], lambda: None) for run in runs]
+        return codes, [Path(f"seed{run.config.seed}").read_text().split() for run in runs], [
+            log_of(run).read_text() for run in runs
+        ]
+
+    (tmp_path / "jobs.py").write_text(JOBS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(process_of_a_run.__file__).parents[2]}")
+    return train
+
+
+def test_runs_share_a_process_and_one_that_dies_takes_no_other_with_it(in_a_worker):
+    codes, ids, logs = in_a_worker("ok", "3", "abort", "ok", "2", "ok", "fails beside others")
+    assert codes == [0, 3, 1, 0, 2, 0, 0]
+    first, diverged, aborted, after, refused, last, alone = ids
+    assert first == diverged == aborted[:1] and len(first) == 1
+    # What failed in a used process was tried again in a fresh one, which then trains no other if it fails again.
+    assert len({*aborted, *after, *refused, *last}) == len([*aborted, *after, *refused[1:], *last]) == 5
+    assert after == refused[:1] and last == alone[:1] and len(alone) == 2
+    assert [log.count("its words") for log in logs] == [1] * 7  # of the last try
+    assert all("shown once" in log for log in logs), logs
+    assert "fedjax-mr: killed by SIGKILL" in logs[2] and "Traceback" not in logs[6]
+
+
+@pytest.mark.parametrize("limit", ["MOST_RUNS", "MOST_MAPS", "MOST_BYTES"])
+def test_a_worker_is_replaced_before_it_reaches_a_limit(limit, monkeypatch):
+    monkeypatch.setattr(process_of_a_run, "MOST_BYTES", 1024**5)
+    monkeypatch.setattr(process_of_a_run, "MOST_MAPS", 65_530)
+    assert not process_of_a_run.is_worn(1)
+    monkeypatch.setattr(process_of_a_run, limit, 1)
+    assert process_of_a_run.is_worn(1)
+
+
 @pytest.mark.slow
 def test_seeds_in_one_real_process(capsys):
     _, runs = sweep.plan([*TINY, "--seeds=0:2", "--devices=1"])
-    assert run_in_process(runs, lambda: None) == 0
+    with Worker() as worker:
+        assert worker.train(runs, lambda: None) == 0
     assert [run_state(run.folder) for run in runs] == ["finished"] * 2
     assert main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
     assert "has 1 folders for 2 --seeds" in capsys.readouterr().err
