@@ -49,10 +49,10 @@ MOST_BYTES = 2 * 1024**3  # that stay in memory between two runs
 
 
 class Worker:
-    """A process that trains the runs of a sweep one after the other, so later runs need neither imports nor compilation.
+    """A process that trains the runs of a sweep one after the other, so later runs need no imports and no compilation.
 
-    It is started for the first run. It is replaced after a failure, after `MOST_RUNS` runs, if it takes too much memory,
-    and for a run that needs another set-up of JAX.
+    It is started for the first run. It is replaced after a failure, for a run that needs another set-up of JAX, and
+    before it reaches a limit (see `MOST_RUNS`).
     """
 
     def __init__(self) -> None:

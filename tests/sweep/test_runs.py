@@ -306,9 +306,11 @@ def in_a_worker(monkeypatch, tmp_path):
         monkeypatch.setattr(process_of_a_run, "command_of", command)
         with Worker() as worker:
             codes = [worker.train([run], lambda: None) for run in runs]
-        return codes, [Path(f"seed{run.config.seed}").read_text().split() for run in runs], [
-            log_of(run).read_text() for run in runs
-        ]
+        return (
+            codes,
+            [Path(f"seed{run.config.seed}").read_text().split() for run in runs],
+            [log_of(run).read_text() for run in runs],
+        )
 
     (tmp_path / "jobs.py").write_text(JOBS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(process_of_a_run.__file__).parents[2]}")

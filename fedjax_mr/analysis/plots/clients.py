@@ -53,11 +53,10 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
         ticks = 40 if num_clients <= 100 else 10  # longer numbers need more room
         for axis, count, at_most in ((table.xaxis, num_clients, ticks), (table.yaxis, num_classes, 20)):
             axis.set_major_locator(MaxNLocator(min(count, at_most), integer=True, steps=(1, 2, 5, 10)))
-        if num_clients <= 200 and num_classes <= 100:  # lines between the cells
-            table.set_xticks([client - 0.5 for client in range(1, num_clients)], minor=True)
-            table.set_yticks([label - 0.5 for label in range(1, num_classes)], minor=True)
-            table.grid(which="minor", color="white", linewidth=0.6)
-        table.tick_params(which="minor", length=0)
+        if num_clients <= 200 and num_classes <= 100:  # lines between the cells; minor ticks would take half a second
+            white = {"colors": "white", "linewidths": 0.6}
+            table.vlines(np.arange(1, num_clients) - 0.5, -0.5, num_classes - 0.5, **white)
+            table.hlines(np.arange(1, num_classes) - 0.5, -0.5, num_clients - 0.5, **white)
         sizes.tick_params(axis="x", which="both", length=0)
         bar = figure.colorbar(image, ax=table, pad=0.01, fraction=0.04)
         bar.set_label(noun)
