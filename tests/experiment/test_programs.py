@@ -217,3 +217,16 @@ def test_a_run_gives_the_memory_of_its_compilations_back():
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     ended = subprocess.run([sys.executable, "-c", GROWTH], env=environment, capture_output=True, text=True, check=True)
     assert float(ended.stdout) < 50
+
+
+def test_cpu_programs_are_optimized_at_level_2_unless_the_user_chooses(monkeypatch):
+    level = "xla_backend_optimization_level"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_thunk_runtime=true")
+    assert program.compiler_options() == {level: 2}
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile(program.compiler_options())
+    assert compiled(1.0) == 2  # XLA knows the option
+    monkeypatch.setenv("XLA_FLAGS", f"--{level}=0")
+    assert program.compiler_options() is None
+    with program.platforms.tracing_for("gpu"):
+        monkeypatch.setenv("XLA_FLAGS", "")
+        assert program.compiler_options() is None
