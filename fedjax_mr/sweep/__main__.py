@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, sweep = configuration.parse_command(arguments, Sweep)
         if sweep.together:
             return run_together(config, sweep)
+        if not sweep.wait:
+            arguments.append("--noprogress")
         sweep, runs = plan(arguments)
         if sweep.calibrate and not sweep.dry_run:
             raise UserError("--calibrate estimates the time of a plan: add --dry_run")

@@ -99,7 +99,7 @@ def _submit_once(executor: Any, folder: Path, batches: Sequence[Sequence[Planned
             if rest:
                 new.append(rest)
         if in_queue:
-            bar.say(f"{_count(in_queue)} in Slurm's queue before: {_arrays(in_queue)}")
+            bar.say(f"{_count(in_queue)} in Slurm's queue already, in job {_arrays(in_queue)}")
         submitted: Jobs = {}
         for start in range(0, len(new), MOST_JOBS):
             part = new[start : start + MOST_JOBS]
@@ -108,7 +108,7 @@ def _submit_once(executor: Any, folder: Path, batches: Sequence[Sequence[Planned
             with files.atomic_write(folder / JOBS) as path:
                 path.write_text(json.dumps(known, indent=0), encoding="utf-8")
         if submitted:
-            bar.say(f"{_count(submitted)} submitted to Slurm: {_arrays(submitted)}; logs in {folder}")
+            bar.say(f"{_count(submitted)} submitted to Slurm as job {_arrays(submitted)}; logs in {folder}")
     return in_queue | submitted
 
 
@@ -247,6 +247,8 @@ def _watch(jobs: Jobs, folder: Path, bar: Bar) -> dict[Path, int]:
     states = before = dict.fromkeys(jobs, LIVE[0])
     try:
         while True:
+            with contextlib.suppress(UserError):  # a busy controller; the next look may succeed
+                before, states = states, _states()
             for job in list(waiting):
                 # In two looks: a shared file system may show the result some seconds later.
                 gone = states.get(job) not in LIVE and before.get(job) not in LIVE
@@ -257,8 +259,6 @@ def _watch(jobs: Jobs, folder: Path, bar: Bar) -> dict[Path, int]:
             running = [run for job, runs in waiting.items() if states.get(job) == "RUNNING" for run in runs]
             bar.show_queue(running, sum(map(len, waiting.values())) - len(running))
             time.sleep(SECONDS_PER_LOOK)
-            with contextlib.suppress(UserError):  # a busy controller; the next look may succeed
-                before, states = states, _states()
     except KeyboardInterrupt:
         number = _arrays(waiting)
         message = f"the jobs go on; the same command shows them again, and scancel {number} cancels them"

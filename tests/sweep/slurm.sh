@@ -5,8 +5,8 @@
 #   tests/sweep/slurm.sh stop FOLDER     also ends its jobs
 #
 # It needs slurmctld, slurmd and munged (Debian: apt-get install slurmctld slurmd munge), neither systemd nor cgroups
-# nor a database, and any user; jobs run as this user. The node has four times the cores of this machine, so that several
-# jobs run side by side, and partitions `main` and `short` (at most one minute).
+# nor a database nor a certain user; jobs run as the user that starts it. The node claims four times the cores of this
+# machine, so that several jobs run side by side, and two GPUs that are none, to try --slurm_gpus.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 action=$1
@@ -48,10 +48,11 @@ JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 KillWait=30
 SlurmdParameters=config_overrides
-NodeName=$(hostname -s) NodeAddr=127.0.0.1 CPUs=$((4 * $(nproc))) RealMemory=4000 State=UNKNOWN
+GresTypes=gpu
+NodeName=$(hostname -s) NodeAddr=127.0.0.1 CPUs=$((4 * $(nproc))) RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-PartitionName=short Nodes=ALL MaxTime=1 State=UP
 END
+    printf 'Name=gpu File=%s\n' /dev/null /dev/zero >"$folder/gres.conf"
     export SLURM_CONF=$folder/slurm.conf
     munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" --pid-file="$folder/munged.pid" \
         --log-file="$folder/munged.log" --seed-file="$folder/munged.seed"
@@ -74,7 +75,13 @@ stop() {
         sleep 0.2
     done
     for name in slurmd slurmctld munged; do
-        if [ -s "$folder/$name.pid" ]; then kill "$(cat "$folder/$name.pid")" 2>/dev/null || true; fi
+        if [ ! -s "$folder/$name.pid" ]; then continue; fi
+        pid=$(cat "$folder/$name.pid")
+        kill "$pid" 2>/dev/null || true
+        for _ in $(seq 100); do
+            if ! kill -0 "$pid" 2>/dev/null; then break; fi
+            sleep 0.2
+        done
     done
 }
 

@@ -105,7 +105,7 @@ def test_the_same_command_does_not_submit_what_is_in_the_queue(commands, capsys)
     commands(squeue="echo 7_0 RUNNING; echo 7_1 PENDING; echo 5 FAILED", sbatch="echo Submitted batch job 8")
     assert main([*ON_SLURM, "--nowait", "--seeds=0:2"]) == 0
     assert len(commands.logged("sbatch")) == 1
-    assert "2 runs in Slurm's queue before: 7" in capsys.readouterr().err
+    assert "2 runs in Slurm's queue already, in job 7" in capsys.readouterr().err
     assert main([*ON_SLURM, "--nowait", "--seeds=0:3"]) == 0  # one more
     commands(squeue="echo 7_0 COMPLETING; echo 7_1 CANCELLED; echo 8 PENDING")
     assert main([*ON_SLURM, "--nowait", "--seeds=0:3"]) == 0  # the one that was cancelled
@@ -254,7 +254,7 @@ def test_a_job_that_is_stopped_resumes_and_ends_with_the_same_numbers(stop, clus
     subprocess.run([*stop.split(), job], check=True)
     assert run_state(run.folder) == "started"
     assert main([*ON_SLURM, *rounds]) == 0  # shows the same job
-    assert "1 run in Slurm's queue before" in capsys.readouterr().err
+    assert "1 run in Slurm's queue already" in capsys.readouterr().err
     log = Path(f"runs/slurm/{job}_0_log.out").read_text()
     assert "DUE TO JOB REQUEUE" in log
     starts = [int(line.rpartition(" ")[2]) for line in log.splitlines() if "starts after round" in line]
