@@ -92,7 +92,8 @@ def _submit_once(executor: Any, folder: Path, batches: Sequence[Sequence[Planned
             rest = []
             for run in batch:
                 job = known.get(run.folder.name)
-                if job is not None and states.get(job) in LIVE:
+                # A job with a result is about to leave the queue, and its run may have got more rounds since.
+                if job is not None and states.get(job) in LIVE and _result(job, folder) is None:
                     in_queue.setdefault(job, []).append(run)
                 else:
                     rest.append(run)
@@ -271,9 +272,10 @@ def _report(job: str, state: str | None, runs: Sequence[PlannedRun], folder: Pat
     codes = {run.folder: code_of(run, result or 0) for run in runs}
     log = folder / f"{job}_0_log.out"
     for run in runs:
-        bar.finish(run)
         if not codes[run.folder]:
+            bar.finish(run)
             continue
+        bar.leave(run)
         if result is None and run.state() != "diverged":
             done = f"{saved_round(run.folder) or 0} of {run.config.rounds} rounds are saved"
             reason = f"job {job} has ended early ({state or 'unknown to Slurm'}); {done}, the same command continues"

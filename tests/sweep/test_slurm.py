@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_rou
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep import slurm
 from fedjax_mr.sweep.__main__ import main
+from fedjax_mr.sweep.process import log_of
 
 TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", "--noprogress")
 ON_SLURM = (*TINY, "--launcher=slurm", "--sweep_dir=runs")
@@ -70,6 +72,7 @@ def commands(submitit, monkeypatch):
 
     write(srun="", sbatch='cp "$1" bin/script; echo Submitted batch job 7', squeue="", scontrol="")
     write.logged = logged
+    write.during_sleep = lambda function: monkeypatch.setattr(slurm.time, "sleep", function)
     return write
 
 
@@ -115,6 +118,28 @@ def test_the_same_command_does_not_submit_what_is_in_the_queue(commands, capsys)
     assert [jobs[run.folder.name] for run in runs] == ["7_0", "8", "8"]
 
 
+def test_a_job_that_has_just_ended_does_not_stand_for_the_rounds_that_its_run_got_since(commands):
+    assert main([*ON_SLURM, "--nowait"]) == 0
+    commands(squeue="echo 7 COMPLETING")
+    Path("runs/slurm/7_0_result.pkl").write_bytes(pickle.dumps(("success", 0)))
+    assert main([*ON_SLURM, "--nowait"]) == 0
+    assert len(commands.logged("sbatch")) == 2
+
+
+def test_the_exit_code_and_the_last_words_of_a_run_come_back(commands, capsys):
+    assert main([*ON_SLURM, "--nowait"]) == 0
+    commands(squeue="echo 7 RUNNING")
+    _, (run,) = sweep.plan(ON_SLURM)
+    log_of(run).write_text("fedjax-mr: no file absent.npz\n")
+
+    def end(seconds):
+        Path("runs/slurm/7_0_result.pkl").write_bytes(pickle.dumps(("success", 2)))
+
+    commands.during_sleep(end)
+    assert main(ON_SLURM) == 2
+    assert f"{run.folder}: no file absent.npz (exit code 2; runs/slurm/7_0_log.out)" in capsys.readouterr().err
+
+
 def test_seeds_in_one_program_are_one_job(commands):
     assert main([*ON_SLURM, "--nowait", "--seeds=0:3", "--batch_seeds", "--grid", "alpha=0.1,0.5"]) == 0
     assert directives()["array"] == "0-1%2"
@@ -145,13 +170,13 @@ def test_what_slurm_says_is_one_line(scripts, said, commands, capsys):
     assert said in shown and shown.count("\n") == 1
 
 
-def test_ctrl_c_leaves_the_jobs_alone(commands, monkeypatch, capsys):
+def test_ctrl_c_leaves_the_jobs_alone(commands, capsys):
     commands(squeue="echo 7 PENDING")
 
     def press(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(slurm.time, "sleep", press)
+    commands.during_sleep(press)
     assert main(ON_SLURM) == 130
     assert capsys.readouterr().err.splitlines()[-1].endswith("and scancel 7 cancels them")
 
