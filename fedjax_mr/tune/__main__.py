@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if tuning.tune.dry_run:
             print(report.plan_text(tuning))
             return 0
+        methods = [tuning.run("tests", strategy, tuning.seeds[0], {}).config for strategy in tuning.strategies]
+        for note in unequal_shares(methods):
+            print(note, file=sys.stderr)
         return _tune(tuning, asked)
     except (UserError, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
@@ -60,8 +63,6 @@ def _tune(tuning: Tuning, asked: Sequence[str]) -> int:
     best = {strategy: standing.best(strategy) for strategy in tuning.strategies}
     tests = {strategy: tuning.tests(trial) for strategy, trial in best.items() if trial is not None}
     planned = [run for runs in tests.values() for run in runs]
-    for note in unequal_shares([run.config for run in planned]):
-        print(note, file=sys.stderr)
     tuning.say(f"tests of the chosen settings on seeds {', '.join(map(str, tuning.seeds))}")
     rungs.train(tuning, planned, lambda run: run.state() in ("finished", "diverged"))
     print(report.table(tuning, standing, tests))

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.experiment import keeps_validation
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import runs_by_settings
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.strategies.hyper import LARGEST_INT32, field
@@ -186,6 +188,8 @@ def plan(arguments: Sequence[str]) -> Tuning:
         raise UserError(
             "--patience would read the test loss in the final runs: also set --validation_share, or omit it"
         )
+    if str(config.partition_file).endswith(".npz") and not keeps_validation(federated_data(config)):
+        raise UserError(f"{config.partition_file} has no validation samples, so there is nothing to choose on")
     strategies = tuple(dict.fromkeys(grids.split("strategies", tune.strategies, config.strategy)))
     tuning_seeds = tuple(grids.seeds_of(tune.tuning_seeds, "tuning_seeds")) or (config.seed,)
     after = max(tuning_seeds) + 1

@@ -65,12 +65,14 @@ def table(tuning: Tuning, standing: Standing, tests: Mapping[str, Sequence[Plann
         rows.append(row)
     filled = [position for position, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
     rows = [[row[position] for position in filled] for row in rows]
-    notes = [AT_END] if any(AT_END[:7] in row[1] or "(largest)" in row[1] for row in rows[1:]) else []
+    notes = [AT_END] if any(end in row[1] for row in rows[1:] for end in ("(least)", "(largest)")) else []
     return "\n".join([_title(tuning), "", tables.FORMATS["text"](rows), *([""] if notes else []), *notes])
 
 
 def _title(tuning: Tuning) -> str:
+    file = str(tuning.config.partition_file)
     share = f"{100 * tuning.validation_share:g} % of each client's training samples"
+    share = f"the validation samples in {file}" if file.endswith(".npz") else share
     test = ", ".join(map(str, tuning.seeds))
     seeds = f"seed{'s' if len(tuning.tuning_seeds) > 1 else ''} {', '.join(map(str, tuning.tuning_seeds))}"
     return (

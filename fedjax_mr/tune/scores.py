@@ -59,7 +59,7 @@ def of_run(run: PlannedRun, rounds: int) -> Score | None:
     state = run_state(run.folder)
     rows = _rows(run)
     at = [row for row in rows if row["round"] == rounds]
-    if at and (saved_round(run.folder) or 0) >= rounds:
+    if at and (state == "finished" or (saved_round(run.folder) or 0) >= rounds):  # later rows may be computed again
         return _score(run, at[0])
     if state == "diverged":
         return DIVERGED

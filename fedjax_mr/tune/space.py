@@ -192,14 +192,13 @@ def draw(space: Space, strategy: str, count: int, seed: int) -> list[Choice]:
     everything = grid(space, strategy)
     if everything is not None and len(everything) <= count:
         return everything
-    own = of_method(space, strategy)
-    columns = {each: _column(position, SPARE * count, seed) for position, each in own.items()}
     found: dict[tuple[tuple[str, str], ...], Choice] = {}
-    for number in range(SPARE * count):
-        one = choice({each: each.at(column[number]) for each, column in columns.items()})
-        found.setdefault(tuple(one.items()), one)
-        if len(found) == count:
-            break
+    for length in (count, SPARE * count):  # more points if some of the first ones are the same setting
+        columns = {each: _column(position, length, seed) for position, each in of_method(space, strategy).items()}
+        for number in range(length):
+            if len(found) < count:
+                one = choice({each: each.at(column[number]) for each, column in columns.items()})
+                found.setdefault(tuple(one.items()), one)
     return list(found.values())
 
 

@@ -3,10 +3,16 @@
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fedjax_mr.data import partition_file
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.tune import rungs
 from fedjax_mr.tune.__main__ import main
 from fedjax_mr.tune.plan import Rung, plan, rungs_of
 
@@ -208,6 +214,39 @@ def test_bad_values_of_the_space_are_found_before_anything_starts(trained, capsy
     asked = trained()
     assert main([*TINY, "--space=bad.flags", "--budget=2"]) == 2
     assert "--lr=-1.0 is out of range" in capsys.readouterr().err and not asked
+
+
+def test_a_partition_file_must_have_validation_samples(trained, capsys):
+    for name, share in (("with", 0.2), ("without", 0.0)):
+        federated = federated_data(resolve(Config(validation_share=share)).config)
+        partition_file.save(federated.plan, f"{name}.npz")
+    asked = trained()
+    assert main([*TINY, "--strategy=fedavg", "--partition_file=without.npz"]) == 2
+    assert "without.npz has no validation samples" in capsys.readouterr().err and not asked
+    assert main([*TINY, "--strategy=fedavg", "--partition_file=with.npz"]) == 0
+    assert "(the validation samples in with.npz, seed 0)" in capsys.readouterr().out
+
+
+def test_runs_whose_checkpoints_were_removed_keep_their_scores(trained):
+    asked = trained()
+    assert main(BOTH) == 0
+    for folder in Path("tune").glob("*/*/checkpoints"):
+        shutil.rmtree(folder)
+    asked.clear()
+    assert main(BOTH) == 0 and asked == []
+
+
+def test_a_run_that_fails_stops_the_tuning_with_its_log(monkeypatch, capsys):
+    monkeypatch.setattr(rungs, "run_all", lambda runs, **how: 1)
+    assert main(BOTH) == 1
+    shown = capsys.readouterr().err
+    assert "did not finish; see tune/trials/fedavg-lr=" in shown and "run the same command again" in shown
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(capsys):
+    Path("file").touch()
+    assert main([*TINY, "--tune_dir=file/tune"]) == 2
+    assert "cannot write into file/tune/trials" in capsys.readouterr().err
 
 
 def test_help_lists_the_flags(capsys):
