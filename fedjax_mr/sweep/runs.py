@@ -58,10 +58,17 @@ def code_if_ended(run: PlannedRun, bar: Bar) -> int | None:
     return {"finished": 0, "diverged": 3}.get(state)
 
 
-def one_by_one(batches: Sequence[Sequence[PlannedRun]], bar: Bar) -> dict[Path, int]:
-    """Train the batches in a process of this machine, one after the other, and return the exit codes by folder."""
+def one_by_one(batches: Sequence[Sequence[PlannedRun]], bar: Bar, *, worker: Worker | None = None) -> dict[Path, int]:
+    """Train the batches in a process of this machine, one after the other, and return the exit codes by folder.
+
+    Args:
+      batches: the batches.
+      bar: shows the progress.
+      worker: the process, which is kept. Default: one that stops at the end.
+    """
     codes: dict[Path, int] = {}
-    with Worker() as worker:
+    with contextlib.ExitStack() as stack:
+        worker = worker or stack.enter_context(Worker())
         for batch in batches:
             codes |= _run_batch(batch, worker, bar)
     return codes

@@ -9,8 +9,9 @@ from fedjax_mr.experiment import interrupts, manual
 from fedjax_mr.experiment.resolve import unequal_shares
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.settings import help_of
-from fedjax_mr.tune import report, rungs, studies
-from fedjax_mr.tune.plan import Trial, Tune, Tuning, plan
+from fedjax_mr.tune import report, studies
+from fedjax_mr.tune.plan import Tune, Tuning, plan
+from fedjax_mr.tune.rungs import Trainer, climb
 
 COMMAND = "python -m fedjax_mr.tune"
 USAGE = f"""usage: {COMMAND} --strategies=NAMES [--flag=value ...] [--flagfile=FILE ...]
@@ -53,18 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tune(tuning: Tuning, asked: Sequence[str]) -> int:
-    trials: list[Trial] = [
-        trial for strategy in tuning.strategies if strategy not in asked for trial in tuning.drawn(strategy)
-    ]
-    if asked:
-        trials += studies.first_rung(tuning, asked)
-    standing = rungs.climb(tuning, trials)
-    report.write(tuning, standing)
-    best = {strategy: standing.best(strategy) for strategy in tuning.strategies}
-    tests = {strategy: tuning.tests(trial) for strategy, trial in best.items() if trial is not None}
-    planned = [run for runs in tests.values() for run in runs]
-    tuning.say(f"tests of the chosen settings on seeds {', '.join(map(str, tuning.seeds))}")
-    rungs.train(tuning, planned, lambda run: run.state() in ("finished", "diverged"))
+    """Train, choose and test, and return the exit code. Optuna proposes the trials of the methods in ``asked``."""
+    drawn = [trial for name in tuning.strategies if name not in asked for trial in tuning.drawn(name)]
+    with Trainer(tuning) as trainer:
+        standing = climb(trainer, drawn + (studies.first_rung(trainer, asked) if asked else []))
+        report.write(tuning, standing)
+        best = {name: standing.best(name) for name in tuning.strategies}
+        tests = {name: tuning.tests(trial) for name, trial in best.items() if trial is not None}
+        planned = [run for runs in tests.values() for run in runs]
+        tuning.say(f"tests of the chosen settings on seeds {', '.join(map(str, tuning.seeds))}")
+        trainer.train(planned, lambda run: run.state() in ("finished", "diverged"))
     print(report.table(tuning, standing, tests))
     complete = len(tests) == len(tuning.strategies) and all(run.state() == "finished" for run in planned)
     return 0 if complete else 3

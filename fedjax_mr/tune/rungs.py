@@ -1,13 +1,13 @@
 """Train trials rung by rung, and keep the best of each rung."""
 
-import itertools
+import functools
 import time
 from collections.abc import Callable, Sequence
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.sweep import PlannedRun, slurm
-from fedjax_mr.sweep.process import SECONDS_PER_LOOK, is_claimed, log_of
-from fedjax_mr.sweep.runs import run_all
+from fedjax_mr.sweep.process import SECONDS_PER_LOOK, Worker, is_claimed, log_of
+from fedjax_mr.sweep.runs import Launcher, one_by_one, run_all
 from fedjax_mr.tune import scores
 from fedjax_mr.tune.plan import Rung, Trial, Tuning
 
@@ -21,35 +21,59 @@ class UnfinishedError(UserError):
         self.exit_code = code
 
 
-def train_trials(tuning: Tuning, trials: Sequence[Trial], rounds: int) -> None:
-    """Train trials up to a round.
+class Trainer:
+    """Trains the runs of a tuning, on this machine in one process for all of them.
 
-    Raises:
-      UnfinishedError: a run failed for another reason than divergence.
-      Interrupted: a stop signal was received.
+    Attributes:
+      tuning: the plan.
     """
-    runs = {run.folder: run for trial in trials for run in trial.until(rounds)}  # two trials may be the same setting
-    train(tuning, list(runs.values()), lambda run: scores.of_run(run, rounds) is not None)
 
+    def __init__(self, tuning: Tuning) -> None:
+        """Start nothing yet."""
+        self.tuning = tuning
+        self._worker = Worker()
+        self._launch: Launcher = functools.partial(one_by_one, worker=self._worker)
+        if tuning.tune.launcher == "slurm":
+            self._launch = slurm.launcher(tuning.tune, tuning.folder)
 
-def train(tuning: Tuning, runs: Sequence[PlannedRun], has_ended: Callable[[PlannedRun], bool]) -> None:
-    """Train runs until all have ended. Runs that another process trains are awaited; if it dies, they are taken over.
+    def __enter__(self) -> "Trainer":
+        """Return this object."""
+        return self
 
-    Raises:
-      UnfinishedError: a run failed.
-      Interrupted: a stop signal was received.
-    """
-    tune = tuning.tune
-    launch = slurm.launcher(tune, tuning.folder) if tune.launcher == "slurm" else None
-    while unfinished := [run for run in runs if not has_ended(run)]:
-        free = [run for run in unfinished if not is_claimed(run)]
-        if not free:
-            time.sleep(SECONDS_PER_LOOK)
-            continue
-        code = run_all(free, batch_seeds=tune.batch_seeds, launch=launch)
-        for run in free:
-            if not has_ended(run) and not is_claimed(run):
-                raise UnfinishedError(run, code or 1)
+    def __exit__(self, *error: object) -> None:
+        """Stop the process."""
+        self._worker.stop()
+
+    def train_trials(self, trials: Sequence[Trial], rounds: int) -> None:
+        """Train trials up to a round.
+
+        Raises:
+          UnfinishedError: a run failed for another reason than divergence.
+          Interrupted: a stop signal was received.
+        """
+        runs = {
+            run.folder: run for trial in trials for run in trial.until(rounds)
+        }  # two trials may be the same setting
+        self.train(list(runs.values()), lambda run: scores.of_run(run, rounds) is not None)
+
+    def train(self, runs: Sequence[PlannedRun], has_ended: Callable[[PlannedRun], bool]) -> None:
+        """Train runs until all have ended.
+
+        Runs that another process trains are awaited. If it dies, they are taken over.
+
+        Raises:
+          UnfinishedError: a run failed.
+          Interrupted: a stop signal was received.
+        """
+        while unfinished := [run for run in runs if not has_ended(run)]:
+            free = [run for run in unfinished if not is_claimed(run)]
+            if not free:
+                time.sleep(SECONDS_PER_LOOK)
+                continue
+            code = run_all(free, batch_seeds=self.tuning.tune.batch_seeds, launch=self._launch)
+            for run in free:
+                if not has_ended(run) and not is_claimed(run):
+                    raise UnfinishedError(run, code or 1)
 
 
 class Standing(dict[Trial, tuple[int, scores.Score]]):
@@ -62,27 +86,22 @@ class Standing(dict[Trial, tuple[int, scores.Score]]):
         return min(ended, key=lambda entry: entry[:3])[-1] if ended else None
 
 
-def climb(tuning: Tuning, trials: Sequence[Trial]) -> Standing:
-    """Train the trials through all rungs.
-
-    Args:
-      tuning: the plan.
-      trials: the trials of all methods.
+def climb(trainer: Trainer, trials: Sequence[Trial]) -> Standing:
+    """Train the trials of all methods through all rungs.
 
     Raises:
-      UnfinishedError, Interrupted: as `train_trials`.
+      UnfinishedError, Interrupted: as `Trainer.train_trials`.
     """
-    standing, rungs = Standing(), tuning.rungs
-    for number, rung in enumerate(rungs):
-        tuning.say(f"rung {number + 1} of {len(rungs)}: {len(trials)} trials to round {rung.rounds}")
-        train_trials(tuning, trials, rung.rounds)
+    tuning, standing = trainer.tuning, Standing()
+    for number, rung in enumerate(tuning.rungs):
+        if number:
+            trials = [trial for name in tuning.strategies for trial in _promoted(standing, trials, name, rung)]
+        tuning.say(f"rung {number + 1} of {len(tuning.rungs)}: {len(trials)} trials to round {rung.rounds}")
+        trainer.train_trials(trials, rung.rounds)
         for trial in trials:
             score = scores.of_trial(trial, rung.rounds)
             assert score is not None
             standing[trial] = rung.rounds, score
-        if number + 1 < len(rungs):
-            promoted = (_promoted(standing, trials, strategy, rungs[number + 1]) for strategy in tuning.strategies)
-            trials = list(itertools.chain.from_iterable(promoted))
     return standing
 
 

@@ -21,9 +21,10 @@ from typing import Any
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.sweep.process import SECONDS_PER_LOOK, is_claimed
-from fedjax_mr.tune import rungs, scores
+from fedjax_mr.tune import scores
 from fedjax_mr.tune import space as spaces
 from fedjax_mr.tune.plan import Trial, Tuning
+from fedjax_mr.tune.rungs import Trainer
 from fedjax_mr.tune.space import Dimension
 
 STORAGE = "optuna.log"
@@ -44,21 +45,21 @@ def check(sampler: str) -> None:
             raise UserError(f"--sampler={sampler} needs {package}: pip install {how}")
 
 
-def first_rung(tuning: Tuning, strategies: Sequence[str]) -> list[Trial]:
+def first_rung(trainer: Trainer, strategies: Sequence[str]) -> list[Trial]:
     """Ask for all trials of some methods and train them to the first rung, together with other processes.
 
     Raises:
-      UserError: Optuna is missing, or its file is damaged.
-      UnfinishedError, Interrupted: as `rungs.train_trials`.
+      UserError: Optuna's file is damaged.
+      UnfinishedError, Interrupted: as `Trainer.train_trials`.
     """
-    check(tuning.tune.sampler)
+    tuning = trainer.tuning
     tuning.say(f"trials that Optuna proposes, to round {tuning.rungs[0].rounds}")
     studies = [_Study(tuning, strategy) for strategy in strategies]
     while not all(study.is_complete() for study in studies):
         trials = [trial for study in studies if (trial := study.next()) is not None]
         if not trials:
             time.sleep(SECONDS_PER_LOOK)  # the last ones are trained by other processes
-        rungs.train_trials(tuning, trials, tuning.rungs[0].rounds)
+        trainer.train_trials(trials, tuning.rungs[0].rounds)
         for study in studies:
             study.tell()
     return [trial for study in studies for trial in study.trials()]
