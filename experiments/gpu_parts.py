@@ -21,13 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Emit = Callable[..., None]
 COMPILED = Path(__file__).parent / "compiled_h100.json"  # what accelerators.py said of the same programs
 HEAVY = ("resnet20", "vgg16")  # one local epoch
 
-# FedMR's evaluations on the GPU beside those on the CPU. In float32 both differ by rounding, which grows from round to
-# round; TF32 rounds the factors of products to 10 bits.
-FIRST_LOSS = {"float32": 1e-3, "TF32": 2e-2}  # relative difference of the test loss after one round
+# How far FedMR's evaluations on the GPU may be from those on the CPU. On CPUs, another order of sums changes the
+# losses of rounds 1 to 4 by 1e-7, that of round 10 by 3 %, and the mean accuracy of rounds 21 to 30 by 0.2 points.
+# TF32 rounds the factors of products to 10 bits.
+FIRST_ROUNDS = 4
+FIRST_LOSSES = {"float32": 1e-3, "TF32": 5e-2}  # largest relative difference of the test loss in these rounds
 LAST_ACCURACY = {"float32": 0.015, "TF32": 0.02}  # difference of the mean accuracy of the last ten evaluations
 
 
@@ -44,7 +48,7 @@ class Sizes:
     product: int = 8192
     copied_bytes: int = 2**31
     correctness_rounds: int = 30
-    trials: tuple[int, ...] = (1, 4, 16)
+    trials: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (4, 4))  # seeds and learning rates
     trial_rounds: int = 50
     lanes: tuple[int, ...] = (10, 5, 2, 1)
 
@@ -52,7 +56,7 @@ class Sizes:
 REAL = Sizes(dry=False)
 TINY = Sizes(
     dry=True, clients=2, samples=2, repeats=2, patience=1200.0, turn_seconds=0.0, product=64, copied_bytes=2**16,
-    correctness_rounds=2, trials=(1, 2), trial_rounds=2, lanes=(2, 1),
+    correctness_rounds=2, trials=((1, 1), (1, 2)), trial_rounds=2, lanes=(2, 1),
 )  # fmt: skip
 
 
@@ -158,7 +162,7 @@ def correctness(emit: Emit, sizes: Sizes) -> None:
     for kind, summary in summaries.items():
         names = ("lanes", "seconds_per_round", "compile_seconds", "accuracy_mean_last_10")
         emit(run=kind, devices=", ".join(summary["devices"]), **{name: summary[name] for name in names})
-    compared = [row for kind in FIRST_LOSS for row in differences(kind, rows[kind], rows["CPU"])]
+    compared = [row for kind in FIRST_LOSSES for row in differences(kind, rows[kind], rows["CPU"])]
     for row in compared:
         emit(**row)
     for each in zip(*rows.values(), strict=True):
@@ -170,8 +174,10 @@ def correctness(emit: Emit, sizes: Sizes) -> None:
 def differences(kind: str, here: Sequence[dict[str, Any]], cpu: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield how the evaluations of a run differ from those of the CPU, beside what is allowed."""
     last = lambda rows: statistics.fmean(row["accuracy"] for row in rows[-10:])
+    pairs = zip(here[:FIRST_ROUNDS], cpu, strict=False)
+    first = float(np.max([abs(row["loss"] / of_cpu["loss"] - 1) for row, of_cpu in pairs]))  # NaN if one is
     for figure, differs, allowed in (
-        ("loss after round 1, relative", abs(here[0]["loss"] / cpu[0]["loss"] - 1), FIRST_LOSS[kind]),
+        (f"loss in rounds 1 to {FIRST_ROUNDS}, relative", first, FIRST_LOSSES[kind]),
         ("mean accuracy of the last 10", abs(last(here) - last(cpu)), LAST_ACCURACY[kind]),
     ):
         # Not a number is never fine.
@@ -350,18 +356,22 @@ def race(emit: Emit, sizes: Sizes) -> None:
 
 
 def together(emit: Emit, sizes: Sizes) -> None:
-    """Emit what several trials of the quickstart cost in one program."""
+    """Emit what several trials of the quickstart (seeds and learning rates) cost in one program."""
     import fedjax_mr as fmr
     from fedjax_mr.experiment import config as configuration
 
     flags = ["--flagfile=exp/quickstart.flags", "--strategy=fedmr", "--devices=1", f"--rounds={sizes.trial_rounds}"]
     base = dataclasses.replace(configuration.parse(flags), eval_every=sizes.trial_rounds, progress=False)
     alone = None
-    for count in sizes.trials:
+    for seeds, rates in sizes.trials:
         with tempfile.TemporaryDirectory() as folder:
-            trials = [dataclasses.replace(base, seed=seed, run_dir=f"{folder}/{seed}") for seed in range(count)]
+            trials = [
+                dataclasses.replace(base, seed=seed, lr=base.lr / 2**rate, run_dir=f"{folder}/{seed}-{rate}")
+                for seed in range(seeds)
+                for rate in range(rates)
+            ]
             started = time.perf_counter()
-            results = fmr.run_seeds(trials)
+            results = fmr.run_together(trials)
             wall = time.perf_counter() - started
         if errors := [result for result in results if isinstance(result, Exception)]:
             raise errors[0]
@@ -369,7 +379,8 @@ def together(emit: Emit, sizes: Sizes) -> None:
         seconds = sum(summary["seconds_per_round"] for summary in summaries)  # each trial has its share
         alone = alone or seconds
         emit(
-            trials=count,
+            seeds=seeds,
+            rates=rates,
             ms_per_round=1e3 * seconds,
             times_one_trial=seconds / alone,
             images_per_second=statistics.fmean(summary["images_per_second"] for summary in summaries),

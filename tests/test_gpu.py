@@ -99,7 +99,7 @@ def test_every_part_has_a_function():
 
 
 def test_the_program_compiled_ahead_is_known_for_every_network():
-    for name in ("lenet5", "cnn_mcmahan"):
+    for name in ("lenet5", "cnn_mcmahan", "resnet20", "vgg16"):
         (row,) = gpu_parts.compiled_ahead(name)
         assert row["kernels"] > 20 and row["launches"] < row["kernels"] and row["roofline_ms"] > 0
 
@@ -159,6 +159,6 @@ def test_everything_on_the_cpu(tmp_path):
     assert {part["ended"] for part in found.values()} == {"finished"}
     engines = [row["engine"] for row in found["lenet5"]["rows"] if "engine" in row]
     assert engines == ["ours", "torch_loop", "torch_best", "torch_vmap"]
-    steps = [row["local_step"] for row in found["lenet5"]["rows"] if "local_step" in row]
+    steps = [row["local_step"] for row in found["vgg16"]["rows"] if "local_step" in row]
     assert steps == ["compiled ahead, h100", "here"]
-    assert [row["trials"] for row in found["together"]["rows"]] == [1, 2]
+    assert [(row["seeds"], row["rates"]) for row in found["together"]["rows"]] == [(1, 1), (1, 2)]
