@@ -649,14 +649,20 @@ def measure_growth(strategy: str, model: str, cohort: int, clients: int) -> dict
     }
 
 
-def run_race(options: Options) -> Rows:
-    """Return the seconds of the course of pfl-research (``exp/pfl_race.flags``) on synthetic images."""
+def run_race(options: Options, *, part: int = 1) -> Rows:
+    """Return the seconds of the course of pfl-research (``exp/pfl_race.flags``) on synthetic images.
+
+    Args:
+      options: whether it is quick.
+      part: a divisor of the numbers of images, of clients and of clients per round, to try the function.
+    """
     config = configuration.parse(["--strategy=fedavg", "--flagfile=exp/pfl_race.flags"])
+    config = dataclasses.replace(config, clients=config.clients // part, cohort=config.cohort // part)
     set_up_jax(devices=None, cohort_size=config.cohort)
-    dataset = synthetic((32, 32, 3), 10, 50_000)
+    dataset = synthetic((32, 32, 3), 10, 50_000 // part)
     gpu = jax.default_backend() == "gpu"
     contestant = Contestant("fedavg", config, dataset=dataset)
-    test = synthetic((32, 32, 3), 10, 10_000)
+    test = synthetic((32, 32, 3), 10, 10_000 // part)
     evaluation = Evaluation(
         contestant.model, normalised(contestant.federated.dataset, test.x, test.y), contestant.engine.axis
     )

@@ -351,7 +351,7 @@ def race(emit: Emit, sizes: Sizes) -> None:
     import benchmark
 
     options = benchmark.Options(models=(), strategies=(), repeats=1, seconds=math.inf, quick=True)
-    for row in benchmark.run_race(options):
+    for row in benchmark.run_race(options, part=25 if sizes.dry else 1):
         emit(**row)
 
 
