@@ -36,6 +36,7 @@ FOLDER = "slurm"  # in --sweep_dir: submitit's files, the logs of the jobs, and 
 JOBS = "jobs.json"  # the newest job of each run, by the name of its folder
 SECONDS_PER_LOOK = 10.0  # between two calls of squeue
 SECONDS_BEFORE_LIMIT = 120  # that a run has to save its round; Slurm may send the signal up to 60 seconds earlier
+SECONDS_TO_WAIT = 60.0  # for another sweep that is submitting jobs
 MOST_JOBS = 1000  # in one array; Slurm's MaxArraySize is 1001 unless a cluster changes it
 LIVE = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING")
 LIVE += ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -183,14 +184,20 @@ def _outside_of_jobs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other sweeps from submitting the same runs at the same time."""
+    """Keep other sweeps from submitting the same runs at the same time. They wait for each other."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = lock_file(folder / ".lock")
     except OSError as error:
         raise UserError(f"cannot write into {folder} ({error.strerror})") from None
-    except TakenError:
-        raise UserError(f"another sweep submits its runs from {folder}: try again") from None
+    end = time.monotonic() + SECONDS_TO_WAIT
+    while True:
+        try:
+            descriptor = lock_file(folder / ".lock")
+            break
+        except TakenError:
+            if time.monotonic() > end:
+                raise UserError(f"another sweep has been submitting runs of {folder.parent} for long") from None
+            time.sleep(0.1)
     try:
         yield
     finally:

@@ -140,6 +140,20 @@ def test_the_exit_code_and_the_last_words_of_a_run_come_back(commands, capsys):
     assert f"{run.folder}: no file absent.npz (exit code 2; runs/slurm/7_0_log.out)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_sweeps_that_start_at_once_submit_a_run_once(commands):
+    """The first one is in sbatch while the second one starts; then the second one finds the job."""
+    commands(
+        squeue="if test -e bin/submitted; then echo 7 PENDING; fi", sbatch="sleep 2; touch bin/submitted; echo job 7"
+    )
+    command = [sys.executable, "-m", "fedjax_mr.sweep", *ON_SLURM, "--nowait"]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = "".join(process.communicate(timeout=120)[1] for process in both)
+    assert [process.returncode for process in both] == [0, 0], said
+    assert len(commands.logged("sbatch")) == 1
+    assert "1 run submitted" in said and "1 run in Slurm's queue already" in said
+
+
 def test_seeds_in_one_program_are_one_job(commands):
     assert main([*ON_SLURM, "--nowait", "--seeds=0:3", "--batch_seeds", "--grid", "alpha=0.1,0.5"]) == 0
     assert directives()["array"] == "0-1%2"
@@ -238,7 +252,7 @@ def numbers(folder):
     return [[row[name] for name in columns] for row in read_rows(folder)]
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
