@@ -490,8 +490,8 @@ def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
     kinds = [(jax.tree.structure(each), [leaf.shape for leaf in jax.tree.leaves(each)]) for each in arguments]
     if any(kind != kinds[0] for kind in kinds):
         raise UserError(
-            "trials in one program need the same structure: the same numbers of clients and of public samples, and a "
-            "momentum, weight decay or other optional number in all trials or in none"
+            "trials in one program need the same structure: the same number of clients, and a momentum, "
+            "weight decay or other optional number in all trials or in none"
         )
     build, problem = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arguments)
     before = np.cumsum([0, *(len(each.index) for each in federations[:-1])]).astype(np.int32)

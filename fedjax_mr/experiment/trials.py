@@ -67,6 +67,8 @@ def run_together(
             raise UserError(
                 "trials of centralized cannot train in one program, because its client would get those of all trials"
             )
+        if experiments[0].rounds.constants.problem.public is not None:  # taken from the training samples
+            raise UserError("trials with public samples cannot train in one program: each one trains on other samples")
         all_constants = [experiment.rounds.constants for experiment in experiments]
         together = TrialRounds(all_constants, axis, stop_at_divergence=not first.allow_nonfinite)
         return Trials(experiments, together).run()
