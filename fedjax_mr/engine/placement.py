@@ -167,7 +167,12 @@ def shared_by_cpus(tree: Any) -> Any:
     """
     device = jax.local_devices(backend="cpu")[0]
 
-    return jax.tree.map(lambda leaf: np.asarray(jax.device_put(leaf, device)) if np.ndim(leaf) else leaf, tree)
+    def shared(leaf: Any) -> Any:
+        if np.ndim(leaf) == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        return np.asarray(jax.device_put(leaf, device))
+
+    return jax.tree.map(shared, tree)
 
 
 def place(tree: Any, shardings: Any) -> Any:

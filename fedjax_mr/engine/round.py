@@ -56,6 +56,7 @@ class RunConstants(NamedTuple):
     problem: Problem
     federation: Federation
     key: jax.Array  # the run's key
+    running: jax.Array | None = None  # [T] whether each of several trials is running
 
     @property
     def strategy(self) -> Strategy:
@@ -97,6 +98,7 @@ class ClientRow(NamedTuple):
     occurrence: jax.Array  # number of earlier draws of this client in this round
     size: jax.Array  # number of training samples; 0 in padding rows
     samples: CohortSamples | None = None  # its samples if the samples are kept on the host, else None
+    trial: jax.Array | None = None  # number of its trial, if several train together
 
 
 class CohortPlan(NamedTuple):

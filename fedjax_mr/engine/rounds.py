@@ -36,7 +36,7 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Info, State
+from fedjax_mr.strategies.base import Info, State, Strategy
 
 Round = Callable[[Progress], tuple[Progress, Report]]
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]
@@ -115,7 +115,7 @@ class Rounds:
         self.axis = axis
         self.key = None if key is None else (key, axis, stop_at_divergence, memory_on_host, data_on_host)
         self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=self.key)
-        self.strategy = constants.strategy
+        self.strategy = self._strategy(constants)
         self._remote = remote
         self._client = constants.client  # reads the samples from the arrays of the caller
         self._place = shapes_at if axis.described else place
@@ -221,9 +221,6 @@ class Rounds:
         """
         return self._stopwatch.seconds_per_round()
 
-    def _start(self, constants: RunConstants) -> Progress:
-        return start(constants)
-
     def _view(self, member: str, progress: Progress) -> Any:
         """Apply a member of the strategy to the server state, or return None if the strategy has no such member."""
         if getattr(self.strategy, member) is None:
@@ -245,6 +242,27 @@ class Rounds:
         self.individual(progress)
         return self.programs
 
+    # --- the parts of a round, of one trial or of several
+
+    def _strategy(self, constants: RunConstants) -> Strategy:
+        return constants.strategy
+
+    def _start(self, constants: RunConstants) -> Progress:
+        return start(constants)
+
+    def _begin(self, constants: RunConstants, progress: Progress) -> tuple[CohortPlan, ClientRow]:
+        return begin(self.axis, constants, progress)
+
+    def _train_client(self, shared: tuple[RunConstants, jax.Array], row: ClientRow) -> Any:
+        return train_client(*shared, row)
+
+    def _finish(self, constants: RunConstants, progress: Progress, plan: Any, trained: Any) -> tuple[Progress, Report]:
+        return finish(constants, progress, plan, trained)
+
+    def _watched(self, constants: RunConstants) -> Any:
+        """Whether a call ends after a round with a non-finite loss or weight."""
+        return self._stop_at_divergence
+
     # --- many rounds
 
     def run(self, progress: Progress, count: int) -> tuple[Progress, Report]:
@@ -255,11 +273,12 @@ class Rounds:
         if self.axis.fused and not self.on_host and self.strategy.between_rounds is None:
             return self._fused(progress, count)
         reports = []
-        for number in range(int(progress.round), int(progress.round) + count):
+        first = int(np.max(progress.round))
+        for number in range(first, first + count):
             progress, report = self._with_samples(progress, number)
             progress, report = self._between_rounds(progress, report, number + 1)
             reports.append(report)
-            if self._stop_at_divergence and int(report.bad_client) >= 0:
+            if np.any(self._watched(self.constants) & (np.asarray(report.bad_client) >= 0)):
                 break
         return progress, functools.reduce(join, reports)
 
@@ -312,12 +331,12 @@ class Rounds:
             constants: RunConstants, progress: Progress, count: jax.Array, samples: CohortSamples | None
         ) -> tuple[Progress, Report]:
             def one_round(progress: Progress) -> tuple[Progress, Report]:
-                plan, rows = begin(self.axis, constants, divided(progress))
+                plan, rows = self._begin(constants, divided(progress))
                 trained = self.train_all()((constants, progress.round), rows._replace(samples=samples))
-                progress, report = finish(constants, progress, plan, divided(trained))
+                progress, report = self._finish(constants, progress, plan, divided(trained))
                 return divided(progress), report
 
-            progress, total = loop(one_round, divided(progress), count, watched=self._stop_at_divergence)
+            progress, total = loop(one_round, divided(progress), count, watched=self._watched(constants))
             return divided(progress), total
 
         bound = self._place(np.int32(count), self.axis.server_device)
@@ -326,11 +345,11 @@ class Rounds:
 
     def _in_three_calls(self, progress: Progress, samples: CohortSamples | None) -> tuple[Progress, Report]:
         """Run one round in three compiled calls (server, clients, server). Rows are copied between the devices."""
-        plan, rows = self._begin(progress)
+        plan, rows = self._call_begin(progress)
         if self._remote is None:
-            return self._finish(progress, plan, self._train(progress.round, rows, samples))
+            return self._call_finish(progress, plan, self._call_clients(progress.round, rows, samples))
         plan, trained, info = self._remote(int(progress.round), plan, jax.device_get(rows))
-        progress, report = self._finish(progress, plan, trained)
+        progress, report = self._call_finish(progress, plan, trained)
         return progress, report._replace(info=report.info | info)
 
     def _in_three_calls_with_host_memory(
@@ -338,27 +357,26 @@ class Rounds:
     ) -> tuple[Progress, Report]:
         """Run one round in three compiled calls. Only the memory of its clients is read and written on the host."""
         memory, progress = progress.memory, progress._replace(memory=None)
-        plan, rows = self._begin(progress)
+        plan, rows = self._call_begin(progress)
         rows = rows._replace(memory=memory.read(np.asarray(rows.client_id)))
-        trained = self._train(progress.round, rows, samples)
-        progress, report = self._finish(progress, plan, trained)
+        trained = self._call_clients(progress.round, rows, samples)
+        progress, report = self._call_finish(progress, plan, trained)
         memory.write(np.asarray(plan.cohort.ids), progress.memory)
         return progress._replace(memory=memory), report
 
     def train_all(self) -> Callable:
         """The function ((constants, round), rows [K', ...]) -> trained rows, over the client axis."""
-        return map_clients(self.axis, lambda shared, row: train_client(shared[0], shared[1], row))
+        return map_clients(self.axis, self._train_client)
 
-    def _begin(self, progress: Progress) -> tuple[CohortPlan, ClientRow]:
-        program = lambda constants, progress: begin(self.axis, constants, progress)
+    def _call_begin(self, progress: Progress) -> tuple[CohortPlan, ClientRow]:
         with self._stopwatch.side("server") as results:
             chosen, rows = self.programs.call(
-                "begin", program, self._server_constants, progress, out=self.axis.server_device
+                "begin", self._begin, self._server_constants, progress, out=self.axis.server_device
             )
             results.append(rows)
         return chosen, rows
 
-    def _train(self, round: jax.Array, rows: ClientRow, samples: CohortSamples | None) -> Any:
+    def _call_clients(self, round: jax.Array, rows: ClientRow, samples: CohortSamples | None) -> Any:
         shared = (self.constants, jax.device_put(round, self.axis.replicated))
         rows = jax.device_put(rows, self.axis.sharded, donate=True)._replace(samples=samples)
         with self._stopwatch.side("clients") as results:
@@ -366,27 +384,23 @@ class Rounds:
             results.append(trained)
         return trained
 
-    def _finish(self, progress: Progress, plan: CohortPlan, trained: Any) -> tuple[Progress, Report]:
-        program = lambda constants, *remaining: finish(constants, *remaining)
+    def _call_finish(self, progress: Progress, plan: CohortPlan, trained: Any) -> tuple[Progress, Report]:
         out = (self._placement._replace(memory=self.axis.server_device), self.axis.server_device)
         with self._stopwatch.side("server") as results:
             trained = jax.device_put(trained, self.axis.server_device, donate=True)
             args = (self._server_constants, progress, plan, trained)
-            progress, report = self.programs.call("finish", program, *args, donate=(1,), out=out)
+            progress, report = self.programs.call("finish", self._finish, *args, donate=(1,), out=out)
             results.append(report)
         self._stopwatch.rounds += 1
         return progress, report
 
 
-class TrialRounds:
+class TrialRounds(Rounds):
     """The compiled rounds of T trials of one method. Their clients are T x K rows of one client axis.
 
     Only the functions of the server are batched over the trials (``vmap``). Each client trains as a row of the client
-    axis, with the data and the key of its trial. The results equal those of separate runs up to rounding.
-
-    Attributes:
-      axis: the layout of all T x K clients.
-      programs: the compiled programs by name.
+    axis, with the data, the numbers and the key of its trial. The results equal those of separate runs up to rounding.
+    A progress and a report have leaves [T, ...].
     """
 
     def __init__(
@@ -395,81 +409,72 @@ class TrialRounds:
         axis: ClientAxis,
         *,
         stop_at_divergence: bool = True,
+        key: Hashable = None,
     ) -> None:
         """Join the data of the trials.
 
         Args:
-          all_constants: the constants of each trial: the same samples with the division and the key of the trial.
+          all_constants: the constants of each trial: the same samples with the division, numbers and key of the trial.
           axis: the layout for a cohort of T x K clients.
           stop_at_divergence: end a call after the first round in which a trial has a non-finite loss or weight.
+          key: as in `Rounds`.
 
         Raises:
-          UserError: the strategy works on the host between rounds, or the layout has several CPU devices.
+          UserError: the strategy works on the host between rounds, or the trials differ in more than values.
         """
         if all_constants[0].strategy.between_rounds is not None:
             raise UserError("the strategy works on the host between rounds, so its trials cannot be batched")
-        if not axis.fused:
-            raise UserError("trials are batched on accelerators or on one CPU device: set devices=1")
-        self.axis = axis
         self.count = len(all_constants)
-        self.programs = Programs(platform=axis.platform)
-        self.constants = place(stack_trials(all_constants), axis.replicated)
-        self._stop_at_divergence = stop_at_divergence
         # The layout of a trial's rows before they are joined: without padding.
         self._trial_axis = dataclasses.replace(axis, mesh=Mesh(axis.mesh.devices.flat[:1], (CLIENTS,)), lanes=1)
+        stacked = stack_trials(all_constants)._replace(running=np.ones(self.count, bool))
+        super().__init__(stacked, axis, stop_at_divergence=stop_at_divergence, key=key)
 
-    def init(self) -> Progress:
-        """The progress of all trials before the first round, leaves [T, ...]."""
-        program = lambda constants: self._each(constants, lambda one: start(one))
-        return self.programs.call("init", program, self.constants)
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """No leaf is divided over its parameters."""
+        return ()
 
     def stack(self, progresses: Sequence[Progress]) -> Progress:
         """Stack the progresses of the trials into one with leaves [T, ...]."""
-        return place(jax.tree.map(lambda *leaves: jnp.stack(leaves), *progresses), self.axis.replicated)
+        return self.place(jax.tree.map(lambda *leaves: jnp.stack(leaves), *progresses))
 
-    def run(self, progress: Progress, count: int, alive: Sequence[bool]) -> tuple[Progress, Report]:
-        """Run ``count`` rounds, or fewer if a running trial diverges. Consumes ``progress``.
+    def keep_running(self, running: Sequence[bool]) -> None:
+        """Set which trials are running [T]. The others run no step, and their results are undefined."""
+        flags = np.array(running)
+        self.constants = self.constants._replace(running=place(flags, self.axis.replicated))
+        self._server_constants = self._server_constants._replace(running=place(flags, self.axis.server_device))
 
-        Args:
-          progress: leaves [T, ...].
-          count: number of rounds.
-          alive: whether each trial is running [T]. The other trials run no step, and their results are undefined.
-        """
+    def _strategy(self, constants: RunConstants) -> Strategy:
+        return of_trial(constants, 0).strategy
 
-        def program(
-            constants: RunConstants, progress: Progress, count: jax.Array, alive: jax.Array
-        ) -> tuple[Progress, Report]:
-            one_round = lambda progress: self._round(constants, progress, alive)
-            return loop(one_round, progress, count, watched=alive & self._stop_at_divergence)
+    def _start(self, constants: RunConstants) -> Progress:
+        return self._each(constants, start)
 
-        bounds = place((np.int32(count), np.array(alive)), self.axis.replicated)
-        return self.programs.call("rounds", program, self.constants, progress, *bounds, donate=(1,))
-
-    def _round(self, constants: RunConstants, progress: Progress, alive: jax.Array) -> tuple[Progress, Report]:
-        first = lambda one, progress: begin(self._trial_axis, one, progress)
-        last = lambda one, *remaining: finish(one, *remaining)
-        plans, rows = self._each(constants, first, progress)
-        rows = rows._replace(size=jnp.where(alive[:, None], rows.size, 0))
-        per_trial = rows.size.shape[1]
+    def _begin(self, constants: RunConstants, progress: Progress) -> Any:
+        """The plans of all trials, the slots of all rows, and the rows in order of decreasing work."""
+        plans, rows = self._each(constants, functools.partial(begin, self._trial_axis), progress)
+        trials = jnp.broadcast_to(jnp.arange(self.count, dtype=jnp.int32)[:, None], rows.size.shape)
+        rows = rows._replace(size=jnp.where(constants.running[:, None], rows.size, 0), trial=trials)
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
-        trained = self._train(constants, progress.round, flat, per_trial)
-        trained = jax.tree.map(lambda leaf: leaf.reshape(self.count, per_trial, *leaf.shape[1:]), trained)
-        return self._each(constants, last, progress, plans, trained)
+        count = flat.size.shape[0]
+        slots = assign(self.axis, flat.size)
+        laid_out = trees.take(flat, jnp.where(slots < count, slots, 0))
+        return (plans, slots), laid_out._replace(size=jnp.where(slots < count, laid_out.size, 0))
 
-    def _train(self, constants: RunConstants, round: jax.Array, rows: ClientRow, per_trial: int) -> Any:
-        """Train the rows [T K, ...] over the client axis, in order of decreasing work."""
-        count = self.count * per_trial
-        slots = assign(self.axis, rows.size)
-        order = jnp.where(slots < count, slots, 0)
-        laid_out = trees.take(rows, order)
-        laid_out = laid_out._replace(size=jnp.where(slots < count, laid_out.size, 0))
+    def _train_client(self, shared: tuple[RunConstants, jax.Array], row: ClientRow) -> Any:
+        constants, round = shared
+        return train_client(of_trial(constants, row.trial), round[row.trial], row)
 
-        def one(shared: tuple[RunConstants, jax.Array], pair: tuple[jax.Array, ClientRow]) -> Any:
-            (constants, round), (trial, row) = shared, pair
-            return train_client(of_trial(constants, trial), round[trial], row)
+    def _finish(self, constants: RunConstants, progress: Progress, plan: Any, trained: Any) -> tuple[Progress, Report]:
+        plans, slots = plan
+        per_trial = plans.slots.shape[1]
+        in_order = trees.take(trained, positions(slots, self.count * per_trial))
+        rows = jax.tree.map(lambda leaf: leaf.reshape(self.count, per_trial, *leaf.shape[1:]), in_order)
+        return self._each(constants, finish, progress, plans, rows)
 
-        trained = map_clients(self.axis, one)((constants, round), (order // per_trial, laid_out))
-        return trees.take(trained, positions(slots, count))
+    def _watched(self, constants: RunConstants) -> Any:
+        return constants.running & self._stop_at_divergence
 
     def _each(self, constants: RunConstants, function: Callable, *arguments: Any) -> Any:
         """Apply ``function(constants, ...)`` to every trial. The results have leaves [T, ...]."""
@@ -490,8 +495,8 @@ def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
     kinds = [(jax.tree.structure(each), [leaf.shape for leaf in jax.tree.leaves(each)]) for each in arguments]
     if any(kind != kinds[0] for kind in kinds):
         raise UserError(
-            "trials in one program need the same structure: the same number of clients, and a momentum, "
-            "weight decay or other optional number in all trials or in none"
+            "trials in one program need the same structure: the same number of clients, and a momentum, weight decay "
+            "or other optional number in all trials or in none"
         )
     build, problem = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arguments)
     before = np.cumsum([0, *(len(each.index) for each in federations[:-1])]).astype(np.int32)

@@ -41,8 +41,8 @@ def run_together(
       For each trial its result, or the error if it diverged.
 
     Raises:
-      UserError: bad input, other differences, a strategy that works on the host between rounds, several CPU devices, or
-        folders to resume with different numbers of completed rounds.
+      UserError: bad input, other differences, a strategy that works on the host between rounds, or folders to resume
+        with different numbers of completed rounds.
       Interrupted: Ctrl-C or a termination signal, after checkpoints.
     """
     resolved = [resolve(config, dataset=dataset, model=model) for config in configs]
@@ -70,7 +70,8 @@ def run_together(
         if experiments[0].rounds.constants.problem.public is not None:  # taken from the training samples
             raise UserError("trials with public samples cannot train in one program: each one trains on other samples")
         all_constants = [experiment.rounds.constants for experiment in experiments]
-        together = TrialRounds(all_constants, axis, stop_at_divergence=not first.allow_nonfinite)
+        key = experiments[0].rounds.key and ("together", experiments[0].rounds.key)
+        together = TrialRounds(all_constants, axis, stop_at_divergence=not first.allow_nonfinite, key=key)
         return Trials(experiments, together).run()
 
 
@@ -100,8 +101,8 @@ class Trials(RunLoop):
 
     def _advance(self, progress: Progress, count: int) -> tuple[Progress, Report]:
         compiled = self.rounds.programs.compile_seconds
-        alive = [number not in self.ended for number in range(len(self.experiments))]
-        progress, report = self.rounds.run(progress, count, alive)
+        self.rounds.keep_running([number not in self.ended for number in range(len(self.experiments))])
+        progress, report = self.rounds.run(progress, count)
         share = (self.rounds.programs.compile_seconds - compiled) / len(self.experiments)
         for experiment in self.experiments:
             experiment.compile_seconds_before += share

@@ -154,7 +154,7 @@ def _averaging(hyper, problem):
 def constants(network="thin", *, seed=0, sizes=SIZES, **federation):
     """The constants of the small federation: its problem, the images and rows of its clients, and the key of a run."""
     options = {"devices": 1, "lanes": 1, "seed": seed, "sizes": sizes} | federation
-    build, problem, known, key = simulator((_averaging, None), network, **options).rounds.constants
+    build, problem, known, key, _ = simulator((_averaging, None), network, **options).rounds.constants
     samples, index, offsets = jax.device_get(known)
     images = samples._replace(x=federated(sizes).dataset.x, shape=None)
     return rounds.RunConstants(build, problem, rounds.Federation(images, index, offsets), key)

@@ -39,37 +39,47 @@ def of(tree, seed):
 
 
 @functools.cache
-def engines(strategy, federation, lanes, network="linear"):
+def engines(strategy, federation, devices, lanes, network="linear"):
     """Return the rounds of all seeds together, and a function that returns those of one; compiled once."""
     row = STRATEGIES[strategy]
     build = bind(row.build, row.hyper() if row.hyper else None)
     givens = [divided(federation, network, seed)._replace(build=build) for seed in range(SEEDS)]
     cohort = givens[0].problem.cohort_size
     alone = client_axis(devices=1, lanes=1, cohort_size=cohort)
-    together = client_axis(devices=1, lanes=lanes, cohort_size=SEEDS * cohort)
+    together = client_axis(devices=devices, lanes=lanes, cohort_size=SEEDS * cohort)
     return TrialRounds(givens, together), functools.cache(lambda seed: Rounds(givens[seed], alone))
 
 
-@pytest.mark.parametrize(("strategy", "lanes"), [pytest.param("fedmr", 1, marks=pytest.mark.slow), ("scaffold", 4)])
-def test_the_numbers_of_the_seeds_one_by_one(strategy, lanes, federation, close):
-    together, one = engines(strategy, federation, lanes)
-    progress, report = together.run(together.init(), 3, [True] * SEEDS)
+@pytest.mark.parametrize(
+    ("strategy", "devices", "lanes"),
+    [
+        ("scaffold", 1, 4),
+        ("fedmr", 2, 1),
+        pytest.param("fedmr", 1, 1, marks=pytest.mark.slow),
+        pytest.param("scaffold", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_numbers_of_the_seeds_one_by_one(strategy, devices, lanes, federation, close):
+    together, one = engines(strategy, federation, devices, lanes)
+    progress, report = together.run(together.init(), 3)
     for seed in range(SEEDS):
         engine = one(seed)
         expected, its_report = engine.run(engine.init(), 3)
         close(of(progress, seed), expected)
         close(of(report, seed), its_report)
-    assert together.programs["rounds"].traces == 1
+    assert {program.traces for program in together.programs.values()} == {1}
 
 
 def test_a_seed_that_diverges_ends_the_call_and_then_no_longer_matters(federation, close):
-    together, one = engines("scaffold", federation, 4)
+    together, one = engines("scaffold", federation, 1, 4)
     progress = together.init()
     broken = jax.jit(lambda server: jax.tree.map(lambda leaf: leaf.at[1].set(np.nan), server))(progress.server)
-    progress, report = together.run(progress._replace(server=broken), 3, [True] * SEEDS)
+    progress, report = together.run(progress._replace(server=broken), 3)
     assert int(progress.round[0]) == 1
     assert list(np.asarray(report.bad_client) >= 0) == [False, True, False]
-    progress, report = together.run(progress, 2, [True, False, True])
+    together.keep_running([True, False, True])
+    progress, report = together.run(progress, 2)
+    together.keep_running([True] * SEEDS)
     assert int(progress.round[0]) == 3
     assert int(report.steps[1]) == 0
     for seed in (0, 2):
@@ -79,7 +89,9 @@ def test_a_seed_that_diverges_ends_the_call_and_then_no_longer_matters(federatio
 
 def test_what_cannot_be_batched(federation):
     with pytest.raises(UserError, match="works on the host between rounds"):
-        engines("clusamp", federation, 1)
-    givens = [divided(federation, "linear", seed) for seed in range(SEEDS)]
-    with pytest.raises(UserError, match="one CPU device"):
-        TrialRounds(givens, client_axis(devices=2, lanes=1, cohort_size=9))
+        engines("clusamp", federation, 1, 1)
+    givens = [divided(federation, "linear", seed) for seed in range(2)]
+    local = dataclasses.replace(givens[1].problem.local, momentum=None)
+    givens[1] = givens[1]._replace(problem=dataclasses.replace(givens[1].problem, local=local))
+    with pytest.raises(UserError, match="in all trials or in none"):
+        TrialRounds(givens, client_axis(devices=1, lanes=1, cohort_size=6))

@@ -99,7 +99,7 @@ def test_farthest_first_opens_one_cluster_in_each_of_the_first_rounds(transcript
 def test_a_clients_own_model_is_the_one_that_fits_its_training_samples_best(transcription):
     by_hand = transcription("hypcluster", Hyper(clusters=3))
     models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]
-    problem, federation, key = by_hand.engine.constants
+    _, problem, federation, key, _ = by_hand.engine.constants
     personal = jax.jit(lambda server, data: by_hand.engine.strategy.personal_model(server, None, data, key))
     for client in range(problem.num_clients):
         best = np.argmin([float(by_hand.cross_entropy(model, client)) for model in models])
