@@ -163,9 +163,13 @@ def argument_flags(config: Config) -> set[str]:
 
     With other shapes of the arguments, such as another number of clients, a program is compiled anew.
     """
-    partition = {each.flag for each in settings_of(Config) if each.info.group == "Partition"}
-    numbers = {f"{config.strategy}_{each.name}" for each in numbers_of(configuration.hyper(config))}
-    return {"seed"} | partition | numbers | _NUMBERS
+    partition = {each.flag for each in settings_of(Config) if each.info.group == "Partition"} - {"clients"}
+    return {"seed"} | partition | number_flags(config)
+
+
+def number_flags(config: Config) -> set[str]:
+    """The flags of the numbers of the method and of the optimizers."""
+    return {f"{config.strategy}_{each.name}" for each in numbers_of(configuration.hyper(config))} | _NUMBERS
 
 
 def augmentation(config: Config, dataset: Dataset) -> Callable[[jax.Array, jax.Array], jax.Array] | None:

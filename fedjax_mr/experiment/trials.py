@@ -1,6 +1,7 @@
 """Several trials of one method in one compiled program (see `fedjax_mr.engine.rounds.TrialRounds`)."""
 
 import contextlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import TrialRounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import argument_flags
+from fedjax_mr.experiment.build import argument_flags, number_flags
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result
 from fedjax_mr.experiment.federation import federated_data
@@ -77,9 +78,16 @@ def run_together(
 
 def other_differences(first: Config, second: Config) -> str:
     """The differences of two configurations that keep them from training in one program, in words; "" if none."""
-    ours, theirs, allowed = configuration.decisive(first), configuration.decisive(second), argument_flags(first)
-    flags = [flag for flag in ours if ours[flag] != theirs.get(flag) and flag not in allowed]
+    ours, theirs = json.loads(kind(first)), json.loads(kind(second))
+    flags = [flag for flag in ours if ours[flag] != theirs.get(flag)]
     return "; ".join(f"{flag} is {ours[flag]} and {theirs.get(flag)}" for flag in flags)
+
+
+def kind(config: Config) -> str:
+    """All settings that must be equal in the trials of one program, and which optional numbers are absent."""
+    settings, arguments = configuration.decisive(config), argument_flags(config)
+    absent = {flag: "absent" for flag in sorted(number_flags(config)) if settings.get(flag) in (None, 0)}
+    return json.dumps({flag: value for flag, value in settings.items() if flag not in arguments} | absent)
 
 
 class Trials(RunLoop):

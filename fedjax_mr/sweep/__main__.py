@@ -13,7 +13,7 @@ from fedjax_mr.experiment.settings import help_of
 from fedjax_mr.sweep import slurm
 from fedjax_mr.sweep.costs import describe, estimate
 from fedjax_mr.sweep.plan import Sweep, plan
-from fedjax_mr.sweep.runs import run_all, run_together
+from fedjax_mr.sweep.runs import run_all
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]
@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             configuration.read_imports(arguments)
             print(manual.page(topic) if topic else USAGE + help_of(Sweep))
             return 0
-        config, sweep = configuration.parse_command(arguments, Sweep)
-        if sweep.together:
-            return run_together(config, sweep)
+        _, sweep = configuration.parse_command(arguments, Sweep)
         if not sweep.wait:
             arguments.append("--noprogress")
         sweep, runs = plan(arguments)
@@ -52,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe(runs, estimate(runs) if sweep.calibrate else None))
             return 0
         launch = slurm.launcher(sweep, sweep.sweep_dir, wait=sweep.wait) if sweep.launcher == "slurm" else None
-        code = run_all(runs, batch_seeds=sweep.batch_seeds, launch=launch)
+        code = run_all(runs, batch=sweep.batch, launch=launch)
         begun = [run.folder for run in runs if kept.find(run.folder)]
         if begun:
             print(tables.accuracy_table(begun))

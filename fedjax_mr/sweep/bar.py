@@ -40,7 +40,7 @@ class Bar:
         with contextlib.suppress(UserError):  # missing or damaged; the run's process reports that
             row = read_rows(first)[-1:]
         accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
-        others = f" (of {len(runs)} seeds together)" if len(runs) > 1 else ""
+        others = f" (of {len(runs)} runs together)" if len(runs) > 1 else ""
         self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())
 
     def show_queue(self, running: Sequence[PlannedRun], waiting: int) -> None:

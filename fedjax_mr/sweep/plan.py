@@ -24,10 +24,10 @@ from fedjax_mr.sweep import grids
 class Training:
     """How runs are trained: the settings that all commands with many runs share."""
 
-    batch_seeds: bool = field(
+    batch: bool = field(
         False,
-        "Train the seeds of a setting in one compiled program. This helps on accelerators; a CPU needs --devices=1 and "
-        "gains nothing. Not for methods that work on the host between rounds",
+        "Train runs of a method that differ only in seed, partition and numbers, such as --lr, in one compiled program "
+        "where that pays: on accelerators, and on CPUs if one run leaves cores idle. Other runs train one by one",
     )
     launcher: str = field(
         "local",
@@ -65,11 +65,6 @@ class Sweep(Training):
         None,
         "Table of kept runs (NAME.jsonl.gz), or folder that holds tables or run folders. Runs that have ended there "
         "are not trained again",
-        path=True,
-    )
-    together: tuple[str, ...] = field(
-        (),
-        "Train the --seeds in this process and in one program, in these folders. --batch_seeds starts such processes",
         path=True,
     )
     wait: bool = field(

@@ -36,6 +36,7 @@ from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.plan import PlannedRun
+from fedjax_mr.sweep.together import BETWEEN
 
 SECONDS_PER_LOOK = 0.5  # how often the progress bar reads the metrics of the current run
 ABORTED = 1  # the exit code of runs that a signal has killed
@@ -70,13 +71,13 @@ class Worker:
         self.stop()
 
     def train(self, runs: Sequence[PlannedRun], look: Callable[[], None]) -> int:
-        """Train a run, or several seeds in one program, and return the exit code.
+        """Train a run, or several trials in one program, and return the exit code.
 
         A run that fails in a process that has trained others is tried again in a fresh one, so earlier runs have no
         influence on it. It resumes from its last checkpoint.
 
         Args:
-          runs: the run, or the seeds. They resume from their last checkpoint, if there is one.
+          runs: the run, or the trials. They resume from their last checkpoint, if there is one.
           look: called twice a second while the process works.
 
         Raises:
@@ -160,19 +161,19 @@ def _set_up_of(runs: Sequence[PlannedRun]) -> Hashable:
 
 
 def command_of(runs: Sequence[PlannedRun]) -> tuple[str, list[str]]:
-    """The module and the arguments that train a run, or several seeds in one program, or resume them."""
-    first = runs[0]
-    arguments = [*configuration.to_flags(first.config), "--noprogress"]
+    """The module and the arguments that train a run, or several trials in one program, or resume them."""
     if len(runs) == 1:
-        arguments.append(f"--run_dir={first.folder}")
-    else:
-        arguments.append("--seeds=" + ",".join(str(run.config.seed) for run in runs))
-        arguments += [f"--together={run.folder}" for run in runs]
-    if run_state(first.folder) != "new":
+        return "fedjax_mr.main", _arguments(runs[0])
+    return "fedjax_mr.sweep.together", functools.reduce(lambda a, b: [*a, BETWEEN, *b], map(_arguments, runs))
+
+
+def _arguments(run: PlannedRun) -> list[str]:
+    arguments = [*configuration.to_flags(run.config), "--noprogress", f"--run_dir={run.folder}"]
+    if run_state(run.folder) != "new":
         arguments.append("--resume")
-    elif any((run.folder / "config.json").exists() or is_leftover(run.folder) for run in runs):
+    elif (run.folder / "config.json").exists() or is_leftover(run.folder):
         arguments.append("--overwrite")
-    return "fedjax_mr.main" if len(runs) == 1 else "fedjax_mr.sweep.__main__", arguments
+    return arguments
 
 
 def _killed(number: int, out_of_memory: int | None) -> str:

@@ -4,36 +4,33 @@
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedjax_mr.errors import DivergedError, TakenError, UserError
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment import trials
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import saved_round
-from fedjax_mr.experiment.messages import flags_in_errors
-from fedjax_mr.sweep import grids
 from fedjax_mr.sweep.bar import Bar
-from fedjax_mr.sweep.plan import PlannedRun, Sweep
+from fedjax_mr.sweep.plan import PlannedRun
 from fedjax_mr.sweep.process import ABORTED, Worker, claimed, last_words, log_of
 
 Launcher = Callable[[Sequence[Sequence[PlannedRun]], Bar], dict[Path, int]]
 """Trains the runs of batches that have not ended (`code_if_ended`) and returns the exit codes by folder.
 
-The runs of a batch differ in the seed and are trained in one program. The launcher moves the bar, says what failed, and
+The runs of a batch are trained in one program where that pays. The launcher moves the bar, says what failed, and
 raises `Interrupted` after a stop signal.
 """
 
+MOST_TOGETHER = 16  # trials in one program
 
-def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False, launch: Launcher | None = None) -> int:
+
+def run_all(runs: Sequence[PlannedRun], *, batch: bool = False, launch: Launcher | None = None) -> int:
     """Train every run that is not finished, and return the exit code: 0, or that of the worst failure.
 
     Args:
       runs: the runs of `plan`.
-      batch_seeds: whether the seeds of a setting that have completed the same rounds are trained in one program.
+      batch: whether runs that differ only in arguments of their programs are trained together (`batches`).
       launch: trains them. Default: `one_by_one`.
 
     Raises:
@@ -42,7 +39,7 @@ def run_all(runs: Sequence[PlannedRun], *, batch_seeds: bool = False, launch: La
     """
     bar = Bar(runs)
     try:
-        codes = (launch or one_by_one)(batches(runs) if batch_seeds else [[run] for run in by_kind(runs)], bar)
+        codes = (launch or one_by_one)(batches(runs) if batch else [[run] for run in by_kind(runs)], bar)
     finally:
         bar.close()
     # Another process may have finished its runs by now.
@@ -109,13 +106,13 @@ def _run_batch(batch: Sequence[PlannedRun], worker: Worker, bar: Bar) -> dict[Pa
 
 
 def batches(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """Group the runs that differ only in the seed and have completed the same rounds."""
+    """Group the runs that `trials.run_together` can train: equal `trials.kind`, equal number of completed rounds."""
     together: dict[str, list[PlannedRun]] = {}
     for run in runs:
-        without_seed = dataclasses.replace(run.config, seed=0, partition_seed=None)
-        key = f"{configuration.digest(without_seed)} {run.state()} {saved_round(run.folder)}"
+        key = f"{trials.kind(run.config)} {run.state()} {saved_round(run.folder)}"
         together.setdefault(key, []).append(run)
-    return list(together.values())
+    parts = lambda group: [group[first : first + MOST_TOGETHER] for first in range(0, len(group), MOST_TOGETHER)]
+    return [part for group in together.values() for part in parts(group)]
 
 
 def code_of(run: PlannedRun, code: int) -> int:
@@ -127,22 +124,3 @@ def why(run: PlannedRun, first: PlannedRun) -> str:
     """The reason why a run did not finish; its process wrote the log of the ``first`` run."""
     note = run.folder / "diverged.txt"
     return note.read_text(encoding="utf-8").strip() if note.exists() else last_words(first)
-
-
-def run_together(config: Config, sweep: Sweep) -> int:
-    """Train several seeds in this process and in one program, and return the exit code.
-
-    Raises:
-      UserError: bad input, or seeds that `trials.run_together` cannot train together.
-    """
-    seeds = grids.seeds_of(sweep.seeds)
-    if len(seeds) != len(sweep.together):
-        raise UserError(f"--together has {len(sweep.together)} folders for {len(seeds)} --seeds")
-    pairs = zip(seeds, sweep.together, strict=True)
-    with flags_in_errors(config.strategy):
-        results = trials.run_together(
-            [dataclasses.replace(config, seed=seed, run_dir=folder) for seed, folder in pairs]
-        )
-    for folder, result in zip(sweep.together, results, strict=True):
-        print(f"{folder}: {result if isinstance(result, DivergedError) else result.summary['accuracy_last']}")
-    return max((result.exit_code for result in results if isinstance(result, DivergedError)), default=0)

@@ -323,7 +323,7 @@ def train_in_job(described: Sequence[tuple[list[str], str]]) -> int:
         runs = [PlannedRun(configuration.parse([*flags, *alone]), {}, Path(folder)) for flags, folder in described]
         before = _rounds(runs)
         print(f"fedjax-mr: {', '.join(folder for _, folder in described)}: starts after round {before}", flush=True)
-        return run_all(runs, batch_seeds=len(runs) > 1)
+        return run_all(runs, batch=len(runs) > 1)
     except UserError as error:
         print(f"fedjax-mr: {error}", flush=True)
         return error.exit_code

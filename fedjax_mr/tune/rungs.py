@@ -70,7 +70,7 @@ class Trainer:
             if not free:
                 time.sleep(SECONDS_PER_LOOK)
                 continue
-            code = run_all(free, batch_seeds=self.tuning.tune.batch_seeds, launch=self._launch)
+            code = run_all(free, batch=self.tuning.tune.batch, launch=self._launch)
             for run in free:
                 if not has_ended(run) and not is_claimed(run):
                     raise UnfinishedError(run, code or 1)

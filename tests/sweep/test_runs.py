@@ -151,11 +151,12 @@ def test_a_run_that_another_process_finishes_meanwhile_is_no_failure(trained, mo
 
 def test_seeds_of_a_setting_go_together(trained):
     asked = trained()
-    assert main([*PRODUCT, "--seeds=0", "--batch_seeds"]) == 0
+    assert main([*PRODUCT, "--seeds=0", "--batch"]) == 0
     asked.clear()
-    assert main([*PRODUCT, "--seeds=0:3", "--batch_seeds"]) == 0
-    assert [[run.config.seed for run in runs] for runs in asked] == [[1, 2]] * 4
-    assert [runs[0].choice for runs in asked] == [{"alpha": 0.1}, {"alpha": 0.5}] * 2
+    assert main([*PRODUCT, "--seeds=0:3", "--batch"]) == 0
+    assert [[(run.choice["alpha"], run.config.seed) for run in runs] for runs in asked] == [
+        [(0.1, 1), (0.1, 2), (0.5, 1), (0.5, 2)]
+    ] * 2
 
 
 def test_seeds_that_are_not_equally_far_go_apart(trained):
@@ -340,13 +341,23 @@ def test_a_worker_is_replaced_before_it_reaches_a_limit(limit, monkeypatch):
 
 
 @pytest.mark.slow
-def test_seeds_in_one_real_process(capsys):
+def test_seeds_in_one_real_process():
     _, runs = sweep.plan([*TINY, "--seeds=0:2", "--devices=1"])
     with Worker() as worker:
         assert worker.train(runs, lambda: None) == 0
     assert [run_state(run.folder) for run in runs] == ["finished"] * 2
-    assert main([*TINY, "--seeds=0,1", "--devices=1", "--together=a"]) == 2
-    assert "has 1 folders for 2 --seeds" in capsys.readouterr().err
+    assert "not together" not in log_of(runs[0]).read_text()
+
+
+@pytest.mark.slow
+def test_runs_that_cannot_train_in_one_program_train_one_by_one():
+    """CluSamp works on the host between rounds."""
+    flags = [*TINY, "--strategy=clusamp", "--seeds=0:2", "--devices=1"]
+    _, runs = sweep.plan(flags)
+    with Worker() as worker:
+        assert worker.train(runs, lambda: None) == 0
+    assert [run_state(run.folder) for run in runs] == ["finished"] * 2
+    assert "not together: the strategy works on the host between rounds" in log_of(runs[0]).read_text()
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_sweeps_that_start_at_once_submit_a_run_once(commands):
 
 
 def test_seeds_in_one_program_are_one_job(commands):
-    assert main([*ON_SLURM, "--nowait", "--seeds=0:3", "--batch_seeds", "--grid", "alpha=0.1,0.5"]) == 0
+    assert main([*ON_SLURM, "--nowait", "--seeds=0:3", "--batch", "--grid", "alpha=0.1,0.5"]) == 0
     assert directives()["array"] == "0-1%2"
     assert sorted(json.loads(Path("runs/slurm/jobs.json").read_text()).values()) == ["7_0"] * 3 + ["7_1"] * 3
 
@@ -201,7 +201,7 @@ def test_a_job_near_its_time_limit_returns_to_the_queue_if_it_made_progress(save
     _, (run,) = sweep.plan(ON_SLURM)
 
     def train(runs, **options):
-        assert not options["batch_seeds"]
+        assert not options["batch"]
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGUSR2)
         if saved:

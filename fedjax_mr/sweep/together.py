@@ -1,0 +1,52 @@
+"""What a worker does for several runs of ``sweep --batch``: it trains them in one program where that pays."""
+
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from fedjax_mr import main as one_run
+from fedjax_mr.engine.devices import set_up_jax, usable_cores
+from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.experiment.trials import run_together
+
+BETWEEN = "--"  # separates the flags of two runs
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train the runs and return the exit code of the worst one.
+
+    Runs that cannot train in one program train one by one.
+
+    Args:
+      arguments: the flags of each run, with `BETWEEN` in between.
+    """
+    commands: list[list[str]] = [[]]
+    for argument in arguments:
+        commands.append([]) if argument == BETWEEN else commands[-1].append(argument)
+    try:
+        configs = [configuration.parse(command) for command in commands]
+        set_up_jax(devices=configs[0].devices, cohort_size=len(configs) * configs[0].cohort)
+        if pays(configs[0]):
+            with flags_in_errors(configs[0].strategy):
+                results = run_together(configs)
+            ends = [result for result in results if isinstance(result, DivergedError)]
+            return max((end.exit_code for end in ends), default=0)
+    except UserError as reason:
+        print(f"fedjax-mr: not together: {reason}", file=sys.stderr)
+    except Interrupted as reason:
+        print(f"fedjax-mr: {reason}", file=sys.stderr)
+        return reason.exit_code
+    return max(one_run.main(command) for command in commands)
+
+
+def pays(config: Config) -> bool:
+    """Whether several trials in one program are faster: on accelerators, and on CPUs if one trial leaves cores idle."""
+    if jax.default_backend() != "cpu":
+        return True
+    devices = min(config.devices or usable_cores(), config.cohort)
+    return devices < usable_cores() or config.cohort % devices > 0
