@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import jax
 
-from fedjax_mr import main as one_run
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.messages import flags_in_errors
-from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.trials import run_together
 
 BETWEEN = "--"  # separates the flags of two runs
@@ -32,16 +31,30 @@ def main(arguments: Sequence[str]) -> int:
         configs = [configuration.parse(command) for command in commands]
         set_up_jax(devices=configs[0].devices, cohort_size=len(configs) * configs[0].cohort)
         if pays(configs[0]):
-            with flags_in_errors(configs[0].strategy):
-                results = run_together(configs)
-            ends = [result for result in results if isinstance(result, DivergedError)]
-            return max((end.exit_code for end in ends), default=0)
-    except UserError as reason:
-        print(f"fedjax-mr: not together: {reason}", file=sys.stderr)
-    except Interrupted as reason:
+            try:
+                return _together(configs)
+            except UserError as reason:
+                print(f"fedjax-mr: not together: {reason}", file=sys.stderr)
+        return max(map(_alone, configs))
+    except (UserError, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code
-    return max(one_run.main(command) for command in commands)
+
+
+def _together(configs: Sequence[Config]) -> int:
+    with flags_in_errors(configs[0].strategy):
+        results = run_together(configs)
+    return max((result.exit_code for result in results if isinstance(result, DivergedError)), default=0)
+
+
+def _alone(config: Config) -> int:
+    try:
+        with flags_in_errors(config.strategy):
+            run(config)
+    except UserError as reason:
+        print(f"fedjax-mr: {reason}", file=sys.stderr)
+        return reason.exit_code
+    return 0
 
 
 def pays(config: Config) -> bool:
