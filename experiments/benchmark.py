@@ -7,6 +7,7 @@
     python experiments/benchmark.py fedme                          # its clients' and its server's work, beside FedAvg's
     python experiments/benchmark.py growth                         # time and memory against K and N
     python experiments/benchmark.py race                           # the course of pfl-research's CIFAR10-IID
+    python experiments/benchmark.py start                          # a short run by its parts: start.py
     python experiments/benchmark.py products                       # XLA's and PyTorch's rates on a network's products
     python experiments/benchmark.py peers                          # beside other simulators: peers.py and its flags
 
@@ -43,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import products
+import start
 
 import fedjax_mr as fmr
 from fedjax_mr.engine.clients import assign, client_axis
@@ -338,15 +340,15 @@ def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[Torc
 
     gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
     cores = usable_cores()
-    start = functools.partial(
+    start_torch = functools.partial(
         TorchContestant, arguments=(name, "cuda" if gpu else "cpu"), epochs=epochs, dataset=dataset
     )
     contestants = [
-        start("torch_loop", processes=1, threads=cores, loader=True),
-        start("torch_best", processes=1, threads=cores, loader=False),
+        start_torch("torch_loop", processes=1, threads=cores, loader=True),
+        start_torch("torch_best", processes=1, threads=cores, loader=False),
     ]
     if not gpu and cores > 1:
-        contestants.append(start("torch_best", processes=cores, threads=1, loader=False))
+        contestants.append(start_torch("torch_best", processes=cores, threads=1, loader=False))
     for contestant in contestants:
         contestant.wait()
     return contestants
@@ -691,6 +693,7 @@ SUBJECTS: dict[str, Callable[[Options], Rows]] = {
     "fedme": compare_fedme,
     "growth": grow,
     "race": run_race,
+    "start": lambda options: start.measure(rounds=10 if options.quick else 100),
     "products": compare_products,
 }
 

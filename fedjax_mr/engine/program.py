@@ -112,7 +112,7 @@ def compiler_options() -> dict[str, Any] | None:
     """Options of XLA for the current platform. Those that the user has set in ``XLA_FLAGS`` are kept.
 
     On CPUs, level 2 of LLVM's optimizations compiles in two thirds of the time of level 3, which is XLA's default. The
-    networks of this package train as fast or faster, with the same bits (see experiments/notebook/speed.md).
+    networks of this package train as fast or faster, with the same bits.
     """
     level = "xla_backend_optimization_level"
     if platforms.current() != "cpu" or level in os.environ.get("XLA_FLAGS", ""):

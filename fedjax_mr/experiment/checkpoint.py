@@ -324,6 +324,11 @@ class _DamageError(Exception):
     """A checkpoint differs from the one that was written."""
 
 
+def import_ahead() -> None:
+    """Import orbax, which the first `Checkpoints.save` would do otherwise."""
+    _orbax()
+
+
 @functools.cache
 def _orbax() -> Any:
     """Orbax's synchronous checkpointer, imported on first use because that takes half a second."""

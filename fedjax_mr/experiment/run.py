@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,14 +13,15 @@ from typing import Any
 import jax
 
 from fedjax_mr import registry
+from fedjax_mr.analysis import plots
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_errors, set_up_jax
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment import checkpoint, imports, interrupts
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
@@ -98,6 +100,7 @@ def run(
     interrupts.check()
     with contextlib.ExitStack() as cleanup, processes.lost_by_name(), memory_errors():
         cleanup.callback(give_back_memory)
+        threading.Thread(target=_import_ahead, args=(record,)).start()
         experiment = set_up(config, federated, network, processes, cleanup, notes=notes, on_row=on_row, record=record)
         try:
             (end,) = RunLoop([experiment]).run()
@@ -109,6 +112,14 @@ def run(
     if isinstance(end, DivergedError):
         raise end
     return end
+
+
+def _import_ahead(record: bool) -> None:
+    """Import what a run needs only later, in a thread beside the first compilation, which needs no Python."""
+    with contextlib.suppress(ImportError):  # raised again where the package is used
+        checkpoint.import_ahead()
+        if record:
+            plots.import_ahead()
 
 
 def shared(config: Config) -> dict[str, Any]:

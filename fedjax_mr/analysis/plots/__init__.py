@@ -1,7 +1,7 @@
 """All plots, one subject per file. Only this package imports matplotlib, when it draws; it needs no display."""
 
 from fedjax_mr.analysis.plots.clients import histograms, partition, personal
-from fedjax_mr.analysis.plots.figure import FORMATS
+from fedjax_mr.analysis.plots.figure import FORMATS, import_ahead
 from fedjax_mr.analysis.plots.lines import Series, bars, curves, lines
 from fedjax_mr.analysis.plots.looks import COLOURS, Look, looks
 from fedjax_mr.analysis.plots.reassembly import Strip, grouped, strips, teachers
@@ -17,6 +17,7 @@ __all__ = [
     "curves",
     "grouped",
     "histograms",
+    "import_ahead",
     "lines",
     "looks",
     "partition",

@@ -13,6 +13,12 @@ WIDTH = 10.0  # inches
 _SETTINGS: Any = {"text.parse_math": False, "pdf.fonttype": 42, "svg.hashsalt": "fedjax_mr"}
 
 
+def import_ahead() -> None:
+    """Import matplotlib, which the first `picture` would do otherwise."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
+
 @contextlib.contextmanager
 def picture(path: Path | str, size: tuple[float, float], *, layout: Any = "constrained") -> Iterator[Any]:
     """Yield an empty figure of ``size`` (inches) and write it atomically to ``path``, unless the block fails.
