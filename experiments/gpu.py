@@ -36,8 +36,8 @@ GRAPHS = "LeNet-5, one of the settings of CUDA graphs in notebook/accelerators.m
 PARTS = {  # the most important first: the last ones are lost if time runs out
     "facts": Part(60, "facts", "the device, the versions, the rates of large products and copies"),
     "correctness": Part(90, "correctness", "FedMR's evaluations on the GPU beside those on the CPU"),
-    "lenet5": Part(80, "lenet5", "LeNet-5: images/s beside PyTorch, kernels beside the program compiled ahead"),
-    "cnn_mcmahan": Part(80, "cnn_mcmahan", "the same for McMahan's CNN"),
+    "lenet5": Part(100, "lenet5", "LeNet-5: images/s beside PyTorch, kernels beside the program compiled ahead"),
+    "cnn_mcmahan": Part(100, "cnn_mcmahan", "the same for McMahan's CNN"),
     "race": Part(60, "race", "pfl-research's race (exp/pfl_race.flags), 100 rounds"),
     "together": Part(90, "together", "1, 4 and 16 trials in one program"),
     "lanes": Part(90, "lanes", "LeNet-5 with 1, 2, 5 and 10 lanes"),
