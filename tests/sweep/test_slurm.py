@@ -154,8 +154,8 @@ def test_sweeps_that_start_at_once_submit_a_run_once(commands):
     assert "1 run submitted" in said and "1 run in Slurm's queue already" in said
 
 
-def test_seeds_in_one_program_are_one_job(commands):
-    assert main([*ON_SLURM, "--nowait", "--seeds=0:3", "--batch", "--grid", "alpha=0.1,0.5"]) == 0
+def test_runs_in_one_program_are_one_job(commands):
+    assert main([*ON_SLURM, "--nowait", "--seeds=0:3", "--batch", "--strategies=fedavg,fedmr"]) == 0
     assert directives()["array"] == "0-1%2"
     assert sorted(json.loads(Path("runs/slurm/jobs.json").read_text()).values()) == ["7_0"] * 3 + ["7_1"] * 3
 
