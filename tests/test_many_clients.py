@@ -83,6 +83,15 @@ def test_rows_are_read_and_written_at_the_right_place():
     assert len(ids) == len(set(ids.tolist())) == len(rows) == len(memory) < 50
 
 
+def test_models_of_clients_with_memory_on_the_host_are_tested():
+    accuracies = []
+    for memory in ("device", "host"):  # on the host a few clients at a time, also those without memory
+        mine = simulator("fml", clients=30, memory=memory, devices=2)
+        state, _ = mine.run(mine.init(), 2)
+        accuracies.append(mine.personal(state).accuracy)
+    np.testing.assert_array_equal(*accuracies)
+
+
 @pytest.mark.parametrize("later", ["host", "device"])
 def test_a_run_is_resumed_with_its_memories(tmp_path, later):
     config = fmr.Config(

@@ -1,6 +1,7 @@
 """Partition files: ``partition.npz`` of a run folder, and the JSON files in the released code of FedMR and others."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,14 @@ def save(plan: PartitionPlan, path: Path | str) -> None:
     for name in _SPLITS:
         split: Split = getattr(plan, name)
         arrays |= {f"{name}_index": split.index, f"{name}_offsets": split.offsets}
-    with files.atomic_write(path) as temporary:
-        np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
+    # At level 1, a million clients take 2 s; `np.savez_compressed` takes 16 s for a file of the same size.
+    with (
+        files.atomic_write(path) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+    ):
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
 
 def read(path: Path | str, *, dataset: Dataset | None = None) -> PartitionPlan:

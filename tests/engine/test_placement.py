@@ -65,3 +65,9 @@ def test_what_is_sent(federation):
         own = index[offsets[client] : offsets[client + 1]]
         np.testing.assert_array_equal(sent.x[row, : len(own)], samples.x[own])
         np.testing.assert_array_equal(sent.y[row, : len(own)], samples.y[own])
+
+
+def test_cpu_devices_share_the_constants(engine):
+    rounds = engine("fedmr", "linear", devices=2)
+    for leaf in (rounds.constants.federation.index, rounds.constants.problem.label_counts):
+        assert len({shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}) == 1

@@ -50,7 +50,8 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
             sizes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
         name_axes(sizes, y_label=noun.replace(" ", "\n"), title=title)
         sizes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        shares = np.add.reduceat(counts, groups, axis=0) / members[:, None]  # [columns, C]
+        together = np.add.reduceat(counts, groups, axis=0, dtype=counts.dtype)  # without a copy of the table
+        shares = together / members[:, None]  # [columns, C]
         norm = PowerNorm(0.5, vmin=0, vmax=max(1, shares.max()))  # small shares stay visible beside large ones
         extent = (-0.5, num_clients - 0.5, num_classes - 0.5, -0.5)
         image = table.imshow(shares.T, aspect="auto", cmap="Blues", norm=norm, interpolation="nearest", extent=extent)
