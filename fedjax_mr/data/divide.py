@@ -119,7 +119,10 @@ def federate(
                 f"partition {partition!r} needs at least 1 client, not {num_clients}; 0 is only for natural clients"
             )
         if total > len(pool) and not with_replacement:
-            raise UserError(f"{total} clients are more than the {len(pool)} training samples of {dataset.name}")
+            raise UserError(
+                f"{total} clients are more than the {len(pool)} training samples of {dataset.name}: use fewer clients, "
+                "or partition='bootstrap', whose clients share samples"
+            )
         division = Split.of(row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **chosen))
         train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
         owned = _Owned(train, None, public, ())
