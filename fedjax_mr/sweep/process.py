@@ -25,7 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fedjax_mr.engine.devices import cpu_devices
 from fedjax_mr.errors import DivergedError, TakenError, UserError
@@ -87,31 +87,32 @@ class Worker:
         if set_up != self._set_up:
             self.stop()
         fresh = self._process is None
-        code = self._train(runs, look)
-        if code not in COMPLETE and not fresh:
-            code = self._train(runs, look)
+        first = runs[0]
+        first.folder.parent.mkdir(parents=True, exist_ok=True)
+        with log_of(first).open("a", encoding="utf-8") as log:
+            log.truncate(0)
+            code = self._train(runs, look, log)
+            if code not in COMPLETE and not fresh:
+                code = self._train(runs, look, log)
         self._set_up = set_up
         return code
 
-    def _train(self, runs: Sequence[PlannedRun], look: Callable[[], None]) -> int:
-        first = runs[0]
-        first.folder.parent.mkdir(parents=True, exist_ok=True)
-        job = dict(zip(("module", "arguments"), command_of(runs), strict=True)) | {"log": str(log_of(first).absolute())}
+    def _train(self, runs: Sequence[PlannedRun], look: Callable[[], None], log: TextIO) -> int:
+        module, arguments = command_of(runs)
+        job = {"module": module, "arguments": arguments, "log": str(log_of(runs[0]).absolute())}
         out_of_memory = _kills_for_memory()
-        with log_of(first).open("a", encoding="utf-8") as log:
-            log.truncate(0)
-            process = self._process or self._start(log)
-            # From here on a stop signal is for the run, also while the process still imports.
-            with interrupts.stop_signals(functools.partial(_forward, process), STOP_SIGNALS) as stopped:
-                code = self._exit_code(process, job, look)
-            if code < 0 and not stopped:
-                with contextlib.suppress(OSError):  # the disk may be full
-                    os.write(log.fileno(), f"fedjax-mr: {_killed(-code, out_of_memory)}\n".encode())
+        process = self._process or self._start(log)
+        # From here on a stop signal is for the run, also while the process still imports.
+        with interrupts.stop_signals(functools.partial(_forward, process), STOP_SIGNALS) as stopped:
+            code = self._exit_code(process, job, look)
+        if code < 0 and not stopped:
+            with contextlib.suppress(OSError):  # the disk may be full
+                os.write(log.fileno(), f"fedjax-mr: {_killed(-code, out_of_memory)}\n".encode())
         if stopped:
             raise Interrupted("stopped; run the same command again to continue", 128 + stopped[0])
         return code if code >= 0 else ABORTED
 
-    def _start(self, log: Any) -> subprocess.Popen:
+    def _start(self, log: TextIO) -> subprocess.Popen:
         """Start the process. What it prints before its first run goes to that run's log."""
         self._codes, writing = os.pipe()
         try:
