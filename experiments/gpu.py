@@ -126,6 +126,9 @@ def run_part(name: str, record: Record, environment: dict[str, str], seconds: fl
             while (code := process.poll()) is None and time.monotonic() - started < seconds:
                 note("running")
                 time.sleep(0.2)
+        except BaseException:  # Ctrl-C or a termination signal
+            note("interrupted")
+            raise
         finally:
             with contextlib.suppress(ProcessLookupError):  # also what the part has started
                 os.killpg(process.pid, signal.SIGKILL)
@@ -210,4 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
