@@ -54,14 +54,14 @@ def count(strategy: str) -> Bytes:
     engine = simulator_of(config, federated, model, devices=1, lanes=1).rounds
 
     def objects(constants):
-        progress = rounds.start(engine.build, constants)
-        plan, rows = rounds.begin(engine.build, engine.axis, constants, progress)
-        upload, _, _ = rounds.train_client(engine.build, constants, progress.round, trees.take(rows, 0))
+        progress = rounds.start(constants)
+        plan, rows = rounds.begin(engine.axis, constants, progress)
+        upload, _, _ = rounds.train_client(constants, progress.round, trees.take(rows, 0))
         uploads = trees.broadcast(upload, config.cohort)
         return progress, plan.cohort, rows.payload, uploads
 
     progress, cohort, payloads, uploads = jax.eval_shape(objects, engine.constants)
-    usual, method = usual_traffic(payloads, uploads), engine.build(engine.constants.problem)
+    usual, method = usual_traffic(payloads, uploads), engine.strategy
 
     def sent(round: int) -> tuple[float, float, float]:
         traffic = usual

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from fedjax_mr.engine.local import ClientData
@@ -78,7 +77,7 @@ def test_without_the_step_it_is_fedavg(engine, close, gradient):
 
 def test_alpha_must_be_known(federation):
     problem = federation("perceptron").problem
-    problem = dataclasses.replace(problem, local=dataclasses.replace(problem.local, optimizer=optax.adam(0.1), lr=None))
+    problem = dataclasses.replace(problem, local=dataclasses.replace(problem.local, rule="adam"))
     with pytest.raises(UserError, match="perfedavg needs a constant learning rate"):
         perfedavg.build(Hyper(), problem)
     assert perfedavg.build(Hyper(adapt_lr=0.1), problem)
