@@ -51,7 +51,7 @@ def kill(process):
     children = [int(child) for each in threads for child in each.read_text().split()]
     for victim in (*children, process.pid):
         os.kill(victim, signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def when(process, condition):
