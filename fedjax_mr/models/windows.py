@@ -3,9 +3,8 @@
 XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC. It rewrites other orders to this one
 only outside loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so the
 gradients here are written in the fast order. That order is still slow for the few channels of small networks. On CPU,
-therefore, neighbouring columns of the image are folded into the channels, and the batch is the innermost axis of the
-weight gradient. Pooling avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not
-deterministic on GPU.
+therefore, blocks of neighbouring pixels of the image are folded into the channels. Pooling avoids ``reduce_window``,
+whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
 """
 
 import functools
@@ -32,7 +31,7 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
     """Convolution [B, H', W', O] of images [B, H, W, I] with a kernel [h, w, I, O].
 
     The value is that of ``lax.conv_general_dilated``. The gradients (of any order, in reverse mode) are ordinary
-    convolutions in the order NHWC, HWIO, NHWC, on CPU with columns folded into the channels, or products. Inside
+    convolutions in the order NHWC, HWIO, NHWC, on CPU with blocks folded into the channels, or products. Inside
     ``shard_map``, gradients require that images and kernel vary over the same mesh axes; JAX checks it. Second
     derivatives through ``lax.scan`` fail in jax 0.10, which passes wrong arrays to the backward pass.
 
@@ -57,9 +56,9 @@ def _conv(
         return jnp.einsum("bhwi,hwio->bo", x, kernel)[:, None, None]
     if math.prod(kernel.shape[:2]) > math.prod(x.shape[1:3]):
         return _product(x, kernel, strides, pads, x_dilation, kernel_dilation)
-    columns = _columns(*kernel.shape[2:])
-    if columns > 1 and kernel.shape[1] > 1 and _folds(strides, x_dilation, kernel_dilation):
-        return _folded(_pad(x, pads), kernel, columns)
+    block = _forward_block(*kernel.shape[2:])
+    if block != (1, 1) and kernel.shape[1] > 1 and _folds(strides, x_dilation, kernel_dilation):
+        return _folded(_pad(x, pads), kernel, block)
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -113,7 +112,7 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
         x_gradient = _conv(gradient, flipped, x_dilation, x_pads, strides, kernel_dilation)
 
     if folds:
-        return x_gradient, _kernel_gradient(x, pads, gradient, window)
+        return x_gradient, _kernel_gradient(x, pads, gradient, kernel)
     # The batch replaces the input channels: images [I, H, W, B], kernel [H', W', B, O].
     kernel_pads = tuple((p, o + w - 1 - i - p) for i, w, o, p in zip(image, window, output, low, strict=True))
     x_turned, gradient_turned = jnp.transpose(x, (3, 1, 2, 0)), jnp.transpose(gradient, (1, 2, 0, 3))
@@ -124,23 +123,26 @@ def _conv_backward(strides, pads, x_dilation, kernel_dilation, residuals, gradie
 _conv.defvjp(_conv_forward, _conv_backward)
 
 
-# A run of n neighbouring output columns depends on n + w - 1 input columns through a banded (Toeplitz) matrix. This
-# makes n x O channels from n x I channels, enough for vector units and caches, at the cost of the zeros in the band. It
-# is faster on CPU only; other devices use the convolutions of their libraries.
+# A block of neighbouring outputs depends on a block of inputs through a banded matrix. This makes many channels of few,
+# enough for vector units and caches, at the cost of the zeros in the band. It is faster on CPU only; other devices use
+# the convolutions of their libraries.
 
 
 def _folds(*steps: Pair) -> bool:
-    """Whether columns may be folded: on CPU, without strides and dilation."""
+    """Whether blocks may be folded: on CPU, without strides and dilation."""
     return platforms.current() == "cpu" and all(step == (1, 1) for step in steps)
 
 
-def _columns(channels: int, features: int) -> int:
-    """Number of columns to fold: 1, 2 or 4 (measured for 1 to 64 channels with 5x5 and 3x3 kernels)."""
+def _forward_block(channels: int, features: int) -> Pair:
+    """Rows and columns to fold (measured for 1 to 64 channels with 5x5 and 3x3 kernels)."""
     if channels >= 16:
-        return 1
-    return next(
-        columns for columns in (1, 2, 4) if columns == 4 or (columns * features >= 24 and columns * channels > 3)
-    )
+        return 1, 1
+    return (2, 2) if 4 * channels >= 8 and 4 * features >= 48 else (4, 2)
+
+
+def _gradient_block(features: int) -> Pair:
+    """Rows and columns to fold for the gradient of the kernel (measured as those of the convolution)."""
+    return (2, 2) if features < 16 else (1, 2) if features < 32 else (1, 1)
 
 
 def _pad(x: jax.Array, pads: tuple[Pair, Pair]) -> jax.Array:
@@ -148,61 +150,62 @@ def _pad(x: jax.Array, pads: tuple[Pair, Pair]) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)))
 
 
-def _band(kernel: jax.Array, columns: int, width: int) -> jax.Array:
-    """The banded matrix [h, width, I, columns, O] that maps ``width`` input columns to ``columns`` output columns."""
-    spare = width - kernel.shape[1]
-    shifted = [jnp.pad(kernel, ((0, 0), (column, spare - column), (0, 0), (0, 0))) for column in range(columns)]
-    return jnp.stack(shifted, axis=3)
+def _blocks(x: jax.Array, block: Pair, count: Sequence[int]) -> jax.Array:
+    """The first H' x W' blocks of images, with zeros beyond the edge: [B, H', W', rows x columns x I]."""
+    batch, *extent, channels = x.shape
+    (rows, columns), (height, width) = block, count
+    missing = (number * wide - size for number, wide, size in zip(count, block, extent, strict=True))
+    x = _pad(x, tuple((0, spare) for spare in missing))
+    x = jnp.swapaxes(x.reshape(batch, height, rows, width, columns * channels), 2, 3)
+    return x.reshape(batch, height, width, rows * columns * channels)
 
 
-def _folded(x: jax.Array, kernel: jax.Array, columns: int) -> jax.Array:
-    """Compute the unpadded convolution with ``columns`` columns folded into the channels."""
-    batch, height, width, channels = x.shape
-    h, w, _, features = kernel.shape
-    runs = -(-(width - w + 1) // columns)
-    reach = -(-(columns + w - 1) // columns)  # runs of input columns that a run of outputs depends on
-    x = _pad(x, ((0, 0), (0, (runs + reach - 1) * columns - width)))
-    y = lax.conv_general_dilated(
-        x.reshape(batch, height, runs + reach - 1, columns * channels),
-        _band(kernel, columns, reach * columns).reshape(h, reach, columns * channels, columns * features),
-        (1, 1),
-        "VALID",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    return y.reshape(batch, height - h + 1, runs * columns, features)[:, :, : width - w + 1]
+def _counts(extent: Sequence[int], window: Sequence[int], block: Pair) -> tuple[Pair, Pair]:
+    """The number of blocks of ``extent`` outputs, and the number of blocks of inputs that one of them depends on."""
+    outputs = tuple(-(-size // wide) for size, wide in zip(extent, block, strict=True))
+    reach = tuple(-(-(wide + size - 1) // wide) for size, wide in zip(window, block, strict=True))
+    return pair(outputs), pair(reach)
 
 
-def _kernel_gradient(x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array, window: Sequence[int]) -> jax.Array:
-    """Gradient of the kernel [h, w, I, O]: one convolution per run of output columns, then a sum over the band.
+def _band(kernel: jax.Array, block: Pair, extent: Sequence[int]) -> jax.Array:
+    """The banded matrix [H, W, I, rows, columns, O] that maps an ``extent`` of H x W inputs to a block of outputs."""
+    height, width = (size - wide for size, wide in zip(extent, kernel.shape[:2], strict=True))
+    shifted = [
+        jnp.pad(kernel, ((row, height - row), (column, width - column), (0, 0), (0, 0)))
+        for row, column in np.ndindex(*block)
+    ]
+    return jnp.stack(shifted, axis=3).reshape(*extent, kernel.shape[2], *block, kernel.shape[3])
 
-    With the batch as innermost axis, the pixels of one image column are contiguous in memory, and each row starts one
-    batch after the previous one. So this is a 1-D convolution whose stride is the batch, and XLA stores no patches.
-    """
-    h, w = window
-    batch, rows, width, features = gradient.shape
-    channels = x.shape[3]
-    enough = 48 if channels <= 3 else 32  # features of a run; measured for 1 to 64 channels of 5x5 and 3x3 kernels
-    columns = next(columns for columns in (1, 2, 4, 8) if columns == 8 or columns * features >= enough)
-    runs = -(-width // columns)
-    spare = runs * columns - width
-    reach = columns + w - 1
-    top_bottom, (left, right) = pads
-    x, gradient = _pad(x, (top_bottom, (left, right + spare))), _pad(gradient, ((0, 0), (0, spare)))
-    lines = jnp.transpose(x.reshape(batch, x.shape[1], -1), (2, 1, 0)).reshape(-1, 1, x.shape[1] * batch, 1)
-    turned = jnp.transpose(gradient.reshape(batch, rows, runs, columns * features), (2, 1, 0, 3))
-    turned = turned.reshape(runs, 1, rows * batch, 1, columns * features)
 
-    def product(run: jax.Array | int) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(lines, run * (columns * channels), reach * channels)
-        return lax.conv_general_dilated(
-            part, turned[run], (1, batch), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+def _block_kernel(kernel: jax.Array, block: Pair, reach: Pair) -> jax.Array:
+    """The kernel [h', w', rows x columns x I, rows x columns x O] of a convolution of blocks; ``reach`` is h', w'."""
+    (rows, columns), (height, width), (channels, features) = block, reach, kernel.shape[2:]
+    band = _band(kernel, block, (height * rows, width * columns))
+    band = band.reshape(height, rows, width, columns * channels, rows * columns * features)
+    return jnp.swapaxes(band, 1, 2).reshape(height, width, rows * columns * channels, rows * columns * features)
 
-    # In a loop the operands are computed once; in an unrolled sum, XLA computes x again for each term.
-    band = lax.fori_loop(1, runs, lambda run, total: total + product(run), product(0))
-    band = band.reshape(reach, channels, h, columns, features)
-    kernel = functools.reduce(jnp.add, [band[column : column + w, :, :, column] for column in range(columns)])
-    return jnp.transpose(kernel, (2, 0, 1, 3))
+
+def _folded(x: jax.Array, kernel: jax.Array, block: Pair) -> jax.Array:
+    """Compute the unpadded convolution with blocks folded into the channels."""
+    batch, features = x.shape[0], kernel.shape[3]
+    height, width = (size - wide + 1 for size, wide in zip(x.shape[1:3], kernel.shape[:2], strict=True))
+    outputs, reach = _counts((height, width), kernel.shape[:2], block)
+    x = _blocks(x, block, [own + more - 1 for own, more in zip(outputs, reach, strict=True)])
+    kernel = _block_kernel(kernel, block, reach)
+    y = lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = jnp.swapaxes(y.reshape(batch, *outputs, block[0], block[1] * features), 2, 3)
+    return y.reshape(batch, outputs[0] * block[0], outputs[1] * block[1], features)[:, :height, :width]
+
+
+def _kernel_gradient(x: jax.Array, pads: tuple[Pair, Pair], gradient: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Gradient of the kernel [h, w, I, O]: the batch replaces the input channels, blocks are folded into the others."""
+    block = _gradient_block(gradient.shape[3])
+    outputs, reach = _counts(gradient.shape[1:3], kernel.shape[:2], block)
+    x = _blocks(_pad(x, pads), block, [own + more - 1 for own, more in zip(outputs, reach, strict=True)])
+    turned = jnp.transpose(x, (3, 1, 2, 0)), jnp.transpose(_blocks(gradient, block, outputs), (1, 2, 0, 3))
+    band = lax.conv_general_dilated(*turned, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    _, sum_over_band = jax.vjp(lambda kernel: _block_kernel(kernel, block, reach), kernel)
+    return sum_over_band(jnp.transpose(band, (1, 2, 0, 3)))[0]
 
 
 def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -213,7 +216,7 @@ def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
     columns = -(-width // runs)
     gradient = _pad(gradient, ((0, 0), (0, runs * columns - width)))
     reach = columns + w - 1
-    band = _band(kernel, columns, reach).reshape(-1, columns * features)
+    band = _band(kernel, (1, columns), (h, reach)).reshape(-1, columns * features)
     parts = (gradient.reshape(-1, columns * features) @ band.T).reshape(batch, rows, runs, h, reach * channels)
     total = jnp.zeros((batch, rows + h - 1, (runs * columns + w - 1) * channels), gradient.dtype)
     for run, row in np.ndindex(runs, h):

@@ -219,14 +219,31 @@ def test_a_run_gives_the_memory_of_its_compilations_back():
     assert float(ended.stdout) < 50
 
 
-def test_cpu_programs_are_optimized_at_level_2_unless_the_user_chooses(monkeypatch):
-    level = "xla_backend_optimization_level"
+def test_cpu_programs_have_options_that_the_user_can_replace(monkeypatch):
+    monkeypatch.setattr(program, "machine", lambda: "x86_64")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_thunk_runtime=true")
-    assert program.compiler_options() == {level: 2}
-    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile(program.compiler_options())
-    assert compiled(1.0) == 2  # XLA knows the option
-    monkeypatch.setenv("XLA_FLAGS", f"--{level}=0")
-    assert program.compiler_options() is None
+    options = program.compiler_options()
+    assert set(options) == {program.LEVEL, program.LIBRARY}
+    for name in options:
+        monkeypatch.setenv("XLA_FLAGS", f"--{name}=0")
+        assert set(program.compiler_options()) == set(options) - {name}
+    monkeypatch.setenv("XLA_FLAGS", "")
     with program.platforms.tracing_for("gpu"):
-        monkeypatch.setenv("XLA_FLAGS", "")
-        assert program.compiler_options() is None
+        assert program.compiler_options() == {}
+    monkeypatch.setattr(program, "machine", lambda: "arm64")
+    assert set(program.compiler_options()) == {program.LEVEL}
+
+
+def test_convolutions_are_xlas_own_on_x86_and_products_are_not(monkeypatch):
+    monkeypatch.setattr(program, "machine", lambda: "x86_64")
+    images, kernel = np.ones((8, 16, 16, 32), np.float32), np.ones((3, 3, 32, 32), np.float32)
+
+    def both(images, kernel):
+        y = jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return y, images.reshape(-1, 32) @ kernel[0, 0]
+
+    lowered = jax.jit(both).lower(images, kernel)
+    of_library = lambda compiled: compiled.as_text().count("ynn_fusion = ")
+    assert of_library(program.compile_lowered(lowered)) == 1
+    monkeypatch.setattr(program, "LIBRARY", "xla_cpu_of_another_version")  # unknown to this XLA, so it is left out
+    assert of_library(program.compile_lowered(lowered)) >= 1

@@ -177,7 +177,7 @@ def test_too_small_images_are_refused():
     [(1, 6), (6, 16), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 6), (16, 32)))],
 )
 @pytest.mark.parametrize(("extent", "window", "padding"), [(14, 5, "VALID"), (13, 5, 0), (9, 3, 1), (8, 4, "SAME")])
-def test_folded_columns_change_nothing(extent, window, padding, channels, features):
+def test_folded_blocks_change_nothing(extent, window, padding, channels, features):
     x, w = images(2, extent, extent, channels), images(window, window, channels, features, seed=1)
     options = {"padding": padding}
     own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
