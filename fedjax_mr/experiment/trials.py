@@ -79,8 +79,14 @@ def run_together(
 def other_differences(first: Config, second: Config) -> str:
     """The differences of two configurations that keep them from training in one program, in words; "" if none."""
     ours, theirs = json.loads(kind(first)), json.loads(kind(second))
-    flags = [flag for flag in ours if ours[flag] != theirs.get(flag)]
-    return "; ".join(f"{flag} is {ours[flag]} and {theirs.get(flag)}" for flag in flags)
+    flags = [flag for flag in dict.fromkeys((*ours, *theirs)) if ours.get(flag) != theirs.get(flag)]
+    optional = number_flags(first)
+    return "; ".join(
+        f"{flag} must be zero or absent in all of them or in none"
+        if flag in optional
+        else f"{flag} is {ours.get(flag)} and {theirs.get(flag)}"
+        for flag in flags
+    )
 
 
 def kind(config: Config) -> str:

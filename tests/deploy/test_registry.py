@@ -106,7 +106,7 @@ def test_a_client_with_a_memory_is_not_drawn_twice(tmp_path):
     asked = []
     one = Real(tmp_path, ["--strategy=scaffold"], faults=lambda message, before: asked.append(message.kind))
     mailed = one.mailed()
-    _, rows = mailed.simulator.rounds._begin(mailed.simulator.init())
+    _, rows = mailed.simulator.rounds._call_begin(mailed.simulator.init())
     twice = rows._replace(client_id=np.array([3, 1, 3]), occurrence=np.array([0, 0, 1]))
     with pytest.raises(UserError, match="client 3 was drawn twice in a round, and a real client has one memory"):
         mailed._train_remotely(0, twice)
@@ -177,7 +177,7 @@ def test_an_untrained_client_sends_back_what_it_got(name, tmp_path):
     except UserError as error:
         assert "--lost=untrained needs a strategy whose clients send back the model" in str(error)
         return
-    _, rows = mailed.simulator.rounds._begin(mailed.simulator.init())
+    _, rows = mailed.simulator.rounds._call_begin(mailed.simulator.init())
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[0], rows)
     tree_equal(mailed._untrained(0, row)[0]["model"], row.payload["model"])
     progress, reports = after(mailed.simulator)

@@ -62,7 +62,7 @@ def test_trials_may_differ_in_numbers_and_partition(tmp_path):
 def test_the_structure_of_the_numbers_must_be_the_same(tmp_path):
     """A program without momentum is another program."""
     configs = [dataclasses.replace(CONFIG, momentum=m, run_dir=str(tmp_path / f"{m}")) for m in (0.0, 0.5)]
-    with pytest.raises(UserError, match="a momentum, weight decay or other optional number in all trials or in none"):
+    with pytest.raises(UserError, match="momentum must be zero or absent in all of them or in none"):
         fmr.run_together(configs)
 
 

@@ -171,7 +171,7 @@ def test_whole_layers_move_before_the_training(engine):
     hyper = fedmr.Hyper(secure=True, secure_when="before_training", secure_share=0.8, start="independent")
     secure = engine("fedmr", "perceptron", hyper=hyper)
     problem, models = secure.constants.problem, secure.init().server.models
-    strategy = secure.build(problem)
+    strategy = secure.constants.strategy
     cohort = None  # FedMR sends row j to the j-th client, whoever that is
     sent = jax.jit(lambda models, key: dispatch(strategy, Models(models), cohort, key)["model"])
     leaves = lambda tree: [np.asarray(leaf).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(tree)]
