@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class RunConstants(NamedTuple):
     problem: Problem
     federation: Federation
     key: jax.Array  # the run's key
-    running: jax.Array | None = None  # [T] whether each of several trials is running
+    running: Any = None  # [T] whether each of several trials is running
 
     @property
     def strategy(self) -> Strategy:

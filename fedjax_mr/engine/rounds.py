@@ -512,7 +512,7 @@ def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
     )
 
 
-def of_trial(constants: RunConstants, trial: jax.Array) -> RunConstants:
+def of_trial(constants: RunConstants, trial: Any) -> RunConstants:
     """The constants of one trial from those that `stack_trials` joined."""
     federation = constants.federation._replace(offsets=jnp.asarray(constants.federation.offsets)[trial])
     build, problem = trees.take((constants.build, constants.problem), trial)

@@ -145,7 +145,7 @@ def _gradient_block(features: int) -> Pair:
     return (2, 2) if features < 16 else (1, 2) if features < 32 else (1, 1)
 
 
-def _pad(x: jax.Array, pads: tuple[Pair, Pair]) -> jax.Array:
+def _pad(x: jax.Array, pads: Sequence[Pair]) -> jax.Array:
     """Pad images with zeros; a negative padding crops."""
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)))
 
