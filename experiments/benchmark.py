@@ -258,7 +258,7 @@ def torch_worker(pipe: Any, make: Callable, clients: Sequence[int], arguments: t
         while pipe.recv() == "go":
             train(clients)
             pipe.send("done")
-    except Exception as error:
+    except Exception as error:  # broad: any error of PyTorch becomes a row of the table
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))  # others may not survive the pipe
 
 

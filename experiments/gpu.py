@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 class Record:
-    """What is known so far, in ``gpu.json`` and ``gpu.txt``."""
+    """Write the results of the parts that have ended to ``gpu.json`` and ``gpu.txt``."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder."""

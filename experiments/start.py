@@ -60,6 +60,7 @@ def _child(folder: str, rounds: int, seeds: str, started: float) -> list[dict[st
     timed(experiment.Experiment, "draw", "pictures")
     timed(program.Program, "_compile", "compile")
     tracing: list[float] = []
+    # The package reports the seconds of compilation, but not of tracing alone, so the method is wrapped.
     compiled = program.Program._compile  # type: ignore[reportPrivateUsage]
 
     def compile_program(self: Any, *args: Any) -> Any:

@@ -113,7 +113,7 @@ class Worker:
         return code if code >= 0 else ABORTED
 
     def _start(self, log: TextIO) -> subprocess.Popen:
-        """Start the process. What it prints before its first run goes to that run's log."""
+        """Start the process. Its output before the first run is written to the log of that run."""
         self._codes, writing = os.pipe()
         try:
             # A process group of its own: Ctrl-C in a terminal reaches only the sweep, which forwards it once.
@@ -156,7 +156,7 @@ class Worker:
 
 
 def _set_up_of(runs: Sequence[PlannedRun]) -> Hashable:
-    """What is fixed for a whole process: the number of JAX's CPU devices, and the imported methods."""
+    """The settings that a process cannot change: the number of JAX's CPU devices, and the imported methods."""
     config = runs[0].config
     return cpu_devices(config.devices, len(runs) * config.cohort), config.imports
 
@@ -289,7 +289,7 @@ def _read_jobs(jobs: "queue.SimpleQueue[dict[str, Any] | None]", busy: threading
 
 
 def _run(module: str, arguments: list[str], log: str) -> int:
-    """Run the function ``main`` of a module and return its exit code. What it prints is added to a log."""
+    """Run the function ``main`` of a module and return its exit code. Its output is added to a log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

@@ -1,8 +1,8 @@
 """Trials that a sampler of Optuna proposes from the scores of earlier ones: one study per method.
 
 The studies are in ``optuna.log``, which the processes of a tuning share. A process asks for a trial, trains it to the
-first rung and tells its score. A trial whose process died has no score, and nobody trains its runs; the next process
-that looks for work trains it.
+first rung and tells its score. If a process dies, its trial has no score, and its runs are not claimed by any process.
+The next process that looks for work trains it.
 
 Each trial is proposed by a sampler with a seed of its own. A single process that is killed therefore proposes the same
 trials as an uninterrupted one, also if ``optuna.log`` is lost: finished runs give their scores again.

@@ -72,7 +72,7 @@ def test_a_damaged_file_is_one_line(trained, capsys):
 
 
 def test_a_trial_whose_process_died_is_trained_by_the_next(trained):
-    """It is asked for, but never told, and nobody holds its run."""
+    """Optuna has proposed the trial, but received no score, and no process has claimed its run."""
     tuning = plan(TPE)
     lost = studies._Study(tuning, "fedavg").next()
     asked = trained()
