@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 class Record:
-    """Write the results of the parts that have ended to ``gpu.json`` and ``gpu.txt``."""
+    """The results of the parts that have ended, in ``gpu.json`` and ``gpu.txt``."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder."""
