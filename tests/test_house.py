@@ -34,6 +34,7 @@ FREE = {"errors", "registry", "trees"}
 LIBRARY = {
     "data": {"models.platforms"},
     "models": set(),
+    "channel": {"engine.local", "models", "strategies.base", "strategies.hyper"},
     "engine": {"data", "models", "strategies.base"},
     "engine.local": {"models"},
     "engine.simulator": {"data", "engine", "models", "strategies"},
@@ -56,7 +57,7 @@ LABORATORY = {
     "deploy": {"experiment"},
     "testing": {"experiment"},
 }
-ROOMS_OF_THE_LIBRARY = {"data", "engine", "models", "secure", "strategies"}
+ROOMS_OF_THE_LIBRARY = {"channel", "data", "engine", "models", "secure", "strategies"}
 MAY_IMPORT = LIBRARY | {name: rooms | ROOMS_OF_THE_LIBRARY for name, rooms in LABORATORY.items()}
 # The command of a room of the library (its __main__) belongs to the laboratory.
 COMMANDS_OF_ROOMS = {"analysis.plots", "experiment"}
@@ -68,6 +69,7 @@ ONLY_IN = {
     "pandas": {"analysis.frames"},
     "cryptography": {"deploy.check", "secure.primitives"},
     "flwr": {"deploy.flower"},
+    "dp_accounting": {"channel.accounting"},
     "optuna": {"tune.studies"},
     "submitit": {"sweep.slurm"},
 }

@@ -163,16 +163,20 @@ def dispatch(strategy: Strategy, state: State, cohort: Cohort, key: jax.Array) -
     return exchange.mix(strategy.dispatch(state, cohort, jax.random.fold_in(key, 0)), key)[0]
 
 
-def server_update(
-    strategy: Strategy, state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
-) -> tuple[State, Info]:
-    """Update the server with the uploads [K, ...], after an exchange among the clients if the strategy has one."""
-    exchanged: Info = {}
+def receive(
+    strategy: Strategy, state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: Array, key: Array
+) -> tuple[State, Payload, Info, jax.Array]:
+    """The state and the uploads [K, ...] for ``server_update``, info, and a key for it.
+
+    Before they arrive, the clients exchange layers if the strategy has an exchange.
+    """
+    uploads, exchanged, received = messages, {}, {}
     if strategy.exchange is not None and strategy.exchange.before_upload:
         exchange_key, key = jax.random.split(key)
         uploads, exchanged = strategy.exchange.mix(uploads, exchange_key)
-    state, info = strategy.server_update(state, uploads, cohort, round, key)
-    return state, info | exchanged
+    if strategy.receive is not None:
+        state, uploads, received = strategy.receive(state, uploads, payloads, cohort, round, key)
+    return state, uploads, exchanged | received, key
 
 
 def client_key(
@@ -205,20 +209,24 @@ def finish(
     If ``progress`` has no memory, that of the returned progress holds the rows of the cohort [K, ...].
     """
     strategy = constants.strategy
-    uploads, memories, metrics = trees.take(trained, positions(plan.slots, constants.problem.cohort_size))
-    one_network = "model" in uploads and len(constants.problem.model.networks) == 1
-    similarity = trees.mean_pairwise_cosine(uploads["model"]["params"]) if one_network else jnp.float32(jnp.nan)
+    messages, memories, metrics = trees.take(trained, positions(plan.slots, constants.problem.cohort_size))
+    round, state = progress.round, progress.server
+    payloads = dispatch(strategy, state, plan.cohort, round_key(constants.key, DISPATCH, round))  # as in `begin`
+    key = round_key(constants.key, SERVER, round)
+    state, uploads, received, key = receive(strategy, state, messages, payloads, plan.cohort, round, key)
+    seen = messages if strategy.receive is None else uploads
+    one_network = "model" in seen and len(constants.problem.model.networks) == 1
+    similarity = trees.mean_pairwise_cosine(seen["model"]["params"]) if one_network else jnp.float32(jnp.nan)
 
     if progress.memory is None:
         memory = trees.agree(memories, plan.cohort.ids)
     else:
         memory = trees.put(progress.memory, plan.cohort.ids, memories)
 
-    key = round_key(constants.key, SERVER, progress.round)
-    server, info = server_update(strategy, progress.server, uploads, plan.cohort, progress.round, key)
-    traffic = usual_traffic(jax.eval_shape(strategy.dispatch, progress.server, plan.cohort, key), uploads)
+    server, info = strategy.server_update(state, uploads, plan.cohort, round, key)
+    traffic = usual_traffic(payloads, messages)
     if strategy.traffic is not None:
-        traffic = strategy.traffic(traffic, progress.server, uploads, plan.cohort, progress.round)
+        traffic = strategy.traffic(traffic, progress.server, messages, plan.cohort, round)
     images = jnp.sum(metrics.images)
     first_bad = jnp.argmax(metrics.bad_step >= 0)
     report = Report(
@@ -229,7 +237,7 @@ def finish(
         bad_client=jnp.where(jnp.any(metrics.bad_step >= 0), plan.cohort.ids[first_bad], -1),
         bad_step=metrics.bad_step[first_bad],
         traffic=traffic,
-        info=info,
+        info=jax.tree.map(jnp.mean, metrics.info) | info | received,
     )
     return Progress(server, memory, progress.round + 1), report
 

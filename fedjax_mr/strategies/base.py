@@ -120,6 +120,17 @@ class ServerUpdate(Protocol):
     ) -> tuple[State, Info]: ...
 
 
+class Receive(Protocol):
+    """What the server does with the messages [K, ...] before `ServerUpdate`: -> (state, uploads [K, ...], info).
+
+    ``payloads`` are what the clients received in this round. `channel.channel` makes this member.
+    """
+
+    def __call__(
+        self, state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
+    ) -> tuple[State, Payload, Info]: ...
+
+
 class BetweenRounds(Protocol):
     """Update the state between two rounds, on the host: -> (state, info). Arrays in info are stored in the run folder.
 
@@ -220,6 +231,8 @@ class Strategy(NamedTuple):
     """The argument ``part`` of `personal_model`. Default: the whole state, which suits a single global model."""
     exchange: LayerExchange | None = None
     """Exchange of layers among the clients. Default: there is none."""
+    receive: Receive | None = None
+    """Default: the uploads are the messages as they arrive."""
     models: View | None = None
     """The models that a server optimizer updates. Default: there are none, and a server optimizer is refused."""
 

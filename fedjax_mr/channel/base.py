@@ -1,0 +1,370 @@
+"""The channel: what happens to messages between a client's training and the server's update.
+
+Compression, clipping and noise, attacks and robust screening are *links* of a channel. `channel` adds them to any
+strategy, also to those with several models, and returns a strategy.
+
+What a link sees. Of everything that a client uploads, the *values* are the floating-point arrays that training
+produced: the parameters of models, and all other float arrays (control variates, prototypes, logits). The
+*reference* has the same structure: the parameters that the client received, and zeros elsewhere. Their difference is
+what compression, clipping and robust rules work on. BatchNorm statistics and integers pass unchanged: a variance that
+is rounded or extrapolated could become negative.
+
+Order. A channel lists its links from the server to the network: robust rules, attacks, privacy, compression. The
+clients' sides run in this order, and the servers' sides in the opposite order, like the layers of a network protocol.
+So messages are compressed last and decompressed first, attackers need not clip or add noise, and robust rules see what
+the server sees. An exchange of layers among the clients (`transforms.secure_exchange`) happens between the two sides.
+
+With neutral numbers (no attackers, no outliers, zero noise, a norm that is never reached), a link returns the values
+bit for bit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_mr.engine import local
+from fedjax_mr.engine.local import ClientData, Samples
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import base
+from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, Problem, Strategy, View
+
+ORDER = ("robust", "attack", "privacy", "compression")
+"""The kinds of links, from the server to the network. A channel has at most one of each."""
+NOTES = "channel"  # entry of payloads and uploads with what the links tell each other beside the values
+ENCODED = "encoded"  # entry of uploads that replaces the values after compression
+
+Values = dict[str, Any]
+
+
+class Context(NamedTuple):
+    """What a link knows besides the values. At the client: scalars. At the server: ``client`` has shape [K]."""
+
+    key: jax.Array  # for this link alone, in this round
+    round: jax.Array  # int32
+    client: jax.Array  # client ids, int32
+    note: Any = None  # at the client, what the server's side announced; at the server, what the clients sent [K, ...]
+
+
+class Sent(NamedTuple):
+    """What ONE client's side of a link returns."""
+
+    values: Values  # with the structure of the values received; after compression, what travels in their place
+    memory: Memory = None  # for the next round in which this client trains
+    note: Any = None  # for the server's side of this link; sent beside the values
+    info: Info = {}  # noqa: RUF012  # scalars, reported as means over the cohort. They are not sent.
+
+
+class ClientSide(Protocol):
+    """The client's side of a link, for ONE client."""
+
+    def __call__(self, values: Values, reference: Values, memory: Memory, context: Context) -> Sent: ...
+
+
+class ServerSide(Protocol):
+    """The server's side of a link, for the K clients of a round: -> (state of the link, values [K, ...], info)."""
+
+    def __call__(self, state: Any, values: Values, reference: Values, context: Context) -> tuple[Any, Values, Info]: ...
+
+
+class Link(NamedTuple):
+    """One stage of a channel as pure functions. Only ``kind`` is required."""
+
+    kind: str
+    """One of `ORDER`."""
+    client: ClientSide | None = None
+    """Default: the values pass unchanged."""
+    server: ServerSide | None = None
+    """Default: the values pass unchanged."""
+    init: Callable[[jax.Array], Any] | None = None
+    """key -> the state that the server keeps for the link. Default: None."""
+    init_memory: Callable[[Values], Memory] | None = None
+    """Shapes of a client's values -> what the client keeps for the link. Default: nothing."""
+    announce: Callable[[Any], Any] | None = None
+    """State of the link -> what the server tells all clients before they train. Default: nothing."""
+    data: Callable[[ClientData, Context], ClientData] | None = None
+    """Change the data on which ONE client trains. Default: they stay the same."""
+    down: Callable[[Payload, jax.Array], Payload] | None = None
+    """Encode the payload of ONE client on the server. Default: it is sent as it is."""
+    open: Callable[[Payload], Payload] | None = None
+    """The inverse of ``down``, at the client."""
+    check: Callable[[Strategy, Problem], None] | None = None
+    """Raise a `UserError` if the link cannot work with a strategy. Default: it works with every strategy."""
+    encodes: bool = False
+    """Whether the client's side returns a message with another structure than the values."""
+
+
+class State(NamedTuple):
+    """The states of the inner strategy and of the links."""
+
+    inner: base.State
+    links: tuple[Any, ...]
+
+
+class ClientMemory(NamedTuple):
+    """What one client keeps for the inner strategy and for the links."""
+
+    inner: Memory
+    links: tuple[Memory, ...]
+
+
+def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strategy:
+    """Send the messages of a strategy through links.
+
+    Args:
+      inner: the strategy.
+      problem: the problem of the inner strategy.
+      links: at most one of each kind, in any order.
+
+    Returns:
+      The strategy, or ``inner`` itself if there are no links.
+
+    Raises:
+      UserError: two links of the same kind; clients with different networks; or as `Link.check`. Tracing a round
+        raises it if clients upload nothing.
+    """
+    links = tuple(sorted(links, key=lambda link: ORDER.index(link.kind)))
+    if not links:
+        return inner
+    kinds = [link.kind for link in links]
+    if twice := [kind for kind in ORDER if kinds.count(kind) > 1]:
+        raise UserError(f"a channel has at most one link of each kind, but there are several for {twice[0]}")
+    if len(problem.model.networks) > 1:
+        raise UserError("clients with different networks have no channel: pass a single network in model=")
+    for link in links:
+        if link.check is not None:
+            link.check(inner, problem)
+    return _Channel(inner, problem, links).strategy()
+
+
+class _Channel:
+    """The members of the strategy that `channel` returns."""
+
+    def __init__(self, inner: Strategy, problem: Problem, links: tuple[Link, ...]) -> None:
+        self.inner, self.problem, self.links = inner, problem, links
+
+    def strategy(self) -> Strategy:
+        inner, part = self.inner, self.inner.personal_part
+        models, personal = inner.models, inner.personal_model
+        remembers = inner.init_memory is not None or any(link.init_memory for link in self.links)
+
+        def of_inner(member: Callable | None) -> Any:
+            return member and (lambda state, *rest: member(state.inner, *rest))
+
+        def personal_model(part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Any:
+            assert personal is not None
+            return personal(part, memory.inner if remembers else None, data, key)
+
+        def between_rounds(state: State, *rest: Any) -> tuple[State, Info]:
+            assert inner.between_rounds is not None
+            new, info = inner.between_rounds(state.inner, *rest)
+            return state._replace(inner=new), info
+
+        def traffic(usual: base.Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Any:
+            assert inner.traffic is not None
+            return inner.traffic(usual, state.inner, {k: v for k, v in uploads.items() if k != NOTES}, cohort, round)
+
+        return Strategy(
+            init=self.init,
+            dispatch=self.dispatch,
+            client_update=self.client_update,
+            receive=self.receive,
+            server_update=self.server_update,
+            global_model=of_inner(inner.global_model),
+            individual_models=of_inner(inner.individual_models),
+            select=of_inner(inner.select),
+            init_memory=self.init_memory if remembers else None,
+            between_rounds=inner.between_rounds and between_rounds,
+            traffic=inner.traffic and traffic,
+            personal_model=personal and personal_model,
+            personal_part=of_inner(part) if part else (personal and (lambda state, client_id: state.inner)),
+            exchange=inner.exchange,
+            models=models
+            and View(
+                lambda state: models.get(state.inner),
+                lambda state, new: state._replace(inner=models.set(state.inner, new)),
+                models.stacked,
+            ),
+        )
+
+    # --- the server, before the clients train
+
+    def init(self, key: jax.Array) -> State:
+        states = (
+            link.init(jax.random.fold_in(key, number)) if link.init else None for number, link in self._numbered()
+        )
+        return State(self.inner.init(key), tuple(states))
+
+    def dispatch(self, state: State, cohort: Cohort, key: jax.Array) -> Payload:
+        payload = self.inner.dispatch(state.inner, cohort, key)
+        for number, link in self._numbered():
+            if link.down is not None:
+                keys = jax.random.split(jax.random.fold_in(key, number), self.problem.cohort_size)
+                payload = jax.vmap(link.down)(payload, keys)
+        notes = {
+            link.kind: link.announce(own) for link, own in zip(self.links, state.links, strict=True) if link.announce
+        }
+        to_each = lambda leaf: jnp.broadcast_to(leaf, (self.problem.cohort_size, *jnp.shape(leaf)))
+        return payload | ({NOTES: jax.tree.map(to_each, notes)} if notes else {})
+
+    def _opened(self, payload: Payload) -> tuple[Payload, dict[str, Any]]:
+        """The payload of the inner strategy, and the announcements of the links by kind. ONE client."""
+        notes = payload.get(NOTES, {})
+        payload = {name: each for name, each in payload.items() if name != NOTES}
+        for link in reversed(self.links):
+            if link.open is not None:
+                payload = link.open(payload)
+        return payload, notes
+
+    # --- one client
+
+    def client_update(
+        self, payload: Payload, memory: Memory, data: ClientData, round: jax.Array, key: jax.Array
+    ) -> tuple[Payload, Memory, local.Metrics]:
+        payload, notes = self._opened(payload)
+        context = lambda number, note: Context(_link_key(key, number), round, data.client_id, note)
+        for number, link in self._numbered():
+            if link.data is not None:
+                data = link.data(data, context(number, None))
+        own = None if memory is None else memory.inner
+        upload, own, metrics = self.inner.client_update(payload, own, data, round, key)
+        values, others = split(upload)
+        if not values:
+            raise UserError("the clients of this strategy upload no floating-point numbers, so a channel is useless")
+        reference = received(values, others, payload)
+        memories, sent_notes, info = [], {}, dict(metrics.info)
+        for number, link in self._numbered():
+            sent = Sent(values, None if memory is None else memory.links[number])
+            if link.client is not None:
+                sent = link.client(values, reference, sent.memory, context(number, notes.get(link.kind)))
+            values = sent.values
+            memories.append(sent.memory)
+            sent_notes |= {} if sent.note is None else {link.kind: sent.note}
+            info |= sent.info
+        message = others | {ENCODED: values} if self._encoded else joined(values, others)
+        message |= {NOTES: sent_notes} if sent_notes else {}
+        kept = None if memory is None else ClientMemory(own, tuple(memories))
+        return message, kept, metrics._replace(info=info)
+
+    def init_memory(self, key: jax.Array, client_id: jax.Array) -> ClientMemory:
+        own = None if self.inner.init_memory is None else self.inner.init_memory(key, client_id)
+        values = self._shapes_of_values() if any(link.init_memory for link in self.links) else {}
+        return ClientMemory(own, tuple(link.init_memory(values) if link.init_memory else None for link in self.links))
+
+    def _shapes_of_values(self) -> Values:
+        return split(upload_shapes(self.inner, self.problem))[0]
+
+    # --- the server, after the clients have trained
+
+    def receive(
+        self, state: State, uploads: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
+    ) -> tuple[State, Payload, Info]:
+        notes = uploads.get(NOTES, {})
+        uploads = {name: each for name, each in uploads.items() if name != NOTES}
+        opened = jax.vmap(lambda payload: self._opened(payload)[0])(payloads) if payloads else payloads
+        if self._encoded:
+            values, others = uploads[ENCODED], {name: each for name, each in uploads.items() if name != ENCODED}
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((self.problem.cohort_size, *leaf.shape), leaf.dtype),
+                self._shapes_of_values(),
+            )
+            reference = received(shapes, others, opened)
+        else:
+            values, others = split(uploads)
+            reference = received(values, others, opened)
+        states, infos = list(state.links), {}
+        for number, link in reversed(list(self._numbered())):
+            if link.server is not None:
+                context = Context(_link_key(key, number), round, cohort.ids, notes.get(link.kind))
+                states[number], values, info = link.server(states[number], values, reference, context)
+                infos |= info
+        return state._replace(links=tuple(states)), joined(values, others), infos
+
+    def server_update(
+        self, state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
+    ) -> tuple[State, Info]:
+        inner, info = self.inner.server_update(state.inner, uploads, cohort, round, key)
+        return state._replace(inner=inner), info
+
+    @property
+    def _encoded(self) -> bool:
+        return any(link.encodes for link in self.links)
+
+    def _numbered(self) -> Sequence[tuple[int, Link]]:
+        return tuple(enumerate(self.links))
+
+
+def _link_key(key: jax.Array, number: int) -> jax.Array:
+    """The key of a link. No strategy folds in such a large number."""
+    return jax.random.fold_in(key, 2**31 + number)
+
+
+# --- What links see of a message --------------------------------------------------------------------------------------
+
+
+def split(upload: Payload) -> tuple[Values, Payload]:
+    """Split an upload into its values and everything else; `joined` is the inverse.
+
+    Values are entries with float arrays only. Of a model with all its collections, only the parameters are values.
+    """
+    values: Values = {}
+    others: Payload = {}
+    for name, each in upload.items():
+        trained = each["params"] if _is_model(each) else each
+        leaves = jax.tree.leaves(trained)
+        if leaves and all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+            values[name] = trained
+            if _is_model(each):
+                others[name] = {collection: tree for collection, tree in each.items() if collection != "params"}
+        else:
+            others[name] = each
+    return values, others
+
+
+def joined(values: Values, others: Payload) -> Payload:
+    """The upload that `split` split."""
+    models = {name: {"params": values[name], **others[name]} for name in values if name in others}
+    return others | values | models
+
+
+def received(values: Values, others: Payload, payload: Payload) -> Values:
+    """The reference of an upload: for its models, those that the client received under the same names; else zeros.
+
+    Raises:
+      UserError: the client uploads a model, but received none of this name and shape.
+    """
+    references = {}
+    for name, each in values.items():
+        sent = payload.get(name)
+        known = sent["params"] if _is_model(sent) else None
+        if jax.tree.map(jnp.shape, known) != jax.tree.map(jnp.shape, each):
+            if name in others:
+                raise UserError(
+                    f"a channel needs the change of a model, but clients upload {name!r} and do not receive it"
+                )
+            known = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), each)
+        references[name] = known
+    return references
+
+
+def _is_model(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and "params" in entry
+
+
+def upload_shapes(strategy: Strategy, problem: Problem) -> Payload:
+    """The shapes of ONE client's upload. Nothing is computed."""
+    model, key = problem.model, jax.random.key(0)
+    samples = Samples(
+        jnp.zeros((1, *model.input_shape), model.input_dtype), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)
+    )
+
+    def upload() -> Payload:
+        cohort = Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
+        payloads = strategy.dispatch(strategy.init(key), cohort, key)
+        payload = jax.tree.map(lambda leaf: leaf[0], payloads)
+        memory = None if strategy.init_memory is None else strategy.init_memory(key, jnp.int32(0))
+        data = local.one_client(samples)
+        return strategy.client_update(payload, memory, data, jnp.int32(0), key)[0]
+
+    return jax.eval_shape(upload)
