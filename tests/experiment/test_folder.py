@@ -339,7 +339,10 @@ def test_a_run_to_compare_with_must_be_there():
 
 def test_a_folder_in_use_is_refused():
     a_run(Config(run_dir="a"))
-    hold = "import fcntl, sys; file = open('a/.lock', 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    hold = (
+        "import fcntl, sys; file = open('a/.lock', 'a'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print(flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout and other.stdout.readline()
         for mode in ({"resume": True}, {"overwrite": True}):
