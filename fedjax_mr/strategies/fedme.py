@@ -223,5 +223,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         personal_part=lambda state, client_id: trees.take(state.models, client_id),
         personal_model=lambda part, memory, data, key: part,
         between_rounds=between_rounds if hyper.clustering and hyper.cluster_rounds else None,
-        traffic=traffic,
+        # The usual count is the same if all networks have one size: a round sends the models that the last one returns.
+        traffic=traffic if hyper.upload_first or len(model.networks) > 1 else None,
     )

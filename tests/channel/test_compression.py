@@ -1,0 +1,446 @@
+"""Compression: each kind against NumPy and its formulas, error feedback and EF21, bytes, downloads, refusals."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.channel import Context, Link, Sent, channel
+from fedjax_mr.channel.compression import KINDS, Compressed, compression, decode, encode, make_codec, pack, unpack
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.strategies import STRATEGIES, fedavg, fedme, fedmr
+from fedjax_mr.testing.federations import SIZES, default_hyper, simulator
+
+SIZE = 23
+LOSSY = [kind for kind in KINDS if kind != "none"]
+
+
+def numbers(seed=0, size=SIZE):
+    """Normal numbers with a zero among them."""
+    x = np.random.default_rng(seed).normal(size=size).astype(np.float32)
+    x[size // 2] = 0
+    return x
+
+
+@functools.cache
+def compiled(kind, size=SIZE, **options):
+    """Compress and decode: (x, key) -> (message, C(x))."""
+    codec = make_codec(kind, size, **options)
+
+    @jax.jit
+    def both(x, key):
+        message = codec.encode(x, key)
+        return message, codec.decode(message)
+
+    return both
+
+
+def result(kind, x, key=0, **options):
+    """C(x)."""
+    return np.asarray(compiled(kind, len(x), **options)(x, jax.random.key(key))[1])
+
+
+# --- Each kind against NumPy and its formulas -------------------------------------------------------------------------
+
+
+def by_hand(kind, x, message, key, *, ratio, levels):
+    """C(x) in float64. Random draws are those of the message."""
+    size, kept = len(x), max(1, round(ratio * len(x)))
+    x = x.astype(np.float64)
+    signs = np.where(x < 0, -1, 1)
+    if kind == "qsgd":
+        norm = np.sqrt((x**2).sum())
+        exact = levels * np.abs(x) / norm
+        drawn = np.asarray(jax.random.uniform(key, (size,)))
+        return signs * norm / levels * (np.floor(exact) + (drawn < exact % 1))
+    if kind == "int8":
+        scale = np.abs(x).max() / 127
+        return scale * np.rint(x / scale)
+    if kind == "sign":
+        return signs * np.abs(x).mean()
+    if kind == "topk":
+        positions = sorted(range(size), key=lambda i: -abs(x[i]))[:kept]
+        return np.where(np.isin(np.arange(size), positions), x, 0)
+    words = np.asarray(jax.random.bits(jax.random.key(int(message["seed"])), (size,)))
+    return np.where(np.isin(np.arange(size), np.argsort(words)[:kept]), x * size / kept, 0)
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_every_kind_equals_numpy(kind):
+    options = {"ratio": 0.3, "levels": 5}
+    for seed in range(3):
+        x, key = numbers(seed), jax.random.key(seed)
+        message, decoded = compiled(kind, **options)(x, key)
+        np.testing.assert_allclose(decoded, by_hand(kind, x, message, key, **options), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_a_zero_tensor_stays_zero_and_undefined_numbers_do_not_vanish(kind):
+    zeros = result(kind, np.zeros(SIZE, np.float32), ratio=0.3, levels=5)
+    np.testing.assert_array_equal(zeros, 0)
+    if kind != "randk":  # which may not draw it
+        undefined = numbers()
+        undefined[3] = np.nan
+        assert np.isnan(result(kind, undefined, ratio=0.3, levels=5)).any()
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_equal_keys_give_equal_messages(kind, equal):
+    x, run = numbers(), compiled(kind, ratio=0.3, levels=5)
+    first, again, other = (run(x, jax.random.key(key)) for key in (1, 1, 2))
+    equal(first, again)
+    assert np.array_equal(first[1], other[1]) == (kind not in ("qsgd", "randk"))
+
+
+@pytest.mark.parametrize(("kind", "options"), [("qsgd", {"levels": 2}), ("randk", {"ratio": 0.3})])
+def test_random_kinds_are_unbiased_with_their_variance(kind, options):
+    x, count = numbers(size=7), 20_000
+    codec = make_codec(kind, len(x), **options)
+    run = jax.jit(jax.vmap(lambda key: codec.decode(codec.encode(jnp.asarray(x), key))))
+    errors = np.asarray(run(jax.random.split(jax.random.key(0), count)), np.float64) - x
+    if kind == "qsgd":
+        norm = np.sqrt((x.astype(np.float64) ** 2).sum())
+        fractions = 2 * np.abs(x) / norm % 1
+        variances = (norm / 2) ** 2 * fractions * (1 - fractions)
+    else:
+        variances = x.astype(np.float64) ** 2 * (len(x) / 2 - 1)
+    assert np.all(np.abs(errors.mean(0)) <= 4 * np.sqrt(variances / count) + 1e-6)
+    squares = errors**2
+    assert np.all(np.abs(squares.mean(0) - variances) <= 4 * squares.std(0) / math.sqrt(count) + 1e-6)
+
+
+def test_biased_kinds_contract():
+    for seed in range(5):
+        x = numbers(seed)
+        square = lambda x: float((x.astype(np.float64) ** 2).sum())
+        norm, one_norm = square(x), float(np.abs(x.astype(np.float64)).sum())
+        assert square(result("topk", x, ratio=0.3) - x) <= (1 - 7 / SIZE) * norm
+        error = square(result("sign", x) - x)
+        assert error == pytest.approx(norm - one_norm**2 / SIZE, rel=1e-5)
+        assert np.abs(result("int8", x) - x).max() <= np.abs(x).max() / 254 * (1 + 1e-5)
+
+
+def test_topk_of_a_sparse_tensor_is_exact():
+    sparse = np.zeros(SIZE, np.float32)
+    sparse[[2, 11, 22]] = [-1e-20, 3.0, 1e20]
+    np.testing.assert_array_equal(result("topk", sparse, ratio=3 / SIZE), sparse)
+
+
+def test_qsgd_keeps_one_number_with_one_level():
+    """Its norm is the number itself, so nothing is drawn, though rounding may exceed the highest level."""
+    for value in (0.1, -3.3, 7e-5):
+        x = np.zeros(SIZE, np.float32)
+        x[5] = value
+        np.testing.assert_allclose(result("qsgd", x, levels=1), x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [1, 5, 17, 32])
+def test_integers_of_any_width_are_packed(bits):
+    integers = np.random.default_rng(bits).integers(0, 2**bits, 13, dtype=np.uint32)
+    packed = pack(jnp.asarray(integers), bits)
+    assert packed.dtype == np.uint8 and packed.shape == (math.ceil(13 * bits / 8),)
+    np.testing.assert_array_equal(unpack(packed, 13, bits), integers)
+
+
+# --- Trees and bytes --------------------------------------------------------------------------------------------------
+
+
+def bytes_by_formula(kind, size, *, ratio, levels):
+    """Bytes of a tensor with d numbers: the formulas of the module's docstring, array by array."""
+    kept = max(1, round(ratio * size))
+    if size == 1 or (kind in ("topk", "randk") and kept == size):
+        return 4 * size
+    return {
+        "none": lambda: 4 * size,
+        "qsgd": lambda: 4 + math.ceil(size * (1 + math.ceil(math.log2(levels + 1))) / 8),
+        "int8": lambda: 4 + size,
+        "sign": lambda: 4 + math.ceil(size / 8),
+        "topk": lambda: 4 * kept + math.ceil(kept * math.ceil(math.log2(size)) / 8),
+        "randk": lambda: 4 + 4 * kept,
+    }[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "levels", "ratio"), [("qsgd", 1, 1), ("qsgd", 7, 1), ("qsgd", 8, 1), *((kind, 8, 0.2) for kind in LOSSY)]
+)
+def test_messages_have_as_many_bytes_as_the_formula(kind, levels, ratio):
+    codec_of = functools.partial(make_codec, kind, ratio=ratio, levels=levels)
+    for shape in ((), (2,), (3, 3), (64,), (5, 5, 13), (512, 10)):
+        message = jax.eval_shape(lambda key, shape=shape: encode(codec_of, jnp.zeros(shape), key), jax.random.key(0))
+        assert trees.num_bytes(message) == bytes_by_formula(kind, math.prod(shape), ratio=ratio, levels=levels)
+
+
+def test_trees_keep_shapes_and_types_and_small_tensors(equal):
+    tree = {
+        "kernel": jnp.asarray(numbers(1, 12).reshape(3, 4)),
+        "half": jnp.asarray(numbers(2, 8)).astype(jnp.bfloat16),
+        "one": jnp.full((1, 1), 0.7),
+        "both": jnp.asarray([1.0, 2.0]),
+    }
+    codec_of = functools.partial(make_codec, "topk", ratio=0.75)
+    message = jax.jit(functools.partial(encode, codec_of))(tree, jax.random.key(0))
+    decoded = jax.jit(functools.partial(decode, codec_of))(message)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), decoded) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), tree
+    )
+    equal((message["one"], message["both"]), (tree["one"], tree["both"]))  # 0.75 of two numbers are two
+    assert isinstance(message["kernel"], Compressed) and int((np.asarray(decoded["kernel"]) == 0).sum()) == 3
+
+
+# --- EF21, without training -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def linear(cohort=3):
+    """The problem of the small federation with a linear network, and the shapes of an upload."""
+    problem = engine_of("fedavg", cohort=cohort).constants.problem
+    return problem, {"model": jax.eval_shape(problem.model.init, jax.random.key(0))["params"]}
+
+
+@functools.lru_cache(maxsize=16)
+def engine_of(strategy, network="linear", *, cohort=3, hyper=None, recorded=False, devices=1, lanes=1, **options):
+    """The rounds of a strategy with compression; without options there is none."""
+
+    def build(hyper, problem):
+        links = [compression(problem, **options)] if options else []
+        return channel(STRATEGIES[strategy].build(hyper, problem), problem, links + [recorder(problem)] * recorded)
+
+    hyper = default_hyper(strategy) if hyper is None else hyper
+    return simulator((build, hyper), network, devices=devices, lanes=lanes, cohort=cohort, seed=0).rounds
+
+
+def random_changes(shapes, count, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=(count, *leaf.shape)), leaf.dtype), shapes)
+
+
+def sides(link):
+    """The compiled sides of a link for the K clients."""
+    in_axes = (0, None, 0, Context(0, None, 0))
+    client = jax.jit(
+        jax.vmap(
+            lambda values, reference, memory, context: link.client(values, reference, memory, context), in_axes=in_axes
+        )
+    )
+    return client, jax.jit(link.server)
+
+
+def context_of(ids, round):
+    return Context(jax.random.split(jax.random.key(round), len(ids)), jnp.int32(round), jnp.asarray(ids, jnp.int32))
+
+
+def test_ef21_keeps_the_mean_of_the_estimates_also_with_absent_and_repeated_clients(close):
+    problem, shapes = linear()
+    link = compression(problem, "topk", ratio=0.3, feedback="ef21")
+    client, server = sides(link)
+    memory = trees.broadcast(link.init_memory(shapes), len(SIZES))
+    g, zeros = link.init(jax.random.key(0)), link.init_memory(shapes)
+    for round, ids in enumerate([[0, 2, 3], [5, 1, 2], [4, 4, 0]]):
+        changes, context = random_changes(shapes, 3, round), context_of(ids, round)
+        sent = client(changes, zeros, trees.take(memory, jnp.asarray(ids)), context)
+        memory = trees.put(memory, jnp.asarray(ids), sent.memory)
+        g, values, _ = server(g, sent.values, trees.broadcast(zeros, 3), context)
+        close(g, trees.mean(memory), atol=1e-6)
+        close(values, trees.broadcast(g, 3))
+
+
+def test_exact_ef21_with_all_clients_sends_the_uniform_mean(close):
+    problem, shapes = linear()
+    link = compression(problem, "topk", ratio=1, feedback="ef21")
+    client, server = sides(link)
+    ids, memory, g = (
+        range(len(SIZES)),
+        trees.broadcast(link.init_memory(shapes), len(SIZES)),
+        link.init(jax.random.key(0)),
+    )
+    for round in range(3):
+        values, reference = random_changes(shapes, len(SIZES), round), trees.take(random_changes(shapes, 1, 9), 0)
+        sent = client(values, reference, memory, context_of(ids, round))
+        memory = sent.memory
+        g, result, _ = server(g, sent.values, trees.broadcast(reference, len(SIZES)), context_of(ids, round))
+        close(result, trees.broadcast(trees.mean(values), len(SIZES)), atol=1e-5)
+
+
+# --- In rounds --------------------------------------------------------------------------------------------------------
+
+
+def recorder(problem):
+    """A link that sums up what clients want to send, in their memory, and what arrives, in the server's state."""
+    shapes = {"model": jax.eval_shape(problem.model.init, jax.random.key(0))["params"]}
+    zeros = lambda shapes: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def client(values, reference, memory, context):
+        return Sent(values, jax.tree.map(lambda total, new, old: total + (new - old), memory, values, reference))
+
+    def server(state, values, reference, context):
+        arrived = jax.tree.map(jnp.subtract, values, reference)
+        return jax.tree.map(lambda total, new: total.at[context.client].add(new), state, arrived), values, {}
+
+    return Link(
+        "privacy",
+        client=client,
+        server=server,
+        init=lambda key: trees.broadcast(zeros(shapes), problem.num_clients),
+        init_memory=zeros,
+    )
+
+
+def recorded_fedmr():
+    return engine_of("fedmr", kind="topk", ratio=0.1, feedback="ef", recorded=True)
+
+
+def test_fedmr_trains_and_loses_nothing_but_the_clients_last_errors(close, tmp_path, equal):
+    """Sum of arrived changes + last error = sum of changes, for each client; the mean model takes the sum of all."""
+    engine = recorded_fedmr()
+    start = jax.device_get(engine.init())
+    progress, report = engine.run(engine.place(start), 1)
+    first_loss = float(report.train_loss)
+    for _ in range(3):
+        progress, report = engine.run(progress, 4)
+    wanted, errors = progress.memory.links
+    arrived = progress.server.links[0]
+    close(jax.tree.map(jnp.add, arrived, errors), wanted, rtol=0, atol=1e-5)
+    assert all(np.abs(np.asarray(leaf)).max() > 1e-3 for leaf in jax.tree.leaves(errors))
+    moved = trees.subtract(*(trees.mean(each.server.inner.models)["params"] for each in (progress, start)))
+    total = jax.tree.map(lambda wanted, error: jnp.sum(wanted - error, axis=0) / 3, wanted, errors)
+    close(moved, total["model"], rtol=0, atol=1e-5)
+    assert float(report.train_loss) < 0.8 * first_loss
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(13, progress, {})
+    restored, _ = checkpoints.restore(engine.shapes())
+    equal(engine.run(engine.place(restored), 1)[0], engine.run(progress, 1)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traffic_is_the_formula_and_statistics_are_sent_whole(kind, sent):
+    options = {"kind": kind, "ratio": 0.1, "levels": 8}
+    engine = engine_of("fedavg", "normed", **options, download="int8")
+    model = jax.eval_shape(engine.constants.problem.model.init, jax.random.key(0))
+    whole = trees.num_bytes(model) - trees.num_bytes(model["params"])
+    assert whole > 0
+    size = lambda kind: (
+        whole + sum(bytes_by_formula(kind, leaf.size, ratio=0.1, levels=8) for leaf in jax.tree.leaves(model["params"]))
+    )
+    assert sent(engine) == (3 * size("int8"), 3 * size(kind), 0)
+
+
+def test_a_run_counts_these_bytes(sent):
+    engine = recorded_fedmr()
+    report = engine.run(engine.init(), 1)[1]
+    down, up, peer = sent(engine)
+    assert report.traffic.num_bytes() == (down, up, peer) and up < down / 4
+
+
+def test_clients_train_the_model_that_they_decode(close):
+    """A round with compressed downloads is FedAvg's round from the decoded model."""
+    lossy, plain = engine_of("fedavg", kind="none", download="int8"), engine_of("fedavg")
+    start = jax.device_get(lossy.init())
+    model = start.server.inner.model
+    decoded = jax.tree.map(
+        lambda leaf: result("int8", leaf.reshape(-1)).reshape(leaf.shape) if leaf.any() else leaf, model
+    )
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(decoded), strict=True))
+    expected = jax.device_get(plain.init())
+    expected, _ = plain.run(plain.place(expected._replace(server=expected.server._replace(model=decoded))), 1)
+    close(lossy.run(lossy.place(start), 1)[0].server.inner, expected.server)
+
+
+def test_ratio_one_passes_bit_for_bit():
+    problem, _ = linear()
+    for kind in ("topk", "randk", "none"):
+        link = compression(problem, kind, ratio=1)
+        assert link == Link("compression")
+
+
+def trains(strategy, **options):
+    engine = engine_of(strategy, **options)
+    progress, report = engine.run(engine.init(), 1)
+    first = float(report.train_loss)
+    for _ in range(3):
+        progress, report = engine.run(progress, 4)
+    assert float(report.train_loss) < 0.8 * first
+    assert bool(trees.all_finite(progress.memory))
+
+
+SLOW = [pytest.param(strategy, marks=pytest.mark.slow) for strategy in ("scaffold", "fedme")]
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", *SLOW])  # FedMR: see above
+def test_methods_train_with_a_tenth_of_the_numbers(strategy):
+    trains(strategy, kind="topk", ratio=0.1, feedback="ef")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fedavg", "fedmr", "scaffold", "fedme"])
+@pytest.mark.parametrize("kind", LOSSY)
+def test_methods_train_with_every_kind(strategy, kind):
+    feedback = "none" if kind in ("qsgd", "randk") else "ef"
+    engine = engine_of(strategy, kind=kind, ratio=0.5, feedback=feedback, download="int8")
+    progress, report = engine.run(engine.init(), 1)
+    first = float(report.train_loss)
+    for _ in range(3):
+        progress, report = engine.run(progress, 4)
+    assert float(report.train_loss) < 0.9 * first
+
+
+@pytest.mark.slow
+def test_exact_ef21_with_all_clients_is_uniform_fedavg(close):
+    uniform = fedavg.Hyper(weights="uniform")
+    ef21 = engine_of("fedavg", cohort=6, hyper=uniform, kind="topk", ratio=1, feedback="ef21")
+    plain = engine_of("fedavg", cohort=6, hyper=uniform)
+    close(ef21.run(ef21.init(), 4)[0].server.inner, plain.run(plain.init(), 4)[0].server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["topk", "qsgd"])
+def test_layouts_agree(kind, close):
+    options = {"kind": kind, "feedback": "ef" if kind == "topk" else "none", "ratio": 0.3, "download": "int8"}
+    one, two = (engine_of("fedmr", devices=devices, lanes=devices, **options) for devices in (1, 2))
+    close(one.run(one.init(), 3)[0].server, two.run(two.init(), 3)[0].server)
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "unknown compression 'zip'": {"kind": "zip"},
+    "unknown feedback 'ef22'": {"kind": "topk", "feedback": "ef22"},
+    "unknown download 'topk'": {"kind": "topk", "download": "topk"},
+    "ratio is 0,": {"kind": "topk", "ratio": 0},
+    "ratio is 1.5,": {"kind": "randk", "ratio": 1.5},
+    "ratio is nan,": {"kind": "randk", "ratio": math.nan},
+    "0 levels": {"kind": "qsgd", "levels": 0},
+    "2.5 levels": {"kind": "qsgd", "levels": 2.5},
+    "100000 levels": {"kind": "qsgd", "levels": 100_000},
+    "qsgd is unbiased": {"kind": "qsgd", "feedback": "ef"},
+    "randk is unbiased": {"kind": "randk", "feedback": "ef21"},
+    "needs compressed uploads": {"kind": "none", "feedback": "ef", "download": "int8"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_settings_are_refused_in_one_line(message):
+    with pytest.raises(UserError, match=message) as caught:
+        compression(linear()[0], **WRONG[message])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hyper", "feedback", "message"),
+    [
+        ("fedgen", None, "none", "counts its own messages"),
+        ("fedme", fedme.Hyper(upload_first=True, clustering=False), "ef", "counts its own messages"),
+        ("fedmr", fedmr.Hyper(secure=True), "ef", "encrypted layers of other clients"),
+        ("fedmr", None, "ef21", "a single server model"),
+        ("scaffold", None, "ef21", "not control, model"),
+    ],
+)
+def test_unsuitable_strategies_are_refused_in_one_line(strategy, hyper, feedback, message, sent):
+    with pytest.raises(UserError, match=message) as caught:
+        sent(engine_of(strategy, hyper=hyper, kind="topk", feedback=feedback))
+    assert "\n" not in str(caught.value)
