@@ -131,12 +131,13 @@ def test_topk_of_a_sparse_tensor_is_exact():
     np.testing.assert_array_equal(result("topk", sparse, ratio=3 / SIZE), sparse)
 
 
-def test_qsgd_keeps_one_number_with_one_level():
-    """Its norm is the number itself, so nothing is drawn, though rounding may exceed the highest level."""
-    for value in (0.1, -3.3, 7e-5):
-        x = np.zeros(SIZE, np.float32)
-        x[5] = value
-        np.testing.assert_allclose(result("qsgd", x, levels=1), x, rtol=1e-6)
+def test_qsgd_keeps_a_single_number():
+    """Its norm is the number itself, so it has the highest level, which rounding must not exceed."""
+    values = np.random.default_rng(0).normal(size=2000).astype(np.float32)
+    codec = make_codec("qsgd", 2, levels=65_535)
+    run = jax.jit(jax.vmap(lambda x, key: codec.decode(codec.encode(x, key))))
+    x = np.stack([values, np.zeros_like(values)], axis=1)
+    np.testing.assert_allclose(run(x, jax.random.split(jax.random.key(0), 2000)), x, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [1, 5, 17, 32])
