@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from fedjax_mr import main, trees
-from fedjax_mr.engine.round import dispatch, server_update
+from fedjax_mr.engine.round import dispatch, receive
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import strategy_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
@@ -382,6 +382,13 @@ def rows_of_layers(models, problem):
     """Each layer's copies as rows of numbers: arrays [K, numbers]."""
     leaves = [np.asarray(leaf, np.float64).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(models)]
     return [np.concatenate([leaves[leaf] for leaf in layer.leaves], axis=1) for layer in problem.layers]
+
+
+def server_update(strategy, state, messages, cohort, round, key):
+    """The server's part of a round: the clients' exchange, then the update."""
+    state, uploads, exchanged, key = receive(strategy, state, messages, {}, cohort, round, key)
+    state, info = strategy.server_update(state, uploads, cohort, round, key)
+    return state, info | exchanged
 
 
 @pytest.fixture(scope="module")
