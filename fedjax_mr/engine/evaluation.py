@@ -8,9 +8,10 @@ from jax.sharding import PartitionSpec
 
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
-from fedjax_mr.engine.local import Samples, Score
+from fedjax_mr.engine.local import Samples, Score, Trigger
 from fedjax_mr.engine.placement import place, shapes_at
 from fedjax_mr.engine.program import Programs
+from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
 
@@ -28,13 +29,22 @@ class Evaluation:
     Each device returns the counts of its samples, and the host adds them. The programs contain no collective.
     """
 
-    def __init__(self, model: Model, samples: Samples, axis: ClientAxis, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        samples: Samples,
+        axis: ClientAxis,
+        *,
+        counted: np.ndarray | None = None,
+        shared: bool = False,
+    ) -> None:
         """Divide the test samples [M, ...] over the devices.
 
         Args:
           model: the network.
           samples: the test set.
           axis: the layout.
+          counted: which samples count [M] bool. Default: all.
           shared: whether equal networks share compiled programs. Safe only for the networks of this package.
         """
         self.axis = axis
@@ -42,15 +52,11 @@ class Evaluation:
         with platforms.tracing_for(axis.platform):
             batch = min(local.evaluation_batch(), -(-count // axis.num_devices))
         padding = -count % (batch * axis.num_devices)
-        mask = np.concatenate([np.ones(count, np.float32), np.zeros(padding, np.float32)])
-        filled = samples._replace(x=_pad(samples.x, padding), y=_pad(samples.y, padding))
-        here, everywhere = PartitionSpec(CLIENTS), PartitionSpec()
-        self._spec = Samples._make([here, here, everywhere, everywhere, samples.shape])
+        counted = np.ones(count, bool) if counted is None else counted
+        mask = np.concatenate([counted.astype(np.float32), np.zeros(padding, np.float32)])
+        self._spec = _layout(samples, PartitionSpec(CLIENTS), PartitionSpec())
         self._place = shapes_at if axis.described else place
-        self._samples = Samples(
-            *self._place(filled[:2], axis.sharded),
-            *self._place(filled[2:], axis.replicated),
-        )
+        self._samples = self._place(_padded(samples, padding), _layout(samples, axis.sharded, axis.replicated))
         self._mask = self._place(mask, axis.sharded)
 
         def score(variables: Variables, samples: Samples, mask: jax.Array) -> Score:
@@ -60,7 +66,7 @@ class Evaluation:
             return jax.lax.map(lambda variables: score(variables, samples, mask), models)
 
         self._functions = {"test": self._on_devices(score), "test_all": self._on_devices(score_all)}
-        key = (model, axis, batch) if shared else None
+        key = (model, axis, batch, samples.trigger is not None) if shared else None
         self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=key)
 
     def one(self, variables: Variables) -> Tested:
@@ -96,6 +102,35 @@ class Evaluation:
         return jax.shard_map(
             counts, mesh=self.axis.mesh, in_specs=specs, out_specs=PartitionSpec(CLIENTS), check_vma=False
         )
+
+
+def backdoor_test(samples: Samples, target: int) -> tuple[Samples, np.ndarray]:
+    """The test of a backdoor: -> (samples, which of them count [M] bool).
+
+    Every image carries the trigger and has the label ``target``. Images that had this label before do not count, so the
+    accuracy is the share of the other images that the trigger moves to ``target``: the success rate of the attack.
+
+    Raises:
+      UserError: the samples are no images, or all of them have the label ``target``.
+    """
+    if len(samples.shape or samples.x.shape[1:]) != 3:
+        raise UserError("only images can carry the trigger of a backdoor: choose an attack other than replacement")
+    others = np.asarray(samples.y) != target
+    if not others.any():
+        raise UserError(f"every test sample has label {target}, so a backdoor for it cannot be tested: choose another")
+    return jax.device_get(local.backdoored(samples, np.ones(len(others), bool), target)), others
+
+
+def _layout(samples: Samples, here: Any, everywhere: Any) -> Samples:
+    """A tree like the samples, with ``here`` for what has a row per sample and ``everywhere`` for the rest."""
+    trigger = samples.trigger and Trigger(here, everywhere, everywhere)
+    return Samples(here, here, everywhere, everywhere, samples.shape, trigger)
+
+
+def _padded(samples: Samples, count: int) -> Samples:
+    """The samples with ``count`` copies of the first one appended."""
+    trigger = samples.trigger and samples.trigger._replace(rows=_pad(samples.trigger.rows, count))
+    return samples._replace(x=_pad(samples.x, count), y=_pad(samples.y, count), trigger=trigger)
 
 
 def _pad(array: Any, count: int) -> np.ndarray:

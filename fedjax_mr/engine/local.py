@@ -23,6 +23,22 @@ class Shape(tuple[int, ...]):
     """The shape of one sample, such as (32, 32, 3). Static: a compiled program depends on it."""
 
 
+class Trigger(NamedTuple):
+    """The trigger of a backdoor: a pattern of pixels that some of M images carry.
+
+    `gather` draws it into a batch, so the images themselves are not copied. `backdoored` makes one.
+    """
+
+    rows: Array  # [M] bool, which samples carry it
+    mask: Array  # [height, width, 1] bool, its pixels
+    value: Array  # scalar, their raw value
+
+    def drawn(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """Draw the trigger on those of the raw images x [B, height, width, channels] of ``rows`` [B] that carry it."""
+        here = jnp.asarray(self.rows)[rows].reshape(-1, 1, 1, 1) & jnp.asarray(self.mask)[None]
+        return jnp.where(here, jnp.asarray(self.value).astype(x.dtype), x)
+
+
 class Samples(NamedTuple):
     """All M samples of the federation. A batch is gathered and normalised inside the compiled step.
 
@@ -34,6 +50,7 @@ class Samples(NamedTuple):
     scale: Array  # [channels] or [1]
     shift: Array  # [channels] or [1]
     shape: Shape | None = None  # shape of one sample if x is in rows
+    trigger: Trigger | None = None  # of a backdoor; see `backdoored`
 
     def in_rows(self) -> "Samples":
         """Reshape each image into rows of at most 128 numbers: x [M, rows, row].
@@ -254,15 +271,34 @@ def with_schedule(
 
 
 def gather(samples: Samples, rows: jax.Array, *, change: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
-    """The network input for sample ``rows`` [B]: pixels after ``change`` and normalisation, tokens unchanged."""
+    """The network input for sample ``rows`` [B]: pixels after ``change`` and normalisation, tokens unchanged.
+
+    A trigger is drawn after ``change``, so that an augmentation does not move it.
+    """
     x = jnp.asarray(samples.x)[rows]
     if samples.shape is not None:
         x = x.reshape(x.shape[:-2] + samples.shape)
     if jnp.issubdtype(x.dtype, jnp.signedinteger):
         return x
     x = x if change is None else change(x)
+    x = x if samples.trigger is None else samples.trigger.drawn(x, rows)
     channels = (1,) * (x.ndim - 1) + samples.scale.shape
     return x.astype(jnp.float32) * samples.scale.reshape(channels) + samples.shift.reshape(channels)
+
+
+def backdoored(samples: Samples, rows: Array, target: int) -> Samples:
+    """The samples with a trigger on the images ``rows`` [M] bool, whose labels become ``target``.
+
+    The trigger is a white square in the lower right corner. Its side is an eighth of the shorter side of the image, at
+    least one pixel. White is 255 for uint8 images and 1 for others.
+    """
+    height, width = (samples.x.shape[1:] if samples.shape is None else samples.shape)[:2]
+    side = max(1, round(min(height, width) / 8))
+    mask = np.zeros((height, width, 1), bool)
+    mask[-side:, -side:] = True
+    white = np.asarray(255 if samples.x.dtype == np.uint8 else 1, samples.x.dtype)
+    rows, y = jnp.asarray(rows), jnp.asarray(samples.y)
+    return samples._replace(y=jnp.where(rows, jnp.int32(target), y), trigger=Trigger(rows, mask, white))
 
 
 def shuffle(key: jax.Array, size: jax.Array, max_size: int) -> jax.Array:

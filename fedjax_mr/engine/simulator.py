@@ -25,7 +25,7 @@ from fedjax_mr.data.federated import Dataset, FederatedData
 from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
 from fedjax_mr.engine.devices import set_up_jax
-from fedjax_mr.engine.evaluation import Evaluation, Tested
+from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
 from fedjax_mr.engine.local import ClientData, LocalSetting, Samples
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
 from fedjax_mr.engine.program import memory_needed, numbers_are_arguments
@@ -174,6 +174,18 @@ class Simulator:
         """
         return self.evaluation.one(self.deployed(state))
 
+    def attacked(self, state: Progress, target: int = 0) -> Tested:
+        """Test a backdoor in the deployed model: accuracy is the share of images that the trigger moves to ``target``.
+
+        Args:
+          state: from `init` or `run`.
+          target: the label that attackers want (`channel.attacks.attack`).
+
+        Raises:
+          UserError: the strategy deploys no model; or as `backdoor_test`.
+        """
+        return self.backdoor_evaluation(target).one(self.deployed(state))
+
     def personal(self, state: Progress, *, finetune_epochs: int = 0) -> Clients:
         """Test each client's personal model, or the deployed model if there are none, on the client's test samples [N].
 
@@ -207,9 +219,23 @@ class Simulator:
     @functools.cached_property
     def evaluation(self) -> Evaluation:
         """The compiled test on the global test set."""
+        return Evaluation(self.model, self._test_samples(), self.axis, shared=self.rounds.key is not None)
+
+    def backdoor_evaluation(self, target: int = 0) -> Evaluation:
+        """The compiled test of `attacked`."""
+        if target not in self._backdoors:
+            samples, counted = backdoor_test(self._test_samples(), target)
+            shared = self.rounds.key is not None
+            self._backdoors[target] = Evaluation(self.model, samples, self.axis, counted=counted, shared=shared)
+        return self._backdoors[target]
+
+    @functools.cached_property
+    def _backdoors(self) -> dict[int, Evaluation]:
+        return {}
+
+    def _test_samples(self) -> Samples:
         dataset = self.federated.dataset
-        test = normalised(dataset, dataset.test_x, dataset.test_y)
-        return Evaluation(self.model, test, self.axis, shared=self.rounds.key is not None)
+        return normalised(dataset, dataset.test_x, dataset.test_y)
 
     @functools.cached_property
     def tests_of_clients(self) -> TestsOfClients:

@@ -1,0 +1,423 @@
+"""Robust rules against definitions in NumPy and ByzFL, their identities, and the link in rounds."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.channel import Context, channel
+from fedjax_mr.channel.attacks import attack
+from fedjax_mr.channel.robust import (
+    BEFORE,
+    RULES,
+    bucketing,
+    centered_clip,
+    geometric_median,
+    nearest_neighbour_mixing,
+    pairwise_squares,
+    robust,
+)
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.base import averaging
+from fedjax_mr.strategies.transforms import secure_exchange
+from fedjax_mr.testing.federations import constants, simulator
+
+COUNT, OUTLIERS = 7, 2
+
+
+def rows(seed=0, count=COUNT):
+    """Rows [count, 11] in float64 that float32 holds exactly."""
+    return np.random.default_rng(seed).normal(size=(count, 11)).astype(np.float32).astype(np.float64)
+
+
+def stacked(flat):
+    """The rows [K, 11] as a tree of two leaves."""
+    flat = np.asarray(flat, np.float32)
+    return {"bias": jnp.asarray(flat[:, :3]), "kernel": jnp.asarray(flat[:, 3:].reshape(-1, 2, 4))}
+
+
+def flat(tree):
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    if leaves[0].ndim == 1:
+        return np.concatenate([leaf.ravel() for leaf in leaves])
+    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
+
+
+@jax.jit
+def everything(tree):
+    """All rules and steps at once, so that they are compiled once."""
+    results = {name: rule(tree, OUTLIERS) for name, rule in RULES.items()}
+    results["byzfl_geometric_median"] = geometric_median(tree, smoothing=0.1, steps=3)
+    results["byzfl_centered_clip"] = centered_clip(tree, radius=2.0, steps=2)
+    results["nnm"] = nearest_neighbour_mixing(tree, OUTLIERS)
+    return results
+
+
+def applied(rule, x):
+    return flat(everything(stacked(x))[rule])
+
+
+# --- The definitions, written down a second time in float64 -----------------------------------------------------------
+
+
+def squares_of(x):
+    return np.array([[np.sum((a - b) ** 2) for b in x] for a in x])
+
+
+def best_of(x):
+    """The rows in the order of Krum's scores."""
+    others = np.sort(squares_of(x), axis=1)[:, 1 : len(x) - OUTLIERS]
+    return np.argsort(others.mean(axis=1))
+
+
+def weiszfeld(x, smoothing, steps):
+    z = np.zeros(x.shape[1])
+    for _ in range(steps):
+        weights = 1 / np.maximum(np.linalg.norm(x - z, axis=1), smoothing)
+        z = weights @ x / weights.sum()
+    return z
+
+
+def clipped_steps(x, steps, radius=None):
+    v = np.zeros(x.shape[1])
+    for _ in range(steps):
+        lengths = np.linalg.norm(x - v, axis=1)
+        bound = np.median(lengths) if radius is None else radius
+        v = v + (np.minimum(1, bound / lengths)[:, None] * (x - v)).mean(axis=0)
+    return v
+
+
+DEFINITIONS = {
+    "median": lambda x: np.median(x, axis=0),
+    "trimmed_mean": lambda x: np.sort(x, axis=0)[OUTLIERS:-OUTLIERS].mean(axis=0),
+    "krum": lambda x: x[best_of(x)[0]],
+    "multi_krum": lambda x: x[best_of(x)[:-OUTLIERS]].mean(axis=0),
+    "geometric_median": lambda x: weiszfeld(x, 1e-6, 8),
+    "centered_clip": lambda x: clipped_steps(x, 3),
+    "byzfl_geometric_median": lambda x: weiszfeld(x, 0.1, 3),
+    "byzfl_centered_clip": lambda x: clipped_steps(x, 2, 2.0),
+    "nnm": lambda x: np.array([x[np.argsort(each)[: len(x) - OUTLIERS]].mean(axis=0) for each in squares_of(x)]),
+}
+
+
+@pytest.mark.parametrize("rule", DEFINITIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rules_are_their_definitions(rule, seed):
+    np.testing.assert_allclose(applied(rule, rows(seed)), DEFINITIONS[rule](rows(seed)), rtol=1e-6, atol=1e-6)
+
+
+def test_the_median_of_an_even_number_is_the_midpoint():
+    x = rows(1, count=6)
+    median = RULES["median"](stacked(x), OUTLIERS)
+    np.testing.assert_allclose(flat(median), np.median(x, axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rules_equal_byzfl(seed):
+    """Its objects get copies, because some of them write into their input."""
+    aggregators = pytest.importorskip("byzfl.aggregators", reason="compares with ByzFL: pip install byzfl==0.0.11")
+    preaggregators = pytest.importorskip("byzfl.aggregators.preaggregators")
+    theirs = {
+        "median": aggregators.Median(),
+        "trimmed_mean": aggregators.TrMean(OUTLIERS),
+        "krum": aggregators.Krum(OUTLIERS),
+        "multi_krum": aggregators.MultiKrum(OUTLIERS),
+        "byzfl_geometric_median": aggregators.GeometricMedian(nu=0.1, T=3),
+        "byzfl_centered_clip": aggregators.CenteredClipping(L=2, tau=2.0),
+        "nnm": preaggregators.NNM(OUTLIERS),
+    }
+    for name, rule in theirs.items():
+        np.testing.assert_allclose(applied(name, rows(seed)), rule(rows(seed)), rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+# --- Identities -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_order_of_the_clients_does_not_matter(rule):
+    x, order = rows(), np.random.default_rng(5).permutation(COUNT)
+    np.testing.assert_allclose(applied(rule, x[order]), applied(rule, x), rtol=1e-6, atol=1e-6)
+
+
+def test_mixing_follows_the_order_of_the_clients():
+    x, order = rows(), np.random.default_rng(5).permutation(COUNT)
+    np.testing.assert_allclose(applied("nnm", x[order]), applied("nnm", x)[order], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_rows_give_that_row(rule):
+    x = np.repeat(rows()[:1], COUNT, axis=0)
+    np.testing.assert_allclose(applied(rule, x), x[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1e9, -1e9])
+def test_two_rows_of_a_billion_are_harmless(rule, size):
+    x = rows()
+    x[[1, 4]] = size
+    honest = np.delete(x, [1, 4], axis=0)
+    result = applied(rule, x)
+    if rule in ("median", "trimmed_mean"):
+        assert np.all((result >= honest.min(axis=0)) & (result <= honest.max(axis=0)))
+    elif rule == "krum":
+        assert np.any(np.all(honest == result, axis=1))
+    elif rule == "multi_krum":
+        np.testing.assert_allclose(result, honest.mean(axis=0), rtol=1e-5, atol=1e-6)
+    else:
+        assert np.linalg.norm(result) < 2 * np.linalg.norm(honest, axis=1).max()
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "nnm"])
+def test_a_translation_of_the_rows_translates_the_result(rule):
+    """Not geometric_median and centered_clip, which start at 0."""
+    shift = rows(9)[0]
+    np.testing.assert_allclose(applied(rule, rows() + shift), applied(rule, rows()) + shift, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "nnm"])
+@pytest.mark.parametrize("factor", [-0.25, 1000.0])
+def test_rules_scale_with_the_rows(rule, factor):
+    np.testing.assert_allclose(applied(rule, factor * rows()), factor * applied(rule, rows()), rtol=2e-5, atol=1e-5)
+
+
+def test_mixing_without_outliers_and_one_bucket_are_the_mean():
+    x = rows()
+    np.testing.assert_allclose(
+        flat(nearest_neighbour_mixing(stacked(x), 0)), np.tile(x.mean(axis=0), (COUNT, 1)), atol=1e-6
+    )
+    one = bucketing(stacked(x), jax.random.key(0), size=COUNT)
+    np.testing.assert_allclose(flat(one), x.mean(axis=0)[None], atol=1e-6)
+
+
+def test_buckets_are_means_of_different_pairs_and_of_the_last_row():
+    x = rows()
+    buckets = flat(bucketing(stacked(x), jax.random.key(1)))
+    assert buckets.shape == (4, 11)
+    sums = {(i, j): (x[i] + x[j]) / 2 for i, j in itertools.combinations(range(COUNT), 2)}
+    found = [next(pair for pair, mean in sums.items() if np.allclose(mean, each, atol=1e-6)) for each in buckets[:3]]
+    (alone,) = (i for i in range(COUNT) if np.allclose(x[i], buckets[3], atol=1e-6))
+    assert sorted([*itertools.chain(*found), alone]) == list(range(COUNT))
+    assert not np.allclose(flat(bucketing(stacked(x), jax.random.key(2))), buckets)
+
+
+def test_small_distances_of_long_rows_are_exact():
+    """Inner products of rows of length 1e4 in float32 would round such distances to 0 or to negative numbers."""
+    x = 4096 + np.arange(COUNT)[:, None] * np.full(11, 2.0**-10)
+    squares = np.asarray(pairwise_squares(stacked(x)))
+    np.testing.assert_allclose(squares, squares_of(x), rtol=1e-6)
+
+
+# --- The link ---------------------------------------------------------------------------------------------------------
+
+
+def through(rule, values, reference, *, several, outliers=OUTLIERS, before="none"):
+    """The values [K, 11] after the server's side, and the share of rejected ones."""
+    link = robust(None, rule, outliers=outliers, before=before, stacked=several)
+    context = Context(jax.random.key(0), jnp.int32(0), jnp.arange(COUNT, dtype=jnp.int32))
+    _, result, info = jax.jit(link.server)(None, {"model": stacked(values)}, {"model": stacked(reference)}, context)
+    return flat(result), float(info["rejected"])
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median", "centered_clip"])
+def test_one_model_gets_the_reference_plus_the_result(rule):
+    reference = np.tile(rows(7)[:1], (COUNT, 1))
+    result, _ = through(rule, reference + rows(), reference, several=False)
+    expected = reference + DEFINITIONS[rule](rows())
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", BEFORE[1:])
+def test_steps_before_a_rule_keep_the_number_of_messages(before):
+    x = rows()
+    x[0] = 1e9
+    reference = np.tile(rows(7)[:1], (COUNT, 1))
+    result, rejected = through("trimmed_mean", x, reference, several=False, outliers=1, before=before)
+    assert np.ptp(result, axis=0).max() == 0 and np.abs(result).max() < 10 and rejected == 0
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+def test_accepted_messages_of_one_model_keep_their_bits(rule):
+    reference = np.tile(rows(7)[:1], (COUNT, 1))
+    values = np.asarray(stacked_bits(reference + rows()))
+    result, rejected = through(rule, values, reference, several=False)
+    count = 1 if rule == "krum" else COUNT - OUTLIERS
+    kept = best_of(values - reference)[:count]
+    others = np.setdiff1d(np.arange(COUNT), kept)
+    np.testing.assert_array_equal(result[kept], values[kept])
+    np.testing.assert_allclose(result[others], np.tile(values[kept].mean(axis=0), (len(others), 1)), atol=1e-5)
+    assert rejected == pytest.approx(len(others) / COUNT)
+
+
+def stacked_bits(x):
+    """The numbers as float32 rounds them."""
+    return np.asarray(x, np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+def test_rejected_messages_of_several_models_become_what_was_received(rule):
+    reference = rows(7)
+    values = stacked_bits(reference + rows())
+    result, rejected = through(rule, values, reference, several=True)
+    kept = best_of(stacked_bits(values - reference))[: 1 if rule == "krum" else COUNT - OUTLIERS]
+    expected = reference.copy()
+    expected[kept] = values[kept]
+    np.testing.assert_array_equal(result, expected)
+    assert rejected == pytest.approx(1 - len(kept) / COUNT)
+
+
+def test_numbers_of_several_models_are_clipped_to_what_trimming_keeps():
+    reference = rows(7)
+    values = stacked_bits(reference + rows())
+    changes = stacked_bits(values - reference)
+    low, high = np.sort(changes, axis=0)[[OUTLIERS, -OUTLIERS - 1]]
+    outside = (changes < low) | (changes > high)
+    result, rejected = through("trimmed_mean", values, reference, several=True)
+    np.testing.assert_array_equal(result[~outside], values[~outside])
+    np.testing.assert_allclose(result - reference, np.clip(changes, low, high), atol=1e-6)
+    assert rejected == pytest.approx(2 * OUTLIERS / COUNT)
+
+
+@pytest.mark.parametrize("rule", ["median", "geometric_median", "centered_clip"])
+def test_changes_of_several_models_are_pulled_to_the_centre(rule):
+    reference = rows(7)
+    values = stacked_bits(reference + rows())
+    changes = stacked_bits(values - reference)
+    centre = DEFINITIONS[rule](changes)
+    distances = np.linalg.norm(changes - centre, axis=1)
+    radius = np.median(distances)
+    near = distances <= radius * (1 - 1e-5)  # the row at the radius itself may round to either side
+    result, rejected = through(rule, values, reference, several=True)
+    np.testing.assert_array_equal(result[near], values[near])
+    factors = np.minimum(1, radius / distances)[:, None]
+    np.testing.assert_allclose(result - reference, centre + factors * (changes - centre), atol=2e-6)
+    assert rejected in (pytest.approx(3 / COUNT), pytest.approx(4 / COUNT))
+
+
+@pytest.mark.parametrize("rule", ["trimmed_mean", "multi_krum"])
+def test_without_outliers_several_models_keep_their_bits(rule):
+    reference, values = rows(7), rows()
+    result, rejected = through(rule, values, reference, several=True, outliers=0)
+    np.testing.assert_array_equal(result, values)
+    assert rejected == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_messages_that_are_not_finite_are_dropped(rule, several, bad):
+    reference, values = np.zeros((COUNT, 11)), rows()
+    values[3, 5] = bad
+    result, rejected = through(rule, values, reference, several=several)
+    assert np.abs(result).max() < 10
+    assert rejected >= 1 / COUNT
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(rule, *, cohort=5, outliers=1, before="none", secure=False):
+    problem = dataclasses.replace(constants().problem, cohort_size=cohort)
+    inner = averaging(problem)
+    inner = secure_exchange(inner, problem) if secure else inner
+    with pytest.raises(UserError) as caught:
+        channel(inner, problem, [robust(problem, rule, outliers=outliers, before=before, stacked=False)])
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_too_many_outliers_are_refused_with_the_smallest_cohort():
+    assert "cohort=7" in refusal("median", cohort=6, outliers=3)
+    assert "cohort=5" in refusal("multi_krum", cohort=4)
+    assert "cohort=5" in refusal("trimmed_mean", cohort=4, before="bucketing")
+    assert "outliers=-1" in refusal("median", outliers=-1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "cohort", "before"), [("median", 3, "none"), ("krum", 5, "nnm"), ("median", 5, "bucketing")]
+)
+def test_the_smallest_cohort_is_accepted(rule, cohort, before):
+    problem = dataclasses.replace(constants().problem, cohort_size=cohort)
+    inner = averaging(problem)
+    assert channel(inner, problem, [robust(problem, rule, outliers=1, before=before, stacked=False)]) is not inner
+
+
+def test_an_exchange_of_layers_is_refused():
+    assert "one attacker is in all of them" in refusal("median", secure=True)
+
+
+def test_unknown_names_and_mixing_of_several_models_are_refused():
+    for arguments in ({"rule": "medain"}, {"rule": "median", "before": "nmm"}):
+        with pytest.raises(UserError, match="did you mean"):
+            robust(None, outliers=1, stacked=False, **arguments)
+    for before in BEFORE[1:]:
+        with pytest.raises(UserError, match=f"{before} makes the models of this method nearly equal"):
+            robust(None, "median", outliers=1, before=before, stacked=True)
+
+
+# --- In rounds --------------------------------------------------------------------------------------------------------
+
+EIGHT = (8, 9, 7, 8, 10, 8, 9, 7)
+ALL_EIGHT = dict(network="linear", sizes=EIGHT, cohort=8, seed=0, devices=1, lanes=1)
+
+
+def plain(hyper, problem):
+    return STRATEGIES["fedmr"].build(hyper, problem)
+
+
+def screened_without_outliers(hyper, problem):
+    link = robust(problem, "multi_krum", outliers=0, stacked=True)
+    return channel(plain(hyper, problem), problem, [link])
+
+
+def attacked(hyper, problem):
+    link = attack(problem, "sign_flip", attackers=0.25, seed=0, scale=4.0)
+    return channel(plain(hyper, problem), problem, [link])
+
+
+def defended(hyper, problem):
+    link = attack(problem, "sign_flip", attackers=0.25, seed=0, scale=4.0)
+    screen = robust(problem, "multi_krum", outliers=2, stacked=True)
+    return channel(plain(hyper, problem), problem, [link, screen])
+
+
+def averaged(rule, hyper, problem):
+    share = 0.0 if rule == "honest" else 0.25
+    links = [attack(problem, "sign_flip", attackers=share, seed=0, scale=4.0)]
+    links += [robust(problem, rule, outliers=2, stacked=False)] if rule in RULES else []
+    return channel(averaging(problem), problem, links)
+
+
+def run(build, rounds=10, **options):
+    simulation = simulator((build, STRATEGIES["fedmr"].hyper()), **ALL_EIGHT, **options)
+    state, report = simulation.run(simulation.init(), rounds)
+    return simulation.test(state).accuracy, state, report
+
+
+def test_fedmr_without_outliers_is_fedmr_bit_for_bit(equal):
+    ours, theirs = run(screened_without_outliers, 2), run(plain, 2)
+    equal(ours[1].server.inner, theirs[1].server)
+    assert ours[2].info["rejected"] == 0
+
+
+def test_multi_krum_restores_the_accuracy_under_sign_flip():
+    good, bad = run(plain)[0], run(attacked)[0]
+    saved, state, report = run(defended)
+    assert bad < good - 0.2
+    assert saved > good - 0.1
+    assert report.info["rejected"] == pytest.approx(0.25) and report.info["attackers"] == 2
+    assert bool(trees.all_finite(state.server.inner.models))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_protects_federated_averaging(rule):
+    good, bad = (run(functools.partial(averaged, name), key=name)[0] for name in ("honest", "undefended"))
+    assert bad < good - 0.2
+    assert run(functools.partial(averaged, rule), key=rule)[0] > good - 0.15
