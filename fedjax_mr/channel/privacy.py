@@ -1,0 +1,395 @@
+"""Differential privacy for clients: clip the change of each upload, and add Gaussian noise.
+
+The guarantee covers all data of one client (user level). docs/privacy.md has the definitions, the theorems with proofs,
+and what they do not cover; `fedjax_mr.channel.accounting` computes epsilon.
+
+McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018 (clipping and noise
+at user level). Andrew, Thakkar, McMahan, Ramaswamy: Differentially Private Learning with Adaptive Clipping, NeurIPS
+2021 (a clipping norm that follows a quantile of the norms).
+
+Deviations. In these papers the server adds noise to a mean. Methods with several models release every upload, so here
+each client adds noise to its own upload. With ``noise_on="mean"`` the clients' noise adds up to that of the papers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from fedjax_mr import trees
+from fedjax_mr.channel import base
+from fedjax_mr.channel.base import Context, Link, Sent, Values
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy
+from fedjax_mr.strategies.hyper import require
+
+NOISE_ON = ("upload", "mean")
+BITS_SHARE = 0.1  # at most this share of 1 / noise^2 is spent on the clients' bits, by default
+
+
+def privacy(
+    problem: Problem,
+    *,
+    clip: float | jax.Array,
+    noise: float | jax.Array = 0.0,
+    noise_on: str = "upload",
+    quantile: float | jax.Array | None = None,
+    quantile_lr: float | jax.Array = 0.2,
+    quantile_noise: float | jax.Array | None = None,
+) -> Link:
+    """A link that clips the change of each upload and adds Gaussian noise.
+
+    The change is the difference between the values of an upload and what the client received. Its norm is a single
+    Euclidean norm over all leaves of all values, such as a model and a control variate. A longer change is scaled to
+    the norm C. A change with an infinite or undefined norm is replaced by zero.
+
+    Noise. With ``noise_on="upload"`` each coordinate of an upload has noise of standard deviation ``noise`` * C, and
+    anyone may see the uploads. With ``noise_on="mean"`` it is ``noise`` * C / sqrt(K), so the mean of the K uploads has
+    noise of standard deviation ``noise`` * C / K, as if a trusted server had added it. That protects the mean and not
+    the single upload, so it suits methods whose server uses only the uniform mean (see `refusal`).
+
+    Adaptive clipping. With ``quantile``, the server keeps C, starts at ``clip`` and announces it to the clients. A
+    client sends a bit b_i, whether the norm of its change is at most C, with Gaussian noise. With the mean b of these
+    bits, the server sets C to C exp(-``quantile_lr`` (b - ``quantile``)), for the next round. The noise of the changes
+    is increased so that change and bit together cost as much privacy as a change with ``noise`` (see `multipliers`).
+
+    Reported: ``clipped``, the share of the cohort whose change is longer than C, and ``clip_norm``, C of the round, for
+    adaptive clipping. ``clipped`` is computed in the simulation only and is not covered by the guarantee.
+
+    Args:
+      problem: the federation.
+      clip: C, the largest norm of a change; with ``quantile``, C of the first round.
+      noise: standard deviation of the noise in units of C (the noise multiplier). 0 adds none.
+      noise_on: ``upload`` or ``mean``.
+      quantile: quantile of the norms that C follows, in 0..1; 0.5 is the median (Andrew et al.). Default: C is fixed.
+      quantile_lr: learning rate of log C; 0.2 in Andrew et al.
+      quantile_noise: standard deviation of the noise of the sum of the K bits. Default: K / 20 (Andrew et al.), or more
+        if otherwise the bits would take more than a tenth of the privacy budget, and 0 without ``noise``.
+
+    Raises:
+      UserError: a number is out of range, or ``noise_on`` is unknown.
+    """
+    if noise_on not in NOISE_ON:
+        raise UserError(f"unknown noise_on {noise_on!r} (known: {', '.join(NOISE_ON)})")
+    require(clip > 0, "the clipping norm must be positive: pass clip=1")
+    require(noise >= 0, "the noise must not be negative: pass noise=0 for none")
+    if quantile is not None:
+        require(quantile >= 0, "the quantile of adaptive clipping lies in 0..1: pass quantile=0.5")
+        require(quantile <= 1, "the quantile of adaptive clipping lies in 0..1: pass quantile=0.5")
+        require(quantile_lr >= 0, "the learning rate of the clipping norm must not be negative: pass quantile_lr=0.2")
+    cohort, bit_noise = problem.cohort_size, None
+    if quantile is not None:
+        noise, bit_noise = multipliers(cohort, noise, noise_on=noise_on, quantile_noise=quantile_noise)
+    divisor = math.sqrt(cohort) if noise_on == "mean" else 1.0
+
+    def client(values: Values, reference: Values, memory: Any, context: Context) -> Sent:
+        bound = jnp.asarray(clip if quantile is None else context.note, jnp.float32)
+        key, bit_key = jax.random.split(context.key)
+        clipped, norm = clip_change(values, reference, bound)
+        multiplier = jnp.asarray(noise, jnp.float32)
+        deviation = jnp.where(multiplier == 0, 0.0, multiplier * bound / divisor)  # no noise, though C may be infinite
+        message = add_noise(clipped, deviation, key)
+        note = None
+        if bit_noise is not None:
+            bit = (norm <= bound).astype(jnp.float32)
+            note = add_noise(bit, jnp.asarray(bit_noise, jnp.float32), bit_key)
+        return Sent(message, memory, note, {"clipped": jnp.logical_not(norm <= bound).astype(jnp.float32)})
+
+    def server(bound: Any, values: Values, reference: Values, context: Context) -> tuple[Any, Values, dict[str, Any]]:
+        assert quantile is not None
+        inside = jnp.mean(context.note)
+        return bound * jnp.exp(-quantile_lr * (inside - quantile)), values, {"clip_norm": bound}
+
+    adaptive = {}
+    if quantile is not None:
+        adaptive = {
+            "server": server,
+            "init": lambda key: jnp.asarray(clip, jnp.float32),
+            "announce": lambda bound: bound,
+        }
+    return Link("privacy", client=client, check=_check, **adaptive)
+
+
+def clip_change(values: Values, reference: Values, bound: jax.Array) -> tuple[Values, jax.Array]:
+    """Scale the change of the values to a norm of at most ``bound``: -> (values, norm of the change before).
+
+    If the norm is at most ``bound``, the values are returned bit for bit. If it is not finite, the change is zero.
+    """
+    change = jax.tree.map(jnp.subtract, values, reference)
+    norm = jnp.sqrt(trees.squared_norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), change)))
+    finite = jnp.isfinite(norm)
+    factor = bound / jnp.where(finite & (norm > 0), norm, 1.0)
+
+    def scaled(value: jax.Array, start: jax.Array, change: jax.Array) -> jax.Array:
+        shorter = start + jnp.where(finite, change, jnp.zeros_like(change)) * factor.astype(change.dtype)
+        return jnp.where(norm <= bound, value, shorter)
+
+    return jax.tree.map(scaled, values, reference, change), norm
+
+
+def add_noise(tree: Any, deviation: jax.Array, key: jax.Array) -> Any:
+    """Add independent Gaussian noise to every number of a tree; consumes ``key``.
+
+    A standard deviation of 0 returns the tree bit for bit.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, len(leaves))
+
+    def noisy(leaf: jax.Array, key: jax.Array) -> jax.Array:
+        noise = jax.random.normal(key, leaf.shape, leaf.dtype)
+        return jnp.where(deviation == 0, leaf, leaf + deviation.astype(leaf.dtype) * noise)
+
+    return jax.tree.unflatten(structure, [noisy(leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
+
+
+def multipliers(
+    cohort: int, noise: float | jax.Array, *, noise_on: str, quantile_noise: float | jax.Array | None = None
+) -> tuple[float | jax.Array, float | jax.Array]:
+    """The noise of adaptive clipping: (noise multiplier s' of the change, standard deviation of the bit of ONE client).
+
+    Replacing a client moves its change by up to 2 C and its bit by 1. With noise s' C on the change and z on the bit,
+    the pair costs as much as a change with noise s C, where 1 / s^2 = 1 / s'^2 + 1 / (2 z)^2 (Andrew et al.,
+    Theorem 1). For ``noise_on="mean"``, s' C and z are the noise of the sums over the K clients.
+
+    Args:
+      cohort: K.
+      noise: s.
+      noise_on: as in `privacy`.
+      quantile_noise: as in `privacy`.
+
+    Raises:
+      UserError: the bits alone would cost more than ``noise`` allows.
+    """
+    root = math.sqrt(cohort)
+    counted = 1.0 if noise_on == "mean" else root  # noise of the sum of the bits / z
+    if quantile_noise is None:
+        least = counted * noise / (2 * math.sqrt(BITS_SHARE))
+        total = jnp.where(jnp.asarray(noise) > 0, jnp.maximum(cohort / 20, least), 0.0)
+    else:
+        total = quantile_noise
+        too_small = "the noise of adaptive clipping's bits is too small for this noise: omit quantile_noise"
+        require(2 * total > counted * noise, too_small)
+    z = jnp.asarray(total, jnp.float32) / counted
+    ratio = jnp.where(z > 0, jnp.asarray(noise, jnp.float32) / (2 * jnp.where(z > 0, z, 1.0)), 0.0)
+    return jnp.asarray(noise, jnp.float32) / jnp.sqrt(1 - ratio**2), jnp.asarray(total, jnp.float32) / root
+
+
+# --- Strategies that privacy refuses ----------------------------------------------------------------------------------
+
+
+def _check(strategy: Strategy, problem: Problem) -> None:
+    """Refuse BatchNorm statistics, which would leave a client without clipping and noise. `refusal` checks the rest."""
+    if reason := _other_collections(problem):
+        raise UserError(reason)
+
+
+def _other_collections(problem: Problem) -> str | None:
+    if len(problem.model.networks) > 1:
+        return "clients with different networks have no channel: pass a single network in model="
+    others = [name for name, tree in problem.model.shapes().items() if name != "params" and jax.tree.leaves(tree)]
+    if not others:
+        return None
+    return (
+        f"the network has {', '.join(others)} (BatchNorm), which would be sent without noise: pass norm=group, or a "
+        "network without BatchNorm"
+    )
+
+
+def refusal(strategy: Strategy, problem: Problem, *, noise_on: str = "upload") -> str | None:
+    """Why the guarantee does not hold for a strategy: one line with a remedy, or None if it holds.
+
+    Server and payloads may depend on the clients' data only through the noisy values. So this refuses collections
+    other than the parameters (BatchNorm), own selection of clients, host code between rounds, uploads with other
+    entries than float arrays, and servers that read numbers of samples or label counts. They are found by tracing the
+    functions of the strategy. With ``noise_on="mean"``, the server's update is run twice, with different uploads that
+    have the same uniform mean: it must give the same state (relative tolerance 1e-4).
+
+    Call it once before a run, on the strategy without a channel. It traces several functions and takes about as long
+    as building a round.
+
+    Args:
+      strategy: the strategy.
+      problem: the problem of the strategy, with known numbers.
+      noise_on: as in `privacy`.
+    """
+    if reason := _other_collections(problem):
+        return reason
+    if strategy.select is not None:
+        return "the strategy selects clients itself, which may depend on their data: use one that selects uniformly"
+    if strategy.between_rounds is not None:
+        return "the strategy runs code between rounds that may read the clients' data: use one without it"
+    upload = base.upload_shapes(strategy, problem)
+    values, others = base.split(upload)
+    if unprotected := [name for name, each in others.items() if jax.tree.leaves(each)]:
+        return f"clients upload {', '.join(unprotected)}, which noise cannot protect: use a strategy without it"
+    if not values:
+        return "clients upload nothing that noise could protect: the strategy needs no privacy link"
+    shapes = _Shapes(strategy, problem, upload)
+    if shapes.server_reads("sizes"):
+        return (
+            "the server weights clients by their numbers of samples, which are not protected: pass weights=uniform if "
+            "the strategy has it, or use privacy.uniform_weights"
+        )
+    if shapes.server_reads_problem():
+        return (
+            "the server reads the clients' numbers of samples or label counts, which are not protected: use another "
+            "strategy"
+        )
+    if noise_on == "mean" and not shapes.server_uses_only_the_mean():
+        return "the server uses more than the uniform mean of the uploads: pass noise_on=upload"
+    return None
+
+
+def uniform_weights(inner: Strategy, *, size: int = 1) -> Strategy:
+    """A strategy whose server treats all clients as equally large, so that its means are uniform.
+
+    Args:
+      inner: the strategy.
+      size: the number of samples that the server takes each client to have. FedCM and its relatives derive the number
+        of local steps from it.
+    """
+
+    def equal(cohort: Cohort) -> Cohort:
+        return cohort._replace(sizes=jnp.full_like(cohort.sizes, size))
+
+    return inner._replace(
+        dispatch=lambda state, cohort, key: inner.dispatch(state, equal(cohort), key),
+        server_update=lambda state, uploads, cohort, round, key: inner.server_update(
+            state, uploads, equal(cohort), round, key
+        ),
+    )
+
+
+def hides_cohorts(strategy: Strategy, problem: Problem) -> bool:
+    """Whether the accountant may use that the server's cohorts are secret (``sampling="without_replacement"``).
+
+    Amplification by sampling needs rounds that are linked by the released models alone. That fails if clients keep a
+    memory, because a later upload can then show whether its client took part before; or if payloads or the server's
+    state depend on client ids. For these strategies ``sampling="public"`` is correct.
+
+    Args:
+      strategy: the strategy, with its channel: error feedback is a memory, too.
+      problem: the problem of the strategy, with known numbers.
+    """
+    if strategy.select is not None or strategy.between_rounds is not None or strategy.init_memory is not None:
+        return False
+    return not _Shapes(strategy, problem, base.upload_shapes(strategy, problem)).server_reads("ids")
+
+
+class _Shapes:
+    """The functions of a server and the shapes of their arguments."""
+
+    def __init__(self, strategy: Strategy, problem: Problem, upload: Payload) -> None:
+        self.strategy, self.problem = strategy, problem
+        ids = jax.ShapeDtypeStruct((problem.cohort_size,), jnp.int32)
+        sizes = jax.ShapeDtypeStruct(ids.shape, problem.sizes.dtype)
+        self.cohort = jax.eval_shape(Cohort, ids, sizes)
+        self.key = jax.eval_shape(lambda: jax.random.key(0))
+        self.round = jax.ShapeDtypeStruct((), jnp.int32)
+        self.state = jax.eval_shape(strategy.init, self.key)
+        self.uploads = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((problem.cohort_size, *leaf.shape), leaf.dtype), upload
+        )
+
+    def server_reads(self, field: str) -> bool:
+        """Whether payloads or the new state depend on a field of the cohort."""
+        part = getattr(self.cohort, field)
+
+        def with_part(function: Callable) -> Callable:
+            return lambda part, cohort, state, *rest: function(state, cohort._replace(**{field: part}), *rest)
+
+        arguments = part, self.cohort, self.state, self.key, self.round, self.uploads
+        return any(_depends_on_first(with_part(each), *arguments) for each in (self._dispatch, self._server_update))
+
+    def server_reads_problem(self) -> bool:
+        """Whether payloads or states depend on numbers of samples or label counts in the problem."""
+        problem = self.problem
+        secrets = [each for each in (problem.sizes, problem.label_counts, problem.validation_sizes) if each is not None]
+        arguments = self.state, self.cohort, self.key, self.round, self.uploads
+        members = (self.strategy.global_model, self.strategy.individual_models)
+        functions = [
+            self._dispatch,
+            self._server_update,
+            lambda state, cohort, key, *rest: self.strategy.init(key),
+            *(lambda state, *rest, member=member: member(state) for member in members if member is not None),
+        ]
+        return any(_depends_on_constants(each, secrets, *arguments) for each in functions)
+
+    def server_uses_only_the_mean(self) -> bool:
+        """Whether the new state is the same for two sets of random uploads with the same uniform mean."""
+        count, problem, key = self.problem.cohort_size, self.problem, jax.random.key(0)
+        cohort = Cohort(jnp.arange(count, dtype=jnp.int32), problem.sizes[:count])
+
+        values, others = base.split(self.uploads)
+
+        @jax.jit
+        def start() -> tuple[Any, Values]:
+            state = self.strategy.init(key)
+            return state, base.received(values, others, self.strategy.dispatch(state, cohort, key))
+
+        @jax.jit
+        def update(state: Any, changes: Values, reference: Values) -> Any:
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), others)
+            uploads = base.joined(jax.tree.map(jnp.add, reference, changes), zeros)
+            return self.strategy.server_update(state, uploads, cohort, jnp.int32(0), key)[0]
+
+        rng = np.random.default_rng(0)
+        draw = lambda leaf: 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
+        common = jax.tree.map(lambda leaf: np.mean(draw(leaf), axis=0, keepdims=True), values)
+
+        def near(leaf: jax.ShapeDtypeStruct, mean: np.ndarray) -> np.ndarray:
+            own = draw(leaf)
+            return mean + own - np.mean(own, axis=0, keepdims=True)
+
+        state, reference = start()
+        first, second = (update(state, jax.tree.map(near, values, common), reference) for _ in range(2))
+        return all(_close(*leaves) for leaves in zip(*map(jax.tree.leaves, (state, first, second)), strict=True))
+
+    def _dispatch(self, state: Any, cohort: Cohort, key: Any, round: Any, uploads: Any) -> Any:
+        return self.strategy.dispatch(state, cohort, key)
+
+    def _server_update(self, state: Any, cohort: Cohort, key: Any, round: Any, uploads: Any) -> Any:
+        return self.strategy.server_update(state, uploads, cohort, round, key)[0]
+
+
+def _close(start: Any, first: Any, second: Any) -> bool:
+    """Whether two results differ by at most 1e-4 of what the round changed."""
+    if jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
+        first, second, start = (jax.random.key_data(each) for each in (first, second, start))
+    if not np.issubdtype(first.dtype, np.floating):
+        return bool(np.array_equal(first, second))
+    change = max(np.max(np.abs(first - start), initial=0), np.max(np.abs(second - start), initial=0))
+    rounding = 16 * np.finfo(first.dtype).eps * np.max(np.abs(start), initial=0)
+    return bool(np.max(np.abs(first - second), initial=0) <= 1e-4 * change + rounding)
+
+
+def _depends_on_first(function: Callable, first: Any, *rest: Any) -> bool:
+    closed = jax.make_jaxpr(function)(first, *rest)
+    return _reaches_outputs(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(first))])
+
+
+def _depends_on_constants(function: Callable, constants: list[Any], *arguments: Any) -> bool:
+    closed = jax.make_jaxpr(function)(*arguments)
+    secrets = [np.asarray(each) for each in constants]
+
+    def is_secret(value: Any) -> bool:
+        same = (each for each in secrets if np.shape(value) == each.shape and value.dtype == each.dtype)
+        return any(np.array_equal(value, each) for each in same)
+
+    found = [
+        variable for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True) if is_secret(value)
+    ]
+    return _reaches_outputs(closed.jaxpr, found)
+
+
+def _reaches_outputs(jaxpr: Any, sources: list[Any]) -> bool:
+    """Whether an output of a traced function may depend on some of its variables. Inner calls are not looked into."""
+    reached = set(sources)
+    for equation in jaxpr.eqns:
+        if any(not isinstance(each, Literal) and each in reached for each in equation.invars):
+            reached |= set(equation.outvars)
+    return any(not isinstance(each, Literal) and each in reached for each in jaxpr.outvars)
