@@ -192,13 +192,14 @@ class Rebuilt(NamedTuple):
     rounds: Rounds
 
 
-def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False) -> Rebuilt:
+def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False, **changes: Any) -> Rebuilt:
     """Rebuild the data, network and rounds of a run, which are needed to read its checkpoints. Nothing is computed.
 
     Args:
       run: the run.
       data_dir: folder of the datasets. Default: as in the run.
       trust: import the code that the run records, as in `config.load_code`.
+      changes: arguments of `Simulator` that replace those of the run.
 
     Raises:
       UserError: the code is not trusted, a file of the run is missing, or the run is a kept one, which has no models.
@@ -210,7 +211,9 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False)
     set_up_jax(devices=1, cohort_size=1)
     federated = federated_data(config)
     model = build_model(config, federated.dataset)
-    return Rebuilt(config, federated, model, simulator_of(config, federated, model, devices=1, lanes=1).rounds)
+    return Rebuilt(
+        config, federated, model, simulator_of(config, federated, model, devices=1, lanes=1, **changes).rounds
+    )
 
 
 def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = None, trust: bool = False) -> Trained:

@@ -2,6 +2,7 @@
 
 from fedjax_mr.analysis.plots.clients import histograms, partition, personal
 from fedjax_mr.analysis.plots.figure import FORMATS, import_ahead
+from fedjax_mr.analysis.plots.images import images
 from fedjax_mr.analysis.plots.lines import Series, bars, curves, lines
 from fedjax_mr.analysis.plots.looks import COLOURS, Look, looks
 from fedjax_mr.analysis.plots.reassembly import Strip, grouped, strips, teachers
@@ -17,6 +18,7 @@ __all__ = [
     "curves",
     "grouped",
     "histograms",
+    "images",
     "import_ahead",
     "lines",
     "looks",
