@@ -151,11 +151,14 @@ def _attack(arguments: argparse.Namespace, sizes: list[int], chosen: Sequence[ru
         ("run", "B", "view", "tensors", "PSNR (dB)", "control (dB)", "identified", "cosine")
     ]
     results: dict[str, Any] = {}
+    how = {name: getattr(arguments, name) for name in ("shadows", "steps", "victims", "start", "seed")}
+    how |= {"batch_sizes": sizes}
     for run in chosen:
         victim = open_run(run, round=arguments.round, data_dir=arguments.data_dir, trust=arguments.trust)
         if arguments.only != "membership":
             require_images(victim, run)
-        name, facts = configuration.portable_name(run.config), {"round": int(victim.progress.round)}
+        name = configuration.portable_name(run.config)
+        facts: dict[str, Any] = {"round": int(victim.progress.round)}
         if arguments.only != "inversion":
             scores = infer_membership(victim, shadows=arguments.shadows, seed=arguments.seed)
             facts["membership"] = {view: {each: s._asdict() for each, s in row.items()} for view, row in scores.items()}
@@ -187,10 +190,8 @@ def _attack(arguments: argparse.Namespace, sizes: list[int], chosen: Sequence[ru
             plots.images(rows, path)
             print(f"drawn in {path}", flush=True)
         results[name] = facts
-    how = ("shadows", "steps", "victims", "start", "seed")
-    kept = {flag: getattr(arguments, flag) for flag in how} | {"batch_sizes": sizes, "runs": results}
-    with files.atomic_write(folder / RESULTS) as file:
-        file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        with files.atomic_write(folder / RESULTS) as file:  # after each run, because the next one takes minutes
+            file.write_text(json.dumps(how | {"runs": results}, indent=2) + "\n", encoding="utf-8")
     print("\n\n".join(tables.aligned(table) for table in (members, restored) if len(table) > 1))
     print(f"kept in {folder / RESULTS}")
 
@@ -281,7 +282,8 @@ def whole_models(model: Model, message: Payload) -> Variables:
     Raises:
       UserError: there are none, or only parts of models.
     """
-    found, shapes = message.get("model"), model.shapes()
+    found: Any = message.get("model")
+    shapes = model.shapes()
     kind = lambda tree, first: jax.tree.map(lambda leaf: leaf.shape[first:], tree)
     if jax.tree.structure(found) != jax.tree.structure(shapes) or kind(found, 1) != kind(shapes, 0):
         raise UserError("the attacks need messages with whole models; this method sends something else")
@@ -377,8 +379,9 @@ def _scores(lessons: list[tuple[np.ndarray, ...]], real: list[tuple[np.ndarray, 
         areas = [membership.auc(*pair) for pair in pairs]
         found = [membership.true_positives(*pair) for pair in pairs]
         counts = np.mean([len(pair[0]) for pair in pairs])
-        scores[name] = Score(np.mean(areas), _deviation(areas), np.mean(found), _deviation(found), counts)
-    return {name: Score(*map(float, score)) for name, score in scores.items()}
+        means = float(np.mean(areas)), _deviation(areas), float(np.mean(found)), _deviation(found)
+        scores[name] = Score(*means, float(counts))
+    return scores
 
 
 def _deviation(values: Sequence[float]) -> float:
