@@ -417,7 +417,9 @@ def test_multi_krum_restores_the_accuracy_under_sign_flip():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_protects_federated_averaging(rule):
-    good, bad = (run(functools.partial(averaged, name), key=name)[0] for name in ("honest", "undefended"))
-    assert bad < good - 0.2
-    assert run(functools.partial(averaged, rule), key=rule)[0] > good - 0.15
+def test_every_rule_regains_most_of_what_an_attack_takes(rule):
+    """Not all of it: the attackers are all on one side, so a median is closer to them than the honest mean."""
+    accuracy = lambda name: run(functools.partial(averaged, name), 30, key=name)[0]
+    good, bad = accuracy("honest"), accuracy("undefended")
+    assert bad < good - 0.4
+    assert accuracy(rule) > (good + bad) / 2
