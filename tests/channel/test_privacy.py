@@ -21,7 +21,7 @@ from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg
 from fedjax_mr.testing.federations import constants, default_hyper, simulator
 
 QUICK = ("fedavg", "fedmr", "scaffold", "fedme", "fedproto")
-SILENT = ("local",)  # its clients upload nothing
+REFUSED = ("local", "hypcluster", "pfedhr")  # by every channel: no uploads, or models that were not received
 
 
 def inner_strategy(name, problem, hyper=None):
@@ -74,7 +74,7 @@ def messages_of(name, network):
     [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
         for name in STRATEGIES
-        if name not in SILENT
+        if name not in REFUSED
     ],
 )
 def test_the_change_of_an_upload_is_clipped_as_one_vector(equal, name):
@@ -83,13 +83,16 @@ def test_the_change_of_an_upload_is_clipped_as_one_vector(equal, name):
     whole, reference = run(jnp.float32(np.inf), jnp.float32(0), jnp.int32(0), 0)
     change = as_vectors(jax.tree.map(jnp.subtract, whole, reference))
     lengths = np.linalg.norm(change, axis=1)
-    assert np.all(lengths > 0)
-    clip = np.float32(0.5 * np.min(lengths))
+    moved = lengths > 0  # with FedLC, a client with a single class learns nothing
+    assert np.sum(moved) >= 3
+    clip = np.float32(0.5 * np.min(lengths[moved]))
     clipped, _ = run(clip, jnp.float32(0), jnp.int32(0), 0)
     after = as_vectors(jax.tree.map(jnp.subtract, clipped, reference))
     rounding = 1e-6 * np.max(norms(reference), initial=0)
     np.testing.assert_array_less(np.linalg.norm(after, axis=1), clip * (1 + 1e-5) + rounding)
-    np.testing.assert_allclose(after, change * (clip / lengths)[:, None], rtol=1e-3, atol=1e-5 * clip + rounding)
+    np.testing.assert_allclose(
+        after, change * (clip / np.where(moved, lengths, 1))[:, None], rtol=1e-3, atol=1e-5 * clip + rounding
+    )
     equal(run(np.float32(1.01 * np.max(lengths)), jnp.float32(0), jnp.int32(0), 0)[0], whole)
 
 
