@@ -21,7 +21,7 @@ from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg
 from fedjax_mr.testing.federations import constants, default_hyper, simulator
 
 QUICK = ("fedavg", "fedmr", "scaffold", "fedme", "fedproto")
-REFUSED = ("local", "hypcluster", "pfedhr")  # by every channel: no uploads, or models that were not received
+REFUSED = ("local", "hypcluster", "pfedhr", "centralized")  # by every channel: nothing to clip against
 
 
 def inner_strategy(name, problem, hyper=None):
