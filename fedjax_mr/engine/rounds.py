@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from fedjax_mr import trees
@@ -54,18 +55,19 @@ def loop(
       count: number of rounds; may be traced.
       watched: whether to stop after a round with a non-finite loss or weight; [T] for T trials.
     """
+    traced, shapes = jax.make_jaxpr(one_round, return_shape=True)(progress)  # once, for the shapes and for the loop
+    again = jaxpr_as_fun(traced)
 
     def body(carry: tuple) -> tuple:
         progress, total, done = carry
-        progress, report = one_round(progress)
+        progress, report = jax.tree.unflatten(jax.tree.structure(shapes), again(*jax.tree.leaves(progress)))
         return progress, join(total, report), done + 1
 
     def should_continue(carry: tuple) -> jax.Array:
         _, total, done = carry
         return (done < count) & ~jnp.any(watched & (total.bad_client >= 0))
 
-    shapes = jax.eval_shape(one_round, progress)[1]
-    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[1])
     blank = blank._replace(bad_client=jnp.full_like(blank.bad_client, -1))
     progress, total, _ = jax.lax.while_loop(should_continue, body, (progress, blank, jnp.zeros((), jnp.int32)))
     return progress, total

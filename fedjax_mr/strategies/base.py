@@ -429,14 +429,14 @@ class LastModel(NamedTuple):
     trained: jax.Array  # bool; until it is True, ``model`` has not been trained
 
 
-def untrained(problem: Problem, key: jax.Array) -> LastModel:
-    """The memory of a client that has not trained: a model of zeros; consumes ``key``."""
-    return LastModel(trees.zeros_like(problem.model.init(key)), jnp.zeros((), bool))
+def untrained(problem: Problem) -> LastModel:
+    """The memory of a client that has not trained: a model of zeros."""
+    return LastModel(trees.zeros_like(problem.model.shapes()), jnp.zeros((), bool))
 
 
-def zero_params(problem: Problem, key: jax.Array) -> trees.Params:
-    """Zeros like the parameters; consumes ``key``."""
-    return trees.zeros_like(problem.model.init(key)["params"])
+def zero_params(problem: Problem) -> trees.Params:
+    """Zeros like the parameters."""
+    return trees.zeros_like(problem.model.shapes()["params"])
 
 
 def public_samples(problem: Problem, method: str, *, labelled: bool = False) -> Samples:

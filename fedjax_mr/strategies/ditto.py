@@ -50,6 +50,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     return average._replace(
         client_update=client_update,
-        init_memory=lambda key, client_id: untrained(problem, key),
+        init_memory=lambda key, client_id: untrained(problem),
         personal_model=personal_model,
     )

@@ -73,7 +73,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(model, zeros, zeros)
 
     def init_memory(key, client_id):
-        zeros = zero_params(problem, key)
+        zeros = zero_params(problem)
         return Memory(zeros, zeros)
 
     def client_update(payload, memory, data, round, key):

@@ -89,5 +89,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         init=init,
         client_update=client_update,
         server_update=server_update,
-        init_memory=lambda key, client_id: zero_params(problem, key),
+        init_memory=lambda key, client_id: zero_params(problem),
     )

@@ -127,5 +127,5 @@ def build_momentum(hyper: MomentumHyper, problem: Problem) -> Strategy:
         dispatch=to_all(problem, "model", "momentum"),
         client_update=client_update,
         server_update=server_update,
-        init_memory=lambda key, client_id: zero_params(problem, key),
+        init_memory=lambda key, client_id: zero_params(problem),
     )

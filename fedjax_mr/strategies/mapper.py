@@ -145,7 +145,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return trees.where(memory.trained, memory.own, shared)
 
     def init_memory(key, client_id):
-        return Memory(trees.zeros_like(network.init(key)), jnp.zeros(()), jnp.zeros((), bool))
+        return Memory(trees.zeros_like(network.shapes()), jnp.zeros(()), jnp.zeros((), bool))
 
     def client_update(payload, memory, data, round, key):
         shared, parts = payload["model"], divide(data, setting.max_size)

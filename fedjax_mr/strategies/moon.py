@@ -63,5 +63,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": model}, LastModel(model, jnp.ones((), bool)), metrics
 
     return averaging(problem)._replace(
-        client_update=client_update, init_memory=lambda key, client_id: untrained(problem, key)
+        client_update=client_update, init_memory=lambda key, client_id: untrained(problem)
     )

@@ -161,6 +161,6 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     return averaging(problem)._replace(
         client_update=client_update,
         server_update=server_update,
-        init_memory=None if hyper.evaluate == "global" else lambda key, client_id: untrained(problem, key),
+        init_memory=None if hyper.evaluate == "global" else lambda key, client_id: untrained(problem),
         personal_model=personal_model,
     )

@@ -124,5 +124,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         dispatch=to_all(problem, "model", "control"),
         client_update=client_update,
         server_update=server_update,
-        init_memory=lambda key, client_id: zero_params(problem, key),
+        init_memory=lambda key, client_id: zero_params(problem),
     )

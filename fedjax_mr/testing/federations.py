@@ -96,6 +96,7 @@ class NormedImages(nn.Module):
 NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perceptron}
 
 
+@functools.cache  # a model keeps its shapes
 def network_of(name):
     """A network by its name, or the zoo of several names separated by commas."""
     built = [models.Model(NETWORKS[each](num_classes=CLASSES), (4, 4, 1), name=each) for each in name.split(",")]
@@ -116,7 +117,7 @@ def federated(sizes=SIZES):
 
 
 # Not all at once: a compiled program takes hundreds of memory maps, and Linux allows a process 65,530 of them.
-@functools.lru_cache(maxsize=24)
+@functools.lru_cache(maxsize=40)
 def simulator(
     build,
     network="thin",

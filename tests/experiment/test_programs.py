@@ -26,11 +26,23 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """The programs of this module's tests."""
+    return {}
+
+
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    """Go into an empty folder, and leave aside what other tests have compiled."""
+def _apart(tmp_path, monkeypatch, kept):
+    """Go into an empty folder, and leave aside what other modules have compiled."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "_kept", {})
+    monkeypatch.setattr(program, "_kept", kept)
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Leave aside what this test has compiled, too."""
+    return lambda: monkeypatch.setattr(program, "_kept", {})
 
 
 @pytest.fixture
@@ -53,7 +65,8 @@ def run(**changes):
     return fmr.run(fmr.Config(**TINY | changes), record=False, **objects, **({"model": model} if model else {}))
 
 
-def test_a_run_like_one_before_compiles_nothing_and_has_the_same_bits(made, equal):
+def test_a_run_like_one_before_compiles_nothing_and_has_the_same_bits(made, forget, equal):
+    forget()
     first = run(eval_clients=True)
     del LOWERED[:]
     second = run(eval_clients=True)
@@ -66,7 +79,7 @@ def test_a_run_like_one_before_compiles_nothing_and_has_the_same_bits(made, equa
 
 
 @pytest.mark.parametrize("shared", [dict(seed=1, partition_seed=0), dict(dataset="changed")])
-def test_what_programs_take_as_arguments_is_never_baked_in(made, equal, shared):
+def test_what_programs_take_as_arguments_is_never_baked_in(made, forget, equal, shared):
     """Another seed, or changed samples in equal shapes: the same programs, and the results of a run alone."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(200, 6)).astype(np.float32), rng.integers(0, 3, 200).astype(np.int32)
@@ -76,7 +89,7 @@ def test_what_programs_take_as_arguments_is_never_baked_in(made, equal, shared):
     run(**base)
     second = run(**changed)
     assert made[1].programs["rounds"] is made[0].programs["rounds"]
-    program.forget()
+    forget()
     alone = run(**changed)
     assert made[2].programs["rounds"] is not made[0].programs["rounds"]
     equal(second.variables, alone.variables)
@@ -88,11 +101,11 @@ def test_what_programs_take_as_arguments_is_never_baked_in(made, equal, shared):
     [dict(local_epochs=2), dict(clients=5), dict(lanes=2)],
     ids=str,
 )
-def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, equal, other):
+def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, forget, equal, other):
     run()
     second = run(**other)
     assert made[1].programs["rounds"] is not made[0].programs["rounds"]
-    program.forget()
+    forget()
     equal(second.variables, run(**other).variables)
 
 
@@ -101,7 +114,7 @@ def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, equal
     "strategy",
     ["fedmr", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scaffold", "fedrep", "centralized"))],
 )
-def test_seeds_and_partitions_share_programs(made, equal, strategy, other):
+def test_seeds_and_partitions_share_programs(made, forget, equal, strategy, other):
     """The size of the largest client is rounded up, so its small changes are no other shape."""
     base = dict(strategy=strategy, local_epochs=2, partition="dirichlet", clients=4, cohort=2)
     run(**base)
@@ -109,12 +122,12 @@ def test_seeds_and_partitions_share_programs(made, equal, strategy, other):
     second = run(**base | other)
     assert not np.array_equal(first.sizes, made[1].constants.problem.sizes)
     assert made[1].programs["rounds"] is made[0].programs["rounds"] and made[1].programs["rounds"].traces == 1
-    program.forget()
+    forget()
     equal(second.variables, run(**base | other).variables)
 
 
 @pytest.mark.parametrize("server", [{}, dict(server_optimizer="adam", server_lr=0.1)], ids=str)
-def test_numbers_share_programs(made, equal, server):
+def test_numbers_share_programs(made, forget, equal, server):
     base = dict(strategy="fedprox", weight_decay=1e-4, clip_norm=2.0, partition_seed=0) | server
     other = dict(lr=0.07, momentum=0.4, weight_decay=1e-3, clip_norm=1.0) | ({"server_lr": 0.02} if server else {})
     first = run(**base)
@@ -122,7 +135,7 @@ def test_numbers_share_programs(made, equal, server):
     second = run(**base | other, hyper=hyper)
     assert made[1].programs["rounds"] is made[0].programs["rounds"] and made[1].programs["rounds"].traces == 1
     assert second.rows[-1]["train_loss"] != first.rows[-1]["train_loss"]
-    program.forget()
+    forget()
     equal(second.variables, run(**base | other, hyper=hyper).variables)
 
 
@@ -171,8 +184,9 @@ def test_networks_of_ones_own_are_traced_anew(made):
     assert made[1].programs["rounds"] is not made[0].programs["rounds"]
 
 
-def test_few_programs_are_kept(made, monkeypatch):
+def test_few_programs_are_kept(made, forget, monkeypatch):
     """The oldest sets go, and with them what they hold."""
+    forget()
     monkeypatch.setattr(program, "MAX_KEPT", 2)
     for count in (1, 2, 3, 2, 1):
         run(local_epochs=count)

@@ -68,7 +68,7 @@ def test_a_file_that_is_missing_keeps_its_traceback_unless_the_current_folder_is
 
 
 def test_a_real_command_whose_output_cannot_be_written(tmp_path):
-    ended = shell('"$0" "$@" >/dev/full', tmp_path, "-m", "fedjax_mr.models")
+    ended = shell('"$0" "$@" >/dev/full', tmp_path, "-m", "fedjax_mr.main", "--help")
     assert ended.returncode == 2
     assert ended.stderr.startswith("fedjax-mr: cannot write to standard output") and ended.stderr.count("\n") == 1
 

@@ -17,8 +17,10 @@ def beginning(engine, payloads):
     """The compiled beginning of a round: who takes part, and on request what is sent to whom."""
 
     def begin(constants, progress):
+        if not payloads:
+            return rounds.plan(engine.axis, constants, progress.server, progress.round), None
         plan, rows = rounds.begin(engine.axis, constants, progress)
-        return plan, rows.payload if payloads else None
+        return plan, rows.payload
 
     return jax.jit(begin)
 

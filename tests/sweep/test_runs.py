@@ -1,6 +1,7 @@
 """A sweep runs the product once, goes on where it was killed, and outlives runs that fail."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -98,8 +99,14 @@ def test_a_diverged_run_is_not_tried_again(trained, capsys):
     assert "remove its folder to train it again" in capsys.readouterr().err
 
 
-def test_the_remains_of_a_removed_folder_do_not_block_a_sweep():
-    """In the real process: checkpoints alone were taken for a run to go on with, in vain and for ever."""
+def test_the_remains_of_a_removed_folder_do_not_block_a_sweep(monkeypatch):
+    """With the real command: checkpoints alone were taken for a run to go on with, in vain and for ever."""
+
+    def train(worker, runs, look):
+        module, arguments = process_of_a_run.command_of(runs)
+        return importlib.import_module(module).main(arguments)
+
+    monkeypatch.setattr(Worker, "train", train)
     _, (run,) = sweep.plan(TINY)
     run.folder.mkdir(parents=True)
     Checkpoints(run.folder / "checkpoints").save(2, {"w": np.ones(2)}, {})
