@@ -25,7 +25,7 @@ from fedjax_mr.testing.federations import (
     tree_equal,
 )
 
-pytest.register_assert_rewrite("fedjax_mr.testing.test_contract")
+pytest.register_assert_rewrite("fedjax_mr.testing.test_contract", "fedjax_mr.testing.test_links")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
     add_xla_flags(QUICK_TO_COMPILE | LONG_TIMEOUTS)
 set_up_jax(devices=2, cohort_size=2)
@@ -40,7 +40,7 @@ class BySharedPrograms(LoadScopeScheduling):
 
     def _split_scope(self, nodeid):
         path = nodeid.partition("::")[0]
-        strategy = re.search(r"\w+(?=\]$)", nodeid) if path.endswith("test_contract.py") else None
+        strategy = re.search(r"\w+(?=\]$)", nodeid) if path.endswith(("test_contract.py", "test_links.py")) else None
         return f"{path} {strategy[0]}" if strategy else path
 
 

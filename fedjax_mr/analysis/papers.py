@@ -69,7 +69,7 @@ def lookup_all(config: Config, published: Iterable[Mapping[str, str]]) -> list[P
     sizes = (config.clients, config.cohort)
 
     def fits(row: Mapping[str, str]) -> bool:
-        if config.server_optimizer != "none":  # no method of these tables has one
+        if config.server_optimizer != "none" or config.uses_channel:  # no method of these tables has one
             return False
         if config.partition_file:  # the flags of a partition say nothing of it
             return False

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_mr.channel import Link, channel, links
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
@@ -98,14 +99,40 @@ class ServerOptimizer:
     tau: float
 
 
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A function that makes a link, with its arguments. A pytree: the leaves are the numbers, as arrays."""
+
+    function: Callable = dataclasses.field(metadata=STATIC)
+    numbers: dict[str, Any]
+    others: tuple[tuple[str, Any], ...] = dataclasses.field(metadata=STATIC)
+
+    @classmethod
+    def of(cls, function: Callable, numbers: dict[str, Any] | None = None, **others: Any) -> "Arguments":
+        """Numbers that are None keep the default of the function."""
+        kept = {name: value for name, value in (numbers or {}).items() if value is not None}
+        arrays = {
+            name: np.int32(value) if isinstance(value, int) else np.float32(value) for name, value in kept.items()
+        }
+        return cls(function, arrays, tuple(others.items()))
+
+    def __call__(self, problem: Problem, **more: Any) -> Link:
+        return self.function(problem, **self.numbers, **dict(self.others), **more)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chosen:
     """The strategy of a configuration. A pytree: the leaves are the numbers."""
 
-    strategy: str = dataclasses.field(metadata={"static": True})
+    strategy: str = dataclasses.field(metadata=STATIC)
     hyper: Any
     server: Any  # ServerOptimizer or None
+    links: dict[str, "Arguments"]  # of the channel, by kind
 
 
 def chosen(config: Config) -> Chosen:
@@ -115,23 +142,51 @@ def chosen(config: Config) -> Chosen:
         server = ServerOptimizer(
             config.server_optimizer, config.server_lr, config.server_momentum, config.server_beta2, config.server_tau
         )
-    return Chosen(config.strategy, as_arguments(configuration.hyper(config)), as_arguments(server))
+    return Chosen(config.strategy, as_arguments(configuration.hyper(config)), as_arguments(server), _links(config))
+
+
+def _links(config: Config) -> dict[str, Arguments]:
+    """The links of the channel that the configuration asks for."""
+    chosen: dict[str, Arguments] = {}
+    if config.compress != "none" or config.compress_download != "none":
+        chosen["compression"] = Arguments.of(
+            links.compression,
+            kind=config.compress,
+            ratio=config.compress_ratio,
+            levels=config.compress_levels,
+            feedback=config.error_feedback,
+            download=config.compress_download,
+        )
+    if config.dp_clip is not None:
+        numbers = {"clip": config.dp_clip, "noise": config.dp_noise, "quantile": config.dp_quantile}
+        chosen["privacy"] = Arguments.of(links.privacy, numbers, noise_on=config.dp_noise_on)
+    if config.attack != "none":
+        seed = config.seed if config.partition_seed is None else config.partition_seed
+        numbers = {"attackers": config.attackers, "seed": seed, "scale": config.attack_scale}
+        chosen["attack"] = Arguments.of(links.attack, numbers, kind=config.attack, target=config.attack_target)
+    if config.robust != "none":
+        settings = {"outliers": config.robust_outliers, "before": config.robust_before}
+        chosen["robust"] = Arguments.of(links.robust, rule=config.robust, **settings)
+    return chosen
 
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
-    """The strategy with its server optimizer, if there is one."""
+    """The strategy with its server optimizer and its channel, if it has them."""
     strategy, server = STRATEGIES[chosen.strategy].build(chosen.hyper, problem), chosen.server
-    if server is None:
-        return strategy
-    optimizer = make_server_optimizer(
-        server.name,
-        lr=server.lr,
-        momentum=server.momentum,
-        beta2=server.beta2,
-        tau=server.tau,
-        several=strategy.models is not None and strategy.models.stacked,
-    )
-    return server_optimizer(strategy, optimizer)
+    several = strategy.models is None or strategy.models.stacked
+    if server is not None:
+        optimizer = make_server_optimizer(
+            server.name,
+            lr=server.lr,
+            momentum=server.momentum,
+            beta2=server.beta2,
+            tau=server.tau,
+            several=several,
+        )
+        strategy = server_optimizer(strategy, optimizer)
+    depends = {"robust": {"stacked": several}}
+    made = [arguments(problem, **depends.get(kind, {})) for kind, arguments in chosen.links.items()]
+    return channel(strategy, problem, made)
 
 
 def strategy_of(config: Config) -> Build:
@@ -140,8 +195,14 @@ def strategy_of(config: Config) -> Build:
 
 
 # Settings that compiled programs do not depend on, or receive as an argument.
-_NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience"}
-_NUMBERS = {"lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau"}
+_NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience"} | {
+    "dp_delta",
+    "dp_target_epsilon",
+}
+_NUMBERS = {
+    "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
+    "dp_clip", "dp_noise", "dp_quantile", "attackers", "attack_scale",
+}  # fmt: skip
 
 
 def program_key(config: Config) -> str | None:

@@ -22,9 +22,9 @@ from fedjax_mr.strategies.hyper import LARGEST_BATCH, LARGEST_INT32, field
 COMMAND = "python -m fedjax_mr.main"
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The values of ``--log``, which are also extras of this package, and the Python package that each needs."""
-GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Evaluation and records", "Engine")
+GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Channel", "Evaluation and records", "Engine")
 
-_data, _partition, _model, _training, _federation, _evaluation, _engine = (
+_data, _partition, _model, _training, _federation, _channel, _evaluation, _engine = (
     functools.partial(field, group=group, affects_results=group != "Engine") for group in GROUPS
 )
 _records = functools.partial(_evaluation, affects_results=False)
@@ -178,6 +178,54 @@ class Config:
         1e-3, "tau of adam, yogi and adagrad on the server: a larger value adapts less to single weights",
         low=0, open_low=True, source="Reddi et al. 2021")
 
+    compress: str = _channel(
+        "none", "Compression of the uploads: stochastic quantisation (qsgd), 8 bits (int8), signs, the largest changes "
+        "(topk) or random ones (randk)", choices=("none", "qsgd", "int8", "sign", "topk", "randk"))
+    compress_ratio: float = _channel(
+        0.01, "topk, randk: share of each tensor that is sent", low=0, high=1, open_low=True, static=True)
+    compress_levels: int = _channel(8, "qsgd: levels s", unit="levels", low=1, high=32_767)
+    compress_download: str = _channel(
+        "none", "Compression of the models that the server sends", choices=("none", "qsgd", "int8"))
+    error_feedback: str = _channel(
+        "none", "What clients do with the error of compression: forget it (none), add it to their next message (ef), "
+        "or send the difference to their last message (ef21, methods with one model)",
+        choices=("none", "ef", "ef21"), source="ef: Seide et al. 2014, Karimireddy et al. 2019; ef21: Richtarik et al. "
+        "2021")
+    dp_clip: float | None = _channel(
+        None, "User-level differential privacy: largest L2 norm C of everything that a client uploads, as a change. If "
+        "omitted, no limit", low=0, open_low=True)
+    dp_noise: float = _channel(
+        0.0, "Noise multiplier sigma: the standard deviation of the noise is sigma C", low=0)
+    dp_noise_on: str = _channel(
+        "upload", "Where the noise is added: to every upload (any method), or to their mean (methods with one model)",
+        choices=("upload", "mean"))
+    dp_quantile: float | None = _channel(
+        None, "Adapt the norm C, which starts at --dp_clip, to this quantile of the clients' norms. If omitted, C is "
+        "constant", low=0, high=1, source="Andrew et al., NeurIPS 2021: 0.5")
+    dp_delta: float = _channel(
+        1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True)
+    dp_target_epsilon: float | None = _channel(
+        None, "Choose --dp_noise so that epsilon has this value after --rounds", low=0, open_low=True)
+    attack: str = _channel(
+        "none", "What malicious clients do: train on wrong labels (label_flip), upload the opposite of their change "
+        "(sign_flip), noise (gaussian), the negative mean (ipm), the mean a little off (alie), a copy of another "
+        "client (mimic), or a model with a backdoor (replacement)",
+        choices=("none", "label_flip", "sign_flip", "gaussian", "ipm", "alie", "mimic", "replacement"))
+    attackers: float = _channel(
+        0.2, "Share of malicious clients. The seed of the partition decides which ones", low=0, high=1)
+    attack_scale: float | None = _channel(
+        None, "Strength of the attack. If omitted, the usual one of each attack (docs/attacks.md)", low=0)
+    attack_target: int = _channel(0, "replacement: the class that samples with the trigger shall have", low=0)
+    robust: str = _channel(
+        "none", "Robust rule of the server: aggregation for methods with one model, screening of the uploads for "
+        "methods with several",
+        choices=("none", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "centered_clip"))
+    robust_outliers: int = _channel(
+        1, "Malicious clients f in a round that the rule withstands", unit="clients", low=0)
+    robust_before: str = _channel(
+        "none", "Step before the rule, for methods with one model: nearest-neighbour mixing (nnm), or means of two "
+        "random uploads (bucketing)", choices=("none", "nnm", "bucketing"))
+
     eval_every: int = _evaluation(
         5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1)
     eval_clients: bool = _evaluation(
@@ -249,6 +297,12 @@ class Config:
     def networks(self) -> list[str]:
         """The names in ``model``."""
         return self.model.split(",")
+
+    @property
+    def uses_channel(self) -> bool:
+        """Whether messages are compressed, private, attacked or screened."""
+        names = (self.compress, self.compress_download, self.attack, self.robust)
+        return self.dp_clip is not None or any(name != "none" for name in names)
 
     @property
     def logs(self) -> list[str]:

@@ -25,7 +25,7 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
+from fedjax_mr.experiment import guarantee, titles
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
@@ -103,6 +103,8 @@ class Experiment:
         self.train_seconds = 0.0
         self.seconds = 0.0  # training and evaluation, without compilation
         self.compile_seconds_before = 0.0  # seconds of interrupted processes and of shared programs
+        self.epsilon = guarantee.epsilon_after(config, simulator.problem)
+        self.attacked = simulator.attacked if config.attack == "replacement" else None
         self.logs = Logs()
         self.on_row = on_row
         self.pictures = record and folder.writes
@@ -264,6 +266,11 @@ class Experiment:
         if individual is not None:
             each = self.evaluation.each(individual).accuracy
             extra |= {"individual_mean": each.mean(), "individual_min": each.min(), "individual_max": each.max()}
+        if variables is not None and self.attacked is not None:
+            attacked = self.attacked(progress, self.config.attack_target)
+            extra["attacked_accuracy"] = attacked.accuracy
+        if self.epsilon is not None:
+            extra["epsilon"] = self.epsilon(done)
         down, up, peer = self.traffic
         if peer:
             extra["bytes_peer"] = peer

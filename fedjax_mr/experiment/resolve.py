@@ -138,6 +138,7 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
         )
     if config.resume and config.overwrite:
         raise UserError("resume=True continues a run and overwrite=True replaces it: use only one of them")
+    _check_channel(config)
     number, count = config.process_id, config.num_processes
     if number is not None and count is not None and number >= count:
         raise UserError(f"process_id={number} is not below num_processes={count}: processes count from 0")
@@ -159,6 +160,17 @@ def _check_networks(config: Config, user_objects: UserObjects) -> None:
             f"architectures_from= names {len(config.architectures_from)} runs, but model= {count} networks: one run "
             "for each network, in the same order, or one folder that holds them"
         )
+
+
+def _check_channel(config: Config) -> None:
+    clipped = config.dp_clip is not None
+    for flag in ("dp_noise", "dp_target_epsilon", "dp_quantile"):
+        if getattr(config, flag) and not clipped:
+            raise UserError(f"{flag}={getattr(config, flag):g} needs dp_clip=, the largest norm of a client's upload")
+    if config.dp_target_epsilon is not None and config.dp_noise:
+        raise UserError("dp_target_epsilon= chooses the noise: leave dp_noise= out")
+    if config.error_feedback != "none" and config.compress == "none":
+        raise UserError(f"error_feedback={config.error_feedback} needs compress=: without it there is no error")
 
 
 def _check_logs(config: Config) -> None:

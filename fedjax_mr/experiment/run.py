@@ -20,7 +20,7 @@ from fedjax_mr.engine.devices import memory_errors, set_up_jax
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment import checkpoint, imports, interrupts
+from fedjax_mr.experiment import checkpoint, guarantee, imports, interrupts
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.config import Config
@@ -96,6 +96,8 @@ def run(
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
     federated = processes.together(lambda: federated_data(config, dataset=user_objects.dataset))
     config, network = processes.together(lambda: user_objects.build(config, federated))
+    config, found = guarantee.complete(config, federated, network)
+    notes = (*notes, *found)
     processes.agree({"data": federated.hash()} | versions() | shared(config))
     interrupts.check()
     with contextlib.ExitStack() as cleanup, processes.lost_by_name(), memory_errors():

@@ -14,6 +14,7 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import TrialRounds
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.build import argument_flags, number_flags
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result
@@ -58,6 +59,10 @@ def run_together(
     with contextlib.ExitStack() as cleanup:
         divided = [federated_data(config, dataset=user_objects.dataset) for config in configs]
         built = [user_objects.build(config, federated) for config, federated in zip(configs, divided, strict=True)]
+        built = [
+            (guarantee.complete(config, federated, network)[0], network)
+            for (config, network), federated in zip(built, divided, strict=True)
+        ]
         experiments = [
             set_up(config, federated, network, ALONE, cleanup, notes=each.notes)
             for each, federated, (config, network) in zip(resolved, divided, built, strict=True)

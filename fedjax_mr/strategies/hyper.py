@@ -103,7 +103,7 @@ def numbers_of(hyper: Any) -> list[dataclasses.Field]:
 
 
 def as_arguments(hyper: Any) -> Any:
-    """Hyper-parameters as a pytree whose leaves are their numbers, as float32 arrays. Other fields are static.
+    """Hyper-parameters as a pytree whose leaves are their numbers, as float32 scalars. Other fields are static.
 
     A dataclass becomes a pytree here, unless it already is one. An object of another kind has no numbers: it is
     returned unchanged.
@@ -115,7 +115,7 @@ def as_arguments(hyper: Any) -> Any:
         numbers = [each.name for each in numbers_of(kind)]
         others = [each.name for each in dataclasses.fields(kind) if each.name not in numbers]
         jax.tree_util.register_dataclass(kind, numbers, others)
-    return jax.tree.map(np.float32, hyper)
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, np.generic) else np.float32(leaf), hyper)
 
 
 def bind(build: Callable, hyper: Any) -> Callable:

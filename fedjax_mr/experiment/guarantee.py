@@ -1,0 +1,62 @@
+"""The differential privacy of a run: the noise that it needs, its column epsilon, and what it refuses."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fedjax_mr.channel import accounting, privacy
+from fedjax_mr.data import FederatedData
+from fedjax_mr.engine.simulator import problem_of
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import build_chosen, chosen, local_setting
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.models import Model
+from fedjax_mr.strategies import Problem
+
+
+def complete(config: Config, federated: FederatedData, model: Model) -> tuple[Config, tuple[str, ...]]:
+    """Check that clipping and noise cover what clients upload, and choose the noise if only epsilon is given.
+
+    Returns:
+      The configuration with ``dp_noise`` in place of ``dp_target_epsilon``, and a note for the user.
+
+    Raises:
+      UserError: the method or the network does something that is not covered, no noise is sufficient, or the accounting
+        needs a package that is missing.
+    """
+    if config.dp_clip is None:
+        return config, ()
+    problem = problem_of(model, local_setting(config, federated.dataset), federated, cohort=config.cohort)
+    plain = build_chosen(dataclasses.replace(chosen(config), links={}), problem)
+    if reason := privacy.refusal(plain, problem, noise_on=config.dp_noise_on):
+        raise UserError(reason)
+    target = config.dp_target_epsilon
+    if target is None:
+        return config, ()
+    noise = float(accounting.noise_for(target, config.rounds, **_settings(config, problem)))
+    note = f"epsilon {target:g} at delta {config.dp_delta:g} after {config.rounds} rounds needs --dp_noise={noise:.4g}"
+    return dataclasses.replace(config, dp_noise=noise, dp_target_epsilon=None), (note,)
+
+
+def epsilon_after(config: Config, problem: Problem) -> Callable[[int], float] | None:
+    """The function rounds -> epsilon of a run. None if the run adds no noise.
+
+    Raises:
+      UserError: the accounting needs a package that is missing.
+    """
+    if config.dp_clip is None or config.dp_noise == 0:
+        return None
+    settings: dict[str, Any] = _settings(config, problem) | {"noise": config.dp_noise}
+    accounting.epsilon(1, **settings)  # fail before the training
+    return lambda rounds: accounting.epsilon(rounds, **settings)
+
+
+def _settings(config: Config, problem: Problem) -> dict[str, Any]:
+    hidden = privacy.hides_cohorts(build_chosen(chosen(config), problem), problem)
+    return {
+        "delta": config.dp_delta,
+        "num_clients": problem.num_clients,
+        "cohort": config.cohort,
+        "sampling": "without_replacement" if hidden else "public",
+        "released": {"upload": "uploads", "mean": "mean"}[config.dp_noise_on],
+    }
