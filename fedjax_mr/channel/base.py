@@ -156,9 +156,9 @@ class _Channel:
             assert personal is not None
             return personal(part, memory.inner if remembers else None, data, key)
 
-        def between_rounds(state: State, *rest: Any) -> tuple[State, Info]:
+        def between_rounds(state: State, round: int, key: jax.Array, client: Callable) -> tuple[State, Info]:
             assert inner.between_rounds is not None
-            new, info = inner.between_rounds(state.inner, *rest)
+            new, info = inner.between_rounds(state.inner, round, key, client)
             return state._replace(inner=new), info
 
         def traffic(usual: base.Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Any:
@@ -175,10 +175,10 @@ class _Channel:
             individual_models=of_inner(inner.individual_models),
             select=of_inner(inner.select),
             init_memory=self.init_memory if remembers else None,
-            between_rounds=inner.between_rounds and between_rounds,
-            traffic=inner.traffic and traffic,
-            personal_model=personal and personal_model,
-            personal_part=of_inner(part) if part else (personal and (lambda state, client_id: state.inner)),
+            between_rounds=between_rounds if inner.between_rounds else None,
+            traffic=traffic if inner.traffic else None,
+            personal_model=personal_model if personal else None,
+            personal_part=of_inner(part or (personal and (lambda state, client_id: state))),
             exchange=inner.exchange,
             models=models
             and View(
@@ -258,10 +258,10 @@ class _Channel:
     # --- the server, after the clients have trained
 
     def receive(
-        self, state: State, uploads: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
+        self, state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
     ) -> tuple[State, Payload, Info]:
-        notes = uploads.get(NOTES, {})
-        uploads = {name: each for name, each in uploads.items() if name != NOTES}
+        notes = messages.get(NOTES, {})
+        uploads = {name: each for name, each in messages.items() if name != NOTES}
         opened = jax.vmap(lambda payload: self._opened(payload)[0])(payloads) if payloads else payloads
         if self._encoded:
             values, others = uploads[ENCODED], {name: each for name, each in uploads.items() if name != ENCODED}
@@ -337,7 +337,7 @@ def received(values: Values, others: Payload, payload: Payload) -> Values:
     references = {}
     for name, each in values.items():
         sent = payload.get(name)
-        known = sent["params"] if _is_model(sent) else None
+        known = sent["params"] if sent is not None and _is_model(sent) else None
         if jax.tree.map(jnp.shape, known) != jax.tree.map(jnp.shape, each):
             if name in others:
                 raise UserError(

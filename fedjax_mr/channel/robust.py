@@ -260,8 +260,8 @@ def _screened(rule: str, values: Values, reference: Values, changes: Values, out
         outside = jax.tree.map(lambda leaf, low, high: (leaf < low) | (leaf > high), changes, low, high)
         clipped = trees.add(reference, jax.tree.map(jnp.clip, changes, low, high))
         size = sum(leaf[0].size for leaf in jax.tree.leaves(changes))
-        numbers = jax.vmap(lambda row: sum(jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(row)))(outside)
-        return jax.tree.map(jnp.where, outside, clipped, values), numbers / size
+        share = lambda row: sum(jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(row)) / jnp.float32(size)
+        return jax.tree.map(jnp.where, outside, clipped, values), jax.vmap(share)(outside)
     centre = RULES[rule](changes, outliers)
     factors = _clip_factors(changes, centre, None)
     pulled = jax.tree.map(lambda leaf, v: v[None] + _rows_times(factors, leaf - v[None]), changes, centre)
@@ -272,8 +272,8 @@ def _screened(rule: str, values: Values, reference: Values, changes: Values, out
 def _clip_factors(tree: Tree, centre: Tree, radius: Number | None) -> jax.Array:
     """Factors in 0..1 that bring each row to within a radius of a centre [K]. Default: the median distance."""
     distances = jnp.sqrt(squares_to(tree, centre))
-    radius = median(distances) if radius is None else jnp.asarray(radius, distances.dtype)
-    return jnp.where(distances > radius, radius / distances, 1.0)
+    limit = median(distances) if radius is None else jnp.asarray(radius, distances.dtype)
+    return jnp.where(distances > limit, limit / distances, 1.0)
 
 
 def _trimmed(leaf: jax.Array, outliers: int) -> jax.Array:

@@ -164,7 +164,13 @@ def dispatch(strategy: Strategy, state: State, cohort: Cohort, key: jax.Array) -
 
 
 def receive(
-    strategy: Strategy, state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: Array, key: Array
+    strategy: Strategy,
+    state: State,
+    messages: Payload,
+    payloads: Payload,
+    cohort: Cohort,
+    round: jax.Array,
+    key: jax.Array,
 ) -> tuple[State, Payload, Info, jax.Array]:
     """The state and the uploads [K, ...] for ``server_update``, info, and a key for it.
 

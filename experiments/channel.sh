@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train the runs of notebook/channel.md: compression, attacks and robust rules on CIFAR-10, LeNet-5, Dirichlet(0.5),
+# 300 rounds, seed 0.
+#
+#   experiments/channel.sh DATA_DIR [FOLDER]      # FOLDER: folder of the runs. Default: runs/channel
+#
+# The same command continues after an interruption. Two such commands with the same FOLDER share the work, one core each.
+# SWEEP_FLAGS=--kept=experiments/results skips the runs that are kept there.
+set -euo pipefail
+data="$1" folder="${2:-runs/channel}"
+cd "$(dirname "$0")/.."
+
+sweep() {
+  "${PYTHON:-python}" -m fedjax_mr.sweep --flagfile=exp/cifar10.flags --data_dir="$data" --devices=1 --rounds=300 \
+    --seeds=0 --sweep_dir="$folder" ${SWEEP_FLAGS:-} "$@" || echo "code $?"
+}
+
+two=fedavg,fedmr
+# 1. 20 % of the clients upload the opposite of their change; without and with Multi-Krum (f = 3 of 10)
+sweep --strategies=$two --attack=sign_flip --attackers=0.2
+sweep --strategies=$two --attack=sign_flip --attackers=0.2 --robust=multi_krum --robust_outliers=3
+# 2. The largest 1 % of each tensor, with and without error feedback
+sweep --strategies=fedmr,fedavg --compress=topk --compress_ratio=0.01 --error_feedback=ef
+sweep --strategies=fedmr,fedavg --compress=topk --compress_ratio=0.01
+# 3. 8 bits in both directions
+sweep --strategies=fedmr --compress=int8 --compress_download=int8
+# 4. The other methods, the other attack, the other rule
+sweep --strategies=fedcross,scaffold --attack=sign_flip --attackers=0.2
+sweep --strategies=$two,fedcross --attack=alie --attackers=0.2
+sweep --strategies=$two,fedcross --attack=alie --attackers=0.2 --robust=median --robust_outliers=3
