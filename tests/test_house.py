@@ -35,6 +35,7 @@ LIBRARY = {
     "data": {"models.platforms"},
     "models": set(),
     "channel": {"engine.local", "models", "strategies.base", "strategies.hyper"},
+    "clock": {"channel.base", "engine.local", "strategies.base"},
     "engine": {"data", "models", "strategies.base"},
     "engine.local": {"models"},
     "engine.simulator": {"data", "engine", "models", "strategies"},
@@ -57,7 +58,7 @@ LABORATORY = {
     "deploy": {"experiment"},
     "testing": {"experiment"},
 }
-ROOMS_OF_THE_LIBRARY = {"channel", "data", "engine", "models", "secure", "strategies"}
+ROOMS_OF_THE_LIBRARY = {"channel", "clock", "data", "engine", "models", "secure", "strategies"}
 MAY_IMPORT = LIBRARY | {name: rooms | ROOMS_OF_THE_LIBRARY for name, rooms in LABORATORY.items()}
 # The command of a room of the library (its __main__) belongs to the laboratory.
 COMMANDS_OF_ROOMS = {"analysis.plots", "experiment"}

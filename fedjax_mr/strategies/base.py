@@ -233,6 +233,9 @@ class Strategy(NamedTuple):
     """Exchange of layers among the clients. Default: there is none."""
     receive: Receive | None = None
     """Default: the uploads are the messages as they arrive."""
+    stale: bool = False
+    """With asynchronous clients: whether ``server_update`` receives late uploads unchanged, with ``staleness`` and
+    ``branch`` [K] beside them. Default: they are moved to the current model, see `clock.asynchronous`."""
     models: View | None = None
     """The models that a server optimizer updates. Default: there are none, and a server optimizer is refused."""
 

@@ -1,0 +1,229 @@
+"""Asynchronous clients: any strategy, with uploads that arrive after the server has changed.
+
+`asynchronous` turns a strategy into one whose round e makes version e + 1 of the server's state: the jobs of a
+`Schedule` that are not trained yet train together, K uploads arrive, and the strategy's own ``server_update`` combines
+them. This is the buffered aggregation of FedBuff (Nguyen et al., AISTATS 2022) around the server of any method.
+
+What arrives. The model of an upload is the change D since the job's start. The server adds it to the model that it
+would send now, w: the upload becomes w + s(tau) D with the weight s of its staleness tau. Without staleness it is the
+upload itself, bit for bit. So FedAvg's mean becomes w + mean of s(tau) D. BatchNorm statistics, which may not be
+extrapolated, become (1 - s) now + s uploaded. Other parts of an upload (control variates, prototypes) are not changed.
+Strategies with ``stale=True`` weigh the uploads themselves: they receive them unchanged, with ``staleness`` and
+``branch`` [K] beside them.
+
+If K jobs are in flight and new ones start at the update, no upload is stale, and the results equal those of synchronous
+rounds bit for bit.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_mr import trees
+from fedjax_mr.channel.base import joined, received, split, upload_shapes
+from fedjax_mr.clock.schedule import Schedule
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import base
+from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic, View
+
+VERSION = "version"  # entry of the payload: the version that a job received
+
+Weight = Callable[[jax.Array], jax.Array]
+"""tau [K] int32 -> s(tau) [K] float32."""
+
+
+def constant(tau: jax.Array) -> jax.Array:
+    """No weight of staleness."""
+    return jnp.ones(tau.shape)
+
+
+def polynomial(exponent: Any) -> Weight:
+    """(1 + tau)^-a. FedBuff: a = 0.5. FedAsync: a = 0.5."""
+    return lambda tau: (1 + tau).astype(jnp.float32) ** -jnp.float32(exponent)
+
+
+def hinge(slope: Any, late: Any) -> Weight:
+    """1 up to tau = b, then 1 / (a (tau - b) + 1). FedAsync (Xie, Koyejo, Gupta 2019): a = 10, b = 4."""
+
+    def weight(tau: jax.Array) -> jax.Array:
+        excess = jnp.maximum(tau.astype(jnp.float32) - late, 0.0)
+        return 1 / (slope * excess + 1)
+
+    return weight
+
+
+class Keys(NamedTuple):
+    """Keys of the versions, as synchronous rounds have them."""
+
+    dispatch: jax.Array  # [E + 1]
+    client: jax.Array  # [E + 1]
+
+
+class State(NamedTuple):
+    """The state of the inner strategy, and the slots of S jobs."""
+
+    inner: base.State
+    starts: Payload  # [S, ...] what the jobs were sent
+    uploads: Payload  # [S, ...] what they have returned, once they are trained
+    version: jax.Array  # int32, number of versions made
+
+
+def asynchronous(
+    build: Callable[[Problem], Strategy],
+    problem: Problem,
+    schedule: Schedule,
+    keys: Keys,
+    *,
+    weight: Weight = constant,
+) -> Strategy:
+    """Run a strategy with asynchronous clients.
+
+    Args:
+      build: the function problem -> strategy.
+      problem: the federation. Its ``cohort_size`` is the number of jobs W that train in one round.
+      schedule: the events.
+      keys: the keys of the versions. The key of a job is that of its client and of the version that it received.
+      weight: the weight of an upload by its staleness.
+
+    Raises:
+      UserError: the strategy selects its clients itself, works on the host between rounds, or lets clients exchange
+        layers.
+    """
+    buffer, num_slots = schedule.arrival_slots.shape[1], schedule.num_slots
+    in_flight = schedule.in_flight
+    of_version = dataclasses.replace(problem, cohort_size=buffer)
+    inner = build(of_version)
+    for member, what in {
+        inner.select: "selects its clients itself, but the schedule does",
+        inner.between_rounds: "works on the host between rounds",
+        inner.exchange: "lets the clients of a round exchange layers, which needs all of them at the same time",
+    }.items():
+        if member is not None:
+            raise UserError(f"asynchronous clients are not possible: the strategy {what}")
+
+    def cohort_of(clients: jax.Array) -> Cohort:
+        known = clients < problem.num_clients
+        return Cohort(clients, jnp.where(known, problem.sizes[jnp.where(known, clients, 0)], 0))
+
+    def at(rows: Any, round: jax.Array) -> jax.Array:
+        return jnp.asarray(rows)[jnp.minimum(round, rows.shape[0] - 1)]
+
+    def put(slots: Payload, where: jax.Array, rows: Payload) -> Payload:
+        return jax.tree.map(lambda leaf, new: leaf.at[where].set(new, mode="drop"), slots, rows)
+
+    def init(key: jax.Array) -> State:
+        state = inner.init(key)
+        starts = None
+        for group in range(schedule.first_clients.shape[0]):
+            cohort = cohort_of(jnp.asarray(schedule.first_clients)[group])
+            sent = inner.dispatch(
+                state, cohort, keys.dispatch[0] if group == 0 else jax.random.fold_in(keys.dispatch[0], group)
+            )
+            if starts is None:
+                starts = jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), sent)
+            starts = put(starts, jnp.asarray(schedule.first_slots)[group], sent)
+        uploads = jax.tree.map(
+            lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), upload_shapes(inner, of_version)
+        )
+        return State(state, starts, uploads, jnp.zeros((), jnp.int32))
+
+    def select(state: State, key: jax.Array) -> Cohort:
+        return cohort_of(at(schedule.train_clients, state.version))
+
+    def dispatch(state: State, cohort: Cohort, key: jax.Array) -> Payload:
+        sent = trees.take(state.starts, jnp.minimum(at(schedule.train_slots, state.version), num_slots - 1))
+        return sent | {VERSION: at(schedule.train_versions, state.version)}
+
+    def client_update(payload: Payload, memory: Any, data: Any, round: jax.Array, key: jax.Array) -> Any:
+        version = payload[VERSION]
+        sent = {name: each for name, each in payload.items() if name != VERSION}
+        own_key = jax.random.fold_in(jax.random.fold_in(keys.client[version], data.client_id), 0)
+        return inner.client_update(sent, memory, data, version, own_key)
+
+    def receive(
+        state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
+    ) -> tuple[State, Payload, Info]:
+        """Put the trained jobs into their slots and take the K uploads that arrive."""
+        uploads = put(state.uploads, at(schedule.train_slots, round), messages)
+        slots = at(schedule.arrival_slots, round)
+        arrived, sent = trees.take((uploads, state.starts), slots)
+        cohort, info, own = cohort_of(at(schedule.arrival_clients, round)), {}, state.inner
+        if inner.receive is not None:
+            own, arrived, info = inner.receive(own, arrived, sent, cohort, round, key)
+        tau = at(schedule.staleness, round)
+        if inner.stale:
+            arrived = arrived | {"staleness": tau, "branch": at(schedule.branches, round)}
+        else:
+            now = inner.dispatch(own, cohort, keys.dispatch[round])
+            arrived = rebased(arrived, sent, now, tau, weight(tau))
+        tau = tau.astype(jnp.float32)
+        info = info | {"staleness": jnp.mean(tau), "staleness_max": jnp.max(tau)}
+        return State(own, state.starts, uploads, state.version), arrived, info
+
+    def server_update(
+        state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
+    ) -> tuple[State, Info]:
+        """Make a version, and send it to the jobs that will receive it."""
+        own, info = inner.server_update(
+            state.inner, uploads, cohort_of(at(schedule.arrival_clients, round)), round, key
+        )
+        sent = inner.dispatch(own, cohort_of(at(schedule.start_clients, round)), keys.dispatch[round + 1])
+        starts = put(state.starts, at(schedule.start_slots, round), sent)
+        return State(own, starts, state.uploads, state.version + 1), info
+
+    def traffic(usual: Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Traffic:
+        """K models are sent and K uploads arrive in each round. Those of the first M jobs count in the first round."""
+        down, up = (trees.num_bytes(slots) // num_slots for slots in (state.starts, state.uploads))
+        first = jnp.where(round == 0, in_flight, 0)
+        return Traffic((Parcels.of(buffer + first, down),), (Parcels.of(buffer, up),), usual.peer)
+
+    part, models, personal = inner.personal_part, inner.models, inner.personal_model
+    of_inner = lambda member: member and (lambda state, *rest: member(state.inner, *rest))
+    return Strategy(
+        init=init,
+        dispatch=dispatch,
+        client_update=client_update,
+        server_update=server_update,
+        receive=receive,
+        select=select,
+        traffic=traffic,
+        global_model=of_inner(inner.global_model),
+        individual_models=of_inner(inner.individual_models),
+        init_memory=inner.init_memory,
+        personal_model=personal,
+        personal_part=of_inner(part) if part else (personal and (lambda state, client_id: state.inner)),
+        models=models
+        and View(
+            lambda state: models.get(state.inner),
+            lambda state, new: state._replace(inner=models.set(state.inner, new)),
+            models.stacked,
+        ),
+    )
+
+
+def rebased(uploads: Payload, sent: Payload, now: Payload, tau: jax.Array, weights: jax.Array) -> Payload:
+    """Uploads [K, ...] as if their clients had been sent ``now``: now + s (upload - sent) for models.
+
+    Uploads with tau = 0 and weight 1 keep their bits.
+    """
+    values, others = split(uploads)
+    reference, current = received(values, others, sent), received(values, others, now)
+    fresh = (tau == 0) & (weights == 1)
+
+    def moved(upload: jax.Array, before: jax.Array, now: jax.Array) -> jax.Array:
+        column = lambda each: each.reshape(-1, *(1,) * (upload.ndim - 1))
+        return jnp.where(column(fresh), upload, now + column(weights) * (upload - before))
+
+    def mixed(upload: jax.Array, now: jax.Array) -> jax.Array:
+        share = weights.reshape(-1, *(1,) * (upload.ndim - 1))
+        return share * upload + (1 - share) * now if jnp.issubdtype(upload.dtype, jnp.floating) else upload
+
+    models = [name for name in values if name in others]
+    for name in models:
+        values[name] = jax.tree.map(moved, values[name], reference[name], current[name])
+        statistics = {collection: now[name][collection] for collection in others[name]}
+        others[name] = jax.tree.map(mixed, others[name], statistics)
+    return joined(values, others)

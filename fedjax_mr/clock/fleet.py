@@ -1,0 +1,124 @@
+"""Fleets: how long the devices of the clients take, in simulated seconds.
+
+The job of a client takes as long as its device needs for its local steps, and its network for the model and the upload:
+
+    compute = max(1 ms, Gauss(seconds + seconds_per_step * steps, spread))
+    network = max(0, Gauss(latency, latency_spread)) + bytes_down / down_rate + bytes_up / up_rate
+
+The Gaussians are drawn anew for every job. A fleet is a pytree of arrays [N], so durations can be computed inside
+compiled rounds and, for asynchronous clients, ahead on the host.
+
+Kinds. ``uniform``: all devices take one second per local step, and the network takes no time. ``lognormal``: speeds and
+rates of the clients are lognormal, with the constants of Papaya's simulations (Huba et al., MLSys 2022, as FedScale has
+them) for the speed; rates are our choice. ``classes``: the five classes of devices and of networks of GitFL's released
+simulator (Hu et al., RTSS 2023), in equal shares, assigned independently; they do not depend on the number of samples.
+A CSV file has a header with some of the names of the fields below and a row for each client.
+"""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr.errors import UserError, unknown_name
+
+KINDS = ("uniform", "lognormal", "classes")
+DEVICES = ((100, 5), (150, 10), (200, 20), (300, 30), (500, 50))  # seconds of a job: mean, standard deviation
+NETWORKS = ((10, 1), (15, 2), (20, 3), (30, 5), (80, 10))
+SECONDS_PER_SAMPLE, SIGMA = 0.005, 0.6  # lognormal: exp(Gauss(1, SIGMA)) * SECONDS_PER_SAMPLE
+BYTES_PER_SECOND = 1e6  # lognormal: median rate
+SHORTEST = 1e-3  # seconds
+
+
+class Fleet(NamedTuple):
+    """The speeds of N devices."""
+
+    seconds: jax.Array  # [N] seconds of a job, whatever its number of steps
+    seconds_per_step: jax.Array  # [N]
+    spread: jax.Array  # [N] standard deviation of the computing time, in seconds
+    latency: jax.Array  # [N] seconds
+    latency_spread: jax.Array  # [N]
+    down_rate: jax.Array  # [N] bytes per second
+    up_rate: jax.Array  # [N]
+
+    def durations(
+        self, ids: jax.Array, draws: jax.Array, *, steps: jax.Array, bytes_down: float, bytes_up: float
+    ) -> jax.Array:
+        """The seconds of jobs [J].
+
+        Args:
+          ids: clients [J].
+          draws: standard normal numbers [J, 2], from `draw`.
+          steps: local steps [J].
+          bytes_down: bytes that a client receives.
+          bytes_up: bytes that a client sends.
+        """
+        own = jax.tree.map(lambda leaf: jnp.asarray(leaf)[ids], self)
+        work = own.seconds + own.seconds_per_step * steps.astype(jnp.float32)
+        compute = jnp.maximum(SHORTEST, work + own.spread * draws[:, 0])
+        wait = jnp.maximum(0.0, own.latency + own.latency_spread * draws[:, 1])
+        return compute + wait + jnp.float32(bytes_down) / own.down_rate + jnp.float32(bytes_up) / own.up_rate
+
+
+def draw(key: jax.Array, jobs: jax.Array) -> jax.Array:
+    """Standard normal numbers of jobs, by their numbers [J]: [J, 2]. They do not depend on J."""
+    return jax.vmap(lambda job: jax.random.normal(jax.random.fold_in(key, job), (2,)))(jobs)
+
+
+def make(kind: str, num_clients: int, *, batch_size: int, seed: int) -> Fleet:
+    """Make a fleet.
+
+    Args:
+      kind: one of `KINDS`, or the path of a CSV file.
+      num_clients: N.
+      batch_size: samples per local step, for kinds that have a speed per sample.
+      seed: decides which client has which device.
+
+    Raises:
+      UserError: an unknown kind, or a file that cannot be read or has another number of clients.
+    """
+    none = np.zeros(num_clients, np.float32)
+    fastest = np.full(num_clients, np.inf, np.float32)
+    still = Fleet(none, none, none, none, none, fastest, fastest)
+    rng = np.random.default_rng([seed, 48])
+    if kind == "uniform":
+        return still._replace(seconds_per_step=none + 1)
+    if kind == "lognormal":
+        speed = SECONDS_PER_SAMPLE * rng.lognormal(1, SIGMA, num_clients)
+        down, up = BYTES_PER_SECOND * rng.lognormal(0, SIGMA, (2, num_clients))
+        as_float = lambda each: each.astype(np.float32)
+        return still._replace(
+            seconds_per_step=as_float(speed * batch_size), down_rate=as_float(down), up_rate=as_float(up)
+        )
+    if kind == "classes":
+        device, network = (np.asarray(each, np.float32) for each in (DEVICES, NETWORKS))
+        of_device, of_network = (rng.permutation(num_clients) % len(each) for each in (device, network))
+        return still._replace(
+            seconds=device[of_device, 0],
+            spread=device[of_device, 1],
+            latency=network[of_network, 0],
+            latency_spread=network[of_network, 1],
+        )
+    if kind.endswith(".csv"):
+        return _from_file(Path(kind), still)
+    raise unknown_name("fleet", kind, (*KINDS, "FILE.csv"))
+
+
+def _from_file(path: Path, still: Fleet) -> Fleet:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        columns = {name: np.array([float(row[name]) for row in rows], np.float32) for name in (rows or [{}])[0]}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"cannot read the fleet {path}: {error}") from None
+    count = len(still.seconds)
+    if unknown := [name for name in columns if name not in Fleet._fields]:
+        raise UserError(f"{path} has the unknown column {unknown[0]!r}: it may have {', '.join(Fleet._fields)}")
+    if len(rows) != count:
+        raise UserError(f"{path} describes {len(rows)} clients, but the federation has {count}")
+    if not all(np.all(values >= 0) for values in columns.values()):
+        raise UserError(f"{path} has a number that is negative or missing")
+    return still._replace(**columns)

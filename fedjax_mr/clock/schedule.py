@@ -1,0 +1,196 @@
+"""The schedule of asynchronous clients, computed ahead on the host.
+
+Which client starts when, and which upload arrives when, depends on the devices and on random draws, but not on weights
+or losses. So the whole sequence of events is known before the training: it is a function of the key of the run.
+
+Words. A *job* is a client, the version of the server's state that it received, and a duration. M jobs are in flight.
+The server makes a new *version* of K arrivals. The *staleness* tau of an upload is the number of versions made since its
+job started. New jobs start at the server's update (K at once), or at each arrival (one for one; FedBuff, FedAsync).
+
+Waves. A job may be trained at any time between its start and its arrival. So a job waits until a version needs an
+upload that is not trained yet; then all jobs in flight that are not trained yet train together, in one batched call.
+Results are the same as if every job trained alone at its start.
+
+At the same instant, all arrivals come first, then the server's update, then new starts. Times are float64.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_mr.errors import UserError
+
+REFILLS = ("update", "arrival")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The events of E versions, an argument of the compiled rounds. Round e makes version e + 1 from K arrivals.
+
+    Every job has a slot from its start to the update that uses it. Rows without a job have client N and slot S.
+    """
+
+    train_clients: Any  # [E, W] int32: clients that train in round e
+    train_slots: Any  # [E, W] int32: their slots
+    train_versions: Any  # [E, W] int32: the version that they received
+    arrival_clients: Any  # [E, K] int32: clients whose uploads make the version, in the order of their jobs
+    arrival_slots: Any  # [E, K] int32
+    staleness: Any  # [E, K] int32: tau
+    branches: Any  # [E, K] int32: number in 0..M-1 that a job takes over from the one that it follows
+    start_clients: Any  # [E, K] int32: clients that receive version e + 1
+    start_slots: Any  # [E, K] int32
+    first_clients: Any  # [G, K] int32: clients that receive version 0
+    first_slots: Any  # [G, K] int32
+    num_slots: int = dataclasses.field(metadata={"static": True})  # S
+    in_flight: int = dataclasses.field(metadata={"static": True})  # M
+
+
+@dataclasses.dataclass(frozen=True)
+class Events:
+    """A `Schedule` with what only the host needs."""
+
+    schedule: Schedule
+    times: np.ndarray  # [E] float64: seconds at which each version is made
+    jobs: np.ndarray  # [J] of JOB: all jobs that started
+
+
+JOB = np.dtype([
+    ("client", np.int32), ("version", np.int32), ("start", np.float64), ("arrival", np.float64), ("used", np.int32),
+])  # fmt: skip
+"""A job. ``used`` is the version that its upload made, or 0."""
+
+
+@dataclasses.dataclass
+class _Job:
+    number: int
+    client: int
+    slot: int
+    version: int
+    branch: int
+    start: float
+    arrival: float
+    trained: bool = False
+
+
+Choose = Callable[[int, np.ndarray, int], np.ndarray]
+"""(number of the draw, which clients are busy [N], how many) -> clients to start, in order."""
+Duration = Callable[[int, int], float]
+"""(number of the job, client) -> seconds."""
+
+
+def simulate(
+    versions: int,
+    *,
+    num_clients: int,
+    in_flight: int,
+    buffer: int,
+    refill: str,
+    choose: Choose,
+    duration: Duration,
+) -> Events:
+    """Compute the events until ``versions`` versions are made.
+
+    Args:
+      versions: E.
+      num_clients: N.
+      in_flight: M, jobs that run at the same time.
+      buffer: K, arrivals per version.
+      refill: ``update`` or ``arrival``, see the module.
+      choose: selects idle clients.
+      duration: the seconds of a job.
+
+    Raises:
+      UserError: fewer than K jobs in flight with refill ``update``, or too few clients.
+    """
+    if refill not in REFILLS:
+        raise UserError(f"refill={refill!r} is not one of {', '.join(REFILLS)}")
+    if refill == "update" and in_flight < buffer:
+        raise UserError(f"in_flight={in_flight} is below buffer={buffer}: a version would never have enough arrivals")
+    at_arrival = refill == "arrival"
+    most = in_flight + (2 * buffer if at_arrival else 0)
+    # A client with a memory must not start twice within one version, so those that started are excluded, too.
+    if num_clients < in_flight + (buffer if at_arrival else 0):
+        raise UserError(
+            f"{num_clients} clients are too few for in_flight={in_flight} and buffer={buffer}: with refill={refill} "
+            f"at least {in_flight + (buffer if at_arrival else 0)} are needed"
+        )
+    first = in_flight + (buffer - 1 if at_arrival else 0)  # jobs that receive version 0
+    groups = -(-first // buffer)
+    num_slots, width = max(most, groups * buffer), max(most, buffer)
+    free = list(range(num_slots))[::-1]
+    queue: list[tuple[float, int, _Job]] = []
+    table: list[_Job] = []
+    waiting: list[_Job] = []  # jobs that have started and are not trained
+    used: dict[int, int] = {}
+    busy, started = np.zeros(num_clients, bool), np.zeros(num_clients, bool)
+    planned: list[tuple[int, int]] = []  # (client, slot) of jobs that will receive the current version, in order
+    empty = lambda *shape, value=0: np.full(shape, value, np.int32)
+    train = [empty(versions, width, value=value) for value in (num_clients, num_slots, 0)]
+    arrive = [empty(versions, buffer) for _ in range(4)]
+    starts = [empty(versions, buffer), empty(versions, buffer)]
+    first_rows = [empty(groups, buffer, value=num_clients), empty(groups, buffer, value=num_slots)]
+    times = np.zeros(versions)
+    draws = 0
+
+    def plan(count: int) -> list[tuple[int, int]]:
+        """Choose clients for the next jobs and reserve their slots."""
+        nonlocal draws
+        chosen = choose(draws, busy | started, count)
+        draws += 1
+        started[chosen] = True
+        return [(int(client), free.pop()) for client in chosen]
+
+    def start(now: float, version: int, branch: int) -> None:
+        client, slot = planned.pop(0)
+        job = _Job(len(table), client, slot, version, branch, now, now + duration(len(table), client))
+        busy[client] = True
+        table.append(job)
+        waiting.append(job)
+        heapq.heappush(queue, (job.arrival, job.number, job))
+
+    for group in range(groups):
+        count = min(buffer, first - group * buffer)
+        rows = plan(count)
+        planned += rows
+        for row, (client, slot) in enumerate(rows):
+            first_rows[0][group, row], first_rows[1][group, row] = client, slot
+    for branch in range(in_flight):
+        start(0.0, 0, branch)
+
+    for version in range(versions):
+        arrived: list[_Job] = []
+        now = 0.0
+        while len(arrived) < buffer:
+            now, _, job = heapq.heappop(queue)
+            busy[job.client] = False
+            arrived.append(job)
+            if at_arrival and len(arrived) < buffer:
+                start(now, version, job.branch)
+        followed = arrived[-1:] if at_arrival else sorted(arrived, key=lambda job: job.number)
+        arrived.sort(key=lambda job: job.number)
+        if not all(job.trained for job in arrived):
+            for row, job in enumerate(waiting):
+                train[0][version, row], train[1][version, row] = job.client, job.slot
+                train[2][version, row] = job.version
+                job.trained = True
+            waiting.clear()
+        for row, job in enumerate(arrived):
+            arrive[0][version, row], arrive[1][version, row] = job.client, job.slot
+            arrive[2][version, row], arrive[3][version, row] = version - job.version, job.branch
+            used[job.number] = version + 1
+            free.append(job.slot)
+        times[version] = now
+        started[:] = False
+        planned = plan(buffer)
+        for row, (client, slot) in enumerate(planned):
+            starts[0][version, row], starts[1][version, row] = client, slot
+        for job in followed:
+            start(now, version + 1, job.branch)
+    jobs = np.array([(job.client, job.version, job.start, job.arrival, used.get(job.number, 0)) for job in table], JOB)
+    schedule = Schedule(*train, *arrive, *starts, *first_rows, num_slots=num_slots, in_flight=in_flight)
+    return Events(schedule, times, jobs)
