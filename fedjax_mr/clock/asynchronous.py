@@ -116,13 +116,13 @@ def asynchronous(
 
     def init(key: jax.Array) -> State:
         state = inner.init(key)
-        starts = None
+        starts: Payload = {}
         for group in range(schedule.first_clients.shape[0]):
             cohort = cohort_of(jnp.asarray(schedule.first_clients)[group])
             sent = inner.dispatch(
                 state, cohort, keys.dispatch[0] if group == 0 else jax.random.fold_in(keys.dispatch[0], group)
             )
-            if starts is None:
+            if group == 0:
                 starts = jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), sent)
             starts = put(starts, jnp.asarray(schedule.first_slots)[group], sent)
         uploads = jax.tree.map(
@@ -181,7 +181,10 @@ def asynchronous(
         return Traffic((Parcels.of(buffer + first, down),), (Parcels.of(buffer, up),), usual.peer)
 
     part, models, personal = inner.personal_part, inner.models, inner.personal_model
-    of_inner = lambda member: member and (lambda state, *rest: member(state.inner, *rest))
+
+    def of_inner(member: Callable | None) -> Any:
+        return member and (lambda state, *rest: member(state.inner, *rest))
+
     return Strategy(
         init=init,
         dispatch=dispatch,
@@ -194,7 +197,7 @@ def asynchronous(
         individual_models=of_inner(inner.individual_models),
         init_memory=inner.init_memory,
         personal_model=personal,
-        personal_part=of_inner(part) if part else (personal and (lambda state, client_id: state.inner)),
+        personal_part=of_inner(part or (personal and (lambda state, client_id: state))),
         models=models
         and View(
             lambda state: models.get(state.inner),

@@ -5,8 +5,7 @@ The job of a client takes as long as its device needs for its local steps, and i
     compute = max(1 ms, Gauss(seconds + seconds_per_step * steps, spread))
     network = max(0, Gauss(latency, latency_spread)) + bytes_down / down_rate + bytes_up / up_rate
 
-The Gaussians are drawn anew for every job. A fleet is a pytree of arrays [N], so durations can be computed inside
-compiled rounds and, for asynchronous clients, ahead on the host.
+The Gaussians are drawn anew for every job. Durations do not depend on weights, so the host computes them ahead.
 
 Kinds. ``uniform``: all devices take one second per local step, and the network takes no time. ``lognormal``: speeds and
 rates of the clients are lognormal, with the constants of Papaya's simulations (Huba et al., MLSys 2022, as FedScale has
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.errors import UserError, unknown_name
@@ -36,18 +34,18 @@ SHORTEST = 1e-3  # seconds
 class Fleet(NamedTuple):
     """The speeds of N devices."""
 
-    seconds: jax.Array  # [N] seconds of a job, whatever its number of steps
-    seconds_per_step: jax.Array  # [N]
-    spread: jax.Array  # [N] standard deviation of the computing time, in seconds
-    latency: jax.Array  # [N] seconds
-    latency_spread: jax.Array  # [N]
-    down_rate: jax.Array  # [N] bytes per second
-    up_rate: jax.Array  # [N]
+    seconds: np.ndarray  # [N] seconds of a job, whatever its number of steps
+    seconds_per_step: np.ndarray  # [N]
+    spread: np.ndarray  # [N] standard deviation of the computing time, in seconds
+    latency: np.ndarray  # [N] seconds
+    latency_spread: np.ndarray  # [N]
+    down_rate: np.ndarray  # [N] bytes per second
+    up_rate: np.ndarray  # [N]
 
     def durations(
-        self, ids: jax.Array, draws: jax.Array, *, steps: jax.Array, bytes_down: float, bytes_up: float
-    ) -> jax.Array:
-        """The seconds of jobs [J].
+        self, ids: np.ndarray, draws: np.ndarray, *, steps: np.ndarray, bytes_down: float, bytes_up: float
+    ) -> np.ndarray:
+        """The seconds of jobs [J] float64.
 
         Args:
           ids: clients [J].
@@ -56,16 +54,15 @@ class Fleet(NamedTuple):
           bytes_down: bytes that a client receives.
           bytes_up: bytes that a client sends.
         """
-        own = jax.tree.map(lambda leaf: jnp.asarray(leaf)[ids], self)
-        work = own.seconds + own.seconds_per_step * steps.astype(jnp.float32)
-        compute = jnp.maximum(SHORTEST, work + own.spread * draws[:, 0])
-        wait = jnp.maximum(0.0, own.latency + own.latency_spread * draws[:, 1])
-        return compute + wait + jnp.float32(bytes_down) / own.down_rate + jnp.float32(bytes_up) / own.up_rate
+        own = Fleet(*(np.asarray(each, np.float64)[ids] for each in self))
+        compute = np.maximum(SHORTEST, own.seconds + own.seconds_per_step * steps + own.spread * draws[:, 0])
+        wait = np.maximum(0.0, own.latency + own.latency_spread * draws[:, 1])
+        return compute + wait + bytes_down / own.down_rate + bytes_up / own.up_rate
 
 
-def draw(key: jax.Array, jobs: jax.Array) -> jax.Array:
+def draw(key: jax.Array, jobs: np.ndarray) -> np.ndarray:
     """Standard normal numbers of jobs, by their numbers [J]: [J, 2]. They do not depend on J."""
-    return jax.vmap(lambda job: jax.random.normal(jax.random.fold_in(key, job), (2,)))(jobs)
+    return np.asarray(jax.vmap(lambda job: jax.random.normal(jax.random.fold_in(key, job), (2,)))(jobs), np.float64)
 
 
 def make(kind: str, num_clients: int, *, batch_size: int, seed: int) -> Fleet:

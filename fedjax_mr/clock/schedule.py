@@ -4,8 +4,8 @@ Which client starts when, and which upload arrives when, depends on the devices 
 or losses. So the whole sequence of events is known before the training: it is a function of the key of the run.
 
 Words. A *job* is a client, the version of the server's state that it received, and a duration. M jobs are in flight.
-The server makes a new *version* of K arrivals. The *staleness* tau of an upload is the number of versions made since its
-job started. New jobs start at the server's update (K at once), or at each arrival (one for one; FedBuff, FedAsync).
+The server makes a new *version* of K arrivals. The *staleness* tau of an upload is the number of versions made since
+its job started. New jobs start at the server's update (K at once), or at each arrival (one for one; FedBuff, FedAsync).
 
 Waves. A job may be trained at any time between its start and its arrival. So a job waits until a version needs an
 upload that is not trained yet; then all jobs in flight that are not trained yet train together, in one batched call.
@@ -88,7 +88,7 @@ def simulate(
     *,
     num_clients: int,
     in_flight: int,
-    buffer: int,
+    cohort: int,
     refill: str,
     choose: Choose,
     duration: Duration,
@@ -99,7 +99,7 @@ def simulate(
       versions: E.
       num_clients: N.
       in_flight: M, jobs that run at the same time.
-      buffer: K, arrivals per version.
+      cohort: K, arrivals per version.
       refill: ``update`` or ``arrival``, see the module.
       choose: selects idle clients.
       duration: the seconds of a job.
@@ -109,19 +109,19 @@ def simulate(
     """
     if refill not in REFILLS:
         raise UserError(f"refill={refill!r} is not one of {', '.join(REFILLS)}")
-    if refill == "update" and in_flight < buffer:
-        raise UserError(f"in_flight={in_flight} is below buffer={buffer}: a version would never have enough arrivals")
+    if refill == "update" and in_flight < cohort:
+        raise UserError(f"in_flight={in_flight} is below cohort={cohort}: a version would never have enough arrivals")
     at_arrival = refill == "arrival"
-    most = in_flight + (2 * buffer if at_arrival else 0)
+    most = in_flight + (2 * cohort if at_arrival else 0)
     # A client with a memory must not start twice within one version, so those that started are excluded, too.
-    if num_clients < in_flight + (buffer if at_arrival else 0):
+    if num_clients < in_flight + (cohort if at_arrival else 0):
         raise UserError(
-            f"{num_clients} clients are too few for in_flight={in_flight} and buffer={buffer}: with refill={refill} "
-            f"at least {in_flight + (buffer if at_arrival else 0)} are needed"
+            f"{num_clients} clients are too few for in_flight={in_flight} and cohort={cohort}: with refill={refill} "
+            f"at least {in_flight + (cohort if at_arrival else 0)} are needed"
         )
-    first = in_flight + (buffer - 1 if at_arrival else 0)  # jobs that receive version 0
-    groups = -(-first // buffer)
-    num_slots, width = max(most, groups * buffer), max(most, buffer)
+    first = in_flight + (cohort - 1 if at_arrival else 0)  # jobs that receive version 0
+    groups = -(-first // cohort)
+    num_slots, width = max(most, groups * cohort), max(most, cohort)
     free = list(range(num_slots))[::-1]
     queue: list[tuple[float, int, _Job]] = []
     table: list[_Job] = []
@@ -131,9 +131,9 @@ def simulate(
     planned: list[tuple[int, int]] = []  # (client, slot) of jobs that will receive the current version, in order
     empty = lambda *shape, value=0: np.full(shape, value, np.int32)
     train = [empty(versions, width, value=value) for value in (num_clients, num_slots, 0)]
-    arrive = [empty(versions, buffer) for _ in range(4)]
-    starts = [empty(versions, buffer), empty(versions, buffer)]
-    first_rows = [empty(groups, buffer, value=num_clients), empty(groups, buffer, value=num_slots)]
+    arrive = [empty(versions, cohort) for _ in range(4)]
+    starts = [empty(versions, cohort), empty(versions, cohort)]
+    first_rows = [empty(groups, cohort, value=num_clients), empty(groups, cohort, value=num_slots)]
     times = np.zeros(versions)
     draws = 0
 
@@ -154,7 +154,7 @@ def simulate(
         heapq.heappush(queue, (job.arrival, job.number, job))
 
     for group in range(groups):
-        count = min(buffer, first - group * buffer)
+        count = min(cohort, first - group * cohort)
         rows = plan(count)
         planned += rows
         for row, (client, slot) in enumerate(rows):
@@ -165,11 +165,11 @@ def simulate(
     for version in range(versions):
         arrived: list[_Job] = []
         now = 0.0
-        while len(arrived) < buffer:
+        while len(arrived) < cohort:
             now, _, job = heapq.heappop(queue)
             busy[job.client] = False
             arrived.append(job)
-            if at_arrival and len(arrived) < buffer:
+            if at_arrival and len(arrived) < cohort:
                 start(now, version, job.branch)
         followed = arrived[-1:] if at_arrival else sorted(arrived, key=lambda job: job.number)
         arrived.sort(key=lambda job: job.number)
@@ -186,7 +186,7 @@ def simulate(
             free.append(job.slot)
         times[version] = now
         started[:] = False
-        planned = plan(buffer)
+        planned = plan(cohort)
         for row, (client, slot) in enumerate(planned):
             starts[0][version, row], starts[1][version, row] = client, slot
         for job in followed:

@@ -28,7 +28,7 @@ from fedjax_mr.strategies.base import (
 )
 
 # Streams of random keys. A key is folded from the seed, the stream, the round, the client id and the occurrence.
-INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL = range(8)
+INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL, CLOCK = range(9)
 
 Build = Callable[[Problem], Strategy]
 """Problem -> strategy, a pytree: the leaves are the numbers of the hyper-parameters (see `strategies.hyper.bind`)."""
@@ -81,7 +81,7 @@ class Report(NamedTuple):
 
     images: jax.Array  # training samples processed in this call
     steps: jax.Array  # optimizer steps in this call
-    train_loss: jax.Array  # mean loss over the training samples of the last round, in nats
+    train_loss: jax.Array  # mean loss over the training samples of the last round, in nats; NaN if none trained
     similarity: jax.Array  # mean pairwise cosine of the uploaded parameters of the last round; NaN if undefined
     bad_client: jax.Array  # id of the first diverged client of the last round, -1 if none
     bad_step: jax.Array  # local step at which it diverged
@@ -238,7 +238,7 @@ def finish(
     report = Report(
         images=images,
         steps=jnp.sum(metrics.steps),
-        train_loss=jnp.sum(metrics.loss) / jnp.maximum(images, 1).astype(jnp.float32),
+        train_loss=jnp.where(images > 0, jnp.sum(metrics.loss) / jnp.maximum(images, 1).astype(jnp.float32), jnp.nan),
         similarity=similarity,
         bad_client=jnp.where(jnp.any(metrics.bad_step >= 0), plan.cohort.ids[first_bad], -1),
         bad_step=metrics.bad_step[first_bad],

@@ -128,7 +128,9 @@ class Simulator:
             normalised(federated.dataset, federated.dataset.x, federated.dataset.y), split.index, split.offsets
         )
         self._constants = RunConstants(build, self.problem, federation, jax.random.key(seed))
-        if not all(isinstance(network.module, BlockNet) for network in self.model.networks):
+        # Whether a user's network or a channel suits the strategy is known only from a trace of the round.
+        ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
+        if not ours or self._constants.strategy.receive is not None:
             self._trace_round(axis)
         self._memory_on_host = self._needs_host_memory(memory, axis)
         self.axis = self._with_lanes_that_fit(axis) if lanes_are_free else axis
@@ -298,10 +300,10 @@ class Simulator:
         return memory == "host" or too_large(needed, axis) or (on_cpu and needed > MOST_MEMORY_OF_CPU)
 
     def _trace_round(self, axis: ClientAxis) -> None:
-        """Trace a round with a user-supplied network. Nothing is computed.
+        """Trace a round. Nothing is computed.
 
         Raises:
-          UserError: the network lacks a part that the strategy needs.
+          UserError: the network lacks a part that the strategy needs, or a channel does not suit it.
         """
 
         def one_round(constants: RunConstants) -> Any:

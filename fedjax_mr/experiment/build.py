@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr import trees
 from fedjax_mr.channel import Link, channel, links
+from fedjax_mr.channel.base import upload_shapes
+from fedjax_mr.clock import Events, Schedule, asynchronous, choice, constant, fleet, hinge, polynomial, simulate
+from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
-from fedjax_mr.engine.round import Build
-from fedjax_mr.engine.simulator import Simulator, network_of
+from fedjax_mr.engine.round import CLIENT, CLOCK, DISPATCH, SELECT, Build, round_key
+from fedjax_mr.engine.simulator import Simulator, network_of, problem_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures, best_networks
@@ -64,7 +69,61 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
         "stop_at_divergence": not config.allow_nonfinite,
         "key": program_key(config),
     } | changes
+    if config.mode == "async" and "cohort" not in changes:
+        events = events_of(config, federated, model)
+        assert events is not None
+        arguments |= {"hyper": dataclasses.replace(arguments["hyper"], clock=_asynchrony(config, events))}
+        arguments |= {"cohort": events.schedule.train_clients.shape[1]}
     return Simulator(model=model, federated=federated, name=config.strategy, **arguments)
+
+
+def events_of(config: Config, federated: FederatedData, model: Model) -> Events | None:
+    """The events of a run in simulated time, known before it starts; None without ``fleet`` and asynchronous clients.
+
+    Synchronous rounds are the special case that as many clients are in flight as arrive.
+
+    Raises:
+      UserError: the method selects clients itself, so nobody knows them before the run, or as `clock.simulate`.
+    """
+    if config.fleet is None and config.mode == "sync":
+        return None
+    training, cohort = local_setting(config, federated.dataset), config.cohort
+    problem = problem_of(model, training, federated, cohort=cohort)
+    strategy = build_chosen(chosen(config), problem)
+    if strategy.select is not None:
+        raise UserError("the method selects its clients itself, so the simulated time is unknown: leave out fleet=")
+    seed = config.seed if config.partition_seed is None else config.partition_seed
+    devices = fleet.make(config.fleet or "uniform", federated.num_clients, batch_size=training.batch_size, seed=seed)
+    asynchronous_mode = config.mode == "async"
+    in_flight = (config.in_flight or 2 * cohort) if asynchronous_mode else cohort
+    key = jax.random.key(config.seed)
+    draws = fleet.draw(jax.random.fold_in(key, CLOCK), np.arange(in_flight + (config.rounds + 2) * cohort))
+    steps = training.epochs * -(-np.asarray(federated.sizes) // training.batch_size)
+    sent = {
+        "bytes_down": trees.num_bytes(model.shapes()),
+        "bytes_up": trees.num_bytes(upload_shapes(strategy, problem)),
+    }
+
+    def duration(job: int, client: int) -> float:
+        one = slice(job, job + 1)
+        return float(devices.durations(np.array([client]), draws[one], steps=steps[client : client + 1], **sent)[0])
+
+    return simulate(
+        config.rounds,
+        num_clients=federated.num_clients,
+        in_flight=in_flight,
+        cohort=cohort,
+        refill=config.refill if asynchronous_mode else "update",
+        choose=choice.uniformly(functools.partial(round_key, key, SELECT)),
+        duration=duration,
+    )
+
+
+def _asynchrony(config: Config, events: Events) -> "Asynchrony":
+    key, versions = jax.random.key(config.seed), jnp.arange(config.rounds + 1)
+    keys = Keys(*(jax.vmap(functools.partial(round_key, key, stream))(versions) for stream in (DISPATCH, CLIENT)))
+    numbers = (np.float32(config.staleness_a), np.float32(config.staleness_b))
+    return Asynchrony(events.schedule, keys, numbers, config.staleness)
 
 
 def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
@@ -104,6 +163,17 @@ STATIC = {"static": True}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Asynchrony:
+    """The asynchronous clients of a run. A pytree."""
+
+    schedule: Schedule
+    keys: Keys
+    numbers: tuple[Any, Any]  # a and b of the weight
+    weight: str = dataclasses.field(metadata=STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Arguments:
     """A function that makes a link, with its arguments. A pytree: the leaves are the numbers, as arrays."""
 
@@ -133,6 +203,7 @@ class Chosen:
     hyper: Any
     server: Any  # ServerOptimizer or None
     links: dict[str, "Arguments"]  # of the channel, by kind
+    clock: Any = None  # an `Asynchrony`, or None
 
 
 def chosen(config: Config) -> Chosen:
@@ -171,7 +242,13 @@ def _links(config: Config) -> dict[str, Arguments]:
 
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
-    """The strategy with its server optimizer and its channel, if it has them."""
+    """The strategy with its server optimizer, its channel and its asynchronous clients, if it has them."""
+    clock = chosen.clock
+    if clock is not None:
+        a, b = clock.numbers
+        weight = {"constant": constant, "polynomial": polynomial(a), "hinge": hinge(a, b)}[clock.weight]
+        inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
+        return asynchronous(inner, problem, clock.schedule, clock.keys, weight=weight)
     strategy, server = STRATEGIES[chosen.strategy].build(chosen.hyper, problem), chosen.server
     several = strategy.models is None or strategy.models.stacked
     if server is not None:
@@ -201,7 +278,7 @@ _NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epoch
 }
 _NUMBERS = {
     "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
-    "dp_clip", "dp_noise", "dp_quantile", "attackers", "attack_scale",
+    "dp_clip", "dp_noise", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b",
 }  # fmt: skip
 
 

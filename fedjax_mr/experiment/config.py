@@ -22,9 +22,19 @@ from fedjax_mr.strategies.hyper import LARGEST_BATCH, LARGEST_INT32, field
 COMMAND = "python -m fedjax_mr.main"
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The values of ``--log``, which are also extras of this package, and the Python package that each needs."""
-GROUPS = ("Data", "Partition", "Model", "Local training", "Federation", "Channel", "Evaluation and records", "Engine")
+GROUPS = (
+    "Data",
+    "Partition",
+    "Model",
+    "Local training",
+    "Federation",
+    "Channel",
+    "Clock",
+    "Evaluation and records",
+    "Engine",
+)
 
-_data, _partition, _model, _training, _federation, _channel, _evaluation, _engine = (
+_data, _partition, _model, _training, _federation, _channel, _clock, _evaluation, _engine = (
     functools.partial(field, group=group, affects_results=group != "Engine") for group in GROUPS
 )
 _records = functools.partial(_evaluation, affects_results=False)
@@ -225,6 +235,26 @@ class Config:
     robust_before: str = _channel(
         "none", "Step before the rule, for methods with one model: nearest-neighbour mixing (nnm), or means of two "
         "random uploads (bucketing)", choices=("none", "nnm", "bucketing"))
+
+    fleet: str | None = _clock(
+        None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
+        "column clock is then the simulated time in seconds. If omitted: none, and uniform with --mode=async",
+        names=("uniform", "lognormal", "classes"), path=True)
+    mode: str = _clock(
+        "sync", "Synchronous rounds (sync), or asynchronous clients (async): a round is then an update of the server "
+        "by the next --cohort uploads that arrive", choices=("sync", "async"))
+    in_flight: int | None = _clock(
+        None, "async: clients M that train at the same time. If omitted, twice --cohort", unit="clients", low=1)
+    refill: str = _clock(
+        "update", "async: new clients start after each update (update), or one after each arrival (arrival)",
+        choices=("update", "arrival"), source="our choice; FedBuff and FedAsync: arrival")
+    staleness: str = _clock(
+        "polynomial", "async: weight of an upload that is tau updates late: 1 (constant), (1 + tau)^-a (polynomial), "
+        "or 1 up to tau = b and then 1 / (a (tau - b) + 1) (hinge)",
+        choices=("constant", "polynomial", "hinge"), source="FedBuff, Nguyen et al. 2022")
+    staleness_a: float = _clock(
+        0.5, "async: a of --staleness", low=0, source="FedBuff, Nguyen et al. 2022; FedAsync's hinge: 10")
+    staleness_b: float = _clock(4.0, "async: b of --staleness=hinge", low=0, source="FedAsync, Xie et al. 2019")
 
     eval_every: int = _evaluation(
         5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1)

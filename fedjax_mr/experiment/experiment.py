@@ -26,6 +26,7 @@ from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee, titles
+from fedjax_mr.experiment.build import events_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
@@ -105,6 +106,7 @@ class Experiment:
         self.compile_seconds_before = 0.0  # seconds of interrupted processes and of shared programs
         self.epsilon = guarantee.epsilon_after(config, simulator.problem)
         self.attacked = simulator.attacked if config.attack == "replacement" else None
+        self.events = events_of(config, simulator.federated, simulator.model)
         self.logs = Logs()
         self.on_row = on_row
         self.pictures = record and folder.writes
@@ -269,6 +271,8 @@ class Experiment:
         if variables is not None and self.attacked is not None:
             attacked = self.attacked(progress, self.config.attack_target)
             extra["attacked_accuracy"] = attacked.accuracy
+        if self.events is not None:
+            extra["clock"] = self.events.times[done - 1]
         if self.epsilon is not None:
             extra["epsilon"] = self.epsilon(done)
         down, up, peer = self.traffic

@@ -115,7 +115,8 @@ def as_arguments(hyper: Any) -> Any:
         numbers = [each.name for each in numbers_of(kind)]
         others = [each.name for each in dataclasses.fields(kind) if each.name not in numbers]
         jax.tree_util.register_dataclass(kind, numbers, others)
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, np.generic) else np.float32(leaf), hyper)
+    as_array = lambda leaf: leaf if isinstance(leaf, np.generic | np.ndarray | jax.Array) else np.float32(leaf)
+    return jax.tree.map(as_array, hyper)
 
 
 def bind(build: Callable, hyper: Any) -> Callable:

@@ -30,7 +30,7 @@ def seconds(job, client):
 def events(in_flight, buffer, refill, duration=seconds):
     choose = choice.uniformly(lambda number: round_key(KEY, SELECT, number))
     return simulate(
-        E, num_clients=len(SIZES), in_flight=in_flight, buffer=buffer, refill=refill, choose=choose, duration=duration
+        E, num_clients=len(SIZES), in_flight=in_flight, cohort=buffer, refill=refill, choose=choose, duration=duration
     )
 
 

@@ -24,7 +24,7 @@ def events(in_flight, buffer, refill, *, scale=1.0, versions=E, clients=N):
         versions,
         num_clients=clients,
         in_flight=in_flight,
-        buffer=buffer,
+        cohort=buffer,
         refill=refill,
         choose=choice.uniformly(lambda number: jax.random.fold_in(jax.random.key(7), number)),
         duration=lambda job, client: scale * durations[job],
@@ -86,7 +86,7 @@ def test_waves_hold_several_jobs():
     """With one arrival per version, a wave of exponential durations holds about sqrt(pi M / 2) jobs (birthdays)."""
     durations = np.random.default_rng(0).exponential(1.0, 10_000)
     found = simulate(
-        2000, num_clients=400, in_flight=100, buffer=1, refill="arrival",
+        2000, num_clients=400, in_flight=100, cohort=1, refill="arrival",
         choose=choice.uniformly(lambda number: jax.random.fold_in(jax.random.key(7), number)),
         duration=lambda job, client: durations[job],
     )  # fmt: skip
@@ -98,7 +98,7 @@ def test_waves_hold_several_jobs():
 @pytest.mark.parametrize(
     "setting, words",
     [
-        ((2, 3, "update"), "in_flight=2 is below buffer=3"),
+        ((2, 3, "update"), "in_flight=2 is below cohort=3"),
         ((6, 3, "never"), "refill='never'"),
         ((39, 3, "arrival"), "too few"),
     ],

@@ -1,0 +1,92 @@
+"""Runs whose messages go through a channel, and runs in simulated time: columns, resuming, one-line errors."""
+
+import dataclasses
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr.errors import UserError
+
+CONFIG = fmr.Config(
+    strategy="fedmr", model="logistic", clients=9, cohort=3, rounds=4, eval_every=2, local_epochs=1, devices=1,
+    progress=False,
+)  # fmt: skip
+
+
+def run(folder, **changes):
+    return fmr.run(dataclasses.replace(CONFIG, run_dir=str(folder), **changes), record=False)
+
+
+def numbers(result, names=("accuracy", "loss", "bytes_up")):
+    return np.array([[row[name] for name in names] for row in result.rows])
+
+
+def test_links_change_the_columns_and_the_bytes(tmp_path):
+    plain = run(tmp_path / "plain")
+    signs = run(tmp_path / "signs", compress="sign", error_feedback="ef")
+    assert signs.rows[-1]["bytes_up"] < plain.rows[-1]["bytes_up"] / 25
+    attacked = run(tmp_path / "attacked", attack="sign_flip", attackers=0.34, robust="median", robust_outliers=1)
+    assert {"attackers", "rejected"} <= set(attacked.rows[-1])
+    clipped = run(tmp_path / "clipped", dp_clip=0.1)
+    assert clipped.rows[0]["clipped"] == 1 and "epsilon" not in clipped.rows[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
+def test_epsilon_grows_and_a_target_is_met(tmp_path):
+    private = run(tmp_path / "private", dp_clip=1.0, dp_target_epsilon=50.0, dp_delta=1e-3)
+    epsilons = [row["epsilon"] for row in private.rows]
+    assert epsilons[0] < epsilons[-1] <= 50.01 and epsilons[-1] > 49
+
+
+def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(UserError, match="dp-accounting"):
+        run(tmp_path / "noise", dp_clip=1.0, dp_noise=1.0)
+    assert not (tmp_path / "noise").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"dp_noise": 1.0}, "dp_noise=1 needs dp_clip="),
+        ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_target_epsilon": 2.0}, "leave dp_noise= out"),
+        ({"error_feedback": "ef"}, "needs compress="),
+        ({"robust": "krum", "robust_outliers": 1}, "cohort"),
+        ({"strategy": "fedavg", "dp_clip": 1.0}, "numbers of samples"),
+        ({"strategy": "local", "compress": "int8"}, "upload no"),
+        ({"fleet": "unifrom"}, "did you mean 'uniform'"),
+        ({"mode": "async", "in_flight": 2}, "in_flight=2 is below cohort=3"),
+        ({"mode": "async", "in_flight": 10}, "too few"),
+        ({"strategy": "clusamp", "fleet": "uniform"}, "selects its clients itself"),
+    ],
+    ids=str,
+)
+def test_bad_settings_have_one_line(tmp_path, changes, words):
+    with pytest.raises(UserError, match=words) as error:
+        run(tmp_path / "run", **changes)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_simulated_time(tmp_path):
+    """A synchronous round lasts as long as its slowest client; the column changes nothing else."""
+    plain, timed = run(tmp_path / "plain"), run(tmp_path / "timed", fleet="classes")
+    np.testing.assert_array_equal(numbers(plain), numbers(timed))
+    clock = [row["clock"] for row in timed.rows]
+    assert 0 < clock[0] < clock[1]
+    same = run(tmp_path / "same", fleet="classes", mode="async", in_flight=3)  # nobody is late
+    np.testing.assert_array_equal(numbers(plain), numbers(same))
+    assert [row["clock"] for row in same.rows] == clock
+
+
+def test_asynchronous_runs_resume_and_go_on(tmp_path):
+    late = {"fleet": "lognormal", "mode": "async", "in_flight": 6, "compress": "sign", "error_feedback": "ef"}
+    whole = run(tmp_path / "whole", **late)
+    assert whole.rows[-1]["staleness_max"] >= 1 and "clock" in whole.rows[-1]
+    run(tmp_path / "parts", rounds=2, **late)
+    parts = run(tmp_path / "parts", resume=True, **late)
+    names = ("accuracy", "loss", "bytes_up", "clock", "staleness")
+    np.testing.assert_array_equal(numbers(whole, names), numbers(parts, names))
