@@ -1,4 +1,4 @@
-"""The pages of docs/recipes and the first page: every block of Python or of a console runs as printed.
+"""The first page, docs/recipes and the channel: every block of Python or of a console runs as printed.
 
 A page's blocks run in order, in one empty folder.
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+PAGES = [ROOT / "docs" / "index.md", ROOT / "docs" / "channel.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 PARTS = re.compile(
     r"^(#+) .*?$|^<!-- needs: (.*?) -->$|^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )

@@ -64,10 +64,16 @@ def _builder(strategy: str, link: str) -> Callable:
     return _BUILDERS.setdefault((strategy, link), build)  # one function, so that equal simulators are shared
 
 
-def refusal(strategy: str, link: str) -> str | None:
-    """Why a link refuses a strategy, in one line; None if it works. A round is traced, but not compiled."""
+def refusal(strategy: str, link: str, **federation: object) -> str | None:
+    """Why a link refuses a strategy, in one line; None if it works. A round is traced, but not compiled.
+
+    Args:
+      strategy: by name.
+      link: by name, in `LINKS` or `NEUTRAL`.
+      **federation: as in `linked`.
+    """
     try:
-        engine = linked(strategy, link)
+        engine = linked(strategy, link, **federation)
         problem = engine.constants.problem
         if link in LINKS and LINKS[link](problem, True).kind == "privacy":
             plain = STRATEGIES[strategy].build(default_hyper(strategy), problem)
