@@ -129,6 +129,15 @@ def check_deployable(config: Config) -> None:
         raise UserError("real clients need --clients, the number of clients")
     if config.holdout_clients:
         raise UserError("all real clients train: remove --holdout_clients")
+    if config.mode == "async" or config.fleet is not None:
+        raise UserError("real clients have real clocks: remove --mode and --fleet")
+    if config.attack != "none":
+        raise UserError("attacks are simulated only: remove --attack")
+    if config.dp_noise or config.dp_target_epsilon is not None:  # the server knows the keys of the clients' draws
+        raise UserError(
+            "real clients add no noise yet, because the server knows the keys from which they draw: remove --dp_noise "
+            "and --dp_target_epsilon"
+        )
 
 
 def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:

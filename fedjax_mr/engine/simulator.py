@@ -130,7 +130,7 @@ class Simulator:
         self._constants = RunConstants(build, self.problem, federation, jax.random.key(seed))
         # Whether a user's network or a channel suits the strategy is known only from a trace of the round.
         ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
-        if not ours or self._constants.strategy.receive is not None:
+        if remote is None and (not ours or self._constants.strategy.receive is not None):
             self._trace_round(axis)
         self._memory_on_host = self._needs_host_memory(memory, axis)
         self.axis = self._with_lanes_that_fit(axis) if lanes_are_free else axis

@@ -26,6 +26,9 @@ SLOW = [
     "fedme --nofedme_clustering",
     "scaffold --scaffold_variant=authors",
     "fedmr --server_optimizer=momentum",
+    "fedmr --compress=topk --compress_ratio=0.05 --error_feedback=ef",
+    "fedavg --compress=int8 --compress_download=int8",
+    "fedcross --dp_clip=0.5 --robust=median",
     "fml --model=mlp,cnn_digits_small --architectures=cyclic",
 ]
 
@@ -40,6 +43,7 @@ class Real:
             *("--public_share=0.1", "--public_max=20", "--devices=1", "--lanes=1", "--join_timeout=60"),
             *flags,
         ]
+        self.uploads = []  # as they leave the clients
         self.config = resolve(configuration.parse(self.flags)).config
         self.federated = federated_data(self.config)
         divide(self.federated, folder)
@@ -59,7 +63,13 @@ class Real:
         """The function of a client's node that answers messages."""
         path, state = self.folder / f"client-{number}.npz", self.folder / f"state-{number}"
         settings = {"client-id": number, "data": str(path), "state": str(state)} | changed
-        return lambda message: client.answer(message, settings, {"flags": shlex.join(self.flags)})
+
+        def answer(message):
+            content = client.answer(message, settings, {"flags": shlex.join(self.flags)})
+            self.uploads += [content["upload"]] if message.kind == "train" else []
+            return content
+
+        return answer
 
     def mailed(self):
         """The real clients, with the server's simulator."""
@@ -92,6 +102,19 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
     tree_equal(mailed_reports, reports)
     if simulated.rounds.strategy.personal_model is not None:
         tree_equal(mailed.simulator.personal(ours), simulated.personal(theirs))
+
+
+def test_compressed_messages_are_small_on_the_wire(tmp_path):
+    """One bit per weight in place of 32: bytes of the clients' answers, and the simulator's bits."""
+    sizes = {}
+    for name, flags in {"plain": [], "signs": ["--compress=sign", "--error_feedback=ef"]}.items():
+        one = Real(tmp_path / name, ["--strategy=fedmr", *flags])
+        mailed = one.mailed()
+        progress, reports = after(mailed.simulator, 1)
+        sizes[name] = sum(each.nbytes for each in jax.tree.leaves(one.uploads))
+        assert sizes[name] == reports[-1].traffic.num_bytes()[1]
+    tree_equal(progress.server, after(one.simulated(), 1)[0].server)
+    assert sizes["signs"] < sizes["plain"] / 25
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in STRATEGIES.items() if row.only_simulated))
