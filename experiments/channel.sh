@@ -2,7 +2,9 @@
 # Train the runs of notebook/channel.md: compression, attacks and robust rules on CIFAR-10, LeNet-5, Dirichlet(0.5),
 # 300 rounds, seed 0.
 #
-#   experiments/channel.sh DATA_DIR [FOLDER]      # FOLDER: folder of the runs. Default: runs/channel
+#   experiments/channel.sh DATA_DIR [FOLDER [digits]]      # FOLDER: folder of the runs. Default: runs/channel
+#
+# digits: only the runs of the digits, which need no data.
 #
 # The same command continues after an interruption. Two such commands with the same FOLDER share the work, one core each.
 # SWEEP_FLAGS=--kept=experiments/results skips the runs that are kept there.
@@ -14,6 +16,24 @@ sweep() {
   "${PYTHON:-python}" -m fedjax_mr.sweep --flagfile=exp/cifar10.flags --data_dir="$data" --devices=1 --rounds=300 \
     --seeds=0 --sweep_dir="$folder" ${SWEEP_FLAGS:-} "$@" || echo "code $?"
 }
+
+# 0. The embedded digits: 10 of 20 clients, 100 rounds, two seeds; minutes for all of them (notebook/channel.md)
+digits() {
+  "${PYTHON:-python}" -m fedjax_mr.sweep --strategies=fedavg,fedmr,fedcross,scaffold --cohort=10 --rounds=100 --seeds=0:2 \
+    --sweep_dir="$folder/digits" ${SWEEP_FLAGS:-} "$@" || echo "code $?"
+}
+digits
+digits --attack=sign_flip --attackers=0.2
+digits --attack=sign_flip --attackers=0.2 --robust=multi_krum --robust_outliers=3
+digits --attack=sign_flip --attackers=0.2 --robust=median --robust_outliers=3
+digits --attack=alie --attackers=0.2
+digits --attack=alie --attackers=0.2 --robust=median --robust_outliers=3
+digits --compress=topk --compress_ratio=0.01
+digits --compress=topk --compress_ratio=0.01 --error_feedback=ef
+digits --compress=int8 --compress_download=int8
+digits --fleet=classes
+digits --fleet=classes --mode=async --in_flight=20 --cohort=5 --rounds=200
+[ "${3:-}" = digits ] && exit
 
 two=fedavg,fedmr
 # 1. 20 % of the clients upload the opposite of their change; without and with Multi-Krum (f = 3 of 10)

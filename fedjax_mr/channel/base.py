@@ -91,6 +91,8 @@ class Link(NamedTuple):
     """The inverse of ``down``, at the client."""
     check: Callable[[Strategy, Problem], None] | None = None
     """Raise a `UserError` if the link cannot work with a strategy. Default: it works with every strategy."""
+    excludes: tuple[tuple[str, str], ...] = ()
+    """Pairs of another kind of link that must not be in the same channel, and the reason with a remedy."""
     encodes: bool = False
     """Whether the client's side returns a message with another structure than the values."""
 
@@ -133,6 +135,9 @@ def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strateg
     if len(problem.model.networks) > 1:
         raise UserError("clients with different networks have no channel: pass a single network in model=")
     for link in links:
+        for kind, reason in link.excludes:
+            if kind in kinds:
+                raise UserError(reason)
         if link.check is not None:
             link.check(inner, problem)
     return _Channel(inner, problem, links).strategy()

@@ -111,7 +111,9 @@ def privacy(
             "init": lambda key: jnp.asarray(clip, jnp.float32),
             "announce": lambda bound: bound,
         }
-    return Link("privacy", client=client, check=_check, **adaptive)
+    between = "changes the uploads before their mean, whose noise protects nothing else: pass noise_on=upload"
+    excludes = tuple((kind, f"{kind} {between}") for kind in ("compression", "robust")) if noise_on == "mean" else ()
+    return Link("privacy", client=client, check=_check, excludes=excludes, **adaptive)
 
 
 def clip_change(values: Values, reference: Values, bound: jax.Array) -> tuple[Values, jax.Array]:

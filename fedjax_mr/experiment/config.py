@@ -193,7 +193,7 @@ class Config:
         "(topk) or random ones (randk)", choices=("none", "qsgd", "int8", "sign", "topk", "randk"))
     compress_ratio: float = _channel(
         0.01, "topk, randk: share of each tensor that is sent", low=0, high=1, open_low=True, static=True)
-    compress_levels: int = _channel(8, "qsgd: levels s", unit="levels", low=1, high=32_767)
+    compress_levels: int = _channel(8, "qsgd: levels s", unit="levels", low=1, high=65_535)
     compress_download: str = _channel(
         "none", "Compression of the models that the server sends", choices=("none", "qsgd", "int8"))
     error_feedback: str = _channel(

@@ -169,6 +169,8 @@ def _check_channel(config: Config) -> None:
             raise UserError(f"{flag}={getattr(config, flag):g} needs dp_clip=, the largest norm of a client's upload")
     if config.dp_target_epsilon is not None and config.dp_noise:
         raise UserError("dp_target_epsilon= chooses the noise: leave dp_noise= out")
+    if config.mode == "async" and (config.dp_noise or config.dp_target_epsilon is not None):
+        raise UserError("epsilon of asynchronous clients is not known: they are not drawn independently; use mode=sync")
     if config.error_feedback != "none" and config.compress == "none":
         raise UserError(f"error_feedback={config.error_feedback} needs compress=: without it there is no error")
 

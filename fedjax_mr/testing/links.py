@@ -13,7 +13,7 @@ from fedjax_mr.testing.federations import default_hyper, simulator
 
 MakeLink = Callable[[Problem, bool], Link]
 """(problem, whether the strategy has several models) -> a link."""
-FEDERATION = {"network": "linear", "cohort": 5, "seed": 1, "devices": 1, "lanes": 1}
+FEDERATION = {"network": "perceptron", "cohort": 5, "seed": 1, "devices": 1, "lanes": 1}
 
 LINKS: dict[str, MakeLink] = {
     "top-k with error feedback": lambda problem, several: links.compression(problem, "topk", ratio=0.3, feedback="ef"),

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from fedjax_mr import trees
-from fedjax_mr.channel import accounting, base, channel
+from fedjax_mr.channel import accounting, base, channel, links
 from fedjax_mr.channel.base import Context
 from fedjax_mr.channel.privacy import clip_change, hides_cohorts, multipliers, privacy, refusal, uniform_weights
 from fedjax_mr.engine import local
@@ -393,3 +393,21 @@ def test_an_audit_stays_below_the_claimed_epsilon(federation):
     assert 0 < audit(CLAIMED_NOISE) < claimed
     assert audit(CLAIMED_NOISE / 10) > claimed
     assert audit(0.0) > claimed
+
+
+@pytest.mark.parametrize("other", ["compression", "robust"])
+def test_noise_on_the_mean_excludes_what_changes_the_uploads_before_it(other):
+    """Each upload then has too little noise for itself, and a sign or a median of them is no function of their mean."""
+    problem = constants("linear").problem
+    strategy = fedavg.build(fedavg.Hyper(weights="uniform"), problem)
+    second = {
+        "compression": links.compression(problem, "sign"),
+        "robust": links.robust(problem, "median", outliers=1, stacked=False),
+    }[other]
+    for noise_on, allowed in (("upload", True), ("mean", False)):
+        both = [links.privacy(problem, clip=1.0, noise=1.0, noise_on=noise_on), second]
+        if allowed:
+            channel(strategy, problem, both)
+        else:
+            with pytest.raises(UserError, match="noise_on=upload"):
+                channel(strategy, problem, both)

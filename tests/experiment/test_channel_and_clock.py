@@ -53,6 +53,7 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
     [
         ({"dp_noise": 1.0}, "dp_noise=1 needs dp_clip="),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_target_epsilon": 2.0}, "leave dp_noise= out"),
+        ({"dp_clip": 1.0, "dp_noise": 1.0, "mode": "async"}, "epsilon of asynchronous clients"),
         ({"error_feedback": "ef"}, "needs compress="),
         ({"robust": "krum", "robust_outliers": 1}, "cohort"),
         ({"strategy": "fedavg", "dp_clip": 1.0}, "numbers of samples"),
