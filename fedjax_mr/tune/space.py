@@ -33,7 +33,7 @@ DECADES = 1.0  # of the default space, on each side of --lr
 DIGITS = 24  # of a point in the base of its column; more would be lost in rounding
 SPARE = 100  # points per trial that are tried if some of them are the same settings
 # Methods are compared on one problem, with equal training and equal tests.
-PROBLEM_GROUPS = ("Data", "Partition", "Evaluation and records", "Engine")
+PROBLEM_GROUPS = ("Data", "Partition", "Channel", "Clock", "Evaluation and records", "Engine")
 PROBLEM_FLAGS = ("strategy", "seed", "rounds", "import")
 
 Choice = dict[str, str]  # values by flag, as on the command line
