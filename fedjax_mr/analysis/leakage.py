@@ -7,10 +7,10 @@ and a client at the model that it receives in the next round. Both know the netw
 Membership inference (see `membership`). Members are the training samples of the client that sent an upload, and those
 of all clients of the round for a model of the next round. After an exchange the server cannot know the owner of a
 layer; the sender counts as owner. Other samples come from one half of the test set, in the same numbers per label as
-the members, because with non-IID clients the labels alone would separate them. The shadow attack owns the other half:
-per shadow round, the clients of a cohort train on random samples of its first part, with the sizes of the real clients
-and the run's settings, and the second part are samples that nobody trained on. Most members were trained on in earlier
-rounds, too, so an AUC above 0.5 is not the work of this round alone.
+the members, because with non-IID clients the labels alone would separate them. The shadow attack has the other half of
+the test set, in two parts: in each shadow round, the clients of a cohort train on random samples of the first part,
+with the sizes of the real clients and the run's settings; no client trains on the second part. Most members were
+trained on in earlier rounds, too, so this round alone does not explain an AUC above 0.5.
 
 Gradient inversion (see `inversion`). A federation of K clients with B training samples each takes one step of plain SGD
 from one network; all K models are that network. The attacker takes the change of a model, over the learning rate, for
@@ -21,8 +21,8 @@ The control compares the same restored images with other training images of the 
 identified if the restored images correlate more with those of the source than with those of any other client; 1 / K is
 chance.
 
-What it can show. An attack that succeeds proves a leak. One that fails proves nothing: stronger ones exist (many shadow
-models per sample, priors of images, several rounds), and only differential privacy bounds them all.
+Limits. If an attack succeeds, the models leak. If it fails, a stronger attack may still succeed (with many shadow
+models per sample, priors of images or several rounds). Only differential privacy limits all attacks.
 """
 
 import argparse

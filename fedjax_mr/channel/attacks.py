@@ -188,7 +188,8 @@ KINDS: dict[str, Callable[[Values, jax.Array, Number | None, Context], Values] |
     "mimic": _mimic,
     "replacement": _replacement,
 }
-"""The attacks, with the change that they send. None: that of the training, on other data."""
+"""For each attack, the function that computes the changes which attackers upload. None: attackers upload what they have
+trained, but on changed data."""
 
 
 def _key(seed: jax.Array | int) -> jax.Array:

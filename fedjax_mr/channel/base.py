@@ -28,7 +28,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData, Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, Problem, Strategy, View
+from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, Problem, Strategy
 
 ORDER = ("robust", "attack", "privacy", "compression")
 """The kinds of links, from the server to the network. A channel has at most one of each."""
@@ -53,7 +53,8 @@ class Sent(NamedTuple):
     values: Values  # with the structure of the values received; after compression, what travels in their place
     memory: Memory = None  # for the next round in which this client trains
     note: Any = None  # for the server's side of this link; sent beside the values
-    info: Info = {}  # noqa: RUF012  # scalars, reported as means over the cohort. They are not sent.
+    # Scalars, reported as means over the cohort. They are not sent.
+    info: Info = {}  # noqa: RUF012  # never changed in place, and JAX's trees need a dict
 
 
 class ClientSide(Protocol):
@@ -150,47 +151,25 @@ class _Channel:
         self.inner, self.problem, self.links = inner, problem, links
 
     def strategy(self) -> Strategy:
-        inner, part = self.inner, self.inner.personal_part
-        models, personal = inner.models, inner.personal_model
+        inner = self.inner
         remembers = inner.init_memory is not None or any(link.init_memory for link in self.links)
 
-        def of_inner(member: Callable | None) -> Any:
-            return member and (lambda state, *rest: member(state.inner, *rest))
-
         def personal_model(part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Any:
-            assert personal is not None
-            return personal(part, memory.inner if remembers else None, data, key)
-
-        def between_rounds(state: State, round: int, key: jax.Array, client: Callable) -> tuple[State, Info]:
-            assert inner.between_rounds is not None
-            new, info = inner.between_rounds(state.inner, round, key, client)
-            return state._replace(inner=new), info
+            assert inner.personal_model is not None
+            return inner.personal_model(part, memory.inner if remembers else None, data, key)
 
         def traffic(usual: base.Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Any:
             assert inner.traffic is not None
             return inner.traffic(usual, state.inner, {k: v for k, v in uploads.items() if k != NOTES}, cohort, round)
 
-        return Strategy(
+        return base.lifted(inner)._replace(
             init=self.init,
             dispatch=self.dispatch,
             client_update=self.client_update,
             receive=self.receive,
-            server_update=self.server_update,
-            global_model=of_inner(inner.global_model),
-            individual_models=of_inner(inner.individual_models),
-            select=of_inner(inner.select),
             init_memory=self.init_memory if remembers else None,
-            between_rounds=between_rounds if inner.between_rounds else None,
             traffic=traffic if inner.traffic else None,
-            personal_model=personal_model if personal else None,
-            personal_part=of_inner(part or (personal and (lambda state, client_id: state))),
-            exchange=inner.exchange,
-            models=models
-            and View(
-                lambda state: models.get(state.inner),
-                lambda state, new: state._replace(inner=models.set(state.inner, new)),
-                models.stacked,
-            ),
+            personal_model=personal_model if inner.personal_model else None,
         )
 
     # --- the server, before the clients train
@@ -285,12 +264,6 @@ class _Channel:
                 states[number], values, info = link.server(states[number], values, reference, context)
                 infos |= info
         return state._replace(links=tuple(states)), joined(values, others), infos
-
-    def server_update(
-        self, state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
-    ) -> tuple[State, Info]:
-        inner, info = self.inner.server_update(state.inner, uploads, cohort, round, key)
-        return state._replace(inner=inner), info
 
     @property
     def _encoded(self) -> bool:

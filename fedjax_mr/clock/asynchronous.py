@@ -8,8 +8,6 @@ What arrives. The model of an upload is the change D since the job's start. The 
 would send now, w: the upload becomes w + s(tau) D with the weight s of its staleness tau. Without staleness it is the
 upload itself, bit for bit. So FedAvg's mean becomes w + mean of s(tau) D. BatchNorm statistics, which may not be
 extrapolated, become (1 - s) now + s uploaded. Other parts of an upload (control variates, prototypes) are not changed.
-Strategies with ``stale=True`` weigh the uploads themselves: they receive them unchanged, with ``staleness`` and
-``branch`` [K] beside them.
 
 If K jobs are in flight and new ones start at the update, no upload is stale, and the results equal those of synchronous
 rounds bit for bit.
@@ -27,7 +25,7 @@ from fedjax_mr.channel.base import joined, received, split, upload_shapes
 from fedjax_mr.clock.schedule import Schedule
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic, View
+from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic
 
 VERSION = "version"  # entry of the payload: the version that a job received
 
@@ -89,19 +87,20 @@ def asynchronous(
       weight: the weight of an upload by its staleness.
 
     Raises:
-      UserError: the strategy selects its clients itself, works on the host between rounds, or lets clients exchange
-        layers.
+      UserError: the strategy selects its clients itself, works on the host between rounds, lets clients exchange
+        layers, or its clients have different networks.
     """
     buffer, num_slots = schedule.arrival_slots.shape[1], schedule.num_slots
     in_flight = schedule.in_flight
     of_version = dataclasses.replace(problem, cohort_size=buffer)
     inner = build(of_version)
-    for member, what in {
-        inner.select: "selects its clients itself, but the schedule does",
-        inner.between_rounds: "works on the host between rounds",
-        inner.exchange: "lets the clients of a round exchange layers, which needs all of them at the same time",
-    }.items():
-        if member is not None:
+    for impossible, what in (
+        (inner.select, "selects its clients itself, but the schedule does"),
+        (inner.between_rounds, "works on the host between rounds"),
+        (inner.exchange, "lets the clients of a round exchange layers, which needs all of them at the same time"),
+        (len(problem.model.networks) > 1, "has clients with different networks"),
+    ):
+        if impossible:
             raise UserError(f"asynchronous clients are not possible: the strategy {what}")
 
     def cohort_of(clients: jax.Array) -> Cohort:
@@ -154,13 +153,9 @@ def asynchronous(
         if inner.receive is not None:
             own, arrived, info = inner.receive(own, arrived, sent, cohort, round, key)
         tau = at(schedule.staleness, round)
-        if inner.stale:
-            arrived = arrived | {"staleness": tau, "branch": at(schedule.branches, round)}
-        else:
-            now = inner.dispatch(own, cohort, keys.dispatch[round])
-            arrived = rebased(arrived, sent, now, tau, weight(tau))
-        tau = tau.astype(jnp.float32)
-        info = info | {"staleness": jnp.mean(tau), "staleness_max": jnp.max(tau)}
+        now = inner.dispatch(own, cohort, keys.dispatch[round])
+        arrived = rebased(arrived, sent, now, tau, weight(tau))
+        info = info | {"staleness": jnp.mean(tau.astype(jnp.float32)), "staleness_max": jnp.max(tau)}
         return State(own, state.starts, uploads, state.version), arrived, info
 
     def server_update(
@@ -180,12 +175,7 @@ def asynchronous(
         first = jnp.where(round == 0, in_flight, 0)
         return Traffic((Parcels.of(buffer + first, down),), (Parcels.of(buffer, up),), usual.peer)
 
-    part, models, personal = inner.personal_part, inner.models, inner.personal_model
-
-    def of_inner(member: Callable | None) -> Any:
-        return member and (lambda state, *rest: member(state.inner, *rest))
-
-    return Strategy(
+    return base.lifted(inner)._replace(
         init=init,
         dispatch=dispatch,
         client_update=client_update,
@@ -193,17 +183,6 @@ def asynchronous(
         receive=receive,
         select=select,
         traffic=traffic,
-        global_model=of_inner(inner.global_model),
-        individual_models=of_inner(inner.individual_models),
-        init_memory=inner.init_memory,
-        personal_model=personal,
-        personal_part=of_inner(part or (personal and (lambda state, client_id: state))),
-        models=models
-        and View(
-            lambda state: models.get(state.inner),
-            lambda state, new: state._replace(inner=models.set(state.inner, new)),
-            models.stacked,
-        ),
     )
 
 

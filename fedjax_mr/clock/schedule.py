@@ -41,7 +41,6 @@ class Schedule:
     arrival_clients: Any  # [E, K] int32: clients whose uploads make the version, in the order of their jobs
     arrival_slots: Any  # [E, K] int32
     staleness: Any  # [E, K] int32: tau
-    branches: Any  # [E, K] int32: number in 0..M-1 that a job takes over from the one that it follows
     start_clients: Any  # [E, K] int32: clients that receive version e + 1
     start_slots: Any  # [E, K] int32
     first_clients: Any  # [G, K] int32: clients that receive version 0
@@ -71,7 +70,6 @@ class _Job:
     client: int
     slot: int
     version: int
-    branch: int
     start: float
     arrival: float
     trained: bool = False
@@ -131,7 +129,7 @@ def simulate(
     planned: list[tuple[int, int]] = []  # (client, slot) of jobs that will receive the current version, in order
     empty = lambda *shape, value=0: np.full(shape, value, np.int32)
     train = [empty(versions, width, value=value) for value in (num_clients, num_slots, 0)]
-    arrive = [empty(versions, cohort) for _ in range(4)]
+    arrive = [empty(versions, cohort) for _ in range(3)]
     starts = [empty(versions, cohort), empty(versions, cohort)]
     first_rows = [empty(groups, cohort, value=num_clients), empty(groups, cohort, value=num_slots)]
     times = np.zeros(versions)
@@ -145,9 +143,9 @@ def simulate(
         started[chosen] = True
         return [(int(client), free.pop()) for client in chosen]
 
-    def start(now: float, version: int, branch: int) -> None:
+    def start(now: float, version: int) -> None:
         client, slot = planned.pop(0)
-        job = _Job(len(table), client, slot, version, branch, now, now + duration(len(table), client))
+        job = _Job(len(table), client, slot, version, now, now + duration(len(table), client))
         busy[client] = True
         table.append(job)
         waiting.append(job)
@@ -159,8 +157,8 @@ def simulate(
         planned += rows
         for row, (client, slot) in enumerate(rows):
             first_rows[0][group, row], first_rows[1][group, row] = client, slot
-    for branch in range(in_flight):
-        start(0.0, 0, branch)
+    for _ in range(in_flight):
+        start(0.0, 0)
 
     for version in range(versions):
         arrived: list[_Job] = []
@@ -170,8 +168,7 @@ def simulate(
             busy[job.client] = False
             arrived.append(job)
             if at_arrival and len(arrived) < cohort:
-                start(now, version, job.branch)
-        followed = arrived[-1:] if at_arrival else sorted(arrived, key=lambda job: job.number)
+                start(now, version)
         arrived.sort(key=lambda job: job.number)
         if not all(job.trained for job in arrived):
             for row, job in enumerate(waiting):
@@ -181,7 +178,7 @@ def simulate(
             waiting.clear()
         for row, job in enumerate(arrived):
             arrive[0][version, row], arrive[1][version, row] = job.client, job.slot
-            arrive[2][version, row], arrive[3][version, row] = version - job.version, job.branch
+            arrive[2][version, row] = version - job.version
             used[job.number] = version + 1
             free.append(job.slot)
         times[version] = now
@@ -189,8 +186,8 @@ def simulate(
         planned = plan(cohort)
         for row, (client, slot) in enumerate(planned):
             starts[0][version, row], starts[1][version, row] = client, slot
-        for job in followed:
-            start(now, version + 1, job.branch)
+        for _ in range(1 if at_arrival else cohort):
+            start(now, version + 1)
     jobs = np.array([(job.client, job.version, job.start, job.arrival, used.get(job.number, 0)) for job in table], JOB)
     schedule = Schedule(*train, *arrive, *starts, *first_rows, num_slots=num_slots, in_flight=in_flight)
     return Events(schedule, times, jobs)

@@ -105,7 +105,8 @@ class Metrics(NamedTuple):
     images: jax.Array  # training samples processed (epochs x size)
     steps: jax.Array  # optimizer steps
     bad_step: jax.Array  # first step with a non-finite loss; `steps` if only the result is not finite; -1 if none
-    info: dict[str, jax.Array] = {}  # noqa: RUF012  # further scalars by name, reported as means over the cohort
+    # Further scalars by name, reported as means over the cohort.
+    info: dict[str, jax.Array] = {}  # noqa: RUF012  # never changed in place, and JAX's trees need a dict
 
 
 class Loss(Protocol):

@@ -46,13 +46,16 @@ def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = ()
     return network_of(list(modules) or config.networks, dataset, init=config.init, **options)
 
 
-def simulator_of(config: Config, federated: FederatedData, model: Model, **changes: Any) -> Simulator:
+def simulator_of(
+    config: Config, federated: FederatedData, model: Model, *, events: Events | None = None, **changes: Any
+) -> Simulator:
     """The simulator of a configuration.
 
     Args:
       config: the configuration.
       federated: the clients' data.
       model: the network.
+      events: the result of `events_of`. Default: it is computed if it is needed.
       changes: arguments of `Simulator` that replace those of the configuration.
     """
     arguments: dict[str, Any] = {
@@ -70,7 +73,7 @@ def simulator_of(config: Config, federated: FederatedData, model: Model, **chang
         "key": program_key(config),
     } | changes
     if config.mode == "async" and "cohort" not in changes:
-        events = events_of(config, federated, model)
+        events = events or events_of(config, federated, model)
         assert events is not None
         arguments |= {"hyper": dataclasses.replace(arguments["hyper"], clock=_asynchrony(config, events))}
         arguments |= {"cohort": events.schedule.train_clients.shape[1]}
@@ -83,7 +86,7 @@ def events_of(config: Config, federated: FederatedData, model: Model) -> Events 
     Synchronous rounds are the special case that as many clients are in flight as arrive.
 
     Raises:
-      UserError: the method selects clients itself, so nobody knows them before the run, or as `clock.simulate`.
+      UserError: the method selects its clients itself, from what the run computes; or as `clock.simulate`.
     """
     if config.fleet is None and config.mode == "sync":
         return None
@@ -158,9 +161,6 @@ class ServerOptimizer:
     tau: float
 
 
-STATIC = {"static": True}
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Asynchrony:
@@ -169,7 +169,7 @@ class Asynchrony:
     schedule: Schedule
     keys: Keys
     numbers: tuple[Any, Any]  # a and b of the weight
-    weight: str = dataclasses.field(metadata=STATIC)
+    weight: str = dataclasses.field(metadata=local.STATIC)
 
 
 @jax.tree_util.register_dataclass
@@ -177,9 +177,9 @@ class Asynchrony:
 class Arguments:
     """A function that makes a link, with its arguments. A pytree: the leaves are the numbers, as arrays."""
 
-    function: Callable = dataclasses.field(metadata=STATIC)
+    function: Callable = dataclasses.field(metadata=local.STATIC)
     numbers: dict[str, Any]
-    others: tuple[tuple[str, Any], ...] = dataclasses.field(metadata=STATIC)
+    others: tuple[tuple[str, Any], ...] = dataclasses.field(metadata=local.STATIC)
 
     @classmethod
     def of(cls, function: Callable, numbers: dict[str, Any] | None = None, **others: Any) -> "Arguments":
@@ -199,11 +199,11 @@ class Arguments:
 class Chosen:
     """The strategy of a configuration. A pytree: the leaves are the numbers."""
 
-    strategy: str = dataclasses.field(metadata=STATIC)
+    strategy: str = dataclasses.field(metadata=local.STATIC)
     hyper: Any
     server: Any  # ServerOptimizer or None
-    links: dict[str, "Arguments"]  # of the channel, by kind
-    clock: Any = None  # an `Asynchrony`, or None
+    links: dict[str, Arguments]  # of the channel, by kind
+    clock: Asynchrony | None = None
 
 
 def chosen(config: Config) -> Chosen:
@@ -272,10 +272,10 @@ def strategy_of(config: Config) -> Build:
 
 
 # Settings that compiled programs do not depend on, or receive as an argument.
-_NOT_COMPILED = {"seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience"} | {
-    "dp_delta",
-    "dp_target_epsilon",
-}
+_NOT_COMPILED = {
+    "seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience",
+    "dp_delta", "dp_target_epsilon",
+}  # fmt: skip
 _NUMBERS = {
     "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
     "dp_clip", "dp_noise", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b",

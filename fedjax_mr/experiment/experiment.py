@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from fedjax_mr.analysis import plots
+from fedjax_mr.clock import Events
 from fedjax_mr.data import FederatedData, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.evaluation import Evaluation
@@ -26,7 +27,6 @@ from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee, titles
-from fedjax_mr.experiment.build import events_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
@@ -73,6 +73,7 @@ class Experiment:
         folder: RunFolder,
         processes: Processes = ALONE,
         *,
+        events: Events | None = None,
         on_row: OnRow | None = None,
         record: bool = True,
     ) -> None:
@@ -83,6 +84,7 @@ class Experiment:
           simulator: the simulator of the configuration.
           folder: the run folder.
           processes: the processes that share the run. Default: this process alone.
+          events: the events in simulated time, for the column ``clock``. Default: there is none.
           on_row: see `run.run`.
           record: see `run.run`.
         """
@@ -106,7 +108,7 @@ class Experiment:
         self.compile_seconds_before = 0.0  # seconds of interrupted processes and of shared programs
         self.epsilon = guarantee.epsilon_after(config, simulator.problem)
         self.attacked = simulator.attacked if config.attack == "replacement" else None
-        self.events = events_of(config, simulator.federated, simulator.model)
+        self.events = events
         self.logs = Logs()
         self.on_row = on_row
         self.pictures = record and folder.writes

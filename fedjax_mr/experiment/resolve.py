@@ -171,6 +171,11 @@ def _check_channel(config: Config) -> None:
         raise UserError("dp_target_epsilon= chooses the noise: leave dp_noise= out")
     if config.mode == "async" and (config.dp_noise or config.dp_target_epsilon is not None):
         raise UserError("epsilon of asynchronous clients is not known: they are not drawn independently; use mode=sync")
+    if config.mode == "async" and config.compress_download != "none":
+        raise UserError(
+            "asynchronous clients receive models uncompressed, because their changes are added to a later model: use "
+            "compress_download=none"
+        )
     if config.error_feedback != "none" and config.compress == "none":
         raise UserError(f"error_feedback={config.error_feedback} needs compress=: without it there is no error")
 

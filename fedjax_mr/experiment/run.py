@@ -22,7 +22,7 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import checkpoint, guarantee, imports, interrupts
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import simulator_of
+from fedjax_mr.experiment.build import events_of, simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.federation import federated_data
@@ -142,7 +142,8 @@ def set_up(
     record: bool = True,
 ) -> Experiment:
     """Build the simulator and create the run folder. ``cleanup`` removes a folder without a run."""
-    simulator = simulator_of(config, federated, model)
+    events = events_of(config, federated, model)
+    simulator = simulator_of(config, federated, model, events=events)
     folder = open_folder(config, processes)
     cleanup.callback(folder.withdraw)
     if config.progress and processes.writes:
@@ -154,7 +155,7 @@ def set_up(
             )
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
         print(headline(config, federated, simulator.axis), file=sys.stderr)
-    return Experiment(config, simulator, folder, processes, on_row=on_row, record=record)
+    return Experiment(config, simulator, folder, processes, events=events, on_row=on_row, record=record)
 
 
 def open_folder(config: Config, processes: Processes) -> RunFolder:

@@ -233,11 +233,54 @@ class Strategy(NamedTuple):
     """Exchange of layers among the clients. Default: there is none."""
     receive: Receive | None = None
     """Default: the uploads are the messages as they arrive."""
-    stale: bool = False
-    """With asynchronous clients: whether ``server_update`` receives late uploads unchanged, with ``staleness`` and
-    ``branch`` [K] beside them. Default: they are moved to the current model, see `clock.asynchronous`."""
     models: View | None = None
     """The models that a server optimizer updates. Default: there are none, and a server optimizer is refused."""
+
+
+def lifted(inner: Strategy) -> Strategy:
+    """A strategy whose state has the state of ``inner`` in its field ``inner``, for transforms that keep a state, too.
+
+    All members but ``init``, which the transform replaces, work on that field as those of ``inner``.
+    """
+    models = inner.models
+
+    def reads(member: Callable | None) -> Any:
+        return member and (lambda state, *rest: member(state.inner, *rest))
+
+    def updates(member: Callable | None) -> Any:
+        """Of a member that returns the new state and more."""
+
+        def update(state: State, *rest: Any) -> tuple:
+            assert member is not None
+            new, *more = member(state.inner, *rest)
+            return state._replace(inner=new), *more
+
+        return member and update
+
+    def traffic(usual: "Traffic", state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> "Traffic":
+        assert inner.traffic is not None
+        return inner.traffic(usual, state.inner, uploads, cohort, round)
+
+    part = inner.personal_part
+    if inner.personal_model is not None and part is None:
+        part = lambda state, client_id: state
+    return inner._replace(
+        dispatch=reads(inner.dispatch),
+        server_update=updates(inner.server_update),
+        receive=updates(inner.receive),
+        global_model=reads(inner.global_model),
+        individual_models=reads(inner.individual_models),
+        select=reads(inner.select),
+        between_rounds=updates(inner.between_rounds),
+        traffic=traffic if inner.traffic is not None else None,
+        personal_part=reads(part),
+        models=models
+        and View(
+            lambda state: models.get(state.inner),
+            lambda state, new: state._replace(inner=models.set(state.inner, new)),
+            models.stacked,
+        ),
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -22,8 +22,7 @@ papers do not mention BatchNorm. Here its statistics are those of the inner stra
 beyond the mean could be negative. The paper of the exchange applies it only to FedMR.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.secure.exchange import exchange
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Info, LayerExchange, Parcels, Payload, Problem, Strategy, View
+from fedjax_mr.strategies.base import Info, LayerExchange, Parcels, Payload, Problem, Strategy
 
 # --- An optimizer on the server --------------------------------------------------------------------------------------
 
@@ -96,38 +95,7 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
         params, moments = batched(step)(before["params"], after["params"], state.optimizer)
         return State(models.set(new, after | {"params": params}), moments), info
 
-    def of_inner(member: Callable | None) -> Any:
-        return member and (lambda state, *rest: member(state.inner, *rest))
-
-    def between_rounds_of(member: Callable) -> Any:
-        def between_rounds(state, *rest):
-            new, info = member(state.inner, *rest)
-            return state._replace(inner=new), info
-
-        return between_rounds
-
-    def traffic_of(member: Callable) -> Any:
-        return lambda usual, state, *rest: member(usual, state.inner, *rest)
-
-    part = inner.personal_part
-
-    return inner._replace(
-        init=init,
-        dispatch=of_inner(inner.dispatch),
-        server_update=server_update,
-        global_model=of_inner(inner.global_model),
-        individual_models=of_inner(inner.individual_models),
-        select=of_inner(inner.select),
-        between_rounds=inner.between_rounds and between_rounds_of(inner.between_rounds),
-        traffic=inner.traffic and traffic_of(inner.traffic),
-        personal_model=inner.personal_model if part else of_inner(inner.personal_model),
-        personal_part=of_inner(part),
-        models=View(
-            lambda state: models.get(state.inner),
-            lambda state, new: state._replace(inner=models.set(state.inner, new)),
-            models.stacked,
-        ),
-    )
+    return base.lifted(inner)._replace(init=init, server_update=server_update)
 
 
 def make_server_optimizer(

@@ -54,6 +54,8 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
         ({"dp_noise": 1.0}, "dp_noise=1 needs dp_clip="),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_target_epsilon": 2.0}, "leave dp_noise= out"),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "mode": "async"}, "epsilon of asynchronous clients"),
+        ({"mode": "async", "compress_download": "int8"}, "use compress_download=none"),
+        ({"strategy": "fml", "model": "logistic,mlp", "mode": "async"}, "different networks"),
         ({"error_feedback": "ef"}, "needs compress="),
         ({"robust": "krum", "robust_outliers": 1}, "cohort"),
         ({"strategy": "fedavg", "dp_clip": 1.0}, "numbers of samples"),
@@ -78,7 +80,7 @@ def test_simulated_time(tmp_path):
     np.testing.assert_array_equal(numbers(plain), numbers(timed))
     clock = [row["clock"] for row in timed.rows]
     assert 0 < clock[0] < clock[1]
-    same = run(tmp_path / "same", fleet="classes", mode="async", in_flight=3)  # nobody is late
+    same = run(tmp_path / "same", fleet="classes", mode="async", in_flight=3)  # no upload is stale
     np.testing.assert_array_equal(numbers(plain), numbers(same))
     assert [row["clock"] for row in same.rows] == clock
 
