@@ -151,18 +151,18 @@ class _Channel:
         self.inner, self.problem, self.links = inner, problem, links
 
     def strategy(self) -> Strategy:
-        inner = self.inner
+        inner, outer = self.inner, base.lifted(self.inner)
         remembers = inner.init_memory is not None or any(link.init_memory for link in self.links)
 
         def personal_model(part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Any:
-            assert inner.personal_model is not None
-            return inner.personal_model(part, memory.inner if remembers else None, data, key)
+            assert outer.personal_model is not None
+            return outer.personal_model(part, memory.inner if remembers else None, data, key)
 
         def traffic(usual: base.Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Any:
-            assert inner.traffic is not None
-            return inner.traffic(usual, state.inner, {k: v for k, v in uploads.items() if k != NOTES}, cohort, round)
+            assert outer.traffic is not None
+            return outer.traffic(usual, state, {k: v for k, v in uploads.items() if k != NOTES}, cohort, round)
 
-        return base.lifted(inner)._replace(
+        return outer._replace(
             init=self.init,
             dispatch=self.dispatch,
             client_update=self.client_update,

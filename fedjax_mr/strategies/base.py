@@ -261,9 +261,6 @@ def lifted(inner: Strategy) -> Strategy:
         assert inner.traffic is not None
         return inner.traffic(usual, state.inner, uploads, cohort, round)
 
-    part = inner.personal_part
-    if inner.personal_model is not None and part is None:
-        part = lambda state, client_id: state
     return inner._replace(
         dispatch=reads(inner.dispatch),
         server_update=updates(inner.server_update),
@@ -273,7 +270,8 @@ def lifted(inner: Strategy) -> Strategy:
         select=reads(inner.select),
         between_rounds=updates(inner.between_rounds),
         traffic=traffic if inner.traffic is not None else None,
-        personal_part=reads(part),
+        personal_model=inner.personal_model if inner.personal_part else reads(inner.personal_model),
+        personal_part=reads(inner.personal_part),
         models=models
         and View(
             lambda state: models.get(state.inner),
