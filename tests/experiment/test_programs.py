@@ -50,8 +50,8 @@ def made(monkeypatch):
     """Collect the rounds of every run."""
     found, ordinary = [], running.simulator_of
 
-    def simulator_of(*arguments):
-        simulator = ordinary(*arguments)
+    def simulator_of(*arguments, **options):
+        simulator = ordinary(*arguments, **options)
         found.append(simulator.rounds)
         return simulator
 
