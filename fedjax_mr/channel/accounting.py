@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from scipy import optimize, special, stats
+import scipy  # its parts are imported when used: they take as long as JAX
 
 from fedjax_mr.errors import UserError
 
@@ -105,7 +105,7 @@ def noise_for(target_epsilon: float, rounds: int, **settings: Any) -> float:
         low, high = low - 1, low
         if low < -6:
             raise UserError(f"epsilon {target_epsilon:g} needs almost no noise: decrease epsilon")
-    log_noise = float(optimize.root_scalar(excess, bracket=(low, high), xtol=1e-5).root)
+    log_noise = float(scipy.optimize.root_scalar(excess, bracket=(low, high), xtol=1e-5).root)
     while excess(log_noise) > 0:
         log_noise += 2e-5
     return math.exp(log_noise)
@@ -118,14 +118,14 @@ def delta_of(epsilon: float, mu: Any) -> Any:
     """
     mu = np.asarray(mu, np.float64)
     first, second = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
-    return np.exp(special.log_ndtr(first)) - np.exp(epsilon + special.log_ndtr(second))
+    return np.exp(scipy.special.log_ndtr(first)) - np.exp(epsilon + scipy.special.log_ndtr(second))
 
 
 def _public(rounds: int, noise: float, delta: float, probability: float, participations: int | None) -> float:
     """Theorem 1: the Gaussian mechanism, composed over the rounds in which the client takes part."""
     if participations is None and probability < 1:
         counts = np.arange(1, rounds + 1)
-        weights = stats.binom.pmf(counts, rounds, probability)
+        weights = scipy.stats.binom.pmf(counts, rounds, probability)
     else:
         counts, weights = np.asarray([participations or rounds]), np.ones(1)
     counts, weights = counts[weights > 0], weights[weights > 0]
@@ -135,7 +135,7 @@ def _public(rounds: int, noise: float, delta: float, probability: float, partici
     high = 1.0
     while excess(high) > 0:
         high *= 2
-    return float(optimize.root_scalar(excess, bracket=(0.0, high), xtol=1e-12).root)
+    return float(scipy.optimize.root_scalar(excess, bracket=(0.0, high), xtol=1e-12).root)
 
 
 @functools.lru_cache(maxsize=1024)
