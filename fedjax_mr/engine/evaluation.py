@@ -59,14 +59,16 @@ class Evaluation:
         self._samples = self._place(_padded(samples, padding), _layout(samples, axis.sharded, axis.replicated))
         self._mask = self._place(mask, axis.sharded)
 
-        def score(variables: Variables, samples: Samples, mask: jax.Array) -> Score:
+        self._model = self._place(model, axis.replicated)  # an argument, because it has the frozen variables
+
+        def score(model: Model, variables: Variables, samples: Samples, mask: jax.Array) -> Score:
             return local.evaluate(model, variables, samples, mask, batch_size=batch)
 
-        def score_all(models: Variables, samples: Samples, mask: jax.Array) -> Score:
-            return jax.lax.map(lambda variables: score(variables, samples, mask), models)
+        def score_all(model: Model, models: Variables, samples: Samples, mask: jax.Array) -> Score:
+            return jax.lax.map(lambda variables: score(model, variables, samples, mask), models)
 
         self._functions = {"test": self._on_devices(score), "test_all": self._on_devices(score_all)}
-        key = (model, axis, batch, samples.trigger is not None) if shared else None
+        key = (axis, batch, samples.trigger is not None) if shared else None
         self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=key)
 
     def one(self, variables: Variables) -> Tested:
@@ -85,7 +87,7 @@ class Evaluation:
     def _per_device(self, name: str, variables: Variables) -> Score:
         """The sums of each device, leaves [D, ...]."""
         variables = self._place(variables, self.axis.replicated)
-        return self.programs.call(name, self._functions[name], variables, self._samples, self._mask)
+        return self.programs.call(name, self._functions[name], self._model, variables, self._samples, self._mask)
 
     def _run(self, name: str, variables: Variables) -> Tested:
         per_device = self._per_device(name, variables)
@@ -95,10 +97,10 @@ class Evaluation:
         return Tested(correct / count, loss / count)
 
     def _on_devices(self, function: Any) -> Any:
-        def counts(variables: Variables, samples: Samples, mask: jax.Array) -> Score:
-            return jax.tree.map(lambda leaf: leaf[None], function(variables, samples, mask))
+        def counts(model: Model, variables: Variables, samples: Samples, mask: jax.Array) -> Score:
+            return jax.tree.map(lambda leaf: leaf[None], function(model, variables, samples, mask))
 
-        specs = (PartitionSpec(), self._spec, PartitionSpec(CLIENTS))
+        specs = (PartitionSpec(), PartitionSpec(), self._spec, PartitionSpec(CLIENTS))
         return jax.shard_map(
             counts, mesh=self.axis.mesh, in_specs=specs, out_specs=PartitionSpec(CLIENTS), check_vma=False
         )

@@ -134,6 +134,7 @@ class Rounds:
             constants = shared_by_cpus(constants)
         self.constants = self._place(constants, axis.replicated)
         # The server needs no samples. If its state is on one device, that device has a copy of the other constants.
+        constants = self.constants if axis.fused else constants
         small = constants._replace(federation=constants.federation._replace(samples=None, index=None))
         self._server_constants = self._place(small, axis.server_device)
         self._placement = axis.state_placement(self.shapes(), rows=self.stacks)
@@ -485,11 +486,20 @@ class TrialRounds(Rounds):
 
 
 def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
-    """Join the constants of T trials: the samples once, one flat index array, other arrays with a leading axis T.
+    """Join the constants of T trials.
+
+    The samples and the frozen variables exist once, there is one flat index array, other arrays get a leading axis T.
 
     Raises:
-      UserError: the trials differ in more than the values of arrays.
+      UserError: the trials differ in more than the values of arrays, or have different frozen variables.
     """
+    frozen = all_constants[0].problem.model.frozen
+    if not all(same_arrays(frozen, each.problem.model.frozen) for each in all_constants):
+        raise UserError(
+            "trials in one program share the frozen variables of their network: pass them (variables=), because those "
+            "of different seeds differ"
+        )
+    all_constants = [_with_frozen(each, {}) for each in all_constants]
     federations = [constants.federation for constants in all_constants]
     max_size = max(constants.problem.local.max_size for constants in all_constants)
     widened = lambda problem: dataclasses.replace(problem, local=dataclasses.replace(problem.local, max_size=max_size))
@@ -502,7 +512,7 @@ def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
         )
     build, problem = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arguments)
     before = np.cumsum([0, *(len(each.index) for each in federations[:-1])]).astype(np.int32)
-    return RunConstants(
+    stacked = RunConstants(
         build,
         problem,
         Federation(
@@ -512,10 +522,26 @@ def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
         ),
         jnp.stack([constants.key for constants in all_constants]),
     )
+    return _with_frozen(stacked, frozen)
 
 
 def of_trial(constants: RunConstants, trial: Any) -> RunConstants:
     """The constants of one trial from those that `stack_trials` joined."""
     federation = constants.federation._replace(offsets=jnp.asarray(constants.federation.offsets)[trial])
-    build, problem = trees.take((constants.build, constants.problem), trial)
-    return RunConstants(build, problem, federation, constants.key[trial])
+    stacked = _with_frozen(constants, {})
+    build, problem = trees.take((stacked.build, stacked.problem), trial)
+    own = RunConstants(build, problem, federation, constants.key[trial])
+    return _with_frozen(own, constants.problem.model.frozen)
+
+
+def _with_frozen(constants: RunConstants, frozen: Any) -> RunConstants:
+    """The constants with these frozen variables of the network, of which all trials share one copy."""
+    model = dataclasses.replace(constants.problem.model, frozen=frozen)
+    return constants._replace(problem=dataclasses.replace(constants.problem, model=model))
+
+
+def same_arrays(a: Any, b: Any) -> bool:
+    """Whether two trees have the same structure, with equal static parts, and the same values."""
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    same_structure = jax.tree.structure(a) == jax.tree.structure(b)
+    return same_structure and all(one is other or np.array_equal(one, other) for one, other in leaves)

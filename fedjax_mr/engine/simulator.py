@@ -221,14 +221,16 @@ class Simulator:
     @functools.cached_property
     def evaluation(self) -> Evaluation:
         """The compiled test on the global test set."""
-        return Evaluation(self.model, self._test_samples(), self.axis, shared=self.rounds.key is not None)
+        model = self.rounds.constants.problem.model  # on the devices
+        return Evaluation(model, self._test_samples(), self.axis, shared=self.rounds.key is not None)
 
     def backdoor_evaluation(self, target: int = 0) -> Evaluation:
         """The compiled test of `attacked`."""
         if target not in self._backdoors:
             samples, counted = backdoor_test(self._test_samples(), target)
             shared = self.rounds.key is not None
-            self._backdoors[target] = Evaluation(self.model, samples, self.axis, counted=counted, shared=shared)
+            model = self.rounds.constants.problem.model
+            self._backdoors[target] = Evaluation(model, samples, self.axis, counted=counted, shared=shared)
         return self._backdoors[target]
 
     @functools.cached_property

@@ -339,7 +339,8 @@ class Experiment:
         variables = self.rounds.deployed(progress)
         if variables is not None and (holdout := self.federated.holdout) is not None:
             test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
-            result = Evaluation(self.model, test, self.rounds.axis, shared=self.rounds.key is not None).one(variables)
+            model = self.rounds.constants.problem.model
+            result = Evaluation(model, test, self.rounds.axis, shared=self.rounds.key is not None).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
         if self.personal is not None:
             summary |= self._test_clients(self.personal, progress)

@@ -5,7 +5,6 @@ a single network ``pack``, ``unpack``, ``switch`` and ``train_compact`` change n
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import calls
+from fedjax_mr.models import calls, parts
 from fedjax_mr.models.blocks import Projection
 
 Variables = dict[str, Any]
@@ -76,6 +75,20 @@ class BlockNet(nn.Module):
         return self.head(self.features(x, train=train, mask=mask), train=train, mask=mask)
 
 
+class _Shapes(dict):
+    """Shapes that a model has computed. A program does not depend on them, so all such stores are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shapes)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A network for samples of one shape: pure functions of ``Variables``.
@@ -83,19 +96,28 @@ class Model:
     Any Flax module is accepted (`calls` says how it is called, `user_module.bind` what is checked). ``features`` and
     ``head`` need methods of these names, which every `BlockNet` has.
 
+    The functions take and return the variables that train. The frozen ones are part of the model: it is a pytree whose
+    leaves they are. So they are arguments of the compiled programs, exist once on a device, and are in no message and
+    no checkpoint. Models with equal static fields are equal: their programs are the same.
+
     Attributes:
       module: the Flax module.
       input_shape: shape of one sample, without the batch axis.
       input_dtype: float32 for images and vectors, int32 for token sequences.
       name: name of the network in error messages.
+      frozen: the variables that never change, see `partly`. {}: all train.
+      start: initial values of variables that train, see `partly`. All others are initialised at random.
 
     All functions of samples raise a UserError during tracing if the samples have another shape or kind.
     """
 
-    module: nn.Module
-    input_shape: tuple[int, ...]
-    input_dtype: Any = np.float32
-    name: str = "model"
+    module: nn.Module = dataclasses.field(metadata=STATIC)
+    input_shape: tuple[int, ...] = dataclasses.field(metadata=STATIC)
+    input_dtype: Any = dataclasses.field(default=np.float32, metadata=STATIC)
+    name: str = dataclasses.field(default="model", metadata=STATIC)
+    frozen: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    start: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _known: _Shapes = dataclasses.field(default_factory=_Shapes, compare=False, repr=False, metadata=STATIC)
 
     @property
     def networks(self) -> tuple["Model", ...]:
@@ -104,8 +126,18 @@ class Model:
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
         """Initialise the variables of one network; consumes ``key``."""
+        variables = self.init_all(key)
+        trained = parts.without(variables, self.frozen) if self.frozen else variables
+        return parts.joined(trained, self.start)
+
+    def init_all(self, key: jax.Array) -> Variables:
+        """Initialise the variables of the module at random, those that are frozen here included; consumes ``key``."""
         x = jnp.zeros((1, *self.input_shape), self.input_dtype)
         return calls.init(self.module, key, x)
+
+    def whole(self, variables: Variables) -> Variables:
+        """The variables of the module: the given ones, which train, and the frozen ones."""
+        return parts.joined(self.frozen, variables)
 
     def apply(self, variables: Variables, x: jax.Array) -> jax.Array:
         """Compute the logits [B, C] in evaluation mode."""
@@ -189,15 +221,14 @@ class Model:
 
     def shapes(self) -> Variables:
         """Shapes and dtypes of the variables. Nothing is computed."""
-        return jax.tree.map(lambda leaf: leaf, self._shapes)  # a copy: the caller may change its dictionaries
-
-    @functools.cached_property
-    def _shapes(self) -> Variables:
-        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
+        key = jax.tree.structure(self)
+        if key not in self._known:
+            self._known[key] = jax.eval_shape(lambda: self.init(jax.random.key(0)))
+        return jax.tree.map(lambda leaf: leaf, self._known[key])  # a copy: the caller may change its dictionaries
 
     def layers(self) -> tuple["Layer", ...]:
         """The layers in forward order, determined by tracing one forward pass."""
-        return forward_layers(self.module, self.shapes(), self.input_shape, self.input_dtype)
+        return forward_layers(self.module, self.shapes(), self.input_shape, self.input_dtype, frozen=self.frozen)
 
     def num_parameters(self) -> int:
         """Number of trainable parameters."""
@@ -214,7 +245,7 @@ class Model:
         names = list(dict.fromkeys(path[0] for path in owners if path and path[0] in self.shapes()["params"]))
         if len(names) != 1:
             raise UserError(
-                f"the head of {self.name} is not one submodule ({', '.join(names) or 'none has parameters'}): its "
+                f"the head of {self.name} is not one submodule ({', '.join(names) or 'none trains'}): its "
                 "method head must call exactly one submodule"
             )
         return names[0]
@@ -228,7 +259,14 @@ class Model:
                 "the last one, [B, F]) and head(z) (the logits of the last layer, [B, C]), and let __call__ return "
                 "head(features(x))"
             )
-        return calls.apply(self.module, variables, x, method=method, **options)
+        if not self.frozen:
+            return calls.apply(self.module, variables, x, method=method, **options)
+        fixed = parts.modules_of(self.frozen, "batch_stats")
+        result = calls.apply(self.module, self.whole(variables), x, method=method, fixed=fixed, **options)
+        if "mutable" not in options:
+            return result
+        out, state = result
+        return out, parts.without(state, self.frozen)
 
     def _check(self, x: jax.Array) -> None:
         same_kind = jnp.issubdtype(x.dtype, jnp.integer) == jnp.issubdtype(self.input_dtype, jnp.integer)
@@ -260,9 +298,14 @@ class Layer:
 
 
 def forward_layers(
-    module: nn.Module, shapes: Variables, input_shape: tuple[int, ...], input_dtype: Any
+    module: nn.Module,
+    shapes: Variables,
+    input_shape: tuple[int, ...],
+    input_dtype: Any,
+    *,
+    frozen: Variables | None = None,
 ) -> tuple[Layer, ...]:
-    """The layers of ``module`` in the order in which a forward pass first calls them.
+    """The layers of ``module`` in the order in which a forward pass first calls them, without ``frozen`` variables.
 
     JAX flattens dictionaries alphabetically, so the forward order must be recorded: segments (FedMR-p) and the
     similarity of the released FedCross code depend on it.
@@ -273,7 +316,11 @@ def forward_layers(
         leaves.setdefault(keys[1:-1], {})[keys[-1]] = position
 
     x = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)
-    forward = functools.partial(calls.apply, module, train=False, mask=None, method="__call__")
+
+    def forward(variables: Variables, x: jax.Array) -> Any:
+        whole = parts.joined(frozen or {}, variables)
+        return calls.apply(module, whole, x, train=False, mask=None, method="__call__")
+
     order = [path for path in _modules_called(lambda: jax.eval_shape(forward, shapes, x)) if path in leaves]
     order += [path for path in leaves if path not in order]  # tensors that the forward pass does not read come last
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import flax.linen as nn
@@ -44,7 +44,15 @@ def init(module: nn.Module, key: jax.Array, x: jax.Array) -> dict[str, Any]:
 
 
 def apply(
-    module: nn.Module, variables: Any, x: jax.Array, *, train: bool, mask: jax.Array | None, method: str, **options: Any
+    module: nn.Module,
+    variables: Any,
+    x: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array | None,
+    method: str,
+    fixed: Collection[tuple[str, ...]] = (),
+    **options: Any,
 ) -> Any:
     """Call a method of a module on ``x`` [B, ...].
 
@@ -57,8 +65,12 @@ def apply(
         layers of Flax inside it receive the mask wherever their input has B rows, so that the statistics exclude
         padding.
       method: name of the method.
+      fixed: paths of modules whose statistics are frozen. They run in evaluation mode.
       options: further arguments of ``module.apply``.
     """
+    if fixed and train:
+        with nn.intercept_methods(functools.partial(_with_fixed_statistics, fixed)):
+            return apply(module, variables, x, train=train, mask=mask, method=method, **options)
     takes_mask = "mask" in accepted(type(module), method)
     if takes_mask:
         options = options | {"mask": mask}
@@ -96,6 +108,20 @@ def switched(module: nn.Module, method: str, *, train: bool) -> tuple[nn.Module,
     fields = {} if arguments else {field.name for field in dataclasses.fields(module)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {name: train == on for name, on in SWITCHES.items() if name in fields}
     return (module.clone(**changes) if changes else module), arguments
+
+
+def _with_fixed_statistics(
+    fixed: Collection[tuple[str, ...]], call: Callable, args: tuple, kwargs: dict, context: Any
+) -> Any:
+    module = context.module
+    if context.method_name != "__call__" or tuple(module.path) not in fixed:
+        return call(*args, **kwargs)
+    names = accepted(type(module), "__call__")
+    switches = {name: not on for name, on in SWITCHES.items() if name in names}
+    for name in switches:  # Flax refuses a switch that is both a field and an argument
+        if getattr(module, name, None) is not None:
+            object.__setattr__(module, name, None)
+    return call(**dict(zip(names[1:], args, strict=False)) | kwargs | switches)
 
 
 def _with_mask(mask: jax.Array, call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:

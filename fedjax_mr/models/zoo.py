@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.models.base import Layer, Model, Variables
+from fedjax_mr.models.base import STATIC, Layer, Model, Variables
 
 EVEN = 256  # vectors of such multiples can be sharded evenly over the devices of a pod; others would be replicated
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Zoo(Model):
     """A networks for the same samples and classes.
@@ -34,21 +35,23 @@ class Zoo(Model):
       members: the networks. ``module`` is that of the first one.
     """
 
-    members: tuple[Model, ...] = ()
+    members: tuple[Model, ...] = dataclasses.field(default=(), metadata=STATIC)
 
     @classmethod
     def of(cls, models: Sequence[Model]) -> "Zoo":
         """The zoo of several networks.
 
         Raises:
-          UserError: a network has variables that are not floats.
+          UserError: a network has variables that are not floats, or frozen ones.
         """
         for model in models:
+            if model.frozen:
+                raise UserError(f"{model.name} has frozen variables, which several networks must not have")
             if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.shapes())):
                 raise UserError(f"{model.name} has variables that are not floats, which several networks must not have")
         first = models[0]
         name = ",".join(model.name for model in models)
-        return cls(first.module, first.input_shape, first.input_dtype, name, tuple(models))
+        return cls(first.module, first.input_shape, first.input_dtype, name, members=tuple(models))
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
         """Initialise the variables of one network; consumes ``key``."""

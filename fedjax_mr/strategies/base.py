@@ -45,8 +45,8 @@ class Cohort(NamedTuple):
 class Problem:
     """The properties of a federation that a strategy may use. They are constant during a run.
 
-    This dataclass is a pytree: arrays and the numbers of ``local`` are arguments of the compiled program, the other
-    fields are static.
+    This dataclass is a pytree: arrays, the frozen variables of ``model`` and the numbers of ``local`` are arguments of
+    the compiled program, the other fields are static.
 
     Attributes:
       model: the network as pure functions; a `Zoo` if clients have different networks.
@@ -63,7 +63,7 @@ class Problem:
       samples_on_device: whether the samples of all clients are on the devices; otherwise a client sees its own alone.
     """
 
-    model: Model = dataclasses.field(metadata={"static": True})
+    model: Model
     local: LocalSetting
     num_clients: int = dataclasses.field(metadata={"static": True})
     cohort_size: int = dataclasses.field(metadata={"static": True})
