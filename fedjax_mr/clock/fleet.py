@@ -44,8 +44,8 @@ class Fleet(NamedTuple):
 
     def durations(
         self, ids: np.ndarray, draws: np.ndarray, *, steps: np.ndarray, bytes_down: float, bytes_up: float
-    ) -> np.ndarray:
-        """The seconds of jobs [J] float64.
+    ) -> "Seconds":
+        """The seconds of jobs.
 
         Args:
           ids: clients [J].
@@ -57,7 +57,20 @@ class Fleet(NamedTuple):
         own = Fleet(*(np.asarray(each, np.float64)[ids] for each in self))
         compute = np.maximum(SHORTEST, own.seconds + own.seconds_per_step * steps + own.spread * draws[:, 0])
         wait = np.maximum(0.0, own.latency + own.latency_spread * draws[:, 1])
-        return compute + wait + bytes_down / own.down_rate + bytes_up / own.up_rate
+        return Seconds(wait / 2 + bytes_down / own.down_rate, compute, wait / 2 + bytes_up / own.up_rate)
+
+
+class Seconds(NamedTuple):
+    """The seconds of jobs, arrays of one shape, float64. Half of the latency counts for each direction."""
+
+    download: np.ndarray
+    compute: np.ndarray
+    upload: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        """The seconds from the start of a job to the arrival of its upload."""
+        return self.download + self.compute + self.upload
 
 
 def draw(key: jax.Array, jobs: np.ndarray) -> np.ndarray:

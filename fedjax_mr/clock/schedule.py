@@ -51,17 +51,27 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Events:
-    """A `Schedule` with what only the host needs."""
+    """The events of a run in simulated time. Only the `Schedule` is needed by compiled programs."""
 
-    schedule: Schedule
+    schedule: Schedule | None  # None in synchronous rounds
     times: np.ndarray  # [E] float64: seconds at which each version is made
     jobs: np.ndarray  # [J] of JOB: all jobs that started
+    cohorts: "Cohorts | None" = None  # in synchronous rounds
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cohorts:
+    """The clients of E synchronous rounds, an argument of the compiled rounds."""
+
+    clients: Any  # [E, K'] int32
+    work: Any  # [E, K'] float32: share of its steps that a client's upload contains; 0 if the client is late
 
 
 JOB = np.dtype([
     ("client", np.int32), ("version", np.int32), ("start", np.float64), ("arrival", np.float64), ("used", np.int32),
 ])  # fmt: skip
-"""A job. ``used`` is the version that its upload made, or 0."""
+"""A job. ``used`` is the version that its upload made, or 0. A job's number, which decides its duration, is its row."""
 
 
 @dataclasses.dataclass

@@ -43,7 +43,7 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import Chosen, build_chosen, simulator_of, strategy_of
+from fedjax_mr.experiment.build import Chosen, build_chosen, simulates_time, simulator_of, strategy_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
@@ -129,8 +129,8 @@ def check_deployable(config: Config) -> None:
         raise UserError("real clients need --clients, the number of clients")
     if config.holdout_clients:
         raise UserError("all real clients train: remove --holdout_clients")
-    if config.mode == "async" or config.fleet is not None:
-        raise UserError("real clients have real clocks: remove --mode and --fleet")
+    if simulates_time(config):
+        raise UserError("real clients have real clocks: remove --mode, --fleet, --deadline and --over_select")
     if config.attack != "none":
         raise UserError("attacks are simulated only: remove --attack")
     if config.dp_noise or config.dp_target_epsilon is not None:  # the server knows the keys of the clients' draws

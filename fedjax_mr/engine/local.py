@@ -79,6 +79,7 @@ class ClientData(NamedTuple):
     size: jax.Array  # scalar int32
     client_id: jax.Array  # scalar int32
     validation_size: jax.Array | int = 0  # scalar int32
+    work: jax.Array | None = None  # share of its steps after which the client stops, in 0..1; None: all of them
 
 
 class Batch(NamedTuple):
@@ -406,7 +407,7 @@ def run(
     """Run a local step on every batch of a client's E epochs. Consumes ``key``.
 
     The number of steps T = E ceil(size / B) is traced, so clients of all sizes share one program. A client of size 0
-    runs no step.
+    runs no step. A client with ``data.work`` stops after that share of its steps, rounded to whole steps.
 
     Args:
       local_step: the step.
@@ -419,6 +420,7 @@ def run(
       The result of ``local_step`` and the metrics.
     """
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
+    most = None if data.work is None else _share(setting.num_steps(data.size), data.work)
 
     def epoch(number: jax.Array, carry: tuple) -> tuple:
         order = _in_order(setting, data, jax.random.fold_in(key, 2 * number))
@@ -432,7 +434,8 @@ def run(
             inner, value = local_step.step(inner, batch, key)
             return inner, _count(metrics, value, batch.mask)
 
-        return jax.lax.fori_loop(0, steps_per_epoch, step, carry)
+        count = steps_per_epoch if most is None else jnp.clip(most - number * steps_per_epoch, 0, steps_per_epoch)
+        return jax.lax.fori_loop(0, count, step, carry)
 
     zero = jnp.zeros((), jnp.int32)
     metrics = Metrics(jnp.zeros(()), zero, zero, zero - 1)
@@ -441,6 +444,10 @@ def run(
     trained = local_step.result(carry)
     broken = (metrics.bad_step < 0) & ~trees.all_finite(trained)
     return trained, metrics._replace(bad_step=jnp.where(broken, metrics.steps, metrics.bad_step))
+
+
+def _share(steps: jax.Array, work: jax.Array) -> jax.Array:
+    return jnp.round(work * steps.astype(jnp.float32)).astype(jnp.int32)
 
 
 def draw(setting: LocalSetting, data: ClientData, key: jax.Array) -> Batch:

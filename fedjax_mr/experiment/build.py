@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,23 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.channel import Link, channel, links
 from fedjax_mr.channel.base import upload_shapes
-from fedjax_mr.clock import Events, Schedule, asynchronous, choice, constant, fleet, hinge, polynomial, simulate
+from fedjax_mr.clock import (
+    Cohorts,
+    Events,
+    Schedule,
+    asynchronous,
+    choice,
+    constant,
+    fleet,
+    hinge,
+    polynomial,
+    simulate,
+    synchronous,
+    with_late_clients,
+)
 from fedjax_mr.clock.asynchronous import Keys
+from fedjax_mr.clock.deadline import asked
+from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
@@ -27,6 +43,7 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS, Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+from fedjax_mr.strategies.base import select_uniformly
 from fedjax_mr.strategies.hyper import as_arguments, bind, numbers_of
 from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
@@ -72,61 +89,114 @@ def simulator_of(
         "stop_at_divergence": not config.allow_nonfinite,
         "key": program_key(config),
     } | changes
-    if config.mode == "async" and "cohort" not in changes:
+    if (config.mode == "async" or clients_may_be_late(config)) and "cohort" not in changes:
         events = events or events_of(config, federated, model)
         assert events is not None
-        arguments |= {"hyper": dataclasses.replace(arguments["hyper"], clock=_asynchrony(config, events))}
-        arguments |= {"cohort": events.schedule.train_clients.shape[1]}
+        clock = events.cohorts if events.schedule is None else _asynchrony(config, events.schedule)
+        arguments |= {"hyper": dataclasses.replace(arguments["hyper"], clock=clock)}
+        table = clock.clients if isinstance(clock, Cohorts) else clock.schedule.train_clients
+        arguments |= {"cohort": table.shape[1]}
     return Simulator(model=model, federated=federated, name=config.strategy, **arguments)
 
 
 def events_of(config: Config, federated: FederatedData, model: Model) -> Events | None:
     """The events of a run in simulated time, known before it starts; None without ``fleet`` and asynchronous clients.
 
-    Synchronous rounds are the special case that as many clients are in flight as arrive.
-
     Raises:
-      UserError: the method selects its clients itself, from what the run computes; or as `clock.simulate`.
+      UserError: the method selects its clients itself, from what the run computes; or as `clock.simulate` and
+        `clock.synchronous`.
     """
-    if config.fleet is None and config.mode == "sync":
+    if not simulates_time(config):
         return None
-    training, cohort = local_setting(config, federated.dataset), config.cohort
-    problem = problem_of(model, training, federated, cohort=cohort)
-    strategy = build_chosen(chosen(config), problem)
-    if strategy.select is not None:
-        raise UserError("the method selects its clients itself, so the simulated time is unknown: leave out fleet=")
-    seed = config.seed if config.partition_seed is None else config.partition_seed
-    devices = fleet.make(config.fleet or "uniform", federated.num_clients, batch_size=training.batch_size, seed=seed)
-    asynchronous_mode = config.mode == "async"
-    in_flight = (config.in_flight or 2 * cohort) if asynchronous_mode else cohort
+    devices, problem = devices_of(config, federated, model)
     key = jax.random.key(config.seed)
-    draws = fleet.draw(jax.random.fold_in(key, CLOCK), np.arange(in_flight + (config.rounds + 2) * cohort))
-    steps = training.epochs * -(-np.asarray(federated.sizes) // training.batch_size)
-    sent = {
-        "bytes_down": trees.num_bytes(model.shapes()),
-        "bytes_up": trees.num_bytes(upload_shapes(strategy, problem)),
-    }
+    if config.mode == "async":
+        in_flight = config.in_flight or 2 * config.cohort
+        jobs = np.arange(in_flight + (config.rounds + 2) * config.cohort)
+        draws = devices.draws(jobs)
 
-    def duration(job: int, client: int) -> float:
-        one = slice(job, job + 1)
-        return float(devices.durations(np.array([client]), draws[one], steps=steps[client : client + 1], **sent)[0])
+        def duration(job: int, client: int) -> float:
+            return float(devices.seconds(np.array([client]), draws[job : job + 1]).total[0])
 
-    return simulate(
-        config.rounds,
-        num_clients=federated.num_clients,
-        in_flight=in_flight,
-        cohort=cohort,
-        refill=config.refill if asynchronous_mode else "update",
-        choose=choice.uniformly(functools.partial(round_key, key, SELECT)),
-        duration=duration,
+        return simulate(
+            config.rounds,
+            num_clients=federated.num_clients,
+            in_flight=in_flight,
+            cohort=config.cohort,
+            refill=config.refill,
+            choose=choice.uniformly(functools.partial(round_key, key, SELECT)),
+            duration=duration,
+        )
+    one_round = lambda number: select_uniformly(problem, round_key(key, SELECT, number)).ids
+    clients = np.asarray(jax.jit(lambda numbers: jax.lax.map(one_round, numbers))(jnp.arange(config.rounds)))
+    jobs = devices.seconds(clients.reshape(-1), devices.draws(np.arange(clients.size)))
+    return synchronous(
+        clients,
+        Seconds(*(each.reshape(clients.shape) for each in jobs)),
+        cohort=config.cohort,
+        steps=devices.steps[clients] if config.late == "partial" else None,
+        deadline=math.inf if config.deadline is None else config.deadline,
     )
 
 
-def _asynchrony(config: Config, events: Events) -> "Asynchrony":
+def simulates_time(config: Config) -> bool:
+    """Whether a run has simulated time."""
+    return config.fleet is not None or config.mode == "async" or clients_may_be_late(config)
+
+
+def clients_may_be_late(config: Config) -> bool:
+    """Whether uploads of synchronous rounds may be dropped."""
+    return config.deadline is not None or config.over_select > 1
+
+
+class Devices(NamedTuple):
+    """The devices of the clients of a run, and their jobs."""
+
+    fleet: fleet.Fleet
+    key: jax.Array  # of the random numbers of the jobs
+    steps: np.ndarray  # [N] local steps of a job
+    bytes_down: int
+    bytes_up: int
+
+    def draws(self, jobs: np.ndarray) -> np.ndarray:
+        """The random numbers of jobs, by their numbers [J]: [J, 2]."""
+        return fleet.draw(self.key, jobs)
+
+    def seconds(self, clients: np.ndarray, draws: np.ndarray) -> Seconds:
+        """The seconds of jobs of clients [J] with their random numbers [J, 2]."""
+        sent = {"bytes_down": self.bytes_down, "bytes_up": self.bytes_up}
+        return self.fleet.durations(clients, draws, steps=self.steps[clients], **sent)
+
+
+def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[Devices, Problem]:
+    """The devices of a run in simulated time, and the problem of its strategy before asynchronous clients.
+
+    Raises:
+      UserError: the method selects its clients itself, from what the run computes; or as `fleet.make`.
+    """
+    training, cohort = local_setting(config, federated.dataset), asked(config.cohort, config.over_select)
+    if cohort > federated.num_clients:
+        raise UserError(f"over_select={config.over_select:g} asks {cohort} of {federated.num_clients} clients")
+    problem = problem_of(model, training, federated, cohort=cohort)
+    strategy = build_chosen(chosen(config), problem)
+    if strategy.select is not None:
+        raise UserError(
+            "the method selects its clients itself, so the simulated time is unknown: leave out fleet=, "
+            "deadline= and over_select="
+        )
+    seed = config.seed if config.partition_seed is None else config.partition_seed
+    made = fleet.make(config.fleet or "uniform", federated.num_clients, batch_size=training.batch_size, seed=seed)
+    steps = training.epochs * -(-np.asarray(federated.sizes) // training.batch_size)
+    key = jax.random.fold_in(jax.random.key(config.seed), CLOCK)
+    sent = trees.num_bytes(model.shapes()), trees.num_bytes(upload_shapes(strategy, problem))
+    return Devices(made, key, steps, *sent), problem
+
+
+def _asynchrony(config: Config, schedule: Schedule) -> "Asynchrony":
     key, versions = jax.random.key(config.seed), jnp.arange(config.rounds + 1)
     keys = Keys(*(jax.vmap(functools.partial(round_key, key, stream))(versions) for stream in (DISPATCH, CLIENT)))
     numbers = (np.float32(config.staleness_a), np.float32(config.staleness_b))
-    return Asynchrony(events.schedule, keys, numbers, config.staleness)
+    return Asynchrony(schedule, keys, numbers, config.staleness)
 
 
 def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
@@ -203,7 +273,7 @@ class Chosen:
     hyper: Any
     server: Any  # ServerOptimizer or None
     links: dict[str, Arguments]  # of the channel, by kind
-    clock: Asynchrony | None = None
+    clock: Asynchrony | Cohorts | None = None
 
 
 def chosen(config: Config) -> Chosen:
@@ -242,8 +312,10 @@ def _links(config: Config) -> dict[str, Arguments]:
 
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
-    """The strategy with its server optimizer, its channel and its asynchronous clients, if it has them."""
+    """The strategy with its server optimizer, its channel, and its late or asynchronous clients, if it has them."""
     clock = chosen.clock
+    if isinstance(clock, Cohorts):
+        return with_late_clients(build_chosen(dataclasses.replace(chosen, clock=None), problem), problem, clock)
     if clock is not None:
         a, b = clock.numbers
         weight = {"constant": constant, "polynomial": polynomial(a), "hinge": hinge(a, b)}[clock.weight]
@@ -278,7 +350,7 @@ _NOT_COMPILED = {
 }  # fmt: skip
 _NUMBERS = {
     "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
-    "dp_clip", "dp_noise", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b",
+    "dp_clip", "dp_noise", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b", "deadline",
 }  # fmt: skip
 
 

@@ -238,8 +238,18 @@ class Config:
 
     fleet: str | None = _clock(
         None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
-        "column clock is then the simulated time in seconds. If omitted: none, and uniform with --mode=async",
+        "column clock is then the simulated time in seconds. If omitted: none, and uniform with --mode=async, "
+        "--deadline or --over_select",
         names=("uniform", "lognormal", "classes"), path=True)
+    deadline: float | None = _clock(
+        None, "Seconds after which a synchronous round ends without the clients that are late. If omitted, the server "
+        "waits for all uploads", unit="seconds", low=0, open_low=True)
+    late: str = _clock(
+        "drop", "What a client does that would miss the --deadline: its upload is dropped (drop), or it uploads the "
+        "steps that it has done by then (partial)", choices=("drop", "partial"))
+    over_select: float = _clock(
+        1.0, "R: a synchronous round asks R times --cohort clients, rounded up, and takes the first --cohort uploads. "
+        "The others are dropped", low=1, high=1000, source="our choice; Bonawitz et al., MLSys 2019: 1.3")
     mode: str = _clock(
         "sync", "Synchronous rounds (sync), or asynchronous clients (async): a round is then an update of the server "
         "by the next --cohort uploads that arrive", choices=("sync", "async"))

@@ -139,6 +139,7 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     if config.resume and config.overwrite:
         raise UserError("resume=True continues a run and overwrite=True replaces it: use only one of them")
     _check_channel(config)
+    _check_clock(config)
     number, count = config.process_id, config.num_processes
     if number is not None and count is not None and number >= count:
         raise UserError(f"process_id={number} is not below num_processes={count}: processes count from 0")
@@ -178,6 +179,21 @@ def _check_channel(config: Config) -> None:
         )
     if config.error_feedback != "none" and config.compress == "none":
         raise UserError(f"error_feedback={config.error_feedback} needs compress=: without it there is no error")
+
+
+def _check_clock(config: Config) -> None:
+    if config.late != "drop" and config.deadline is None:
+        raise UserError(f"late={config.late} needs deadline=, the seconds after which a round ends")
+    for flag in ("deadline", "over_select"):
+        if getattr(config, flag) in (None, 1):
+            continue
+        if config.mode == "async":
+            raise UserError(f"{flag}= is for synchronous rounds, where the server waits: leave it out or use mode=sync")
+        for other, neutral in (("dp_noise", 0), ("dp_target_epsilon", None), ("robust", "none"), ("attack", "none")):
+            if getattr(config, other) != neutral:
+                raise UserError(f"{flag}= drops uploads, which {other}= would count: use only one of them")
+        if config.error_feedback == "ef21":
+            raise UserError(f"{flag}= drops uploads, and error_feedback=ef21 needs all: use error_feedback=ef")
 
 
 def _check_logs(config: Config) -> None:

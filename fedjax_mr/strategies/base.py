@@ -495,6 +495,11 @@ def public_samples(problem: Problem, method: str, *, labelled: bool = False) -> 
     return public
 
 
+def participation(problem: Problem, cohort: Cohort) -> jax.Array:
+    """The share of the N clients that upload in a round: K / N, less late clients, which have 0 samples."""
+    return jnp.mean((cohort.sizes > 0).astype(jnp.float32)) * (problem.cohort_size / problem.num_clients)
+
+
 def kept_for_validation(problem: Problem) -> jax.Array:
     """The number of validation samples of each client [N]."""
     none = jnp.zeros_like(problem.sizes)

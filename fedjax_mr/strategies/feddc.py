@@ -26,7 +26,7 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all, zero_params
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, participation, to_all, zero_params
 from fedjax_mr.strategies.feddyn import pull, step_of_server
 from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.scaffold import correct, steady_step
@@ -92,8 +92,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": model, "control": control_change}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
-        model, drift = step_of_server(problem, state.model, state.drift, uploads["model"])
-        share = problem.cohort_size / problem.num_clients
+        model, drift = step_of_server(problem, state.model, state.drift, uploads["model"], cohort)
+        share = participation(problem, cohort)
         control = trees.add(state.control, trees.scale(trees.mean(uploads["control"]), share))
         return State(model, drift, control), {}
 

@@ -27,7 +27,7 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, zero_params
+from fedjax_mr.strategies.base import Cohort, Problem, Strategy, averaging, participation, zero_params
 from fedjax_mr.strategies.hyper import field
 
 
@@ -58,12 +58,12 @@ def pull(anchor: trees.Params, strength: float) -> optax.GradientTransformation:
 
 
 def step_of_server(
-    problem: Problem, model: Variables, drift: trees.Params, models: Variables
+    problem: Problem, model: Variables, drift: trees.Params, models: Variables, cohort: Cohort
 ) -> tuple[Variables, trees.Params]:
     """Update the server's model and the mean drift from the uploaded models [K, ...]."""
     mean = trees.mean(models)
     change = trees.subtract(mean["params"], model["params"])
-    drift = trees.add(drift, trees.scale(change, problem.cohort_size / problem.num_clients))
+    drift = trees.add(drift, trees.scale(change, participation(problem, cohort)))
     return mean | {"params": trees.add(mean["params"], drift)}, drift
 
 
@@ -83,7 +83,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": model}, trees.add(drift, change), metrics
 
     def server_update(state, uploads, cohort, round, key):
-        return State(*step_of_server(problem, state.model, state.drift, uploads["model"])), {}
+        return State(*step_of_server(problem, state.model, state.drift, uploads["model"], cohort)), {}
 
     return averaging(problem)._replace(
         init=init,

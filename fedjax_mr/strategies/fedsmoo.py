@@ -112,7 +112,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         ascent = of_length(trees.mean(uploads["dual"]), hyper.rho)
-        model, drift = step_of_server(problem, state.model, state.drift, uploads["model"])
+        model, drift = step_of_server(problem, state.model, state.drift, uploads["model"], cohort)
         return State(model, drift, ascent), {}
 
     return averaging(problem)._replace(

@@ -20,7 +20,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, step_towards, to_all, zero_params
+from fedjax_mr.strategies.base import Problem, Strategy, averaging, participation, step_towards, to_all, zero_params
 from fedjax_mr.strategies.hyper import field, require
 
 AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code
@@ -109,11 +109,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": model, "control": change}, trees.add(own, change), metrics
 
     def server_update(state, uploads, cohort, round, key):
-        changes, share = uploads["control"], problem.cohort_size / problem.num_clients
+        changes, share = uploads["control"], participation(problem, cohort)
         if authors:
             model = trees.mean(uploads["model"], weights=cohort.sizes)
             relative = relative_size(cohort.sizes.astype(jnp.float32))
-            changes = jax.vmap(trees.scale)(changes, relative)
+            changes = jax.vmap(trees.scale)(changes, relative)  # 0 for clients without samples
+            share = problem.cohort_size / problem.num_clients
         else:
             model = step_towards(state.model, trees.mean(uploads["model"]), hyper.server_lr)
         control = trees.add(state.control, trees.scale(trees.mean(changes), share))

@@ -114,7 +114,7 @@ def test_fleets(tmp_path):
     for kind in fleet.KINDS:
         made = fleet.make(kind, 5, batch_size=10, seed=0)
         draws = fleet.draw(jax.random.key(0), np.arange(5))
-        seconds = made.durations(np.arange(5), draws, steps=steps, bytes_down=1e6, bytes_up=1e6)
+        seconds = made.durations(np.arange(5), draws, steps=steps, bytes_down=1e6, bytes_up=1e6).total
         assert np.all(np.isfinite(seconds)) and np.all(np.asarray(seconds) > 0)
         if kind == "uniform":
             np.testing.assert_array_equal(seconds, 10)
@@ -127,7 +127,7 @@ def test_fleets(tmp_path):
     seconds = made.durations(
         np.arange(2), np.zeros((2, 2), np.float32), steps=steps[:2], bytes_down=5.0, bytes_up=100.0
     )
-    np.testing.assert_allclose(seconds, [11, 22])
+    np.testing.assert_allclose(seconds.total, [11, 22])
     for text, words in (
         ("speed\n1\n2\n", "unknown column"),
         ("seconds\n1\n", "1 clients"),

@@ -64,6 +64,13 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
         ({"mode": "async", "in_flight": 2}, "in_flight=2 is below cohort=3"),
         ({"mode": "async", "in_flight": 10}, "too few"),
         ({"strategy": "clusamp", "fleet": "uniform"}, "selects its clients itself"),
+        ({"deadline": -1.0}, "deadline=-1.0 is out of range"),
+        ({"over_select": 0.9}, "over_select=0.9 is out of range"),
+        ({"over_select": 4.0}, "over_select=4 asks 12 of 9 clients"),
+        ({"deadline": 0.5}, "deadline=0.5 is met by no client"),
+        ({"late": "partial"}, "needs deadline="),
+        ({"mode": "async", "over_select": 2.0}, "for synchronous rounds"),
+        ({"deadline": 9.0, "robust": "median"}, "deadline= drops uploads, which robust="),
     ],
     ids=str,
 )
@@ -83,6 +90,20 @@ def test_simulated_time(tmp_path):
     same = run(tmp_path / "same", fleet="classes", mode="async", in_flight=3)  # no upload is stale
     np.testing.assert_array_equal(numbers(plain), numbers(same))
     assert [row["clock"] for row in same.rows] == clock
+
+
+def test_deadlines_and_more_clients_than_needed(tmp_path):
+    """The columns: late clients, and the bytes of the uploads that the server takes. Resumed in the middle."""
+    changes = {"fleet": "classes", "deadline": 250.0, "over_select": 1.5, "late": "partial"}
+    whole = run(tmp_path / "whole", **changes)
+    assert whole.rows[-1]["clock"] <= 4 * 250
+    assert all(row["late"] >= 2 for row in whole.rows)
+    assert whole.rows[-1]["bytes_down"] / 5 >= whole.rows[-1]["bytes_up"] / 3
+    run(tmp_path / "parts", **changes | {"rounds": 2})
+    parts = run(tmp_path / "parts", resume=True, **changes)
+    np.testing.assert_array_equal(
+        *(numbers(each, ("accuracy", "loss", "bytes_up", "clock")) for each in (whole, parts))
+    )
 
 
 def test_asynchronous_runs_resume_and_go_on(tmp_path):
