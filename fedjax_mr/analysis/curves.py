@@ -3,8 +3,9 @@
 Runs that differ only in their seeds form one curve, up to the last round that all of them have evaluated. n is the
 number of these seeds. As in the table, a seed that diverged is not part of the mean: a cross marks its last evaluation,
 and the legend counts it. --best=lr draws, for each setting, only the runs with the learning rate of the best validation
-accuracy (see the command best). A method has the same colour and marker in all plots. If all curves are of one method,
-its settings have different colours.
+accuracy (see the command best). --x=clock draws simulated time (runs with --fleet), --x=bytes everything that was sent.
+Seeds are averaged at the same round, their x too. A method has the same colour and marker in all plots. If all curves
+are of one method, its settings have different colours.
 """
 
 import argparse
@@ -25,6 +26,12 @@ LABELS = {
     "personal_accuracy": "clients' own test accuracy, mean",
     "validation_accuracy": "clients' validation accuracy, mean",
 }  # fmt: skip
+X = {
+    "rounds": ((1, "round"),),
+    "clock": ((3600, "simulated hours"), (60, "simulated minutes"), (1, "simulated seconds")),
+    "bytes": ((1e9, "sent (GB)"), (1e6, "sent (MB)"), (1, "sent (bytes)")),
+}  # of each axis, units from large to small
+LEAST = 3  # a unit is used if the longest curve has at least so many
 CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 
 
@@ -32,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     groups.add_arguments(parser)
     parser.add_argument("--column", default="accuracy", help="column of metrics.csv. Default: accuracy")
+    parser.add_argument("--x", choices=X, default="rounds", help="horizontal axis. Default: rounds")
     parser.add_argument(
         "--panels", metavar="FLAGS", help="draw one panel per value of these flags, such as alpha or partition,alpha"
     )
@@ -46,12 +54,12 @@ def main(arguments: argparse.Namespace) -> None:
         choices = groups.choose(chosen, over=arguments.best.split(","))
         chosen = [run for choice in choices if choice.best for run in choice.best.finished().values()]
     column: str = arguments.column
-    drawn = curves(chosen, column=column, panels=arguments.panels)
+    drawn = curves(chosen, column=column, panels=arguments.panels, x=arguments.x)
     words = LABELS.get(column, column.replace("_", " "))
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"{column}.{arguments.format}"
         plots.lines(
-            drawn.panels, path, x_label="round", y_label=words, methods=drawn.methods, crosses=drawn.crosses,
+            drawn.panels, path, x_label=drawn.x_label, y_label=words, methods=drawn.methods, crosses=drawn.crosses,
             possible=_possible(column),
         )  # fmt: skip
     print(f"drawn in {path}")
@@ -63,22 +71,24 @@ class Curves(NamedTuple):
     panels: dict[str, plots.Series]
     methods: dict[str, str]
     crosses: dict[str, plots.Series]
+    x_label: str
 
 
-def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = None) -> Curves:
+def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = None, x: str = "rounds") -> Curves:
     """The curves of some runs.
 
-    A curve has rounds, means and, with several seeds, standard deviations. Its name has the method, the settings in
-    which the curves of a panel differ, and the number of seeds: ``FedMR (n = 3)``. Seeds that diverged are counted in
-    the name. They are not part of the mean, unless all diverged.
+    A curve has values of x, means and, with several seeds, standard deviations. Its name has the method, the settings
+    in which the curves of a panel differ, and the number of seeds: ``FedMR (n = 3)``. Seeds that diverged are counted
+    in the name. They are not part of the mean, unless all diverged.
 
     Args:
       chosen: runs, as `groups.find` returns them.
       column: column of the evaluations.
       panels: the flags, separated by commas, that divide the curves into panels. Default: one panel.
+      x: a key of `X`.
 
     Raises:
-      UserError: a run has no such column or flag, or a run that has not diverged has no evaluation.
+      UserError: a run has no such column, flag or x, or a run that has not diverged has no evaluation.
     """
     by_panel: dict[str, list[RunRecord]] = {}
     for run in sorted(chosen, key=lambda run: _place(run, panels)):
@@ -88,13 +98,22 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
     for title, own in by_panel.items():
         settings = groups.by_setting(own)
         names = groups.titles_of(settings)
-        curves_of[title] = {name: _curve(members, column) for name, (_, members) in zip(names, settings, strict=True)}
+        curves_of[title] = {
+            name: _curve(members, column, x) for name, (_, members) in zip(names, settings, strict=True)
+        }
         methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
+    largest = max((at for each in curves_of.values() for curve in each.values() for at in curve.line[0]), default=0)
+    unit, x_label = next((each for each in X[x] if largest >= LEAST * each[0]), X[x][-1])
+    if unit != 1:
+        curves_of = {
+            title: {name: curve.in_units(unit) for name, curve in each.items()} for title, each in curves_of.items()
+        }
     shown = {name: _name(name, [each[name] for each in curves_of.values() if name in each]) for name in methods}
     return Curves(
         {title: {shown[name]: curve.line for name, curve in each.items()} for title, each in curves_of.items()},
         {shown[name]: method for name, method in methods.items()},
         {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in curves_of.items()},
+        x_label,
     )
 
 
@@ -123,14 +142,19 @@ class _Curve(NamedTuple):
     seeds: int
     diverged: int
 
+    def in_units(self, unit: float) -> "_Curve":
+        """The curve with x divided by ``unit``."""
+        divided = lambda part: (np.divide(part[0], unit).tolist(), *part[1:])
+        return self._replace(line=divided(self.line), crosses=divided(self.crosses))
 
-def _curve(members: Sequence[RunRecord], column: str) -> _Curve:
-    diverged = [_history(run, column) for run in members if run.state == "diverged"]
-    others = [_history(run, column) for run in members if run.state != "diverged"]
+
+def _curve(members: Sequence[RunRecord], column: str, x: str) -> _Curve:
+    diverged = [_history(run, column, x) for run in members if run.state == "diverged"]
+    others = [_history(run, column, x) for run in members if run.state != "diverged"]
     ends = [
-        max((at, value) for at, value in each.items() if math.isfinite(value))
+        max((at, value) for at, value in each.values() if math.isfinite(value))
         for each in diverged
-        if any(map(math.isfinite, each.values()))
+        if any(math.isfinite(value) for _, value in each.values())
     ]
     return _Curve(
         _mean(others or [each for each in diverged if each]),
@@ -140,21 +164,33 @@ def _curve(members: Sequence[RunRecord], column: str) -> _Curve:
     )
 
 
-def _history(run: RunRecord, column: str) -> dict[int, float]:
-    """A column by round. It is empty for a run that diverged before its first evaluation."""
+def _history(run: RunRecord, column: str, x: str) -> dict[int, tuple[float, float]]:
+    """The x and a column by round. It is empty for a run that diverged before its first evaluation."""
     rows = run.rows_so_far() if run.state == "diverged" else run.rows()
-    return {row["round"]: _value(run, row, column) for row in rows}
+    return {row["round"]: (_place_of(run, row, x), _value(run, row, column)) for row in rows}
 
 
-def _mean(histories: Sequence[dict[int, float]]) -> tuple[Sequence[float], ...]:
-    """The rounds that all runs have, the mean and, for several runs, the sample standard deviation."""
+def _place_of(run: RunRecord, row: dict, x: str) -> float:
+    if x == "rounds":
+        return row["round"]
+    if x == "bytes":
+        return row["bytes_down"] + row["bytes_up"] + row.get("bytes_peer", 0)
+    if row.get("clock") is None:
+        raise UserError(f"{run.path} has no simulated time: train it with --fleet, or use --x=rounds")
+    return row["clock"]
+
+
+def _mean(histories: Sequence[dict[int, tuple[float, float]]]) -> tuple[Sequence[float], ...]:
+    """The x at the rounds that all runs have, the mean and, for several runs, the sample standard deviation."""
     if not histories:
         return [], []
     rounds = sorted(set.intersection(*map(set, histories)))
-    values = np.array([[history[at] for at in rounds] for history in histories])
+    places = [[history[at][0] for history in histories] for at in rounds]
+    where = [own[0] if len(set(own)) == 1 else float(np.mean(own)) for own in places]  # rounds stay integers
+    values = np.array([[history[at][1] for at in rounds] for history in histories])
     if len(histories) == 1:
-        return rounds, values[0].tolist()
-    return rounds, values.mean(axis=0).tolist(), values.std(axis=0, ddof=1).tolist()
+        return where, values[0].tolist()
+    return where, values.mean(axis=0).tolist(), values.std(axis=0, ddof=1).tolist()
 
 
 def _name(name: str, own: Sequence[_Curve]) -> str:

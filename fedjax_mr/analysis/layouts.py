@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     groups.add_arguments(parser)
     tables.add_format_argument(parser)
     parser.add_argument(
-        "--target", type=float, metavar="FRACTION", help="list the rounds and bytes until this test accuracy is reached"
+        "--target",
+        type=float,
+        metavar="FRACTION",
+        help="list the rounds, bytes and simulated seconds until this test accuracy is reached",
     )
     parser.add_argument(
         "--layout",

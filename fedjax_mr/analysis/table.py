@@ -1,9 +1,10 @@
-"""Accuracy (mean ± standard deviation over seeds), the papers' values, and rounds and bytes to a target accuracy.
+"""Accuracy (mean ± standard deviation over seeds), the papers' values, and the cost of a target accuracy.
 
-Runs that differ only in their seeds form one line. If several have the same seed, one counts. Only finished runs count.
-The standard deviation is that of a sample. The difference is the mean of the last ten evaluations minus the paper's
-value. A run with at most ten evaluations has the mean of all, and its cell says so. --layout=paper prints methods as
-rows and settings as columns.
+With --target: the rounds, the bytes and, for runs with --fleet, the simulated seconds until the target is reached. Runs
+that differ only in their seeds form one line. If several have the same seed, one counts. Only finished runs count. The
+standard deviation is that of a sample. The difference is the mean of the last ten evaluations minus the paper's value.
+A run with at most ten evaluations has the mean of all, and its cell says so. --layout=paper prints methods as rows and
+settings as columns.
 """
 
 import argparse

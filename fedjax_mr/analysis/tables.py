@@ -101,7 +101,9 @@ class Line:
         fine-tuning.
       rounds: rounds of the finished runs.
       reached: number of finished runs that reached the target accuracy.
-      rounds_to_target, bytes_to_target: known if all finished runs reached it. Bytes of both directions.
+      rounds_to_target, bytes_to_target, seconds_to_target: known if all finished runs reached it. Bytes of both
+        directions; seconds of simulated time.
+      clocked: whether the runs have simulated time.
       published: the paper's value for this setting, or None.
     """
 
@@ -120,6 +122,8 @@ class Line:
     reached: int
     rounds_to_target: Statistic
     bytes_to_target: Statistic
+    seconds_to_target: Statistic
+    clocked: bool
     published: Published | None
 
 
@@ -161,6 +165,8 @@ def _line(
         reached=sum(row is not None for row in reached),
         rounds_to_target=Statistic.of(row["round"] if row else None for row in reached),
         bytes_to_target=Statistic.of(_bytes(row) if row else None for row in reached),
+        seconds_to_target=Statistic.of(row.get("clock") if row else None for row in reached),
+        clocked=any("clock" in rows[-1] for rows in histories),
         published=papers.lookup(chosen[0].config, published),
     )
 
@@ -197,6 +203,7 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
         columns |= {
             f"rounds to {100 * target:g} %": lambda line: _to_target(line, line.rounds_to_target, 1, 0),
             "MB to it": lambda line: _to_target(line, line.bytes_to_target, 1e6, 1),
+            "simulated s to it": lambda line: _to_target(line, line.seconds_to_target, 1, 0) if line.clocked else "",
         }
     columns |= {
         "paper %": lambda line: _paper(line.published),

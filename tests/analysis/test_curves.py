@@ -1,6 +1,7 @@
 """Curves and their bands are the numbers of the run folders."""
 
 import dataclasses
+import json
 
 import pytest
 from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ def root(tmp_path):
 
 
 def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
-    panels, methods, _ = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
+    panels, methods, *_ = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
     assert set(panels) == {"Dirichlet(0.1)", "Dirichlet(0.5)"}
     assert methods == {"FedMR (n = 2)": "fedmr", "FedAvg (n = 1)": "fedavg"}
     rounds, means, deviations = panels["Dirichlet(0.1)"]["FedMR (n = 2)"]
@@ -38,6 +39,27 @@ def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
     assert deviations == pytest.approx([0.02**0.5, 0.0], abs=1e-9)
     rounds, means = panels["Dirichlet(0.5)"]["FedAvg (n = 1)"]
     assert (rounds, means) == ([5, 10, 15], pytest.approx([0.7, float("nan"), 0.98], nan_ok=True))
+
+
+def test_over_simulated_time_and_bytes(root, tmp_path, capsys):
+    """x is averaged over the seeds as the values are, in units of which there are enough."""
+    for run in groups.find([root]):
+        rows = [
+            {"round": at, "accuracy": at / 100, "bytes_down": 10**6 * at, "bytes_up": 10**6 * at, "bytes_peer": 1}
+            | ({} if run.config.strategy == "fedavg" else {"clock": 3600.0 * at * (1 + run.config.seed)})
+            for at in (5, 10)
+        ]
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ours = [run for run in groups.find([root]) if run.config.strategy == "fedmr"]
+    drawn = curves.curves(ours, column="accuracy", panels="alpha", x="clock")
+    hours, means, _ = drawn.panels["Dirichlet(0.1)"]["FedMR (n = 2)"]
+    assert (hours, means) == ([7.5, 15.0], [0.05, 0.1]) and drawn.x_label == "simulated hours"
+    drawn = curves.curves(ours, column="accuracy", panels="alpha", x="bytes")
+    assert drawn.panels["Dirichlet(0.1)"]["FedMR (n = 2)"][0] == pytest.approx([10.000001, 20.000001])
+    assert drawn.x_label == "sent (MB)"
+    assert main(["curves", str(root), "--x=clock", f"--out={tmp_path / 'none'}"]) == 2
+    assert "has no simulated time: train it with --fleet, or use --x=rounds" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_without_panels_the_settings_name_the_curves(root):

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 
 import pytest
 
@@ -46,6 +47,20 @@ def test_a_table_computed_by_hand(some_runs):
     average = line(lines, "fedavg")
     assert (average.reached, average.rounds_to_target.mean) == (0, None)
     assert average.last == pytest.approx((0.35, 0.0707107))
+
+
+def test_simulated_seconds_to_a_target(some_runs):
+    """Only of runs that have simulated time; the clock of seed s runs at 1 + s seconds per round."""
+    for run in some_runs:
+        rows = [json.loads(text) for text in (run.path / "metrics.jsonl").read_text().splitlines()]
+        if run.config.strategy == "fedmr":
+            rows = [row | {"clock": row["round"] * (1.0 + run.config.seed)} for row in rows]
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run.path / "summary.json").write_text("{}")
+    lines = tables.accuracy_lines(some_runs, target=0.5)
+    assert line(lines, "fedmr").seconds_to_target == pytest.approx((85 / 3, 17.559423))  # 10, 30, 45
+    head, *cells = tables.accuracy_cells(lines, target=0.5)
+    assert [row[head.index("simulated s to it")] for row in cells] == ["", "28 ± 18"]
 
 
 def test_the_text_beside_the_paper(some_runs):
