@@ -11,7 +11,7 @@ from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.models import Model, user_module
+from fedjax_mr.models import Model, nnx_module, user_module
 
 
 class UserObjects(NamedTuple):
@@ -31,7 +31,7 @@ class UserObjects(NamedTuple):
 
         Args:
           dataset: a `Dataset` or None.
-          model: a Flax module, a `Model`, a list of several, or None.
+          model: a Flax module (`user_module.bind`), a `Model`, a list of several, or None.
 
         Raises:
           UserError: an object of another kind.
@@ -45,9 +45,11 @@ class UserObjects(NamedTuple):
         for module in modules:
             if isinstance(module, str):
                 raise UserError(f"model= takes a Flax module; a network by name is fmr.Config(model={module!r})")
-            if not isinstance(module, nn.Module | Model):
+            if not (isinstance(module, nn.Module | Model) or nnx_module.is_nnx(module)):
                 kind = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-                raise UserError(f"model= takes an instance of flax.linen.Module, such as MyNetwork(), not {kind}")
+                raise UserError(
+                    f"model= takes an instance of flax.linen.Module or flax.nnx.Module, such as MyNetwork(), not {kind}"
+                )
         return cls(dataset, modules)
 
     def dataset_name(self, recorded: str) -> str:

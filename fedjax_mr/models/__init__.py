@@ -2,17 +2,17 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.models import cnn, lstm, pfedhr, resnet, user_module, vgg
+from fedjax_mr.models import cnn, lstm, nnx_module, pfedhr, resnet, user_module, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.registry import Registry
@@ -24,14 +24,15 @@ class ModelRow:
 
     Attributes:
       network: a Flax module, or a function that makes one. The function is called with ``num_classes`` and with those
-        of ``initialisation`` and ``projection`` that it accepts.
+        of ``initialisation`` and ``projection`` that it accepts. A function that builds an NNX module also has the
+        argument ``rngs``.
       input_shape: shape of one sample in the source, for the table of networks. (): the table omits the network.
       num_classes: C in the source.
       source: the paper or code that the network comes from.
       input_dtype: float32 for images and vectors, int32 for token sequences.
     """
 
-    network: Callable[..., nn.Module] | nn.Module
+    network: Callable[..., nn.Module | nnx.Module] | nn.Module | nnx.Module
     input_shape: tuple[int, ...] = ()
     num_classes: int = 10
     source: str = ""
@@ -50,7 +51,7 @@ def check_row(name: str, row: Any) -> None:
     Raises:
       UserError: the row is not a `ModelRow`.
     """
-    if not isinstance(row, ModelRow) or not (isinstance(row.network, nn.Module) or callable(row.network)):
+    if not isinstance(row, ModelRow) or not (isinstance(row.network, nn.Module | nnx.Module) or callable(row.network)):
         raise UserError(f"fmr.MODELS[{name!r}] takes fmr.ModelRow(MyNetwork)")
 
 
@@ -159,27 +160,34 @@ def build(
     return model
 
 
-def _network(name: str, **options: Any) -> nn.Module:
-    """The module of a row, built with the options that its function accepts."""
+def _network(name: str, **options: Any) -> Any:
+    """The module of a row, built with the options that its function accepts; for NNX, a function of ``rngs``."""
     row = MODELS[name]
     network = getattr(row, "network", None)
-    if isinstance(network, nn.Module):
+    if isinstance(network, nn.Module | nnx.Module):
         return network
     if not callable(network):
         raise UserError(f"MODELS[{name!r}] is not a ModelRow: write MODELS[{name!r}] = ModelRow(MyNetwork)")
-    parameters = inspect.signature(network).parameters
+    later = ("rngs",) if nnx_module.takes_rngs(network) else ()
+    parameters = nnx_module.parameters(network)
     missing = [
         each.name
         for each in parameters.values()
-        if each.default is each.empty and each.kind is not each.VAR_KEYWORD and each.name not in options
+        if each.default is each.empty and each.kind is not each.VAR_KEYWORD and each.name not in (*options, *later)
     ]
     if missing:
         raise UserError(
             f"MODELS[{name!r}] is called without {', '.join(missing)}: give these arguments defaults, or wrap the "
             "network in a function of num_classes"
         )
-    module: Any = network(**{option: value for option, value in options.items() if option in parameters})
-    return module
+    accepted = {option: value for option, value in options.items() if option in parameters}
+    return _later(network, tuple(accepted.items())) if later else network(**accepted)
+
+
+@functools.cache
+def _later(network: Callable, options: tuple[tuple[str, Any], ...]) -> Callable:
+    """A function of ``rngs``. Equal arguments give the same function, so that equal networks share programs."""
+    return functools.partial(network, **dict(options))
 
 
 def of_module(
@@ -198,16 +206,19 @@ def of_module(
     Raises:
       UserError: the module does not fit the samples, or an option is set that only applies to built-in networks.
     """
+    kept: dict[str, Any] = {}
     if isinstance(module, Model):
+        kept = {"frozen": module.frozen, "start": module.start}
         module, name = module.module, name or module.name
     for option, value, default in (
         ("norm", norm, "batch"), ("authors_state", authors_state, False), ("projection", projection, 0),
     ):  # fmt: skip
         if value != default:
             raise UserError(f"{option}={value} only applies to built-in networks: build it into the module instead")
-    return user_module.bind(
+    model = user_module.bind(
         module, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name
     )
+    return dataclasses.replace(model, **kept) if kept else model
 
 
 def _check_fit(model: Model, takes: str) -> None:

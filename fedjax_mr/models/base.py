@@ -101,7 +101,7 @@ class Model:
     no checkpoint. Models with equal static fields are equal: their programs are the same.
 
     Attributes:
-      module: the Flax module.
+      module: the Flax module; one of NNX is split (`nnx_module.NNXModule`).
       input_shape: shape of one sample, without the batch axis.
       input_dtype: float32 for images and vectors, int32 for token sequences.
       name: name of the network in error messages.
@@ -111,7 +111,7 @@ class Model:
     All functions of samples raise a UserError during tracing if the samples have another shape or kind.
     """
 
-    module: nn.Module = dataclasses.field(metadata=STATIC)
+    module: calls.Module = dataclasses.field(metadata=STATIC)
     input_shape: tuple[int, ...] = dataclasses.field(metadata=STATIC)
     input_dtype: Any = dataclasses.field(default=np.float32, metadata=STATIC)
     name: str = dataclasses.field(default="model", metadata=STATIC)
@@ -241,7 +241,7 @@ class Model:
           UserError: the module has no ``head``, or its head consists of several submodules.
         """
         z = jax.eval_shape(self.features, self.shapes(), jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype))
-        owners = _modules_called(lambda: jax.eval_shape(self.head, self.shapes(), z))
+        owners = calls.modules_called(self.module, self.head, self.shapes(), z)
         names = list(dict.fromkeys(path[0] for path in owners if path and path[0] in self.shapes()["params"]))
         if len(names) != 1:
             raise UserError(
@@ -253,7 +253,7 @@ class Model:
     def _apply(self, variables: Variables, x: jax.Array, *, method: str = "__call__", **options: Any) -> Any:
         if method != "head":
             self._check(x)
-        if not hasattr(self.module, method):
+        if not calls.has(self.module, method):
             raise UserError(
                 f"{self.name} has no method {method!r}, which is needed here: define features(x) (all layers before "
                 "the last one, [B, F]) and head(z) (the logits of the last layer, [B, C]), and let __call__ return "
@@ -298,7 +298,7 @@ class Layer:
 
 
 def forward_layers(
-    module: nn.Module,
+    module: calls.Module,
     shapes: Variables,
     input_shape: tuple[int, ...],
     input_dtype: Any,
@@ -312,7 +312,7 @@ def forward_layers(
     """
     leaves: dict[tuple[str, ...], dict[str, int]] = {}
     for position, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
-        keys = tuple(str(entry.key) for entry in path)  # NNX numbers the modules of a list: these keys are integers
+        keys = tuple(str(entry.key) for entry in path)  # `nnx.bridge` numbers the modules of a list by integers
         leaves.setdefault(keys[1:-1], {})[keys[-1]] = position
 
     x = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)
@@ -321,7 +321,7 @@ def forward_layers(
         whole = parts.joined(frozen or {}, variables)
         return calls.apply(module, whole, x, train=False, mask=None, method="__call__")
 
-    order = [path for path in _modules_called(lambda: jax.eval_shape(forward, shapes, x)) if path in leaves]
+    order = [path for path in calls.modules_called(module, forward, shapes, x) if path in leaves]
     order += [path for path in leaves if path not in order]  # tensors that the forward pass does not read come last
 
     def layer(path: tuple[str, ...]) -> Layer:
@@ -329,19 +329,6 @@ def forward_layers(
         return Layer("/".join(path), tuple(leaves[path][name] for name in names), tuple(names))
 
     return tuple(layer(path) for path in order)
-
-
-def _modules_called(trace: Callable[[], Any]) -> list[tuple[str, ...]]:
-    """Paths of the modules that ``trace`` calls, in the order of their first calls."""
-    order: dict[tuple[str, ...], None] = {}
-
-    def record(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        order.setdefault(tuple(context.module.path))
-        return call(*args, **kwargs)
-
-    with nn.intercept_methods(record):
-        trace()
-    return list(order)
 
 
 def _leaf_rank(name: str, names: dict[str, int]) -> tuple[int, str]:

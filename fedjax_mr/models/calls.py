@@ -1,7 +1,7 @@
 """Calls of Flax modules. The signature of a module decides which arguments it receives besides its input.
 
 Built-in modules are called as ``module(x, train=..., mask=...)``. Modules of users may have another name for the switch
-between training and evaluation, or none.
+between training and evaluation, or none. NNX modules are called by `nnx_module`.
 """
 
 import dataclasses
@@ -14,6 +14,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from fedjax_mr.models.nnx_module import NNXModule
+
+Module = nn.Module | NNXModule
 
 TRAINING = ("train", "training", "is_training")  # switches that are True in training mode
 EVALUATION = ("deterministic", "use_running_average", "eval", "inference")  # switches that are False in training mode
@@ -35,8 +39,10 @@ def is_open(kind: type, method: str) -> bool:
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
-def init(module: nn.Module, key: jax.Array, x: jax.Array) -> dict[str, Any]:
+def init(module: Module, key: jax.Array, x: jax.Array) -> dict[str, Any]:
     """Initialise the variables of a module, in evaluation mode; consumes ``key``."""
+    if isinstance(module, NNXModule):
+        return module.init(key)
     streams = {"params": key, "dropout": jax.random.fold_in(key, 1)}  # NNX's dropout needs its stream at init, too
     return dict(
         in_mode(lambda module, **switches: module.init(streams, x, **switches), module, "__call__", train=False)
@@ -44,7 +50,7 @@ def init(module: nn.Module, key: jax.Array, x: jax.Array) -> dict[str, Any]:
 
 
 def apply(
-    module: nn.Module,
+    module: Module,
     variables: Any,
     x: jax.Array,
     *,
@@ -68,6 +74,10 @@ def apply(
       fixed: paths of modules whose statistics are frozen. They run in evaluation mode.
       options: further arguments of ``module.apply``.
     """
+    if isinstance(module, NNXModule):
+        switches = {name: train == on for name, on in SWITCHES.items()}
+        options |= {"mask": mask, "fixed": fixed, "switches": switches}
+        return module.apply(variables, x, train=train, method=method, **options)
     if fixed and train:
         with nn.intercept_methods(functools.partial(_with_fixed_statistics, fixed)):
             return apply(module, variables, x, train=train, mask=mask, method=method, **options)
@@ -122,6 +132,29 @@ def _with_fixed_statistics(
         if getattr(module, name, None) is not None:
             object.__setattr__(module, name, None)
     return call(**dict(zip(names[1:], args, strict=False)) | kwargs | switches)
+
+
+def has(module: Module, method: str) -> bool:
+    """Whether a module has a method of this name."""
+    return method in module.methods if isinstance(module, NNXModule) else hasattr(module, method)
+
+
+def modules_called(module: Module, function: Callable[[Any, Any], Any], variables: Any, x: Any) -> list[tuple]:
+    """Paths of the modules that ``function(variables, x)`` calls, ordered by their first calls. Nothing is computed.
+
+    Those of NNX are the modules whose variables the function reads, because calls of NNX modules cannot be observed.
+    """
+    if isinstance(module, NNXModule):
+        return module.layers_used(function, variables, x)
+    order: dict[tuple[str, ...], None] = {}
+
+    def record(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        order.setdefault(tuple(context.module.path))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(record):
+        jax.eval_shape(function, variables, x)
+    return list(order)
 
 
 def _with_mask(mask: jax.Array, call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:

@@ -91,7 +91,8 @@ def partly(model: Any, trainable: Trainable = "*", *, variables: Any = None, key
         )
     if variables is None:
         frozen = split(jax.jit(model.init)(key), trainable)[1]
-        return dataclasses.replace(model, frozen=jax.tree.map(np.asarray, frozen))
+        frozen = jax.tree.map(np.asarray, frozen)
+        return dataclasses.replace(model, frozen=frozen, start=split(model.start, trainable)[0])
     start, frozen = split(checked(variables, shapes, model.name), trainable)
     return dataclasses.replace(model, frozen=frozen, start=start)
 

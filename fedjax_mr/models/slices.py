@@ -23,6 +23,7 @@ import numpy as np
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import layers, windows
 from fedjax_mr.models.base import Layer, Model, Variables
+from fedjax_mr.models.nnx_module import NNXModule
 
 Rounding = Callable[[float], int]
 Loss = Callable[..., Any]
@@ -132,8 +133,11 @@ def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil
       rounding: converts share x channels to a number of channels.
 
     Raises:
-      UserError: a layer is not a convolution, dense layer or BatchNorm, or normalises over its channels.
+      UserError: a layer is not a convolution, dense layer or BatchNorm, or normalises over its channels; or the network
+        is an NNX module, whose calls cannot be observed.
     """
+    if isinstance(model.module, NNXModule):
+        raise UserError(f"{model.name} cannot be narrowed, because it is an NNX module: use a Linen module")
     shapes, structure = jax.tree.flatten(model.shapes())
     owners = {layer.name: layer for layer in model.layers()}
     kernels = [layer for layer in owners.values() if "kernel" in layer.names]

@@ -13,7 +13,7 @@ from flax.core import FrozenDict
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import calls
+from fedjax_mr.models import calls, nnx_module, parts
 from fedjax_mr.models.base import Model, Variables, describe
 
 BATCH = 2  # samples in the check, which is traced and never computed
@@ -24,8 +24,9 @@ def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_d
     """Wrap a Flax module as a network for samples of ``input_shape``.
 
     Args:
-      module: an instance of ``flax.linen.Module`` that maps samples [B, ...] to logits [B, C], with or without
-        BatchNorm and dropout. A switch between training and evaluation (`calls.SWITCHES`) may be an argument or a
+      module: a Flax module that maps samples [B, ...] to logits [B, C], with or without BatchNorm and dropout: an
+        instance of ``flax.linen.Module`` or ``flax.nnx.Module``, or a function of ``rngs`` that returns the latter (see
+        `nnx_module.split`). A switch between training and evaluation (`calls.SWITCHES`) may be an argument or a
         field. The module may accept a ``mask`` [B]. Some strategies need the methods ``features`` and ``head``.
       input_shape: shape of one sample.
       num_classes: C.
@@ -35,23 +36,40 @@ def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_d
     Raises:
       UserError: the object is not such a module, cannot be called on the samples, or does not return logits [B, C].
     """
-    if not isinstance(module, nn.Module):
+    start: Variables = {}
+    if nnx_module.is_nnx(module):
+        module, start = _split(module, name)
+        name = name or module.kind.__name__
+    elif not isinstance(module, nn.Module):
         hint = f"; write {module.__name__}(...)" if isinstance(module, type) else ""
-        raise UserError(f"the model must be an instance of flax.linen.Module, not {_kind(module)}{hint}")
+        raise UserError(
+            f"the model must be an instance of flax.linen.Module or flax.nnx.Module, not {_kind(module)}{hint}"
+        )
     name = name or type(module).__name__
-    model = Model(_hashable(module, name), tuple(input_shape), input_dtype, name)
+    model = Model(_hashable(module, name), tuple(input_shape), input_dtype, name, start=start)
     _check(model, num_classes)
     return model
+
+
+def _split(module: Any, name: str) -> tuple[nnx_module.NNXModule, Variables]:
+    """Split an NNX module. The errors of a function that builds it become a UserError."""
+    if isinstance(module, nnx_module.NNXModule):
+        return module, {}
+    name = name or getattr(module, "__name__", type(module).__name__)
+    hint = "a network with more arguments is lambda rngs: MyNetwork(..., rngs=rngs)"
+    return _traced(lambda: nnx_module.split(module), f"{name} cannot be built", hint)
 
 
 def recorded_name(model: Model) -> str:
     """The name that a run folder records for a network passed from Python: ``given:NAME:HASH``.
 
-    The hash covers the name of the class, all fields (functions by name) and the shapes of the variables. It does not
-    cover the code: another activation inside ``__call__`` does not change the hash.
+    The hash covers the name of the class, all fields (functions by name), the shapes of the variables and the values of
+    an NNX instance. It does not cover the code: another activation inside ``__call__`` does not change the hash.
     """
     shapes = [(jax.tree_util.keystr(path), str(leaf.shape), str(leaf.dtype)) for path, leaf in _leaves(model.shapes())]
     content = f"{_content(model.module)} {shapes} {model.input_shape}"
+    if model.start:
+        content += f" {parts.digest(model.start)}"
     return registry.supplied_name(model.name, hashlib.sha256(content.encode()).hexdigest())
 
 
@@ -61,6 +79,8 @@ def _content(value: Any) -> str:
         fields = [each for each in dataclasses.fields(value) if each.name not in ("parent", "name")]  # type: ignore[arg-type]
         values = ", ".join(f"{each.name}={_content(getattr(value, each.name, None))}" for each in fields)
         return f"{type(value).__qualname__}({values})"
+    if isinstance(value, nnx_module.NNXModule):
+        return _content(value.content)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_content, value))})"
     if isinstance(value, np.ndarray | jax.Array):
@@ -157,6 +177,8 @@ def _check_statistics(model: Model, shapes: Variables, x: Any, mask: Any, key: A
     if STATISTICS not in shapes:
         return
     remedy = "pass the mode on, as in nn.BatchNorm(use_running_average=not train) of __call__(self, x, train)"
+    if isinstance(model.module, nnx_module.NNXModule):
+        remedy = "leave its use_running_average to train() and eval()"
     fixed = [path for path, changed in updated(train=True).items() if not changed]
     if fixed:
         raise UserError(f"{model.name} does not update its batch_stats{fixed[0]} in training: {remedy}")

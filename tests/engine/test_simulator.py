@@ -94,7 +94,7 @@ def test_the_data_of_one_client():
         ({"strategy": "fedmrr"}, "did you mean 'fedmr'"),
         ({"model": "logistics"}, "did you mean 'logistic'"),
         ({"strategy": lambda problem: None}, "build(hyper, problem)"),
-        ({"model": Network}, "instance of flax.linen.Module"),
+        ({"model": Network}, "instance of flax.linen.Module or flax.nnx.Module"),
         ({"cohort": 7}, "cohort=7 is out of range: it must be from 1 to the number of clients, 6"),
         ({"cohort": 0}, "cohort=0 is out of range"),
         ({"devices": 99}, "devices=99"),

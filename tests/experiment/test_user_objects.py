@@ -90,7 +90,7 @@ def test_no_command_line_can_stand_for_them(flag, capsys):
 
 WRONG = {
     "arrays": (dict(dataset=X), "dataset= takes what fmr.from_arrays(x, y) returns, not a ndarray"),
-    "a class": (dict(model=Net), "takes an instance of flax.linen.Module, such as MyNetwork(), not the class Net"),
+    "a class": (dict(model=Net), "flax.linen.Module or flax.nnx.Module, such as MyNetwork(), not the class Net"),
     "a name": (dict(model="mlp"), "a network by name is fmr.Config(model='mlp')"),
     "nothing": (dict(model=[]), "model= is an empty list"),
     "several for one": (dict(model=[Net([4]), Net([5])]), "needs the same network for all clients"),

@@ -197,7 +197,7 @@ class WithArray(Plain):
 
 
 REFUSED = {
-    "a class": (Net, "must be an instance of flax.linen.Module, not the class Net; write Net(...)"),
+    "a class": (Net, "must be an instance of flax.linen.Module or flax.nnx.Module, not the class Net; write Net(...)"),
     "no module": ("mlp", "not str"),
     "too few classes": (nn.Dense(2), "Dense returns 2 of float32 for a sample, but the data need 3 logits"),
     "a tuple": (Softmaxes(), "returns a tuple for a sample, but the data need 3 logits"),
