@@ -222,7 +222,9 @@ def finish(
     state, uploads, received, key = receive(strategy, state, messages, payloads, plan.cohort, round, key)
     seen = messages if strategy.receive is None else uploads
     one_network = "model" in seen and len(constants.problem.model.networks) == 1
-    similarity = trees.mean_pairwise_cosine(seen["model"]["params"]) if one_network else jnp.float32(jnp.nan)
+    similarity = jnp.float32(jnp.nan)
+    if one_network:
+        similarity = trees.mean_pairwise_cosine(constants.problem.model.compared(seen["model"])["params"])
 
     if progress.memory is None:
         memory = trees.agree(memories, plan.cohort.ids)

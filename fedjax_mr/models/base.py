@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import calls, parts
 from fedjax_mr.models.blocks import Projection
@@ -24,6 +25,7 @@ Variables = dict[str, Any]
 # PyTorch's order of the tensors of a layer. Papers and released code count leaves in this order.
 LEAF_ORDER = ("embedding", "kernel", "recurrent_kernel", "bias", "recurrent_bias")
 NORM_LEAF_ORDER = ("scale", "bias", "mean", "var", "count")
+PAIR = ("lora_a", "lora_b")  # the two tensors of an adapter (`models.adapters`), which mean nothing apart
 
 
 class BlockNet(nn.Module):
@@ -107,6 +109,7 @@ class Model:
       name: name of the network in error messages.
       frozen: the variables that never change, see `partly`. {}: all train.
       start: initial values of variables that train, see `partly`. All others are initialised at random.
+      adapter: how adapters enter the network and its means (`adapters.Lora`). None: there are none.
 
     All functions of samples raise a UserError during tracing if the samples have another shape or kind.
     """
@@ -117,6 +120,7 @@ class Model:
     name: str = dataclasses.field(default="model", metadata=STATIC)
     frozen: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
     start: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    adapter: Any = dataclasses.field(default=None, metadata=STATIC)
     _known: _Shapes = dataclasses.field(default_factory=_Shapes, compare=False, repr=False, metadata=STATIC)
 
     @property
@@ -220,11 +224,28 @@ class Model:
         return np.array([sum(leaf.size * leaf.dtype.itemsize for leaf in each) for each in leaves])
 
     def shapes(self) -> Variables:
-        """Shapes and dtypes of the variables. Nothing is computed."""
-        key = jax.tree.structure(self)
+        """Shapes and dtypes of the variables that train. Nothing is computed."""
+        return self._shapes(self.init)
+
+    def module_shapes(self) -> Variables:
+        """Shapes and dtypes of the variables of the module, those that are frozen here included."""
+        return self._shapes(self.init_all)
+
+    def _shapes(self, init: Callable[[jax.Array], Variables]) -> Variables:
+        key = init.__name__, jax.tree.structure(self)
         if key not in self._known:
-            self._known[key] = jax.eval_shape(lambda: self.init(jax.random.key(0)))
+            self._known[key] = jax.eval_shape(lambda: init(jax.random.key(0)))
         return jax.tree.map(lambda leaf: leaf, self._known[key])  # a copy: the caller may change its dictionaries
+
+    def mean(self, models: Variables, *, weights: jax.Array | None = None) -> Variables:
+        """The mean of K models [K, ...] as a model to deploy. Adapters: that of their products, see `adapters.Lora`."""
+        if self.adapter is not None:
+            return self.adapter.mean(self, models, weights)
+        return trees.mean(models, weights=weights)
+
+    def compared(self, models: Variables) -> Variables:
+        """The models in a form in which distances and inner products have a meaning. Adapters: their products."""
+        return models if self.adapter is None else self.adapter.compared(models)
 
     def layers(self) -> tuple["Layer", ...]:
         """The layers in forward order, determined by tracing one forward pass."""
@@ -259,6 +280,9 @@ class Model:
                 "the last one, [B, F]) and head(z) (the logits of the last layer, [B, C]), and let __call__ return "
                 "head(features(x))"
             )
+        if self.adapter is not None:
+            with nn.intercept_methods(self.adapter.intercept):
+                return dataclasses.replace(self, adapter=None)._apply(variables, x, method=method, **options)
         if not self.frozen:
             return calls.apply(self.module, variables, x, method=method, **options)
         fixed = parts.modules_of(self.frozen, "batch_stats")
@@ -295,6 +319,14 @@ class Layer:
     name: str
     leaves: tuple[int, ...]
     names: tuple[str, ...]
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The tensors of the layer, each alone but the two of an adapter together: the smallest units to exchange."""
+        place = {name: leaf for name, leaf in zip(self.names, self.leaves, strict=True)}
+        pair = tuple(place[name] for name in PAIR if name in place)
+        singles = tuple((leaf,) for leaf in self.leaves if leaf not in pair)
+        return (*singles, pair) if pair else singles
 
 
 def forward_layers(

@@ -427,7 +427,7 @@ def circulating(problem: Problem, *, start: Callable[[Problem, jax.Array], Varia
         dispatch,
         plain_training(problem),
         server_update,
-        global_model=lambda state: trees.mean(state.models),
+        global_model=lambda state: problem.model.mean(state.models),
         models=view("models", stacked=True),
     )
 

@@ -110,16 +110,16 @@ def recombination_units(hyper: Hyper, layers: tuple[Layer, ...]) -> tuple[tuple[
     """The units of recombination as positions of leaves, in forward order.
 
     Layer j (from 1) of L layers belongs to segment ceil(j / (x L)) (KDD'24, section 5.4.2). In the authors' code, a new
-    segment starts at the first leaf i (from 0) of M with i >= c x M, c = 1, 2, ...
+    segment starts at the first leaf i (from 0) of M with i >= c x M, c = 1, 2, ... The two leaves of an adapter (LoRA)
+    are one: a leaf of one client and the other leaf of another client are no adapter of either.
     """
-    leaves = [leaf for layer in layers for leaf in layer.leaves]
+    pieces = [unit for layer in layers for unit in layer.units]
     if hyper.unit == "leaf":
-        return tuple((leaf,) for leaf in leaves)
+        return tuple(pieces)
     if hyper.unit == "layer":
         return tuple(layer.leaves for layer in layers)
     if hyper.segment_of == "leaves":
-        numbers = [math.floor(_exact(i / (hyper.segment * len(leaves)))) for i in range(len(leaves))]
-        pieces = [(leaf,) for leaf in leaves]
+        numbers = [math.floor(_exact(i / (hyper.segment * len(pieces)))) for i in range(len(pieces))]
     else:
         numbers = [math.ceil(_exact(j / (hyper.segment * len(layers)))) for j in range(1, len(layers) + 1)]
         pieces = [layer.leaves for layer in layers]

@@ -1,0 +1,224 @@
+"""LoRA: a trained product of two thin matrices beside frozen weights (Hu et al., ICLR 2022).
+
+A targeted dense layer computes y + (alpha / r) (x A) B, with A [in, r] random and B [r, out] zero, so a network with
+adapters starts as its base. Only A and B train. Under ``vmap`` the frozen layers of all clients are one product over
+their K x B rows, because x W is never merged with the adapter of a client.
+
+This is our own code, and not the package qwix, because here an adapter is two more leaves of ``params`` beside the
+kernel: frozen parts, layers, units of recombination and messages then need no other rule. The whole fits on a page.
+
+(A G, G^-1 B) is the same adapter as (A, B) for every invertible G, so the columns of A mean nothing without their B.
+Therefore a pair is one unit of recombination (`Layer.units`), and models are compared by their products
+(`Lora.compared`). The mean of several models has the mean of their products (`Lora.mean`), which no pair of rank r has.
+It is stored as a dense change of each targeted matrix in the collection `CHANGE`. Unlike a stack of rank K r, it does
+not grow with the number of models, and methods that change the base need the same form.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from fedjax_mr import trees
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import layers, parts
+from fedjax_mr.models.base import PAIR, Model, Variables
+
+A, B = PAIR
+SCALE = "lora_scale"  # alpha / r, a frozen number
+CHANGE = "change"  # collection of the changes [in, out] of targeted kernels
+DENSE = (nn.Dense, nn.DenseGeneral, layers.Dense)
+ATTENTION = ("*query/kernel", "*value/kernel")
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The hooks of an adapted network in `Model`. It has no fields: all numbers are variables."""
+
+    def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        """Add the adapter of a dense layer, and the change of its kernel, to its output."""
+        y, module = call(*args, **kwargs), context.module
+        if context.method_name != "__call__" or not isinstance(module, DENSE):
+            return y
+        x = functools.partial(_rows, module, args[0] if args else kwargs["inputs"])
+        if module.has_variable("params", A):
+            a, b, scale = (module.get_variable("params", name) for name in (A, B, SCALE))
+            y = y + (scale * ((x(a) @ a) @ b)).reshape(y.shape)
+        if module.has_variable(CHANGE, "kernel"):
+            change = module.get_variable(CHANGE, "kernel")
+            y = y + (x(change) @ change).reshape(y.shape)
+        return y
+
+    def mean(self, model: Model, models: Variables, weights: jax.Array | None = None) -> Variables:
+        """The mean of K models [K, ...], exactly: fresh adapters and the mean of the products as `CHANGE`."""
+        mean = trees.mean(models, weights=weights)
+        if not any(True for _ in pairs(models)):  # A or B is common: the mean of the other one is exact
+            return mean
+        change = trees.mean(changes(model, models), weights=weights)
+        return with_change(without_products(mean), change)
+
+    def compared(self, models: Variables) -> Variables:
+        """The models with the product A B of each pair in place of the pair, for distances and similarities.
+
+        Exact up to the factor alpha / r, which is the same for all pairs.
+        """
+        params = dict(flatten_dict(models["params"]))
+        for path, a, b in pairs(models):
+            params[(*path, A)] = a @ b
+            del params[(*path, B)]
+        return models | {"params": unflatten_dict(params)}
+
+
+def lora(
+    model: Model,
+    rank: int = 8,
+    alpha: float = 16.0,
+    *,
+    key: jax.Array,
+    targets: str = "",
+    head: bool = False,
+    trainable: parts.Trainable = "",
+    variables: Any = None,
+) -> Model:
+    """A network with adapters. Its base is frozen.
+
+    Args:
+      model: a network of a Linen module without frozen variables.
+      rank: r.
+      alpha: the products are scaled by alpha / r.
+      key: initialises A, and the base if ``variables`` is None; consumed.
+      targets: patterns of the paths of the kernels, separated by commas. Default: the queries and values of attention,
+        or all dense kernels but the head's if there is no attention.
+      head: whether the last layer trains, too.
+      trainable: what trains, if it is not the adapters (and the head), such as ``*/lora_b`` for FFA-LoRA.
+      variables: the variables of the base, such as pretrained ones.
+
+    Raises:
+      UserError: no dense kernel matches ``targets``, or as `parts.partly`.
+    """
+    if model.frozen or len(model.networks) > 1:
+        raise UserError(f"{model.name} cannot get adapters: they need one network that has no frozen variables yet")
+    shapes = model.module_shapes()
+    kernels = dense_kernels(model)
+    chosen = _chosen(model, kernels, targets)
+    given = None if variables is None else parts.checked(variables, shapes, model.name)
+    base = jax.device_get(jax.jit(model.init_all)(key)) if given is None else given
+    added = {path: _pair(jax.random.fold_in(key, n), kernels[path], rank, alpha) for n, path in enumerate(chosen)}
+    own = {"params": unflatten_dict({(*path, name): leaf for path in chosen for name, leaf in added[path].items()})}
+    last = "/".join((*list(kernels)[-1], "*"))
+    rule = parts.predicate(trainable or f"*{A},*{B}{',' + last if head else ''}")
+    trains = lambda path: rule(path) and not path.endswith(SCALE)
+    start, frozen = parts.split(parts.joined(base, own), trains)
+    if not start.get("params"):
+        raise UserError(f"trainable={trainable} matches no parameter of {model.name} with adapters")
+    if given is None:  # only the adapters start from one draw
+        start = parts.split(own, trains)[0]
+    return dataclasses.replace(model, frozen=frozen, start=start, adapter=Lora())
+
+
+def _pair(key: jax.Array, shape: tuple[int, int], rank: int, alpha: float) -> dict[str, np.ndarray]:
+    """A is uniform in +-1 / sqrt(in), as in the package peft. B is zero."""
+    inputs, outputs = shape
+    bound = inputs**-0.5
+    a = jax.random.uniform(key, (inputs, rank), minval=-bound, maxval=bound)
+    return {A: np.asarray(a), B: np.zeros((rank, outputs), np.float32), SCALE: np.float32(alpha / rank)}
+
+
+def _chosen(model: Model, kernels: dict[Path, tuple[int, int]], targets: str) -> list[Path]:
+    matching = lambda patterns: [path for path in kernels if parts.predicate(patterns)("/".join((*path, "kernel")))]
+    chosen = matching(targets) if targets else matching(ATTENTION) or list(kernels)[:-1]
+    if not chosen:
+        names = ", ".join("/".join((*path, "kernel")) for path in kernels)
+        wanted = f"lora_targets={targets} matches no dense kernel" if targets else "no dense kernel but the head's"
+        raise UserError(f"{wanted} of {model.name}; its dense kernels are {names or 'none'}")
+    return chosen
+
+
+def dense_kernels(model: Model) -> dict[Path, tuple[int, int]]:
+    """The dense layers of a network in forward order, with the sizes [in, out] of their kernels as matrices."""
+    shapes = model.module_shapes()
+    found: dict[Path, tuple[int, int]] = {}
+
+    def record(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        if isinstance(module, DENSE) and context.method_name == "__call__" and not getattr(module, "batch_dims", ()):
+            kernel = module.get_variable("params", "kernel")
+            features = module.features if isinstance(module.features, int) else int(np.prod(module.features))
+            found.setdefault(tuple(module.path), (kernel.size // features, features))
+        return call(*args, **kwargs)
+
+    x = jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
+    with nn.intercept_methods(record):
+        jax.eval_shape(model.apply, shapes, x)
+    return found
+
+
+def _rows(module: Any, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """The inputs of a dense layer as rows [..., in]."""
+    axes = getattr(module, "axis", -1)
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    return moved.reshape(*moved.shape[: moved.ndim - len(axes)], matrix.shape[0])
+
+
+# --- algebra ---------------------------------------------------------------------------------------------------------
+
+
+def pairs(variables: Variables) -> Iterator[tuple[Path, jax.Array, jax.Array]]:
+    """Yield (path of the layer, A [..., in, r], B [..., r, out]) of each layer that has both."""
+    params = flatten_dict(variables["params"])
+    for path in params:
+        if path[-1] == A and (*path[:-1], B) in params:
+            yield path[:-1], params[path], params[(*path[:-1], B)]
+
+
+def scale_of(model: Model, path: Path) -> jax.Array:
+    """Alpha / r of a layer."""
+    scale: jax.Array = flatten_dict(model.frozen["params"])[(*path, SCALE)]
+    return scale
+
+
+def changes(model: Model, variables: Variables) -> Variables:
+    """What the adapters, and earlier changes, add to each targeted kernel: a tree of leaves ``kernel`` [..., in, out].
+
+    ``variables`` is one model or several [K, ...].
+    """
+    whole = model.whole(variables)
+    earlier = flatten_dict(variables.get(CHANGE, {}))
+    total = {(*path, "kernel"): scale_of(model, path) * (a @ b) for path, a, b in pairs(whole)}
+    return unflatten_dict({path: leaf + earlier[path] if path in earlier else leaf for path, leaf in total.items()})
+
+
+def no_change(model: Model) -> Variables:
+    """Changes of zeros."""
+    shapes = jax.eval_shape(lambda: changes(model, model.init(jax.random.key(0))))
+    return trees.zeros_like(shapes)
+
+
+def with_change(variables: Variables, change: Variables) -> Variables:
+    """A model on a changed base."""
+    return variables | {CHANGE: change}
+
+
+def without_products(variables: Variables) -> Variables:
+    """A model whose B are zero, so that its adapters add nothing."""
+    params = dict(flatten_dict(variables["params"]))
+    for path, _, b in pairs(variables):
+        params[(*path, B)] = jnp.zeros_like(b)
+    return variables | {"params": unflatten_dict(params)}
+
+
+def merged(model: Model, variables: Variables) -> Variables:
+    """The variables of the base with the adapters added to its kernels, for plain Flax."""
+    whole = flatten_dict({name: tree for name, tree in model.whole(variables).items() if name != CHANGE})
+    for path, change in flatten_dict(changes(model, variables)).items():
+        kernel = whole[("params", *path)]
+        whole[("params", *path)] = kernel + change.reshape(kernel.shape)
+    return unflatten_dict({path: leaf for path, leaf in whole.items() if path[-1] not in (A, B, SCALE)})

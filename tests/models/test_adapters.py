@@ -1,0 +1,142 @@
+"""LoRA: adapters beside frozen weights, their products and their units."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.engine.simulator import Simulator
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Model, adapters, parts
+from fedjax_mr.strategies import fedcross, fedmr
+from fedjax_mr.testing.adapted import WHOLE, Attention, adapted, random_models
+from fedjax_mr.testing.federations import federated, tree_close, tree_equal
+
+X = jax.random.normal(jax.random.key(9), (5, 4, 4, 1))
+K = 3
+
+
+def test_round_0_is_the_base_and_only_adapters_train():
+    model = adapted()
+    variables = model.init(jax.random.key(1))
+    base = adapters.merged(model, variables)
+    assert jax.tree.map(jnp.shape, base) == jax.tree.map(lambda leaf: leaf.shape, WHOLE.shapes())
+    tree_close(model.apply(variables, X), WHOLE.apply(base, X), atol=1e-6)
+    names = {layer.name: layer.names for layer in model.layers()}
+    assert names == {"attend/query": ("lora_a", "lora_b"), "attend/value": ("lora_a", "lora_b")}
+    assert model.num_parameters() == 2 * (4 * 2 + 2 * 4)
+    tree_equal(variables["params"], model.init(jax.random.key(2))["params"])  # all starts share one A
+
+
+@pytest.mark.parametrize("targets", ["", "attend/out/kernel,last/kernel", "*"])
+def test_adapters_equal_the_merged_network(targets):
+    model = adapted(targets=targets)
+    variables = trees.take(random_models(model, 1), 0)
+    tree_close(model.apply(variables, X), WHOLE.apply(adapters.merged(model, variables), X), atol=1e-5)
+    params, key = variables["params"], jax.random.key(0)
+    out, state = model.train_apply(params, {}, X, mask=jnp.ones(5), key=key)
+    tree_close(out, model.apply(variables, X), atol=1e-6)
+    assert state == {}
+
+
+def test_the_head_may_train_beside_and_one_factor_alone():
+    with_head = adapted(head=True)
+    assert [layer.name for layer in with_head.layers()] == ["attend/query", "attend/value", "last"]
+    first, second = (with_head.init(jax.random.key(seed))["params"] for seed in (1, 2))
+    assert np.any(first["last"]["kernel"] != second["last"]["kernel"])
+    only_b = adapted(trainable="*/lora_b")
+    assert {layer.names for layer in only_b.layers()} == {("lora_b",)}
+    models = random_models(only_b, K)
+    tree_equal(only_b.mean(models), trees.mean(models))  # B alone is linear
+
+
+def test_frozen_products_are_not_repeated_for_each_client():
+    model, models = adapted(), random_models(adapted(), K)
+    text = str(jax.make_jaxpr(jax.vmap(model.apply, in_axes=(0, None)))(models, X))
+    assert f"f32[{K},4,2,2]" not in text  # no kernel of the attention exists K times
+
+
+def test_the_deployed_mean_is_the_mean_of_the_products():
+    model = adapted(head=True, targets="*")
+    models, weights = random_models(model, K), jnp.array([1.0, 2.0, 5.0])
+    deployed = model.mean(models, weights=weights)
+    dense = trees.mean(jax.vmap(lambda each: adapters.merged(model, each))(models), weights=weights)
+    tree_close(adapters.merged(model, deployed), dense, atol=1e-5)
+    tree_close(model.apply(deployed, X), WHOLE.apply(dense, X), atol=1e-5)
+    factors = adapters.merged(model, trees.mean(models, weights=weights))
+    assert (
+        np.abs(factors["params"]["attend"]["query"]["kernel"] - dense["params"]["attend"]["query"]["kernel"]).max()
+        > 0.1
+    )
+    again = trees.broadcast(deployed, 2)  # a change is averaged, too
+    tree_close(adapters.merged(model, model.mean(again)), dense, atol=1e-5)
+
+
+def rotated(models):
+    """The same adapters with other factors (A G, G^-1 B), with another G for each model."""
+    params = models["params"]
+    for path, a, b in adapters.pairs(models):
+        g = jax.random.normal(jax.random.key(5), (K, a.shape[-1], a.shape[-1])) + 2 * jnp.eye(a.shape[-1])[None]
+        params = parts.joined(params, {path[0]: {path[1]: {"lora_a": a @ g, "lora_b": jnp.linalg.solve(g, b)}}})
+    return {"params": params}
+
+
+@pytest.mark.parametrize("hyper", [fedmr.Hyper(), fedmr.Hyper(unit="segment", segment_of="leaves")])
+def test_recombination_does_not_depend_on_the_factors(hyper):
+    model, models = adapted(), random_models(adapted(), K)
+    units = fedmr.recombination_units(hyper, model.layers())
+    assert len(units) == 2 and all(len(unit) == 2 for unit in units)
+    key = jax.random.key(3)
+    dense = jax.vmap(lambda each: adapters.merged(model, each))
+    one, other = (dense(fedmr.recombine(each, units, key)) for each in (models, rotated(models)))
+    tree_close(one, other, rtol=1e-3, atol=1e-4)
+    for kernel, before in zip(jax.tree.leaves(one), jax.tree.leaves(dense(models)), strict=True):
+        flat = lambda each: np.sort(np.asarray(each).reshape(K, -1).sum(axis=1))
+        np.testing.assert_allclose(flat(kernel), flat(before), rtol=1e-3, atol=1e-4)  # the same K kernels
+
+
+@pytest.mark.parametrize("kind", ["cosine", "euclidean"])
+def test_similarity_compares_products(kind):
+    model, models = adapted(), random_models(adapted(), K)
+    table = lambda each: fedcross.similarities(model.compared(each), kind, ())
+    tree_close(table(models), table(rotated(models)), rtol=1e-3, atol=1e-3)
+    assert np.abs(fedcross.similarities(models, kind, ()) - table(models)).max() > 0.01
+
+
+def test_mixing_factors_errs_by_the_product_of_the_differences():
+    models, alpha = random_models(adapted(), 2), 0.9
+    (_, a, b), *_ = adapters.pairs(models)
+    mixed = trees.mix(models, jnp.array([[alpha, 1 - alpha], [1 - alpha, alpha]]))
+    (_, mixed_a, mixed_b), *_ = adapters.pairs(mixed)
+    wanted = alpha * a[0] @ b[0] + (1 - alpha) * a[1] @ b[1]
+    error = alpha * (1 - alpha) * (a[0] - a[1]) @ (b[0] - b[1])
+    tree_close(mixed_a[0] @ mixed_b[0], wanted - error, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fedmr", "fedcross"])
+def test_several_models_train_adapters(strategy):
+    model = adapted()
+    simulator = Simulator(strategy, model, federated(), cohort=K, devices=1, lanes=K)
+    state, report = simulator.run(simulator.init(), 1)
+    per_client = 4 * model.num_parameters()
+    assert report.traffic.num_bytes() == (K * per_client, K * per_client, 0)
+    deployed = jax.device_get(simulator.deployed(state))
+    models = jax.device_get(state.server.models)
+    dense = trees.mean(jax.vmap(lambda each: adapters.merged(model, each))(models))
+    x, y = federated().dataset.x, federated().dataset.y
+    share = np.mean(np.argmax(np.asarray(WHOLE.apply(dense, x)), 1) == y)
+    assert simulator.test(state).accuracy == pytest.approx(share, abs=0.01)
+    tree_close(adapters.merged(model, deployed), dense, atol=1e-5)
+    tree_equal(simulator.rounds.constants.problem.model.frozen, model.frozen)
+
+
+def test_bad_input_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"targets=q/\* matches no dense kernel of attention; its dense kernels"):
+        adapted(targets="q/*")
+    with pytest.raises(UserError, match="no frozen variables yet"):
+        adapters.lora(adapted(), key=jax.random.key(0))
+    with pytest.raises(UserError, match="matches no parameter of attention with adapters"):
+        adapted(trainable="nothing")
+    with pytest.raises(UserError, match="lacks params/attend"):
+        adapters.lora(Model(Attention(3), (4, 4, 1)), key=jax.random.key(0), variables={"params": {}})
