@@ -16,6 +16,11 @@ the server sees. An exchange of layers among the clients (`transforms.secure_exc
 
 With neutral numbers (no attackers, no outliers, zero noise, a norm that is never reached), a link returns the values
 bit for bit.
+
+Refused messages. A client whose message was refused shall be as if it had not taken part. In SCAFFOLD and its relatives
+a client's memory and the server's state change by the same upload. If only the memory did, they would drift apart until
+the training diverges. So the server tells the client at its next contact, and the client first restores the memory that
+it had before. Memories of strategies with a personal model are kept, because the personal model is in them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import ClientData, Samples
 from fedjax_mr.errors import UserError
@@ -82,8 +88,8 @@ class Link(NamedTuple):
     """key -> the state that the server keeps for the link. Default: None."""
     init_memory: Callable[[Values], Memory] | None = None
     """Shapes of a client's values -> what the client keeps for the link. Default: nothing."""
-    announce: Callable[[Any], Any] | None = None
-    """State of the link -> what the server tells all clients before they train. Default: nothing."""
+    announce: Callable[[Any, jax.Array], Any] | None = None
+    """(state of the link, client id) -> what the server tells ONE client before it trains. Default: nothing."""
     data: Callable[[ClientData, Context], ClientData] | None = None
     """Change the data on which ONE client trains. Default: they stay the same."""
     down: Callable[[Payload, jax.Array], Payload] | None = None
@@ -96,6 +102,9 @@ class Link(NamedTuple):
     """Pairs of another kind of link that must not be in the same channel, and the reason with a remedy."""
     encodes: bool = False
     """Whether the client's side returns a message with another structure than the values."""
+    refuses: bool = False
+    """Whether the server may refuse whole messages. The state is then which clients' last message was refused [N] bool,
+    and ``announce`` tells each client. The state is None where no client has a memory to restore."""
 
 
 class State(NamedTuple):
@@ -110,6 +119,7 @@ class ClientMemory(NamedTuple):
 
     inner: Memory
     links: tuple[Memory, ...]
+    before: Memory = None  # ``inner`` before the last message, if that may be refused
 
 
 def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strategy:
@@ -148,6 +158,12 @@ class _Channel:
     """The members of the strategy that `channel` returns."""
 
     def __init__(self, inner: Strategy, problem: Problem, links: tuple[Link, ...]) -> None:
+        # The clients' memories that a refused message must not change.
+        self.restores = inner.init_memory is not None and inner.personal_model is None
+        if not self.restores:
+            stateless = lambda link: link._replace(init=None, announce=None) if link.refuses else link
+            links = tuple(map(stateless, links))
+        self.restores &= any(link.refuses for link in links)
         self.inner, self.problem, self.links = inner, problem, links
 
     def strategy(self) -> Strategy:
@@ -187,10 +203,11 @@ class _Channel:
                 keys = jax.random.split(jax.random.fold_in(key, number), self.problem.cohort_size)
                 payload = jax.vmap(link.down)(payload, keys)
         notes = {
-            link.kind: link.announce(own) for link, own in zip(self.links, state.links, strict=True) if link.announce
+            link.kind: jax.vmap(link.announce, in_axes=(None, 0))(own, cohort.ids)
+            for link, own in zip(self.links, state.links, strict=True)
+            if link.announce
         }
-        to_each = lambda leaf: jnp.broadcast_to(leaf, (self.problem.cohort_size, *jnp.shape(leaf)))
-        return payload | ({NOTES: jax.tree.map(to_each, notes)} if notes else {})
+        return payload | ({NOTES: notes} if notes else {})
 
     def _opened(self, payload: Payload) -> tuple[Payload, dict[str, Any]]:
         """The payload of the inner strategy, and the announcements of the links by kind. ONE client."""
@@ -211,8 +228,11 @@ class _Channel:
         for number, link in self._numbered():
             if link.data is not None:
                 data = link.data(data, context(number, None))
-        own = None if memory is None else memory.inner
-        upload, own, metrics = self.inner.client_update(payload, own, data, round, key)
+        before = None if memory is None else memory.inner
+        if self.restores:
+            (refused,) = (notes[link.kind] for link in self.links if link.refuses)
+            before = trees.where(refused, memory.before, memory.inner)
+        upload, own, metrics = self.inner.client_update(payload, before, data, round, key)
         values, others = split(upload)
         if not values:
             raise UserError("the clients of this strategy upload no floating-point numbers, so a channel is useless")
@@ -228,13 +248,14 @@ class _Channel:
             info |= sent.info
         message = others | {ENCODED: values} if self._encoded else joined(values, others)
         message |= {NOTES: sent_notes} if sent_notes else {}
-        kept = None if memory is None else ClientMemory(own, tuple(memories))
+        kept = None if memory is None else ClientMemory(own, tuple(memories), before if self.restores else None)
         return message, kept, metrics._replace(info=info)
 
     def init_memory(self, key: jax.Array, client_id: jax.Array) -> ClientMemory:
         own = None if self.inner.init_memory is None else self.inner.init_memory(key, client_id)
         values = self._shapes_of_values() if any(link.init_memory for link in self.links) else {}
-        return ClientMemory(own, tuple(link.init_memory(values) if link.init_memory else None for link in self.links))
+        memories = tuple(link.init_memory(values) if link.init_memory else None for link in self.links)
+        return ClientMemory(own, memories, own if self.restores else None)
 
     def _shapes_of_values(self) -> Values:
         return split(upload_shapes(self.inner, self.problem))[0]
@@ -263,6 +284,10 @@ class _Channel:
                 context = Context(_link_key(key, number), round, cohort.ids, notes.get(link.kind))
                 states[number], values, info = link.server(states[number], values, reference, context)
                 infos |= info
+                if link.refuses and self.restores:
+                    restored = {name: jax.vmap(trees.where)(states[number][cohort.ids], reference[name], values[name])
+                                for name in self.inner.increments}  # fmt: skip
+                    values = values | restored
         return state._replace(links=tuple(states)), joined(values, others), infos
 
     @property

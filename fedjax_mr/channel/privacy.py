@@ -109,7 +109,7 @@ def privacy(
         adaptive = {
             "server": server,
             "init": lambda key: jnp.asarray(clip, jnp.float32),
-            "announce": lambda bound: bound,
+            "announce": lambda bound, client: bound,
         }
     between = "changes the uploads before their mean, whose noise protects nothing else: pass noise_on=upload"
     excludes = tuple((kind, f"{kind} {between}") for kind in ("compression", "robust")) if noise_on == "mean" else ()

@@ -25,7 +25,13 @@ robust. Here the rule screens the messages before the recombination, and the mod
 - ``krum``, ``multi_krum``: a rejected message is replaced by what the client had received.
 - ``trimmed_mean``: each number of a change is clipped to the range that trimming keeps.
 - ``median``, ``geometric_median``, ``centered_clip``: a change is pulled to within a radius of the rule's result. The
-  radius is the median distance of the changes to it, so about half of them are shortened, with and without attackers.
+  radius is the (K - f)-th smallest distance of the changes to it. So at most f changes are shortened, as many as Krum
+  refuses and trimming clips, and f = 0 changes nothing. The largest f, (K - 1) / 2 rounded down, gives about the median
+  distance, the strongest setting.
+
+Methods whose clients add what they upload to their memory (`Strategy.increments`, SCAFFOLD) need ``krum`` or
+``multi_krum``, which refuse whole messages, see `channel.base`. The other rules are refused: they change the server's
+control variate but not the clients', and the difference grows until the training diverges, with and without attackers.
 
 ``nnm`` and ``bucketing`` are refused for K models, because they make the models nearly equal. No published guarantee
 for recombination is known, and none is claimed here. A message that passes reaches many models: of K = 10 models with
@@ -67,14 +73,14 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
     Args:
       problem: the problem of the strategy.
       rule: one of `RULES`.
-      outliers: f, the number of messages per round that may come from attackers. With K models and f = 0,
-        ``trimmed_mean`` and ``multi_krum`` return the values bit for bit.
+      outliers: f, the number of messages per round that may come from attackers. With K models and f = 0, all rules but
+        ``krum`` return the values bit for bit.
       before: one of `BEFORE`, applied before the rule.
       stacked: whether the rule screens the messages of K models. Otherwise it aggregates those of one model.
 
     Raises:
-      UserError: unknown names, or ``before`` with K models. `Link.check` raises it if the cohort is too small, or if
-        clients exchange layers before the upload.
+      UserError: unknown names, or ``before`` with K models. `Link.check` raises it if the cohort is too small, if
+        clients exchange layers before the upload, or if the rule does not suit a method with `Strategy.increments`.
     """
     if rule not in RULES:
         raise unknown_name("robust rule", rule, RULES)
@@ -83,7 +89,14 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
     if stacked and before != "none":
         raise UserError(f"{before} makes the models of this method nearly equal: leave it out or train one model")
 
+    refuses = "krum" in rule and before == "none"  # a message is accepted or refused as a whole
+
     def check(strategy: Strategy, problem: Problem) -> None:
+        if strategy.increments and not refuses:
+            raise UserError(
+                f"the clients add their {' and '.join(strategy.increments)} to their memory, which "
+                f"{before if before != 'none' else rule} on the server cannot follow: use multi_krum alone"
+            )
         if strategy.exchange is not None and strategy.exchange.before_upload:
             raise UserError(
                 "after an exchange of layers a message mixes the layers of several clients, so one attacker is in all "
@@ -113,9 +126,20 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
             if before == "bucketing":
                 changes = bucketing(changes, context.key)
             values, shares = _around(reference, RULES[rule](changes, outliers)), ~usable
+        if state is not None:
+            state = state.at[context.client].set(shares | ~usable)
         return state, values, {"rejected": jnp.mean(jnp.where(usable, shares.astype(jnp.float32), 1.0))}
 
-    return Link("robust", server=server, check=check)
+    if not refuses:
+        return Link("robust", server=server, check=check)
+    return Link(
+        "robust",
+        server=server,
+        init=lambda key: jnp.zeros(problem.num_clients, bool),
+        announce=lambda refused, client: refused[client],
+        check=check,
+        refuses=True,
+    )
 
 
 # --- Rules: leaves [K, ...] -> leaves [...] ---------------------------------------------------------------------------
@@ -183,7 +207,9 @@ def centered_clip(tree: Tree, *, radius: Number | None = None, steps: int = 3) -
     """
 
     def step(_: jax.Array, v: Tree) -> Tree:
-        factors = _clip_factors(tree, v, radius)
+        distances = jnp.sqrt(squares_to(tree, v))
+        limit = median(distances) if radius is None else jnp.asarray(radius, distances.dtype)
+        factors = _factors(distances, limit)
         clipped = jax.tree.map(lambda leaf, v: _rows_times(factors, leaf - v[None]), tree, v)
         return trees.add(v, trees.mean(clipped))
 
@@ -263,17 +289,16 @@ def _screened(rule: str, values: Values, reference: Values, changes: Values, out
         share = lambda row: sum(jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(row)) / jnp.float32(size)
         return jax.tree.map(jnp.where, outside, clipped, values), jax.vmap(share)(outside)
     centre = RULES[rule](changes, outliers)
-    factors = _clip_factors(changes, centre, None)
+    distances = jnp.sqrt(squares_to(changes, centre))
+    factors = _factors(distances, jnp.sort(distances)[distances.shape[0] - outliers - 1])
     pulled = jax.tree.map(lambda leaf, v: v[None] + _rows_times(factors, leaf - v[None]), changes, centre)
     far = factors < 1
     return jax.vmap(trees.where)(far, trees.add(reference, pulled), values), far
 
 
-def _clip_factors(tree: Tree, centre: Tree, radius: Number | None) -> jax.Array:
-    """Factors in 0..1 that bring each row to within a radius of a centre [K]. Default: the median distance."""
-    distances = jnp.sqrt(squares_to(tree, centre))
-    limit = median(distances) if radius is None else jnp.asarray(radius, distances.dtype)
-    return jnp.where(distances > limit, limit / distances, 1.0)
+def _factors(distances: jax.Array, radius: jax.Array) -> jax.Array:
+    """Factors in 0..1 that bring rows with these distances [K] to within a radius [K]."""
+    return jnp.where(distances > radius, radius / distances, 1.0)
 
 
 def _trimmed(leaf: jax.Array, outliers: int) -> jax.Array:

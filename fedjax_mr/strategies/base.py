@@ -235,6 +235,9 @@ class Strategy(NamedTuple):
     """Default: the uploads are the messages as they arrive."""
     models: View | None = None
     """The models that a server optimizer updates. Default: there are none, and a server optimizer is refused."""
+    increments: tuple[str, ...] = ()
+    """Uploads that a client also adds to its memory, such as changes of control variates. A refused one counts as zero,
+    see `channel.base`. Default: there are none."""
 
 
 def lifted(inner: Strategy) -> Strategy:

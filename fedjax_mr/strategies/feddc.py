@@ -103,4 +103,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         client_update=client_update,
         server_update=server_update,
         init_memory=init_memory,
+        increments=("control",),
     )

@@ -126,4 +126,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         client_update=client_update,
         server_update=server_update,
         init_memory=lambda key, client_id: zero_params(problem),
+        increments=("control",),
     )

@@ -221,7 +221,7 @@ def test_the_clipping_norm_converges_to_the_quantile_of_the_norms(federation, qu
     zero = {"model": jnp.zeros(1)}
 
     def round(bound, key):
-        note = link.announce(bound)
+        note = link.announce(bound, jnp.int32(0))
         context = lambda note: Context(key, jnp.int32(0), jnp.int32(0), note)
         sent = jax.vmap(lambda value: link.client(value, zero, None, context(note)))(values)
         new, _, info = link.server(bound, sent.values, values, context(sent.note))
