@@ -20,6 +20,7 @@ from fedjax_mr.analysis import (
     spread,
     table,
     theorem1,
+    timeline,
 )
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import imports, interrupts
@@ -50,6 +51,7 @@ COMMANDS: dict[str, Any] = {
     "spread": spread,
     "table": table,
     "theorem1": theorem1,
+    "timeline": timeline,
 }  # modules that are Commands
 
 

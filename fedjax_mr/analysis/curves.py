@@ -103,7 +103,7 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
         }
         methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
     largest = max((at for each in curves_of.values() for curve in each.values() for at in curve.line[0]), default=0)
-    unit, x_label = next((each for each in X[x] if largest >= LEAST * each[0]), X[x][-1])
+    unit, x_label = unit_of(x, largest)
     if unit != 1:
         curves_of = {
             title: {name: curve.in_units(unit) for name, curve in each.items()} for title, each in curves_of.items()
@@ -115,6 +115,11 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
         {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in curves_of.items()},
         x_label,
     )
+
+
+def unit_of(x: str, largest: float) -> tuple[float, str]:
+    """The unit of an axis in `X` for values up to ``largest``, and its label."""
+    return next((each for each in X[x] if largest >= LEAST * each[0]), X[x][-1])
 
 
 def _place(run: RunRecord, flags: str | None) -> list[tuple]:

@@ -7,10 +7,12 @@ from fedjax_mr.analysis.plots.lines import Series, bars, curves, lines
 from fedjax_mr.analysis.plots.looks import COLOURS, Look, looks
 from fedjax_mr.analysis.plots.reassembly import Strip, grouped, strips, teachers
 from fedjax_mr.analysis.plots.surfaces import surfaces
+from fedjax_mr.analysis.plots.timeline import Jobs, timeline
 
 __all__ = [
     "COLOURS",
     "FORMATS",
+    "Jobs",
     "Look",
     "Series",
     "Strip",
@@ -27,4 +29,5 @@ __all__ = [
     "strips",
     "surfaces",
     "teachers",
+    "timeline",
 ]
