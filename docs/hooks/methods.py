@@ -23,6 +23,8 @@ PROSE = ROOT / "docs" / "methods"
 # A page in a clone is readable as it is. The site replaces its title and its last section, and reads the facts.
 FORM = re.compile(r"# (?P<title>[^\n]*)\n(?P<text>.*)\n## The rest\n.*\n<!-- facts\n(?P<facts>.*)\n-->\n", re.DOTALL)
 KEYS = {"work", "traffic", "tests", "command"}
+# Column of the table of all methods: the link that stands for its kind.
+LINKS = {"compression": "QSGD", "privacy": "privacy, noise on uploads", "attacks": "sign flip", "robust": "Multi-Krum"}
 
 
 class Prose(NamedTuple):
@@ -92,15 +94,41 @@ def navigation() -> list[Any]:
 
 
 def table() -> str:
-    """All methods by group, each with its first sentence."""
-    parts = []
+    """One table of all methods with their facts, then each method's first sentence, by group."""
+    heads = ["method", "group", "server keeps", "client keeps", "sent", "public data", "real clients", "asynchronous"]
+    rows = [f"| {' | '.join([*heads, *LINKS])} |", f"|{'---|' * (len(heads) + len(LINKS))}"]
+    rows += [f"| {' | '.join(_facts(name))} |" for name in STRATEGIES]
+    parts = ["\n".join(['<div class="filterable sortable" markdown>', "", *rows, "", "</div>"])]
     for group, names in by_group().items():
-        rows = ["| method | what it does |", "|---|---|"]
+        lines = ["| method | what it does |", "|---|---|"]
         for name in names:
             row = STRATEGIES[name]
-            rows.append(f"| [{row.title}]({name}.md) `{name}`<br><small>{row.paper}</small> | {_first(name)} |")
-        parts.append("\n".join([f"## {group.capitalize()}", "", *rows]))
+            lines.append(f"| [{row.title}]({name}.md) `{name}`<br><small>{row.paper}</small> | {_first(name)} |")
+        parts.append("\n".join([f"## {group.capitalize()}", "", *lines]))
     return "\n\n".join(parts)
+
+
+def _facts(name: str) -> list[str]:
+    """The cells of a method in the table of all methods."""
+    row, found, links = STRATEGIES[name], traffic.count(name), _links()[name]
+    models = [f"{size / found.model:.3g}" for size in (found.server, found.kept, found.down + found.up + found.peer)]
+    public = "needed" if traffic.needs_public(name) else "optional" if row.public else "no"
+    real = "no" if row.only_simulated else "yes"
+    alone = "yes" if found.asynchronous else "no"
+    return [f"[{row.title}]({name}.md)", row.group, *models, public, real, alone, *links]
+
+
+@functools.cache
+def _links() -> dict[str, list[str]]:
+    """For each method, whether the kinds of links in `LINKS` work, from the page of every link with every method."""
+    text = (ROOT / "docs" / "channel_matrix.md").read_text(encoding="utf-8")
+    heads, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    uniform = re.findall(r"^(\d+)\. .*pass weights=uniform", text, flags=re.MULTILINE)
+    words = {"✓": "yes"} | dict.fromkeys(uniform, "uniform weights")
+    tables = [dict(zip(heads, row, strict=True)) for row in rows]
+    return {cells["method"]: [words.get(cells[link], "no") for link in LINKS.values()] for cells in tables}
 
 
 def _first(name: str) -> str:

@@ -1,5 +1,6 @@
 """Bytes sent in a round of the main job, and bytes kept, counted from the shapes of the arrays."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,8 @@ class Bytes(NamedTuple):
       first: down, up and peer of the first round if they differ, else None.
       kept: per client, between rounds.
       server: bytes that the server keeps between rounds.
+      asynchronous: whether clients can be asynchronous: the method selects uniformly, has no code between rounds, and
+        exchanges no layers among clients.
     """
 
     model: int
@@ -33,6 +36,7 @@ class Bytes(NamedTuple):
     first: tuple[float, float, float] | None
     kept: float
     server: int
+    asynchronous: bool
 
 
 def needs_public(strategy: str) -> bool:
@@ -46,6 +50,7 @@ def flags(strategy: str) -> list[str]:
     return [f"--strategy={strategy}", *(["--public_share=0.1"] if needs_public(strategy) else [])]
 
 
+@functools.cache
 def count(strategy: str) -> Bytes:
     """Count the bytes of a method. Its rounds are traced; nothing is trained."""
     config = configuration.parse(flags(strategy))
@@ -74,7 +79,8 @@ def count(strategy: str) -> Bytes:
     later, first = sent(1), sent(0)
     kept = 0 if progress.memory is None else trees.num_bytes(progress.memory) / config.clients
     size = max(model.num_bytes())
-    return Bytes(size, *later, None if first == later else first, kept, trees.num_bytes(progress.server))
+    alone = not (method.select or method.between_rounds or method.exchange)
+    return Bytes(size, *later, None if first == later else first, kept, trees.num_bytes(progress.server), alone)
 
 
 def _example(shape: jax.ShapeDtypeStruct) -> jax.Array:
