@@ -38,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--client", type=int, help="export the personal model of this client (default: the deployed model)"
     )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="add the adapters to the weights (required with adapters; the folder has the names of the base)",
+    )
     parser.add_argument("--data_dir", metavar="DIR", help="folder that holds the datasets (default: as in the run)")
     parser.add_argument(
         "--import",
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         imports.load(chosen.imports)
         with flags_in_errors():
             run = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
-            folder = run.export(chosen.folder, client=chosen.client)
+            folder = run.export(chosen.folder, client=chosen.client, merged=chosen.merged)
         print(f"exported into {folder}: try python example.py there")
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)

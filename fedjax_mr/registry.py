@@ -61,7 +61,7 @@ class Registry(dict[str, Row], Generic[Row]):
 # --- Names of user-supplied objects ----------------------------------------------------------------------------------
 
 PREFIX = "given:"
-USER_OBJECTS = ("dataset", "model")
+USER_OBJECTS = ("dataset", "model", "variables")
 """Settings of a run that accept a Python object."""
 
 
@@ -94,7 +94,8 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 
 def not_passed(argument: str, name: str) -> UserError:
     """The error for a recorded user-supplied object that was not passed again."""
+    what = "these variables were" if argument == "variables" else f"this {argument} was"
     return UserError(
-        f"{argument}={name}: this {argument} was passed as a Python object and has no registered name. Start the run "
+        f"{argument}={name}: {what} passed as a Python object and has no registered name. Start the run "
         f"with fmr.run(config, {argument}=...), or resume it with fmr.load(FOLDER).resume({argument}=...)"
     )

@@ -29,10 +29,21 @@ from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
 from fedjax_mr.engine.local import ClientData, LocalSetting, Samples
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
 from fedjax_mr.engine.program import memory_needed, numbers_are_arguments
-from fedjax_mr.engine.round import Build, Federation, Progress, Report, RunConstants, begin, finish, start, train_client
+from fedjax_mr.engine.round import (
+    INIT,
+    Build,
+    Federation,
+    Progress,
+    Report,
+    RunConstants,
+    begin,
+    finish,
+    start,
+    train_client,
+)
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
-from fedjax_mr.models import BlockNet, Model, Variables, Zoo
+from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
 from fedjax_mr.strategies.hyper import bind
@@ -60,6 +71,8 @@ class Simulator:
         local: LocalSetting | None = None,
         hyper: Any = None,
         seed: int = 0,
+        trainable: parts.Trainable | None = None,
+        variables: Any = None,
         architectures: Sequence[int] | np.ndarray | None = None,
         devices: int | None = None,
         lanes: int | None = None,
@@ -81,6 +94,9 @@ class Simulator:
           local: the settings of the clients' training. Default: `local.setting()`.
           hyper: the strategy's hyper-parameters, passed to ``build``. Default for a name: its dataclass of defaults.
           seed: seed of all random numbers during training. The division of the data has its own seed.
+          trainable: what trains: patterns of the paths of variables, such as ``head/*``, or a predicate of the path.
+            All other variables are frozen. Default: all train.
+          variables: values of all variables of the network. Default: initialised from the seed.
           architectures: for each client, the number of its initial network in ``model`` [N]. Default: blocks of
             neighbouring clients.
           devices: number of devices D. Default: see `client_axis`.
@@ -102,6 +118,9 @@ class Simulator:
         """
         self.federated = federated
         self.model = network_of(model, federated.dataset)
+        if trainable is not None or variables is not None:
+            key = jax.random.fold_in(jax.random.key(seed), INIT)
+            self.model = parts.partly(self.model, trainable or "*", variables=variables, key=key)
         build = _builder(strategy, hyper)
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
         self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote

@@ -34,33 +34,53 @@ from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
-from fedjax_mr.engine.round import CLIENT, CLOCK, DISPATCH, SELECT, Build, round_key
+from fedjax_mr.engine.round import CLIENT, CLOCK, DISPATCH, INIT, SELECT, Build, round_key
 from fedjax_mr.engine.simulator import Simulator, network_of, problem_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
-from fedjax_mr.models import MODELS, Model
+from fedjax_mr.models import MODELS, Model, adapters, parts
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.base import select_uniformly
 from fedjax_mr.strategies.hyper import as_arguments, bind, numbers_of
 from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
 
-def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = ()) -> Model:
+def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = (), variables: Any = None) -> Model:
     """The network of a configuration for the samples of a dataset; a `Zoo` if there are several.
 
     Args:
       config: the configuration, which names the networks.
       dataset: the samples.
       modules: user-supplied Flax modules or `Model`s. Default: the networks that the configuration names.
+      variables: user-supplied variables of the network. Default: it is initialised from the seed.
 
     Raises:
       UserError: a network does not fit the samples. Raised before any compilation.
     """
     options = {"norm": config.norm, "authors_state": config.authors_state, "projection": config.projection}
-    return network_of(list(modules) or config.networks, dataset, init=config.init, **options)
+    model = network_of(list(modules) or config.networks, dataset, init=config.init, **options)
+    return fine_tuned(config, model, variables=variables)
+
+
+def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:
+    """The network with the adapters and the frozen part that the configuration asks for.
+
+    Raises:
+      UserError: nothing would train, or there are several networks.
+    """
+    key = jax.random.fold_in(jax.random.key(config.seed), INIT)
+    if config.adapter == "lora":
+        patterns = {"targets": config.lora_targets or "", "trainable": config.trainable or ""}
+        size = {"rank": config.lora_rank, "alpha": config.lora_alpha}
+        return adapters.lora(model, **size, **patterns, head=config.lora_head, key=key, variables=variables)
+    if config.trainable is None and variables is None:
+        return model
+    if len(model.networks) > 1:
+        raise UserError(f"trainable= and variables= need a single network, not {model.name}")
+    return parts.partly(model, config.trainable or "*", key=key, variables=variables)
 
 
 def simulator_of(
@@ -345,7 +365,7 @@ def strategy_of(config: Config) -> Build:
 
 # Settings that compiled programs do not depend on, or receive as an argument.
 _NOT_COMPILED = {
-    "seed", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience",
+    "seed", "variables", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience",
     "dp_delta", "dp_target_epsilon",
 }  # fmt: skip
 _NUMBERS = {

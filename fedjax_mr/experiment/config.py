@@ -138,6 +138,22 @@ class Config:
         0, "Width of a projection head (dense, ReLU, dense) before the classifier. 0 disables it",
         low=0, high=16_384, source="MOON's paper: 256; the FedCross authors' code: none")
 
+    variables: str | None = _model(
+        None, "Hash of the variables that fmr.run(..., variables=...) received. It cannot be set")
+    trainable: str | None = _model(
+        None, "Variables that train: patterns of their paths, separated by commas, such as head/*. All others are "
+        "frozen: never sent, and one copy for all clients. If omitted, all train; with --adapter, the adapters do")
+    adapter: str = _model(
+        "none", "Adapters, which train in place of the network (lora), or none", choices=("none", "lora"))
+    lora_rank: int = _model(8, "r, rank of the adapters", low=1, high=4096, source="FedSA-LoRA")
+    lora_alpha: float = _model(
+        16.0, "alpha: adapters are scaled by alpha / r", low=0, open_low=True, source="FedSA-LoRA")
+    lora_targets: str | None = _model(
+        None, "Kernels with adapters: patterns of their paths, separated by commas, such as */query/kernel. If "
+        "omitted, the queries and values of attention, or without attention all dense kernels but the last",
+        source="LoRA, Hu et al. 2022: queries and values")
+    lora_head: bool = _model(False, "Train the last layer beside the adapters")
+
     augment: str = _training(
         "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",
         choices=("none", "crop_flip"), source="KDD'24: none")
@@ -459,7 +475,7 @@ def to_flags(config: Config) -> list[str]:
 
 def needed_objects(config: Config) -> str:
     """The arguments of `run` that a configuration requires, such as ``dataset=..., model=...``; "" if none."""
-    return ", ".join(f"{name}=..." for name in USER_OBJECTS if is_supplied(getattr(config, name)))
+    return ", ".join(f"{name}=..." for name in USER_OBJECTS if is_supplied(getattr(config, name) or ""))
 
 
 def save(config: Config, folder: Path | str) -> None:

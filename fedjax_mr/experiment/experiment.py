@@ -34,7 +34,7 @@ from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
 from fedjax_mr.experiment.rows import best_row, without_better_loss
-from fedjax_mr.models import Model
+from fedjax_mr.models import Model, parts
 
 # The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
 _META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
@@ -113,6 +113,11 @@ class Experiment:
         self.on_row = on_row
         self.pictures = record and folder.writes
 
+    @functools.cached_property
+    def frozen(self) -> str | None:
+        """A hash of the frozen variables, which checkpoints do not hold; None if all variables train."""
+        return parts.digest(self.model.frozen)[:16] if self.model.frozen else None
+
     def start(self) -> tuple[Progress, int]:
         """The initial progress (new, or from the newest intact checkpoint) and its number of completed rounds."""
         if not self.folder.resumed:
@@ -133,6 +138,8 @@ class Experiment:
         if meta["data"] != self.federated.hash():
             raise UserError(f"{self.folder.path} has other data: its partition hash is {meta['data']}")
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
+        if meta.get("frozen", self.frozen) != self.frozen:
+            raise UserError(f"{self.folder.path} has other frozen variables: resume it with those that it began with")
         if "traffic" not in meta:
             raise UserError(
                 f"{self.folder.path} comes from a version whose checkpoints contain no traffic: resume it with that "
@@ -178,6 +185,7 @@ class Experiment:
             "rows": len(self.folder.rows()),
             "checksums": self.folder.checksums(due=regular) if self.processes.writes else {},
             "data": self.federated.hash(),
+            "frozen": self.frozen,
             "images": self.images,
             "traffic": self.traffic,
             "train_seconds": self.train_seconds,

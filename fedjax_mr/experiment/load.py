@@ -36,6 +36,7 @@ def load(
     folder: Path | str,
     *,
     model: Any = None,
+    variables: Any = None,
     dataset: Dataset | None = None,
     data_dir: str | None = None,
     round: int | None = None,
@@ -47,6 +48,7 @@ def load(
     Args:
       folder: the run folder.
       model: the network, if the run was started with ``model=``.
+      variables: the variables, if the run was started with ``variables=``.
       dataset: the samples, if the run was started with ``dataset=``. Needed only by `SavedRun.resume` and by the
         personal models of some strategies.
       data_dir: folder of the datasets, needed as ``dataset``. Default: that of the run.
@@ -60,9 +62,9 @@ def load(
       UserError: not a run folder, a folder with links, untrusted code, or samples that are not those of the run.
     """
     files.refuse_links(folder)
-    config, user_objects = configuration.load_code(folder, trust=trust), UserObjects.of(dataset, model)
-    for argument, supplied in (("dataset", dataset), ("model", model)):
-        if supplied is not None and not registry.is_supplied(name := getattr(config, argument)):
+    config, user_objects = configuration.load_code(folder, trust=trust), UserObjects.of(dataset, model, variables)
+    for argument, supplied in (("dataset", dataset), ("model", model), ("variables", variables)):
+        if supplied is not None and not registry.is_supplied(name := getattr(config, argument) or ""):
             raise UserError(f"{folder} has {argument}={name}: leave out the argument {argument}")
     config = dataclasses.replace(config, dataset=user_objects.dataset_name(config.dataset))
     if data_dir is not None:
@@ -132,6 +134,9 @@ class SavedRun:
             raise UserError(
                 f"the network {name} of {self.folder} was passed from Python: fmr.load({str(self.folder)!r}, model=...)"
             )
+        if self.config.variables is not None and self.user_objects.variables is None:
+            folder = str(self.folder)
+            raise UserError(f"{folder} started from variables passed from Python: fmr.load({folder!r}, variables=...)")
         return self.user_objects.build(self.config, self._template)[1]
 
     @property
@@ -182,12 +187,13 @@ class SavedRun:
             variables = self._personal(self._built(federated), progress, client)
         return self._trained(variables, client=client)
 
-    def resume(self, *, dataset: Dataset | None = None, model: Any = None) -> Result:
+    def resume(self, *, dataset: Dataset | None = None, model: Any = None, variables: Any = None) -> Result:
         """Resume the run from its newest checkpoint and return the result.
 
         Args:
           dataset: the samples of a run that was started with ``dataset=``. Default: those passed to `load`.
           model: the network of a run that was started with ``model=``. Default: that passed to `load`.
+          variables: those of a run that was started with ``variables=``. Default: those passed to `load`.
 
         Raises:
           UserError: as in `run`, which may also raise its other errors.
@@ -198,12 +204,13 @@ class SavedRun:
             config,
             dataset=self.user_objects.dataset if dataset is None else dataset,
             model=modules if model is None else model,
+            variables=self.user_objects.variables if variables is None else variables,
         )
 
-    def export(self, folder: Path | str, *, client: int | None = None) -> Path:
+    def export(self, folder: Path | str, *, client: int | None = None, merged: bool = False) -> Path:
         """Export the deployed model, or that of a client, with `TrainedNetwork.export`. Return the folder."""
         network = self.deployed if client is None else self.personal(client)
-        return network.export(folder)
+        return network.export(folder, merged=merged)
 
     # --- parts needed to read a checkpoint
 

@@ -38,19 +38,20 @@ class Resolved(NamedTuple):
     notes: tuple[str, ...]
 
 
-def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None) -> Resolved:
+def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None, variables: Any = None) -> Resolved:
     """Complete and check a configuration, before any data are read.
 
     Args:
       config: as the user wrote it, by flags or in Python.
       dataset: samples to use in place of the dataset that ``config`` names.
       model: a network, or a list of several, to use in place of those that ``config`` names.
+      variables: values of the network's variables, to use in place of initial ones.
 
     Raises:
       UserError: a name is unknown, a value has the wrong type or is out of range, two settings contradict each other,
         or as `imports.load`.
     """
-    user_objects = UserObjects.of(dataset, model)
+    user_objects = UserObjects.of(dataset, model, variables)
     imports.load(config.imports)
     config = dataclasses.replace(config, hyper=_hyper(config))
     for setting, value in settings.values_of(config):
@@ -123,14 +124,18 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     Raises:
       UserError: the message names the setting, its value and the values allowed.
     """
-    for name, supplied in (("dataset", user_objects.dataset), ("model", user_objects.modules)):
-        if registry.is_supplied(recorded := getattr(config, name)) and not supplied:
+    supplied = user_objects.dataset, user_objects.modules or None, user_objects.variables
+    for name, each in zip(registry.USER_OBJECTS, supplied, strict=True):
+        if registry.is_supplied(recorded := getattr(config, name) or "") and each is None:
             raise registry.not_passed(name, recorded)
+    if config.variables is not None and user_objects.variables is None:
+        raise UserError(f"variables={config.variables} cannot be set: pass them as fmr.run(config, variables=...)")
     if config.dataset not in SOURCES and not registry.is_supplied(config.dataset) and not _is_path(config.dataset):
         raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
     _check_networks(config, user_objects)
+    _check_adapters(config)
     _check_logs(config)
     if 0 < config.clients < config.cohort:  # 0 clients: all of the dataset, which is not loaded yet
         raise UserError(
@@ -161,6 +166,13 @@ def _check_networks(config: Config, user_objects: UserObjects) -> None:
             f"architectures_from= names {len(config.architectures_from)} runs, but model= {count} networks: one run "
             "for each network, in the same order, or one folder that holds them"
         )
+
+
+def _check_adapters(config: Config) -> None:
+    defaults = Config()
+    for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_head"):
+        if config.adapter == "none" and getattr(config, name) != getattr(defaults, name):
+            raise UserError(f"{name}={getattr(config, name)} needs adapter=lora")
 
 
 def _check_channel(config: Config) -> None:

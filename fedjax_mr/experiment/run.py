@@ -57,6 +57,7 @@ def run(
     *,
     dataset: Dataset | None = None,
     model: Any = None,
+    variables: Any = None,
     on_row: OnRow | None = None,
     record: bool = True,
 ) -> Result:
@@ -70,6 +71,8 @@ def run(
       dataset: user-supplied samples (`from_arrays`). Default: the dataset that ``config`` names.
       model: user-supplied network, a Flax module from samples [B, ...] to logits [B, C], or a list of them if clients
         have different networks (see `models.user_module.bind`). Default: the network that ``config`` names.
+      variables: values of all variables of the network, such as pretrained ones. Those that ``config.trainable`` or
+        ``config.adapter`` freeze never change, the others start from them. Default: initialised from the seed.
       on_row: called with each evaluation (a row of ``metrics.jsonl`` as a dictionary) after it is written. Of several
         processes, only the first calls it. A resumed run repeats the rows after its last checkpoint. An exception of
         ``on_row`` ends the run, which can be resumed.
@@ -84,7 +87,7 @@ def run(
       Interrupted: Ctrl-C or a termination signal, after a checkpoint.
       LostError: another process of the run is lost.
     """
-    config, user_objects, notes = resolve(config, dataset=dataset, model=model)
+    config, user_objects, notes = resolve(config, dataset=dataset, model=model, variables=variables)
     if on_row is not None and not callable(on_row):
         raise UserError(f"on_row is {on_row!r}, but must be a function of one row")
     processes = join_processes(

@@ -18,7 +18,7 @@ from fedjax_mr.data.facts import Facts, scale_and_shift
 from fedjax_mr.engine.local import Samples, evaluation_batch, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import save_arrays
-from fedjax_mr.models import Model, Variables, calls
+from fedjax_mr.models import Model, Variables, adapters, calls
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -54,36 +54,46 @@ class TrainedNetwork:
         for first in range(0, len(x), size):
             batch = x[first : first + size]
             filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch), axis=0)])
-            batches.append(np.asarray(self._probabilities(self.variables, filled))[: len(batch)])
+            batches.append(np.asarray(self._probabilities(self.model, self.variables, filled))[: len(batch)])
         return np.concatenate(batches)
 
     @functools.cached_property
-    def _probabilities(self) -> Callable[[Variables, np.ndarray], jax.Array]:
-        """The compiled function from variables and raw samples to probabilities."""
+    def _probabilities(self) -> Callable[[Model, Variables, np.ndarray], jax.Array]:
+        """The compiled function from the network, its variables and raw samples to probabilities."""
         scale, shift = scale_and_shift(self.samples.mean, self.samples.std, self.samples.dtype)
 
-        def probabilities(variables: Variables, x: jax.Array) -> jax.Array:
+        def probabilities(model: Model, variables: Variables, x: jax.Array) -> jax.Array:
             rows = jnp.arange(len(x), dtype=jnp.int32)
-            return jax.nn.softmax(self.model.apply(variables, gather(Samples(x, rows, scale, shift), rows)))
+            return jax.nn.softmax(model.apply(variables, gather(Samples(x, rows, scale, shift), rows)))
 
         return jax.jit(probabilities)
 
-    def export(self, folder: Path | str) -> Path:
+    def export(self, folder: Path | str, *, merged: bool = False) -> Path:
         """Write a folder that loads with only orbax and Flax, and return its path.
 
         It contains ``variables`` (orbax), ``network.json`` (class, fields, normalisation), ``example.py`` and
-        ``README.md``.
+        ``README.md``. The variables are all those of the module, also the frozen ones.
+
+        Args:
+          folder: the new folder.
+          merged: whether to add the adapters to the weights of the network.
 
         Raises:
-          UserError: the folder is not empty, or cannot be written.
+          UserError: the folder is not empty, or cannot be written; or the network has adapters and ``merged`` is False.
         """
-        folder, texts = Path(folder), self._texts()
+        if self.model.adapter is not None and not merged:
+            raise UserError(
+                f"{self.model.name} has adapters, which plain Flax does not know: add --merged (merged=True)"
+            )
+        adapted = self.model.adapter is not None
+        variables = (adapters.merged if adapted else Model.whole)(self.model, self.variables)
+        folder, texts = Path(folder), self._texts(variables)
         created: list[Path] = []
         try:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UserError(f"{folder} already exists and is not empty: choose a new folder")
             created = files.make_folder(folder)
-            save_arrays(folder / "variables", self.variables)
+            save_arrays(folder / "variables", variables)
             for name, text in texts.items():
                 with files.atomic_write(folder / name) as path:
                     path.write_text(text, encoding="utf-8")
@@ -98,12 +108,12 @@ class TrainedNetwork:
         x = jax.ShapeDtypeStruct((1, *self.model.input_shape), self.model.input_dtype)
 
         def call(module: Any, **switches: Any) -> tuple[Any, dict[str, Any]]:
-            jax.eval_shape(lambda variables, x: module.apply(variables, x, **switches), self.model.shapes(), x)
+            jax.eval_shape(lambda variables, x: module.apply(variables, x, **switches), self.model.module_shapes(), x)
             return module, switches
 
         return calls.in_mode(call, self.model.module, "__call__", train=False)
 
-    def _texts(self) -> dict[str, str]:
+    def _texts(self, variables: Variables) -> dict[str, str]:
         """The content of the files beside the variables, by name."""
         module, arguments = self._in_evaluation_mode()
         kind, samples = type(module), self.samples
@@ -125,7 +135,7 @@ class TrainedNetwork:
             "scale": scale.tolist(),
             "shift": shift.tolist(),
             "data": dataclasses.asdict(samples),
-            "parameters": self.model.num_parameters(),
+            "parameters": sum(np.size(leaf) for leaf in jax.tree.leaves(variables["params"])),
         } | self.origin
         open_fields = [f"{name} ({_name(value)})" for name, value in fields.items() if not _is_plain(value)]
         note = "requires fedjax_mr, only for this class" if ours else "your own class: put its file beside this one"

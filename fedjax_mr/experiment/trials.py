@@ -25,7 +25,7 @@ from fedjax_mr.experiment.run import RunLoop, set_up
 
 
 def run_together(
-    configs: Sequence[Config], *, dataset: Dataset | None = None, model: Any = None
+    configs: Sequence[Config], *, dataset: Dataset | None = None, model: Any = None, variables: Any = None
 ) -> list[Result | DivergedError]:
     """Run several trials in one compiled program: any seeds, partitions and numbers, such as learning rates.
 
@@ -38,6 +38,7 @@ def run_together(
         momentum, weight decay or similar number must be zero or absent in all of them or in none.
       dataset: as in `run.run`; used by all trials.
       model: as in `run.run`; used by all trials.
+      variables: as in `run.run`; used by all trials. Networks with frozen variables need them.
 
     Returns:
       For each trial its result, or the error if it diverged.
@@ -47,7 +48,7 @@ def run_together(
         with different numbers of completed rounds.
       Interrupted: Ctrl-C or a termination signal, after checkpoints.
     """
-    resolved = [resolve(config, dataset=dataset, model=model) for config in configs]
+    resolved = [resolve(config, dataset=dataset, model=model, variables=variables) for config in configs]
     configs, user_objects = [each.config for each in resolved], resolved[0].user_objects
     first = configs[0]
     for config in configs:

@@ -11,7 +11,7 @@ from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.models import Model, nnx_module, user_module
+from fedjax_mr.models import Model, nnx_module, parts, user_module
 
 
 class UserObjects(NamedTuple):
@@ -20,18 +20,21 @@ class UserObjects(NamedTuple):
     Attributes:
       dataset: the samples, or None for those that the configuration names.
       modules: the networks, or () for those that the configuration names.
+      variables: the variables of the network, or None if it is initialised from the seed.
     """
 
     dataset: Dataset | None = None
     modules: tuple[Any, ...] = ()
+    variables: Any = None
 
     @classmethod
-    def of(cls, dataset: Any, model: Any) -> "UserObjects":
+    def of(cls, dataset: Any, model: Any, variables: Any = None) -> "UserObjects":
         """Check the objects that a user passes.
 
         Args:
           dataset: a `Dataset` or None.
           model: a Flax module (`user_module.bind`), a `Model`, a list of several, or None.
+          variables: the variables of the network, checked when it is built, or None.
 
         Raises:
           UserError: an object of another kind.
@@ -50,7 +53,7 @@ class UserObjects(NamedTuple):
                 raise UserError(
                     f"model= takes an instance of flax.linen.Module or flax.nnx.Module, such as MyNetwork(), not {kind}"
                 )
-        return cls(dataset, modules)
+        return cls(dataset, modules, variables)
 
     def dataset_name(self, recorded: str) -> str:
         """The name of the samples in the configuration, with a hash of user-supplied ones.
@@ -70,7 +73,10 @@ class UserObjects(NamedTuple):
         Raises:
           UserError: a network does not fit the samples, or the configuration records others.
         """
-        model = build_model(config, federated.dataset, modules=self.modules)
+        model = build_model(config, federated.dataset, modules=self.modules, variables=self.variables)
+        if self.variables is not None:
+            given = registry.supplied_name("base", parts.digest(parts.plain(self.variables)))
+            config = dataclasses.replace(config, variables=_same("variables", given, config.variables or ""))
         if not self.modules:
             return config, model
         name = _same("model", ",".join(map(user_module.recorded_name, model.networks)), config.model)

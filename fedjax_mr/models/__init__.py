@@ -208,7 +208,7 @@ def of_module(
     """
     kept: dict[str, Any] = {}
     if isinstance(module, Model):
-        kept = {"frozen": module.frozen, "start": module.start}
+        kept = {"frozen": module.frozen, "start": module.start, "adapter": module.adapter}
         module, name = module.module, name or module.name
     for option, value, default in (
         ("norm", norm, "batch"), ("authors_state", authors_state, False), ("projection", projection, 0),

@@ -105,11 +105,13 @@ def lora(
     """
     if model.frozen or len(model.networks) > 1:
         raise UserError(f"{model.name} cannot get adapters: they need one network that has no frozen variables yet")
+    if not isinstance(model.module, nn.Module):
+        raise UserError(f"{model.name} cannot get adapters: they need a module of flax.linen; use the LoRA of flax.nnx")
     shapes = model.module_shapes()
     kernels = dense_kernels(model)
     chosen = _chosen(model, kernels, targets)
     given = None if variables is None else parts.checked(variables, shapes, model.name)
-    base = jax.device_get(jax.jit(model.init_all)(key)) if given is None else given
+    base = jax.device_get(jax.jit(model.init)(key)) if given is None else given
     added = {path: _pair(jax.random.fold_in(key, n), kernels[path], rank, alpha) for n, path in enumerate(chosen)}
     own = {"params": unflatten_dict({(*path, name): leaf for path in chosen for name, leaf in added[path].items()})}
     last = "/".join((*list(kernels)[-1], "*"))
@@ -118,8 +120,8 @@ def lora(
     start, frozen = parts.split(parts.joined(base, own), trains)
     if not start.get("params"):
         raise UserError(f"trainable={trainable} matches no parameter of {model.name} with adapters")
-    if given is None:  # only the adapters start from one draw
-        start = parts.split(own, trains)[0]
+    if given is None:  # of what was drawn here, only the adapters are a start: a head starts from the key of its model
+        start = parts.split(parts.joined(model.start, own), trains)[0]
     return dataclasses.replace(model, frozen=frozen, start=start, adapter=Lora())
 
 
@@ -128,7 +130,7 @@ def _pair(key: jax.Array, shape: tuple[int, int], rank: int, alpha: float) -> di
     inputs, outputs = shape
     bound = inputs**-0.5
     a = jax.random.uniform(key, (inputs, rank), minval=-bound, maxval=bound)
-    return {A: np.asarray(a), B: np.zeros((rank, outputs), np.float32), SCALE: np.float32(alpha / rank)}
+    return {A: np.asarray(a), B: np.zeros((rank, outputs), np.float32), SCALE: np.asarray(alpha / rank, np.float32)}
 
 
 def _chosen(model: Model, kernels: dict[Path, tuple[int, int]], targets: str) -> list[Path]:

@@ -105,7 +105,7 @@ def checked(variables: Any, shapes: Tree, name: str) -> Tree:
     """
     if not hasattr(variables, "items"):
         raise UserError(f"variables= takes the variables of {name}, a dictionary with params, not {type(variables)}")
-    given, needed = flatten_dict(unfreeze(variables)), flatten_dict(shapes)
+    given, needed = flatten_dict(plain(variables)), flatten_dict(shapes)
     for path in [*needed, *given]:
         if path not in given or path not in needed:
             problem = "lacks" if path not in given else "has, beside those of the network,"
@@ -116,6 +116,12 @@ def checked(variables: Any, shapes: Tree, name: str) -> Tree:
                 f"{needed[path].shape}"
             )
     return unflatten_dict({path: np.asarray(given[path], leaf.dtype) for path, leaf in needed.items()})
+
+
+def plain(variables: Any) -> Tree:
+    """Variables from a user as nested dictionaries."""
+    tree: Tree = unfreeze(variables)
+    return tree
 
 
 def digest(part: Tree) -> str:
