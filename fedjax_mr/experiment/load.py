@@ -157,6 +157,11 @@ class SavedRun:
         """The deployed model's Flax collections."""
         return self.deployed.variables
 
+    @property
+    def module(self) -> Any:
+        """The user's Flax module with the variables of the deployed model; see `TrainedNetwork.module`."""
+        return self.deployed.module
+
     def predict(self, x: Any) -> np.ndarray:
         """Class probabilities [B, C] of the deployed model for samples [B, ...]; see `TrainedNetwork.predict`."""
         return self.deployed.predict(x)

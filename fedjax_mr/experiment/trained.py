@@ -19,6 +19,7 @@ from fedjax_mr.engine.local import Samples, evaluation_batch, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import save_arrays
 from fedjax_mr.models import Model, Variables, adapters, calls
+from fedjax_mr.models.nnx_module import NNXModule
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -38,6 +39,15 @@ class TrainedNetwork:
     variables: Variables
     samples: Facts
     origin: dict[str, Any]
+
+    @property
+    def module(self) -> Any:
+        """The Flax module with its variables, for normalised samples.
+
+        A module of NNX is in evaluation mode, and its random streams start from key 0. A module of Linen is bound:
+        ``module(x, train=False)``.
+        """
+        return self.model.bound(self.variables)
 
     def predict(self, x: Any) -> np.ndarray:
         """Compute the class probabilities [n, C] of raw samples [n, ...], which are normalised here.
@@ -105,7 +115,10 @@ class TrainedNetwork:
 
     def _in_evaluation_mode(self) -> tuple[Any, dict[str, Any]]:
         """The module in evaluation mode, and the arguments of its call beside the samples."""
-        x = jax.ShapeDtypeStruct((1, *self.model.input_shape), self.model.input_dtype)
+        x, known = jax.ShapeDtypeStruct((1, *self.model.input_shape), self.model.input_dtype), self.model.module
+        if isinstance(known, NNXModule):
+            names = calls.accepted(known.kind, "__call__")
+            return known, {name: not on for name, on in calls.SWITCHES.items() if name in names}
 
         def call(module: Any, **switches: Any) -> tuple[Any, dict[str, Any]]:
             jax.eval_shape(lambda variables, x: module.apply(variables, x, **switches), self.model.module_shapes(), x)
@@ -116,11 +129,12 @@ class TrainedNetwork:
     def _texts(self, variables: Variables) -> dict[str, str]:
         """The content of the files beside the variables, by name."""
         module, arguments = self._in_evaluation_mode()
-        kind, samples = type(module), self.samples
+        of_nnx, samples = isinstance(module, NNXModule), self.samples
+        kind = module.kind if of_nnx else type(module)
         scale, shift = scale_and_shift(samples.mean, samples.std, samples.dtype)
         fields = {
             field.name: getattr(module, field.name)
-            for field in dataclasses.fields(module)  # type: ignore[arg-type]
+            for field in (() if of_nnx else dataclasses.fields(module))  # type: ignore[arg-type]
             if field.init and field.name not in ("parent", "name")
         }
         ours = kind.__module__.startswith("fedjax_mr.")
@@ -142,10 +156,9 @@ class TrainedNetwork:
         words = {
             "PLACE": place,
             "CLASS": kind.__name__,
-            "ARGUMENTS": ", ".join(
-                f"{name}={value!r}" if _is_plain(value) else f"{name}=..." for name, value in fields.items()
-            ),
-            "OPEN": f"  # fill in {', '.join(open_fields)}" if open_fields else "",
+            "ARGUMENTS": "rngs=nnx.Rngs(0)" * of_nnx
+            + ", ".join(f"{name}={value!r}" if _is_plain(value) else f"{name}=..." for name, value in fields.items()),
+            "OPEN": f"  # fill in {', '.join(open_fields)}" if open_fields else "  # and its other arguments" * of_nnx,
             "CALLED": "".join(f", {name}={value}" for name, value in arguments.items()),
             "NOTE": note,
             "NAME": self.model.name,
@@ -157,7 +170,7 @@ class TrainedNetwork:
         fill = lambda text: functools.reduce(lambda text, word: text.replace(f"@{word}@", words[word]), words, text)
         return {
             "network.json": json.dumps(content, indent=2) + "\n",
-            "example.py": fill(EXAMPLE_TOKENS if samples.vocabulary else EXAMPLE),
+            "example.py": fill(_example(of_nnx=of_nnx, tokens=samples.vocabulary > 0)),
             "README.md": fill(README),
         }
 
@@ -202,9 +215,29 @@ normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(ne
 probabilities = jax.nn.softmax(module.apply(variables, normalised@CALLED@))
 print(json.dumps(np.asarray(probabilities).tolist()))
 '''
-EXAMPLE_TOKENS = EXAMPLE.replace(
-    'normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])\n', ""
-).replace("normalised", "x")
+
+
+def _example(*, of_nnx: bool, tokens: bool) -> str:
+    """The example's text, for modules of Linen or NNX, and for numbers or tokens."""
+    text = EXAMPLE
+    if of_nnx:
+        text = text.replace("import orbax.checkpoint\n", "import orbax.checkpoint\nfrom flax import nnx\n")
+        text = text.replace("@OPEN@\n", "@OPEN@\n" + FILL).replace("module.apply(variables, ", "module(")
+    if tokens:
+        text = text.replace(
+            'normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])\n', ""
+        ).replace("normalised", "x")
+    return text
+
+
+FILL = """module.eval()
+for path, variable in nnx.iter_graph(module):
+    if isinstance(variable, nnx.Param | nnx.BatchStat):
+        value = variables["params" if isinstance(variable, nnx.Param) else "batch_stats"]
+        for name in path:
+            value = value[str(name)]
+        variable[...] = value
+"""
 
 README = """# @NAME@
 

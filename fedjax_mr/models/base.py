@@ -143,6 +143,10 @@ class Model:
         """The variables of the module: the given ones, which train, and the frozen ones."""
         return parts.joined(self.frozen, variables)
 
+    def bound(self, variables: Variables) -> Any:
+        """The Flax module with its variables: a bound one of Linen, or one of NNX in evaluation mode."""
+        return calls.bound(self.module, self.whole(variables))
+
     def apply(self, variables: Variables, x: jax.Array) -> jax.Array:
         """Compute the logits [B, C] in evaluation mode."""
         return self._apply(variables, x, train=False, mask=None)

@@ -134,6 +134,11 @@ def _with_fixed_statistics(
     return call(**dict(zip(names[1:], args, strict=False)) | kwargs | switches)
 
 
+def bound(module: Module, variables: Any) -> Any:
+    """The user's module with these variables: a bound one of Linen, or one of NNX in evaluation mode."""
+    return module.module(variables) if isinstance(module, NNXModule) else module.bind(variables)
+
+
 def has(module: Module, method: str) -> bool:
     """Whether a module has a method of this name."""
     return method in module.methods if isinstance(module, NNXModule) else hasattr(module, method)
