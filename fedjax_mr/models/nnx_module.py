@@ -255,7 +255,7 @@ def _content(module: nnx.Module) -> tuple[Any, ...]:
         (path, type(node).__qualname__, name, value)
         for path, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Module)
-        for name, value in [("", None), *sorted(vars(node).items())]
+        for name, value in [("", None), *sorted((str(name), value) for name, value in vars(node).items())]
         if not name.startswith("_pytree") and not nnx.is_data(value)
     )
 
