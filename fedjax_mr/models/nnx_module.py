@@ -21,6 +21,7 @@ from flax import nnx, traverse_util
 from jax.extend import core
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.models import parts
 
 COLLECTIONS = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
 """The collections of variables, named as in Linen. Subclasses of these kinds are included."""
@@ -66,7 +67,8 @@ class NNXModule:
     Attributes:
       source: what two of them are compared by: the function that builds the module, or the graph of an instance.
       kind: the class of the module.
-      content: class names and static attributes of the module and of all modules inside it.
+      content: class names and static attributes of the module and of all modules inside it, and the hash of the values
+        of an instance.
       methods: those of `METHODS` that the module has. They may also be submodules.
       graphs: graph definition in evaluation and in training mode.
       forms: form of each collection that is not empty.
@@ -225,6 +227,7 @@ def split(module: Any) -> tuple[NNXModule, dict[str, Any]]:
     if not instance:
         return NNXModule(source=module, init=lambda key: values(build(key)), **found), {}
     start = jax.tree.map(np.array, values(module))
+    found["content"] += (parts.digest(start),)
     zeros = functools.partial(jax.tree.map, jnp.zeros_like, jax.eval_shape(lambda: start))
     return NNXModule(source=found["graphs"][False], init=lambda key: zeros(), **found), start
 

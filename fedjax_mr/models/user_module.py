@@ -13,7 +13,7 @@ from flax.core import FrozenDict
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import calls, nnx_module, parts
+from fedjax_mr.models import calls, nnx_module
 from fedjax_mr.models.base import Model, Variables, describe
 
 BATCH = 2  # samples in the check, which is traced and never computed
@@ -68,8 +68,6 @@ def recorded_name(model: Model) -> str:
     """
     shapes = [(jax.tree_util.keystr(path), str(leaf.shape), str(leaf.dtype)) for path, leaf in _leaves(model.shapes())]
     content = f"{_content(model.module)} {shapes} {model.input_shape}"
-    if model.start:
-        content += f" {parts.digest(model.start)}"
     return registry.supplied_name(model.name, hashlib.sha256(content.encode()).hexdigest())
 
 
