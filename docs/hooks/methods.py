@@ -93,18 +93,23 @@ def navigation() -> list[Any]:
     return [*entries, {"Additions": "additions.md"}]
 
 
-def table() -> str:
-    """One table of all methods with their facts, then each method's first sentence, by group."""
+def facts() -> str:
+    """The table of all methods with their facts, with filters."""
     heads = ["method", "group", "server keeps", "client keeps", "sent", "public data", "real clients", "asynchronous"]
     rows = [f"| {' | '.join([*heads, *LINKS])} |", f"|{'---|' * (len(heads) + len(LINKS))}"]
     rows += [f"| {' | '.join(_facts(name))} |" for name in STRATEGIES]
-    parts = ["\n".join(['<div class="filterable sortable" markdown>', "", *rows, "", "</div>"])]
+    return "\n".join(['<div class="filterable sortable" markdown>', "", *rows, "", "</div>"])
+
+
+def sentences() -> str:
+    """All methods by group, each with its first sentence."""
+    parts = []
     for group, names in by_group().items():
-        lines = ["| method | what it does |", "|---|---|"]
+        rows = ["| method | what it does |", "|---|---|"]
         for name in names:
             row = STRATEGIES[name]
-            lines.append(f"| [{row.title}]({name}.md) `{name}`<br><small>{row.paper}</small> | {_first(name)} |")
-        parts.append("\n".join([f"## {group.capitalize()}", "", *lines]))
+            rows.append(f"| [{row.title}]({name}.md) `{name}`<br><small>{row.paper}</small> | {_first(name)} |")
+        parts.append("\n".join([f"## {group.capitalize()}", "", *rows]))
     return "\n\n".join(parts)
 
 
@@ -126,7 +131,7 @@ def _links() -> dict[str, list[str]]:
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
     ]
     uniform = re.findall(r"^(\d+)\. .*pass weights=uniform", text, flags=re.MULTILINE)
-    words = {"✓": "yes"} | dict.fromkeys(uniform, "uniform weights")
+    words = {"✓": "yes"} | dict.fromkeys(uniform, "if uniform")
     tables = [dict(zip(heads, row, strict=True)) for row in rows]
     return {cells["method"]: [words.get(cells[link], "no") for link in LINKS.values()] for cells in tables}
 

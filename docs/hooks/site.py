@@ -29,9 +29,11 @@ PARTS: dict[str, Callable[..., str]] = {
     "drawing": drawings.drawing,
     "division": divisions.picture,
     "leaderboard": leaderboard.page,
-    "methods": methods.table,
+    "method_facts": methods.facts,
+    "method_sentences": methods.sentences,
     "section": documents.section,
 }
+WIDE = {"comparison.md", "channel_matrix.md", "methods/index.md"}  # wide tables: no table of contents beside them
 PART = re.compile(r"^.*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
 # The converter writes what belongs under "min" or "arg max" beside it, and knows no \\arg.
 OPTIMUM = re.compile(r"(\\arg)?\\(min|max)_(?:\{(.*?)\}|(\w))")
@@ -75,6 +77,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert the generated parts into a page."""
     path = page.file.src_uri
+    if path in WIDE:
+        page.meta["hide"] = ["toc"]
     if path.startswith("methods/") and path != "methods/index.md":
         markdown = methods.page(path.removeprefix("methods/").removesuffix(".md"))
     elif page.file.abs_src_path == str(documents.ROOT / "docs" / path):  # written in the repository, not generated
