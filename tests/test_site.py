@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def commands(path):
     text = path.read_text(encoding="utf-8")
-    lines = [line for block in BLOCK.findall(text) for line in block.splitlines()]
+    lines = [line for block in BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"^command: (.*)$", text, flags=re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines if "-m fedjax_mr" in line]
 
