@@ -385,7 +385,9 @@ def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: 
     } | options
     several = model if isinstance(model, list | tuple) else [model]
     networks = [
-        models.build(each, **facts, init=init) if isinstance(each, str) else models.of_module(each, **facts)
+        models.build(each, **facts, init=init, vocabulary=dataset.vocabulary)
+        if isinstance(each, str)
+        else models.of_module(each, **facts)
         for each in several
     ]
     return networks[0] if len(networks) == 1 else Zoo.of(networks)

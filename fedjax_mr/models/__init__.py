@@ -12,7 +12,7 @@ from flax import nnx
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.models import cnn, lstm, nnx_module, pfedhr, resnet, user_module, vgg
+from fedjax_mr.models import cnn, lstm, nnx_module, pfedhr, pretrained, resnet, transformer, user_module, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.registry import Registry
@@ -24,12 +24,13 @@ class ModelRow:
 
     Attributes:
       network: a Flax module, or a function that makes one. The function is called with ``num_classes`` and with those
-        of ``initialisation`` and ``projection`` that it accepts. A function that builds an NNX module also has the
-        argument ``rngs``.
+        of ``initialisation``, ``projection`` and ``vocabulary`` that it accepts. A function that builds an NNX module
+        also has the argument ``rngs``.
       input_shape: shape of one sample in the source, for the table of networks. (): the table omits the network.
       num_classes: C in the source.
       source: the paper or code that the network comes from.
       input_dtype: float32 for images and vectors, int32 for token sequences.
+      pretrained: reads pretrained variables from a folder: all or all but those of the head. None: there are none.
     """
 
     network: Callable[..., nn.Module | nnx.Module] | nn.Module | nnx.Module
@@ -37,9 +38,10 @@ class ModelRow:
     num_classes: int = 10
     source: str = ""
     input_dtype: Any = np.float32
+    pretrained: Callable[[str], Variables] | None = None
 
 
-CIFAR, GREY, TEXT = (32, 32, 3), (28, 28, 1), (80,)
+CIFAR, GREY, TEXT, SENTENCE = (32, 32, 3), (28, 28, 1), (80,), (48,)
 
 SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
 """Variants of a small network, for experiments in which clients have different networks."""
@@ -93,6 +95,18 @@ _OURS: dict[str, ModelRow] = {
         )
         for i in range(1, 5)
     },
+    "vit_tiny": ModelRow(transformer.ViT, CIFAR, 10, "FedTP's code (ViT on CIFAR); the depth is ours"),
+    "transformer_tiny": ModelRow(
+        transformer.CausalTransformer, TEXT, 80, "FedTP's code (Transformer on Shakespeare), made causal", np.int32
+    ),
+    "minilm": ModelRow(
+        transformer.BERT,
+        SENTENCE,
+        2,
+        "MiniLM-L6-H384 (Wang et al., NeurIPS 2020), mean pooling",
+        np.int32,
+        functools.partial(pretrained.bert, heads=12, depth=6),
+    ),
     "pfedhr_m1": ModelRow(pfedhr.M1, CIFAR, 10, "pFedHR's code (CNN1)"),
     "pfedhr_m2": ModelRow(pfedhr.M2, CIFAR, 10, "pFedHR (M1 with a third convolution)"),
     "pfedhr_m3": ModelRow(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
@@ -112,6 +126,7 @@ def build(
     norm: str = "batch",
     authors_state: bool = False,
     projection: int = 0,
+    vocabulary: int = 0,
 ) -> Model:
     """Build the network ``name`` for samples of ``input_shape``.
 
@@ -126,6 +141,7 @@ def build(
         batch counters and the final BatchNorm of ``resnet20``.
       projection: width of a projection head in front of the classifier (Li et al., MOON, CVPR 2021: 256). 0 disables
         it.
+      vocabulary: number of different tokens. 0: the number of classes, or what the network was trained on.
 
     Raises:
       UserError: the name is unknown, an option is unknown or does not apply to the network, or the samples do not fit
@@ -141,7 +157,7 @@ def build(
         raise unknown_name("norm", norm, ("batch", "group"))
     if authors_state and norm != "batch":
         raise UserError(f"authors_state=True needs batch normalisation, not norm={norm}; drop one of the two")
-    network = _network(name, num_classes=num_classes, initialisation=init, projection=projection)
+    network = _network(name, num_classes=num_classes, initialisation=init, projection=projection, vocabulary=vocabulary)
     if not isinstance(network, BlockNet):
         return of_module(
             network, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name, norm=norm,
@@ -229,7 +245,7 @@ def _check_fit(model: Model, takes: str) -> None:
         raise UserError(f"{model.name} needs token sequences [T] of integers, but the samples are {sample}")
     if takes != "tokens" and integer:
         raise UserError(
-            f"{model.name} needs {takes}, but the samples are token sequences ({sample}); use an lstm model"
+            f"{model.name} needs {takes}, but the samples are token sequences ({sample}); use lstm2 or transformer_tiny"
         )
     if takes == "images" and len(shape) != 3:
         raise UserError(

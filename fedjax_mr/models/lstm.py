@@ -149,15 +149,17 @@ class LastStep(nn.Module):
 
 
 class CharacterLSTM(BlockNet):
-    """FedMe's networks for Shakespeare: one to four LSTM layers. The vocabulary is the set of classes.
+    """FedMe's networks for Shakespeare: one to four LSTM layers.
 
     Attributes:
+      vocabulary: number of tokens. 0: the number of classes, as in the prediction of characters.
       depth: number of LSTM layers.
       embedding_width: width of the vector of a character.
       hidden: H.
     """
 
     takes: ClassVar[str] = "tokens"
+    vocabulary: int = 0
     depth: int = 2
     embedding_width: int = 8
     hidden: int = 256
@@ -165,7 +167,7 @@ class CharacterLSTM(BlockNet):
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """The named blocks in forward order."""
         return (
-            ("embedding", Embedding(self.num_classes, self.embedding_width)),
+            ("embedding", Embedding(self.vocabulary or self.num_classes, self.embedding_width)),
             *((f"lstm{i + 1}", LSTM(self.hidden, self.initialisation)) for i in range(self.depth)),
             ("last", LastStep()),
             ("classifier", head(self.num_classes, initialisation=self.initialisation)),

@@ -18,10 +18,12 @@ from fedjax_mr.strategies import STRATEGIES, Problem
 from fedjax_mr.strategies.hyper import bind
 
 CONVOLUTIONAL = [
-    name for name, row in models.MODELS.items() if len(row.input_shape) == 3 and name not in ("mlp", "logistic")
+    name
+    for name, row in models.MODELS.items()
+    if len(row.input_shape) == 3 and name not in ("mlp", "logistic", "vit_tiny")
 ]
 QUICK = ("lenet5", "pfedhr_m4")
-THIN = {"width": 4, "hidden": 16}
+THIN = {"width": 4, "heads": 2, "hidden": 16}
 """Smaller values of attributes, which change sizes but no operation."""
 
 
