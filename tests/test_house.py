@@ -71,6 +71,9 @@ ONLY_IN = {
     "cryptography": {"deploy.check", "secure.primitives"},
     "flwr": {"deploy.flower"},
     "dp_accounting": {"channel.accounting"},
+    "safetensors": {"models.pretrained"},
+    "tokenizers": {"data.tokens"},
+    "datasets": {"data.sources.text"},
     "optuna": {"tune.studies"},
     "submitit": {"sweep.slurm"},
 }

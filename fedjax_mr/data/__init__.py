@@ -10,13 +10,14 @@ from typing import Any
 from fedjax_mr import registry
 from fedjax_mr.data.divide import federate
 from fedjax_mr.data.federated import DataRequest, Dataset, FederatedData, Split
-from fedjax_mr.data.sources import arrays, digits, leaf, tfds
-from fedjax_mr.data.sources.arrays import from_arrays, is_file
+from fedjax_mr.data.sources import arrays, digits, leaf, text, tfds
+from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.data.sources.text import from_texts
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.registry import Registry
 
 __all__ = [
-    "SOURCES", "Dataset", "FederatedData", "Split", "federate", "from_arrays", "is_file", "load",
+    "SOURCES", "Dataset", "FederatedData", "Split", "federate", "from_arrays", "from_texts", "is_file", "load",
 ]  # fmt: skip
 
 
@@ -40,6 +41,7 @@ _OURS: dict[str, Callable[[DataRequest], Dataset]] = {
     "emnist": tfds.load,
     "femnist": leaf.femnist,
     "shakespeare": leaf.shakespeare,
+    "sentiment": text.sentiment,
 }
 SOURCES = Registry("dataset", "fmr.SOURCES", check_source, _OURS)
 """Every dataset by name."""
@@ -48,14 +50,30 @@ LABEL_MODES = {"cifar100": ("fine", "coarse")}
 """Datasets with several kinds of labels. All others have only ``fine`` labels."""
 
 
-def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", offline: bool = False) -> Dataset:
+def is_file(name: str) -> bool:
+    """Whether a name is that of a file or folder, and not that of a dataset."""
+    return arrays.is_file(name) or name.endswith(text.SUFFIXES) or name.startswith(text.FOLDER_PREFIX)
+
+
+def load(
+    name: str,
+    *,
+    data_dir: str | None = None,
+    label_mode: str = "fine",
+    offline: bool = False,
+    tokenizer: str | None = None,
+    text_length: int = 48,
+) -> Dataset:
     """Load the samples of a dataset.
 
     Args:
-      name: a name of `SOURCES`, a configuration such as ``emnist/letters``, or the path of an .npz file.
+      name: a name of `SOURCES`, a configuration such as ``emnist/letters``, the path of an .npz or .jsonl file, or
+        ``hf:`` and the path of a folder of Hugging Face's ``datasets``.
       data_dir: the folder of the source's files. Default: depends on the source.
       label_mode: ``coarse`` for the 20 coarse classes of CIFAR-100.
       offline: whether downloads are forbidden.
+      tokenizer: a folder with the tokenizer of texts. Default: hashed words.
+      text_length: tokens of a text.
 
     Raises:
       UserError: the name is unknown, files are missing or damaged, or the samples cannot be trained on.
@@ -65,10 +83,15 @@ def load(name: str, *, data_dir: str | None = None, label_mode: str = "fine", of
     base = name.partition("/")[0]
     if label_mode not in LABEL_MODES.get(base, ("fine",)):
         raise UserError(f"{name} has no {label_mode} labels; only {', '.join(LABEL_MODES)} has label_mode={label_mode}")
+    request = DataRequest(name, data_dir, label_mode, offline, tokenizer, text_length)
+    if name.startswith(text.FOLDER_PREFIX):
+        return text.load_folder(name, request).check()
+    if name.endswith(text.SUFFIXES):
+        return text.load_file(name, request).check()
     if is_file(name):
         return arrays.load(name)
     if name not in SOURCES and Path(name).exists():
         raise UserError(f"{name} is not a dataset: convert your data to an .npz file with the arrays x and y")
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("dataset", name, SOURCES)
-    return SOURCES[base](DataRequest(name, data_dir, label_mode, offline)).check()
+    return SOURCES[base](request).check()

@@ -9,7 +9,7 @@ from fedjax_mr.analysis import plots
 from fedjax_mr.data import partition_file
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.partition_table import partition_table
-from fedjax_mr.data.sources import tfds
+from fedjax_mr.data.sources import text, tfds
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts, titles
@@ -24,6 +24,8 @@ USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
        python -m fedjax_mr.data prepare NAME [--data_dir=FOLDER]
          Download {", ".join(tfds.IMAGE_SETS)} (or a configuration such as
          emnist/letters) into FOLDER. Needs TensorFlow: pip install 'fedjax-mr[prepare]'
+       python -m fedjax_mr.data prepare sentiment [--data_dir=FOLDER]
+         Convert the source distribution of vaderSentiment in FOLDER. Nothing is downloaded.
 """
 
 
@@ -76,11 +78,12 @@ def _prepare(arguments: list[str]) -> None:
     if len(names) != 1:
         raise UserError("prepare takes one name: python -m fedjax_mr.data prepare NAME --data_dir=FOLDER")
     name = names[0]
-    if name.partition("/")[0] not in tfds.IMAGE_SETS:
-        raise unknown_name("dataset to prepare", name, tfds.IMAGE_SETS)
+    if name.partition("/")[0] not in (known := (*tfds.IMAGE_SETS, "sentiment")):
+        raise unknown_name("dataset to prepare", name, known)
     config = configuration.parse([argument for argument in arguments if argument != name])
-    folder = tfds.prepare(DataRequest(name, config.data_dir, config.label_mode, config.offline))
-    print(f"{name} is in {folder}")
+    prepare = text.prepare_sentiment if name == "sentiment" else tfds.prepare
+    place = prepare(DataRequest(name, config.data_dir, config.label_mode, config.offline))
+    print(f"{name} is in {place}")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def federate(
       holdout_clients: number of further clients that never train.
       validation_share: fraction of the training samples of a client that it keeps for validation.
       client_test_share: fraction of the samples of a client that become its own test set. With 0 the client is tested
-        on its natural test samples if there are any, else on a part of the global test set with its label proportions.
+        on its natural test samples if there are any, else on a part of the global test set with its label proportions
+        (in each domain, if the dataset has domains).
       public_share: fraction of the training samples that become the public set, before the partition.
       public_max: largest size of the public set.
       public_labels: whether the public set keeps its labels.
@@ -110,7 +111,8 @@ def federate(
         owned = _natural(dataset, num_clients, holdout_clients, public_size, min_samples_per_client, seed)
     else:
         row = PARTITIONS[partition]
-        chosen = {name: settings[name] for name in row.settings}
+        if "domain" in row.settings and dataset.domain is None:
+            raise UserError(f"partition {partition!r} needs domains, but {dataset.name} has none")
         public = np.sort(_stream(seed, "public").choice(len(dataset.y), public_size, replace=False))
         pool = np.delete(np.arange(len(dataset.y)), public)
         total = num_clients + holdout_clients
@@ -123,9 +125,11 @@ def federate(
                 f"{total} clients are more than the {len(pool)} training samples of {dataset.name}: use fewer clients, "
                 "or partition='bootstrap', whose clients share samples"
             )
+        settings["domain"] = None if dataset.domain is None else dataset.domain[pool]
+        chosen = {name: settings[name] for name in row.settings}
         division = Split.of(row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **chosen))
         train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
-        owned = _Owned(train, None, public, ())
+        owned = _Owned(train, None, public, _names_by_domain(dataset, train) if partition == "domain" else ())
     sizes = owned.train.sizes
     if not sizes.all():
         client = int(np.argmin(sizes))
@@ -156,6 +160,17 @@ def federate(
         with_replacement=with_replacement,
     )
     return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
+
+
+def _names_by_domain(dataset: Dataset, owned: Split) -> tuple[str, ...]:
+    """Names such as ``tweets/3`` of clients that have one domain each."""
+    assert dataset.domain is not None
+    domains, counted = dataset.domain[owned.index[owned.offsets[:-1]]], np.zeros(len(dataset.domain_names), int)
+    names = []
+    for domain in domains:
+        names.append(f"{dataset.domain_names[domain]}/{counted[domain]}")
+        counted[domain] += 1
+    return tuple(names)
 
 
 class _Owned(NamedTuple):
@@ -198,9 +213,9 @@ def _natural(
     known = len(dataset.client_names)
     train = partitions.natural(dataset.client, known)
     test = None if dataset.test_client is None else partitions.natural(dataset.test_client, known)
-    sizes = np.bincount(dataset.client, minlength=known)
-    if dataset.test_client is not None:
-        sizes = sizes + np.bincount(dataset.test_client, minlength=known)
+    sizes = np.array([len(rows) for rows in train])
+    if test is not None:
+        sizes = sizes + np.array([len(rows) for rows in test])
     large = np.flatnonzero(sizes >= min_samples)
     total = num_clients + holdout_clients if num_clients else len(large)
     if not len(large) or total > len(large) or total <= holdout_clients:
@@ -248,8 +263,12 @@ def _split(owned: Split, validation_share: float, test_share: float, seed: int) 
 
 
 def _matching(dataset: Dataset, owned: Split, seed: int) -> Split:
-    counts = owned.label_counts(dataset.y, dataset.num_classes)
-    matched = partitions.matching(dataset.test_y, counts, rng=_stream(seed, "test"))
+    labels, test_labels, count = dataset.y, dataset.test_y, dataset.num_classes
+    if dataset.domain is not None and dataset.test_domain is not None:  # each label of each domain
+        labels, test_labels = labels + count * dataset.domain, test_labels + count * dataset.test_domain
+        count *= len(dataset.domain_names)
+    counts = owned.label_counts(labels, count)
+    matched = partitions.matching(test_labels, counts, rng=_stream(seed, "test"))
     return matched._replace(index=matched.index.astype(np.int32))
 
 

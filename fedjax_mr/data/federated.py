@@ -23,12 +23,16 @@ class DataRequest(NamedTuple):
       data_dir: the folder of its files. None means the default folder of the source.
       label_mode: ``fine`` or ``coarse``.
       offline: whether internet access is forbidden.
+      tokenizer: folder with the tokenizer of texts, see `tokens.encode`. None means hashed words.
+      text_length: tokens of a text, T.
     """
 
     name: str
     data_dir: str | None = None
     label_mode: str = "fine"
     offline: bool = False
+    tokenizer: str | None = None
+    text_length: int = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +47,12 @@ class Dataset:
       num_classes: C.
       mean, std: normalisation, per channel or one number: a batch becomes (pixel - mean) / std inside the compiled
         step. They refer to pixels in 0..1 for uint8, and to the values as they are for float32.
-      client: [M] int32, the natural client of each training sample, or None.
+      client: [M] int32, the natural client of each training sample, or None. -1: it has none.
       test_client: [T] int32, the natural client of each test sample, or None.
       client_names: ids of the natural clients by number.
+      domain: [M] int32, the domain (such as the source) of each training sample, or None.
+      test_domain: [T] int32, the domain of each test sample, or None.
+      domain_names: names of the domains by number.
       vocabulary: number of different tokens. 0 if x does not hold tokens.
     """
 
@@ -61,6 +68,9 @@ class Dataset:
     test_client: np.ndarray | None = None
     client_names: tuple[str, ...] = ()
     vocabulary: int = 0
+    domain: np.ndarray | None = None
+    test_domain: np.ndarray | None = None
+    domain_names: tuple[str, ...] = ()
 
     def check(self) -> "Dataset":
         """Check that the dataset can be trained on, and return it.
@@ -105,11 +115,12 @@ class Dataset:
     def recorded_name(self) -> str:
         """The name that a run folder records for samples passed from Python: ``given:NAME:HASH``.
 
-        The hash covers all samples and labels, the clients and the normalisation, but not the name.
+        The hash covers all samples and labels, the clients, the domains and the normalisation, but not the name.
         """
         facts = (self.num_classes, self.mean, self.std, self.client_names, self.vocabulary)
         digest = hashlib.sha256(repr(facts).encode())
-        for part in (self.x, self.y, self.test_x, self.test_y, self.client, self.test_client):
+        of_domains = (self.domain, self.test_domain)
+        for part in (self.x, self.y, self.test_x, self.test_y, self.client, self.test_client, *of_domains):
             if part is not None:
                 digest.update(f"{part.shape}{part.dtype}".encode())
                 digest.update(np.ascontiguousarray(part).data)
@@ -125,6 +136,8 @@ class Dataset:
             test_y=self.test_y[test_rows],
             client=None if self.client is None else self.client[rows],
             test_client=None if self.test_client is None else self.test_client[test_rows],
+            domain=None if self.domain is None else self.domain[rows],
+            test_domain=None if self.test_domain is None else self.test_domain[test_rows],
         )
 
 

@@ -276,11 +276,68 @@ def natural(client: np.ndarray, num_clients: int) -> Parts:
     """Divide samples by their natural client. The rows of a client keep their order.
 
     Args:
-      client: [M] the natural client of each sample, in 0..N-1.
+      client: [M] the natural client of each sample, in 0..N-1, or -1 for samples that no client has.
       num_clients: N.
     """
     order = np.argsort(client, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(client, minlength=num_clients))[:-1])
+    order = order[np.count_nonzero(client < 0) :]
+    return np.split(order, np.cumsum(np.bincount(client[order], minlength=num_clients))[:-1])
+
+
+def domain(
+    labels: np.ndarray,
+    num_clients: int,
+    *,
+    rng: np.random.Generator,
+    domain: np.ndarray,
+    alpha: float,
+    report: Report = _silent,
+) -> Parts:
+    """Give every client samples of one domain, and divide each domain among its clients by `dirichlet` over the labels.
+
+    The clients of a domain have consecutive numbers. The numbers of clients per domain differ by at most one.
+
+    Args:
+      labels: [M] integer labels.
+      num_clients: N.
+      rng: consumed.
+      domain: [M] the domain of each sample.
+      alpha: the concentration of the labels. Large values give clients with the labels of their domain.
+      report: called with a note if a repair was needed.
+
+    Raises:
+      UserError: there are fewer clients than domains.
+    """
+    domains = np.unique(domain)
+    if num_clients < len(domains):
+        raise UserError(f"partition 'domain': {num_clients} clients are fewer than the {len(domains)} domains")
+    parts: Parts = []
+    for each, clients in zip(domains, np.array_split(np.arange(num_clients), len(domains)), strict=True):
+        rows = np.flatnonzero(domain == each)
+        parts += [rows[part] for part in dirichlet(labels[rows], len(clients), rng=rng, alpha=alpha, report=report)]
+    return parts
+
+
+def dirichlet_domain(
+    labels: np.ndarray,
+    num_clients: int,
+    *,
+    rng: np.random.Generator,
+    domain: np.ndarray,
+    alpha: float,
+    report: Report = _silent,
+) -> Parts:
+    """Divide each domain by Dirichlet(alpha) proportions: `dirichlet` with the domains in the place of the labels.
+
+    Args:
+      labels: [M] integer labels, which have no influence.
+      num_clients: N.
+      rng: consumed.
+      domain: [M] the domain of each sample.
+      alpha: the concentration. Small values give clients with few domains.
+      report: called with a note if a repair was needed.
+    """
+    return dirichlet(domain, num_clients, rng=rng, alpha=alpha, report=report)
 
 
 def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator) -> Split:
@@ -334,6 +391,8 @@ _OURS: dict[str, Partitioner] = {
     "quantity": Partitioner(quantity, ("quantity_power",)),
     "bootstrap": Partitioner(bootstrap, ("samples_per_client",), with_replacement=True),
     "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, ("samples_per_client", "alpha"), with_replacement=True),
+    "domain": Partitioner(domain, ("domain", "alpha", "report")),
+    "dirichlet_domain": Partitioner(dirichlet_domain, ("domain", "alpha", "report")),
     "natural": Partitioner(natural),
 }
 PARTITIONS = Registry("partition", "fmr.PARTITIONS", check_row, _OURS)

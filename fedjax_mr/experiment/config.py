@@ -52,7 +52,9 @@ class Config:
 
     # Each setting: default, help, range, and the source of the default. Without a source, the default is our choice.
     # fmt: off
-    dataset: str = _data("digits", "Dataset by name, or the path of a user's .npz file", names=SOURCES, path=True)
+    dataset: str = _data(
+        "digits", "Dataset by name, the path of a user's .npz or .jsonl file, or hf:FOLDER for a folder of Hugging "
+        "Face's datasets", names=SOURCES, path=True)
     data_dir: str | None = _data(
         None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True,
         affects_results=False)
@@ -60,6 +62,8 @@ class Config:
         "fine", "Labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"),
         source="the dataset's own labels; the FedMR authors' code trains on the coarse ones")
     offline: bool = _data(False, "Never use the network, not even to look for data", affects_results=False)
+    text_length: int = _data(
+        48, "Tokens of a text. Longer texts are cut, shorter ones padded", unit="tokens", low=1, high=16_384)
     min_samples_per_client: int = _data(
         0, "Leave out natural clients with fewer samples, training and test samples counted together",
         unit="samples", low=0, source="all clients; the FedMR papers' FEMNIST: 100")
@@ -126,6 +130,10 @@ class Config:
         "replaces --architectures. Takes one run folder with clients.csv for each network, in order, or one folder "
         "that holds runs of --strategy=local with each network and the same clients, for all seeds",
         path=True, source="FedMe")
+    pretrained: str | None = _model(
+        None, "Folder with pretrained weights and their tokenizer (config.json, model.safetensors, tokenizer.json). "
+        "The network starts from the weights, and the tokenizer numbers the words of texts. If omitted, the network "
+        "starts at random, and the numbers of words are hashes", path=True)
     init: str = _model(
         "torch", "Initialisation of the network: as in PyTorch or in the network's source (torch), or Flax's defaults "
         "(flax)", choices=("torch", "flax"), source="the FedMR authors' code")
@@ -556,6 +564,7 @@ def portable(config: Config) -> Config:
         config,
         data_dir=None,
         run_dir=None,
+        pretrained=last(config.pretrained),
         compare_to=(),
         dataset=last(config.dataset),
         public_from=last(config.public_from),

@@ -19,7 +19,12 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
     seed = config.seed if config.partition_seed is None else config.partition_seed
     if dataset is None:
         dataset = data.load(
-            config.dataset, data_dir=config.data_dir, label_mode=config.label_mode, offline=config.offline
+            config.dataset,
+            data_dir=config.data_dir,
+            label_mode=config.label_mode,
+            offline=config.offline,
+            tokenizer=config.pretrained,
+            text_length=config.text_length,
         )
     else:
         dataset = dataset.check()
@@ -47,7 +52,13 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
     if config.public_from:
         if federated.public is None:
             raise UserError("public_from= replaces public samples: pass public_share=0.1, too")
-        other = data.load(config.public_from, data_dir=config.data_dir, offline=config.offline)
+        other = data.load(
+            config.public_from,
+            data_dir=config.data_dir,
+            offline=config.offline,
+            tokenizer=config.pretrained,
+            text_length=config.text_length,
+        )
         federated = divide.with_public(federated, other, labels=config.public_labels, seed=seed)
     if config.cohort > federated.num_clients:
         raise UserError(f"cohort={config.cohort} is more than the {federated.num_clients} clients of {dataset.name}")

@@ -174,9 +174,10 @@ def _strategy(name: str, width: int) -> str:
 
 def _data_set(name: str, width: int) -> str:
     facts = {"file": _file(SOURCES[name])}
-    if name in IMAGE_SETS:
+    if name in (*IMAGE_SETS, "sentiment"):
         facts["to prepare it"] = f"python -m fedjax_mr.data prepare {name} --data_dir=FOLDER"
     flags = ["data_dir", "offline", *(["label_mode"] if name in LABEL_MODES else [])]
+    flags += ["text_length", "pretrained"] if SOURCES[name].__module__.endswith(".text") else []
     flags += ["min_samples_per_client"] if SOURCES[name].__module__.endswith(".leaf") else []
     return _page(f"--dataset={name}", _sentence(sys.modules.get(_module(SOURCES[name]))), facts, width, flags)
 

@@ -16,7 +16,8 @@ from fedjax_mr.strategies import STRATEGIES
 SEEDS = ("seed", "partition_seed")
 # Settings that a single partition uses; the others ignore them.
 DIVISIONS = {
-    "alpha": ("dirichlet", "dirichlet_size", "bootstrap_dirichlet"), "alpha_size": ("dirichlet_size",),
+    "alpha": ("dirichlet", "dirichlet_size", "bootstrap_dirichlet", "domain", "dirichlet_domain"),
+    "alpha_size": ("dirichlet_size",),
     "shards_per_client": ("shards",), "shard_size": ("shards",), "classes_per_client": ("classes",),
     "quantity_power": ("quantity",), "samples_per_client": ("bootstrap", "bootstrap_dirichlet"),
 }  # fmt: skip
@@ -24,6 +25,7 @@ DIVISIONS = {
 DATASETS = {
     "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST",
     "svhn_cropped": "SVHN", "emnist": "EMNIST", "femnist": "FEMNIST", "shakespeare": "Shakespeare",
+    "sentiment": "Sentiment",
 }  # fmt: skip
 SIZES = ("small", "large", "deep")
 NETWORKS = {
@@ -34,6 +36,7 @@ NETWORKS = {
     "vgg_femnist": "FEMNIST VGG-16", **{f"vgg{depth}_fedma": f"FedMA VGG-{depth}" for depth in (11, 13, 16, 19)},
     **{f"cnn{i}": f"CNN {i}" for i in range(1, 5)}, **{f"lstm{i}": f"LSTM {i}" for i in range(1, 5)},
     **{f"pfedhr_m{i}": f"M{i}" for i in range(1, 5)},
+    "vit_tiny": "tiny ViT", "transformer_tiny": "tiny Transformer", "minilm": "MiniLM",
 }  # fmt: skip
 WITH_AVERAGING = {"momentum": "FedAvgM", "adam": "FedAdam", "yogi": "FedYogi", "adagrad": "FedAdagrad"}
 WORDS = {
@@ -99,6 +102,8 @@ def division(settings: Mapping[str, Any]) -> str:
         "quantity": f"sizes by rank^-{of('quantity_power')}",
         "bootstrap": f"bootstrap of {of('samples_per_client')}",
         "bootstrap_dirichlet": f"bootstrap of {of('samples_per_client')}, Dirichlet({of('alpha')})",
+        "domain": f"one domain per client, labels Dirichlet({of('alpha')})",
+        "dirichlet_domain": f"domains Dirichlet({of('alpha')})",
         "natural": "natural clients",
     }
     return names.get(settings["partition"]) or settings["partition"]

@@ -16,7 +16,7 @@ from fedjax_mr.errors import UserError
 TEST_SHARE = 0.2  # share of the test set if the user provides none
 SPLIT_SEED = 0  # constant, so that all runs of all strategies are tested on the same samples
 LARGEST_FLOATS = 5.0  # root mean square: 1 if standardised, below 1 in 0..1, 7.7 for digits in 0..16, 117 in 0..255
-OPTIONAL = ("client", "x_test", "y_test", "client_test", "num_classes", "mean", "std")
+OPTIONAL = ("client", "x_test", "y_test", "client_test", "domain", "domain_test", "num_classes", "mean", "std")
 
 # How to convert other files, by suffix.
 _TABLE = (
@@ -67,6 +67,8 @@ def from_arrays(
     x_test: np.ndarray | None = None,
     y_test: np.ndarray | None = None,
     client_test: np.ndarray | None = None,
+    domain: np.ndarray | None = None,
+    domain_test: np.ndarray | None = None,
     name: str = "arrays",
     num_classes: int | None = None,
     mean: tuple[float, ...] | None = None,
@@ -82,10 +84,12 @@ def from_arrays(
     Args:
       x: [M, ...] samples.
       y: [M] integer labels 0..C-1. Without ``num_classes``, every label must occur in y or y_test.
-      client: [M] the natural client of each sample: numbers or names.
+      client: [M] the natural client of each sample: numbers or names, "" for samples without a client.
       x_test: [T, ...] the global test set.
       y_test: [T] its labels.
       client_test: [T] the natural client of each test sample.
+      domain: [M] the domain of each sample, such as its source: numbers or names.
+      domain_test: [T] the domain of each test sample.
       name: name of the dataset.
       num_classes: C. Default: the largest label of y plus one.
       mean: per channel or one number. Default: 0.5 for bytes (of pixels in 0..1), else 0.
@@ -98,6 +102,10 @@ def from_arrays(
         raise UserError(f"{name}: x_test and y_test belong together, but one of them is missing")
     if client_test is not None and (client is None or x_test is None):
         raise UserError(f"{name}: client_test needs client and x_test")
+    if (domain_test is not None) != (domain is not None and x_test is not None):
+        raise UserError(
+            f"{name}: with x_test, domain and domain_test belong together; without it, only domain is needed"
+        )
     scaled = mean is not None or std is not None
     x, y = _samples(x, f"{name}: x", scaled), _labels(y, f"{name}: y")
     if len(x) != len(y):
@@ -107,16 +115,27 @@ def from_arrays(
     num_classes = _num_classes(y, y_test, num_classes, name)
     client = None if client is None else _array(client, f"{name}: client")
     client_test = None if client_test is None else _array(client_test, f"{name}: client_test")
-    for ids, labels in ((client, y), (client_test, y_test)):
+    domain = None if domain is None else _array(domain, f"{name}: domain")
+    domain_test = None if domain_test is None else _array(domain_test, f"{name}: domain_test")
+    for what, ids, labels in (
+        ("client id", client, y), ("client id", client_test, y_test),
+        ("domain", domain, y), ("domain", domain_test, y_test),
+    ):  # fmt: skip
         if ids is not None and labels is not None and ids.shape != labels.shape:
-            raise UserError(f"{name}: labels of shape {labels.shape} need one client id each, not shape {ids.shape}")
-    names, number, number_of_test = _numbered(client, client_test, name)
+            raise UserError(f"{name}: labels of shape {labels.shape} need one {what} each, not shape {ids.shape}")
+    names, number, number_of_test = _numbered(client, client_test, f"{name}: client ids")
+    domain_names, domain, domain_test = _numbered(domain, domain_test, f"{name}: domains")
     if x_test is not None and y_test is not None:
         test_x, test_y = x_test, y_test
     else:
         test = _held_out(y if number is None else number)
         test_x, test_y, x, y = x[test], y[test], x[~test], y[~test]
         number, number_of_test = (None, None) if number is None else (number[~test], number[test])
+        domain, domain_test = (None, None) if domain is None else (domain[~test], domain[test])
+    if names[:1] == ("",):  # samples without a client
+        assert number is not None
+        names, number = names[1:], number - 1
+        number_of_test = None if number_of_test is None else number_of_test - 1
     default = (0.5,) if x.dtype == np.uint8 else None
     tokens = np.issubdtype(x.dtype, np.signedinteger)
     return Dataset(
@@ -132,6 +151,9 @@ def from_arrays(
         test_client=number_of_test,
         client_names=names,
         vocabulary=int(max(x.max(initial=0), test_x.max(initial=0))) + 1 if tokens else 0,
+        domain=domain,
+        test_domain=domain_test,
+        domain_names=domain_names,
     ).check()
 
 
@@ -152,7 +174,7 @@ def _array(values: object, name: str) -> np.ndarray:
 def _numbered(
     client: np.ndarray | None, client_test: np.ndarray | None, name: str
 ) -> tuple[tuple[str, ...], np.ndarray | None, np.ndarray | None]:
-    """The sorted names of the clients, and the number of the client of each training and test sample.
+    """The sorted names of the clients (or domains), and the number of that of each training and test sample.
 
     Raises:
       UserError: the ids cannot be sorted, such as None among numbers.
@@ -163,7 +185,7 @@ def _numbered(
     try:
         ids, number = np.unique(all_ids, return_inverse=True)
     except TypeError as error:
-        raise UserError(f"{name}: client ids must be all numbers or all text ({error})") from None
+        raise UserError(f"{name} must be all numbers or all text ({error})") from None
     number, number_of_test = np.split(number.astype(np.int32), [len(client)])
     return tuple(str(each) for each in ids), number, None if client_test is None else number_of_test
 

@@ -1,0 +1,288 @@
+"""Labelled texts: the sentences of vaderSentiment, JSON Lines files, and folders of Hugging Face's ``datasets``.
+
+Texts become token numbers once; the result is in the cache. `sentiment` has the 23,703 sentences with human ratings of
+Hutto and Gilbert, "VADER: a parsimonious rule-based model for sentiment analysis of social media text" (ICWSM 2014), in
+the MIT-licensed source distribution of vaderSentiment: tweets, film reviews, product reviews and editorials. A rating
+is the mean of twenty people, from -4 to 4; here ratings above 0.5 are positive, those below -0.5 negative, and the
+others are left out.
+"""
+
+import dataclasses
+import gzip
+import html
+import io
+import json
+import shlex
+import tarfile
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_mr.data import files, tokens
+from fedjax_mr.data.cache import cached
+from fedjax_mr.data.federated import DataRequest, Dataset
+from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.errors import UserError
+
+FOLDER_PREFIX = "hf:"  # of the path of a folder that `datasets` has written
+SUFFIXES = (".jsonl", ".jsonl.gz")
+
+SENTENCES = "sentiment_snippets.jsonl.gz"
+NEUTRAL = 0.5  # ratings from -0.5 to 0.5 are neither positive nor negative
+SOURCE = "vaderSentiment==3.3.2"
+ARCHIVE = "hutto_ICWSM_2014.tar.gz"  # inside the source distribution
+DOMAINS = {
+    "tweets": "tweets", "movies": "movieReviewSnippets", "products": "amazonReviewSnippets",
+    "editorials": "nytEditorialSnippets",
+}  # fmt: skip
+
+
+def from_texts(
+    texts: Sequence[str],
+    labels: Any,
+    *,
+    client: Sequence[str] | None = None,
+    domain: Sequence[str] | None = None,
+    texts_test: Sequence[str] | None = None,
+    labels_test: Any = None,
+    client_test: Sequence[str] | None = None,
+    domain_test: Sequence[str] | None = None,
+    name: str = "texts",
+    num_classes: int | None = None,
+    tokenizer: str | None = None,
+    length: int = 48,
+) -> Dataset:
+    """Make a dataset of texts with class labels. Without test texts, 20 % of the texts become the test set.
+
+    Args:
+      texts: [M] texts.
+      labels: [M] integer labels 0..C-1.
+      client: [M] the natural client of each text; "" if it has none.
+      domain: [M] the domain of each text, such as its source.
+      texts_test: the texts of the test set.
+      labels_test: their labels.
+      client_test: their natural clients.
+      domain_test: their domains.
+      name: name of the dataset.
+      num_classes: C. Default: the largest label plus one.
+      tokenizer: a folder with a tokenizer, see `tokens.encode`. Default: hashed words.
+      length: tokens of a text, T.
+
+    Raises:
+      UserError: as in `from_arrays` and `tokens.encode`.
+    """
+    x, vocabulary = tokens.encode(texts, length=length, tokenizer=tokenizer)
+    x_test = None if texts_test is None else tokens.encode(texts_test, length=length, tokenizer=tokenizer)[0]
+    as_array = lambda names: None if names is None else np.array(names)
+    dataset = from_arrays(
+        x, labels, client=as_array(client), x_test=x_test, y_test=labels_test, client_test=as_array(client_test),
+        domain=as_array(domain), domain_test=as_array(domain_test), name=name, num_classes=num_classes,
+    )  # fmt: skip
+    return dataclasses.replace(dataset, vocabulary=vocabulary)
+
+
+def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable[[], dict[str, Any]]) -> Dataset:
+    """The dataset of the arguments of `from_texts` that ``read`` returns."""
+    settings = {"tokenizer": request.tokenizer, "length": request.text_length}
+    if request.tokenizer is not None and (file := Path(request.tokenizer) / tokens.TOKENIZER).is_file():
+        sources = [*sources, file]
+    kind = f"text-{name}-{request.text_length}-{'words' if request.tokenizer is None else 'tokens'}"
+
+    def build() -> dict[str, Any]:
+        dataset = from_texts(**read(), **settings, name=name)
+        fields = [each.name for each in dataclasses.fields(dataset)]
+        return {each: value for each in fields if (value := getattr(dataset, each)) is not None}
+
+    return Dataset(**cached(kind, sources, build))
+
+
+# ---- Sentences of vaderSentiment
+
+
+def sentiment(request: DataRequest) -> Dataset:
+    """The positive and negative sentences of vaderSentiment (1 and 0), in four domains.
+
+    Natural clients are the 300 product reviews and 498 editorials; tweets and film reviews have none.
+
+    Raises:
+      UserError: the file is not prepared, or damaged.
+    """
+    path = None if request.data_dir is None else Path(request.data_dir) / SENTENCES
+    if path is None or not path.is_file():
+        folder = "FOLDER" if request.data_dir is None else shlex.quote(request.data_dir)
+        raise UserError(f"sentiment needs data_dir= of a folder with {SENTENCES}; create it with: {_how_to(folder)}")
+
+    def read() -> dict[str, Any]:
+        rows = [row for row in _lines(path) if abs(_value(path, row, "score", float)) > NEUTRAL]
+        domains = [_value(path, row, "domain", str) for row in rows]
+        documents = [row.get("document") for row in rows]
+        return {
+            "texts": [_value(path, row, "text", str) for row in rows],
+            "labels": np.array([row["score"] > 0 for row in rows], np.int32),
+            "domain": domains,
+            "client": [f"{domain}/{each}" if each else "" for domain, each in zip(domains, documents, strict=True)],
+        }
+
+    return _cached("sentiment", request, [path], read)
+
+
+def _how_to(folder: str) -> str:
+    return (
+        f"pip download --no-deps --no-binary :all: {SOURCE} -d {folder} && "
+        f"python -m fedjax_mr.data prepare sentiment --data_dir={folder}"
+    )
+
+
+def prepare_sentiment(request: DataRequest) -> Path:
+    """Write the sentences of vaderSentiment's source distribution in ``data_dir`` as JSON Lines, and return the file.
+
+    Raises:
+      UserError: the folder has no source distribution, or it is damaged.
+    """
+    folder = Path(request.data_dir or ".")
+    found = sorted(each for each in folder.glob("*.tar.gz") if each.name.lower().startswith("vadersentiment-"))
+    if not found:
+        raise UserError(f"{folder} has no vaderSentiment-*.tar.gz; get both with: {_how_to(shlex.quote(str(folder)))}")
+    rows = [row for domain, name in DOMAINS.items() for row in _rated(found[-1], domain, f"{name}_GroundTruth.txt")]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with files.atomic_write(folder / SENTENCES) as temporary:
+        temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return folder / SENTENCES
+
+
+def _rated(archive: Path, domain: str, name: str) -> list[dict[str, Any]]:
+    """The sentences of a domain. Ids such as 12_3 are those of a document and of a sentence in it."""
+    try:
+        with tarfile.open(archive) as outer:
+            (inner,) = (each for each in outer.getnames() if each.endswith(ARCHIVE))
+            with tarfile.open(fileobj=io.BytesIO(_member(outer, inner))) as data:
+                (file,) = (each for each in data.getnames() if each.rpartition("/")[2] == name)
+                lines = _member(data, file).decode("utf-8-sig").splitlines()
+        rows = []
+        for number, score, text in (line.split("\t") for line in lines if line.strip()):
+            document = number.rpartition("_")[0] or None
+            sentence = html.unescape(text).strip()
+            rows.append(
+                {
+                    "domain": domain,
+                    "id": number,
+                    "document": document,
+                    "score": round(float(score), 4),
+                    "text": sentence,
+                }
+            )
+        return rows
+    except (OSError, ValueError, KeyError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise UserError(f"{archive} is damaged or of another version ({error}); download {SOURCE}") from None
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    if file is None:
+        raise KeyError(f"{name} is no file")
+    return file.read()
+
+
+# ---- Files and folders of users
+
+
+def load_file(name: str, request: DataRequest) -> Dataset:
+    """Read a file of JSON Lines: text, label, and optionally client, domain and split (rows of split "test").
+
+    Raises:
+      UserError: the file is missing or damaged, or a line lacks a value.
+    """
+    path = files.expand_home(name)
+    if not path.is_file():
+        raise UserError(f"data file {path} does not exist (names of datasets have no '/' and no suffix)")
+
+    def read() -> dict[str, Any]:
+        rows = _lines(path)
+        test = [row.get("split") == "test" for row in rows]
+        optional = [each for each in ("client", "domain") if rows and each in rows[0]]
+        columns = {"text": [_value(path, row, "text", str) for row in rows]}
+        columns |= {each: [str(_value(path, row, each, object)) for row in rows] for each in optional}
+        columns["label"] = [_value(path, row, "label", int) for row in rows]
+        return _arguments(columns, np.array(test))
+
+    return _cached(path.name.partition(".")[0], request, [path], read)
+
+
+def load_folder(name: str, request: DataRequest) -> Dataset:
+    """Read a folder written by ``save_to_disk`` of Hugging Face's ``datasets``: a dataset, or parts train and test.
+
+    Columns: text, label, and optionally client and domain.
+
+    Raises:
+      UserError: the package is missing, the folder is none of ``datasets``, or it has other parts or columns.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{name} needs datasets: pip install 'fedjax-mr[hf]'") from None
+    path = files.expand_home(name.removeprefix(FOLDER_PREFIX))
+
+    def read() -> dict[str, Any]:
+        try:
+            loaded: Any = datasets.load_from_disk(str(path))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path} is no folder of datasets.save_to_disk ({_brief(error)})") from None
+        parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+        if "train" not in parts:
+            raise UserError(f"{path} has the parts {', '.join(parts)}, but a part train is needed")
+        used = [parts[each] for each in ("train", "test") if each in parts]
+        if missing := [each for each in ("text", "label") if each not in used[0].column_names]:
+            has, remedy = ", ".join(used[0].column_names), f"rename one: dataset.rename_column(OLD, {missing[0]!r})"
+            raise UserError(f"{path} has the columns {has}, but {missing[0]} is needed; {remedy}")
+        optional = [each for each in ("client", "domain") if all(each in part.column_names for part in used)]
+        columns = {each: [value for part in used for value in part[each]] for each in ("text", "label", *optional)}
+        for each in optional:
+            columns[each] = list(map(str, columns[each]))
+        test = np.repeat([False, True][: len(used)], [len(part) for part in used])
+        classes = getattr(used[0].features["label"], "num_classes", None)
+        return _arguments(columns, test) | {"num_classes": classes}
+
+    sources = sorted(path.rglob("*.arrow"))
+    return _cached(path.name, request, sources, read)
+
+
+def _arguments(columns: dict[str, list], test: np.ndarray) -> dict[str, Any]:
+    """The arguments of `from_texts` for columns whose rows in ``test`` are the test set."""
+    names = {"text": "texts", "label": "labels"}
+    train, held_out = np.flatnonzero(~test), np.flatnonzero(test)
+    arguments = {names.get(each, each): [column[row] for row in train] for each, column in columns.items()}
+    if len(held_out):
+        arguments |= {
+            f"{names.get(each, each)}_test": [column[row] for row in held_out] for each, column in columns.items()
+        }
+    return arguments
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        rows = [json.loads(line) for line in content.decode("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
+        raise UserError(f"{path} is damaged, or its lines are not JSON ({_brief(error)})") from None
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} is empty, or a line is not a JSON object")
+    return rows
+
+
+def _value(path: Path, row: dict[str, Any], name: str, kind: type) -> Any:
+    value = row.get(name)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if value is None or not isinstance(value, kind) or isinstance(value, bool):
+        what = {str: "a text", int: "an integer", float: "a number"}.get(kind, "a value")
+        raise UserError(
+            f"{path}: each line needs {what} {name}, but one is {json.dumps(row, ensure_ascii=False)[:120]}"
+        )
+    return value
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
