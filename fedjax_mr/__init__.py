@@ -15,6 +15,7 @@ from fedjax_mr import data, models, strategies, trees
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.data.sources.text import from_texts
 from fedjax_mr.engine import local
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import DivergedError, UserError
@@ -60,6 +61,7 @@ __all__ = [
     "data",
     "field",
     "from_arrays",
+    "from_texts",
     "load",
     "local",
     "models",

@@ -40,7 +40,7 @@ def check(words):
     elif module == "fedjax_mr.main" and (topic := manual.help_topic(flags)) is not None:
         manual.page(topic)
     elif module in ("fedjax_mr.main", "fedjax_mr.data"):
-        config.parse([flag for flag in flags if flag != "prepare"])
+        config.parse(flags[2:] if flags[:1] == ["prepare"] else flags)
 
 
 def test_the_commands_on_the_pages_are_valid(monkeypatch):

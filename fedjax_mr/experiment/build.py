@@ -41,7 +41,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
-from fedjax_mr.models import MODELS, Model, adapters, parts
+from fedjax_mr.models import MODELS, Model, adapters, parts, start_from
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.base import select_uniformly
 from fedjax_mr.strategies.hyper import as_arguments, bind, numbers_of
@@ -72,6 +72,12 @@ def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:
       UserError: nothing would train, or there are several networks.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), INIT)
+    if config.pretrained is not None:
+        if variables is not None:
+            raise UserError(f"pretrained={config.pretrained} and variables= exclude each other: leave out one of them")
+        if len(model.networks) > 1:
+            raise UserError(f"pretrained={config.pretrained} needs a single network, not {model.name}: leave it out")
+        variables = start_from(model, config.pretrained, key)
     if config.adapter == "lora":
         patterns = {"targets": config.lora_targets or "", "trainable": config.trainable or ""}
         size = {"rank": config.lora_rank, "alpha": config.lora_alpha}

@@ -1,0 +1,229 @@
+"""Texts: tokens, the sentences of vaderSentiment, JSON Lines, folders of datasets, and partitions by domain."""
+
+import dataclasses
+import gzip
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+
+from fedjax_mr import data
+from fedjax_mr.data import tokens
+from fedjax_mr.data.__main__ import main
+from fedjax_mr.data.federated import DataRequest
+from fedjax_mr.data.sources import text
+from fedjax_mr.errors import UserError
+
+RATED = {  # by domain: id, mean rating, text
+    "tweets": [(f"{i}", 1.5 - i, f"RT @anonymous tweet &amp; {i}") for i in range(4)],
+    "movies": [(f"{i}", -2.0 if i % 2 else 2.0, f"caf\u00e9 film {i}") for i in range(12)],
+    "products": [(f"{i // 4}_{i % 4}", 1.0, f"camera {i}") for i in range(12)],
+    "editorials": [(f"{i // 5}_{i % 5}", -1.0 if i % 3 else 1.0, f"the senate {i}") for i in range(10)],
+}
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """A source distribution of vaderSentiment with few sentences."""
+
+    def packed(members):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+            for name, content in members.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+        return buffer.getvalue()
+
+    files = {
+        f"hutto_ICWSM_2014/{text.DOMAINS[domain]}_GroundTruth.txt": "".join(
+            f"{number}\t{score}\t{sentence}\r\n" for number, score, sentence in rows
+        ).encode()
+        for domain, rows in RATED.items()
+    }
+    name = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
+    (tmp_path / "vaderSentiment-3.3.2.tar.gz").write_bytes(packed({name: packed(files)}))
+    return tmp_path
+
+
+def test_sentences_are_prepared_and_loaded(archive, capsys, cache_folder):
+    place = str(archive)
+    with pytest.raises(UserError, match=r"pip download --no-deps --no-binary :all: vaderSentiment==3.3.2 -d"):
+        data.load("sentiment", data_dir=place)
+    assert main(["prepare", "sentiment", f"--data_dir={place}"]) == 0
+    assert "sentiment is in" in capsys.readouterr().out
+    lines = gzip.decompress((archive / text.SENTENCES).read_bytes()).decode().splitlines()
+    assert json.loads(lines[0]) == {
+        "domain": "tweets", "id": "0", "document": None, "score": 1.5, "text": "RT @anonymous tweet & 0"
+    }  # fmt: skip
+    first, second = (data.load("sentiment", data_dir=place, text_length=6) for _ in range(2))
+    assert len(list(cache_folder.iterdir())) == 1
+    for field in dataclasses.fields(first):
+        np.testing.assert_array_equal(getattr(first, field.name), getattr(second, field.name))
+    assert (first.num_classes, first.vocabulary, first.x.shape[1]) == (2, tokens.WORDS, 6)
+    assert first.domain_names == ("editorials", "movies", "products", "tweets")
+    counts = np.bincount(first.domain, minlength=4) + np.bincount(first.test_domain, minlength=4)
+    np.testing.assert_array_equal(counts, [10, 12, 12, 2])  # tweets rated 0.5 and -0.5 are neutral
+    assert first.client_names == ("editorials/0", "editorials/1", "products/0", "products/1", "products/2")
+    np.testing.assert_array_equal(first.client < 0, np.isin(first.domain, [1, 3]))
+    numbers = {row[2] for row in (*first.x[first.domain == 1], *first.test_x[first.test_domain == 1])}
+    assert tokens.hashed("0") in numbers and (first.x[:, 0] != 0).all()
+
+
+def test_natural_clients_are_the_documents(archive):
+    text.prepare_sentiment(DataRequest("sentiment", str(archive)))
+    dataset = data.load("sentiment", data_dir=str(archive))
+    federated = data.federate(dataset, partition="natural", num_clients=0)
+    assert federated.names == dataset.client_names
+    np.testing.assert_array_equal(federated.sizes + federated.test.sizes, [5, 5, 4, 4, 4])
+    assert set(federated.dataset.domain) == {0, 2}
+
+
+def test_a_missing_or_damaged_source_distribution(tmp_path, archive, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["prepare", "sentiment", f"--data_dir={tmp_path / 'empty'}"]) == 2
+    assert "has no vaderSentiment-*.tar.gz; get both with: pip download" in capsys.readouterr().err
+    (archive / "vaderSentiment-3.3.2.tar.gz").write_bytes(b"no archive")
+    assert main(["prepare", "sentiment", f"--data_dir={archive}"]) == 2
+    assert "is damaged or of another version" in capsys.readouterr().err
+
+
+# ---- Partitions by domain
+
+
+@pytest.fixture
+def domains():
+    """Texts of three domains with different labels."""
+    rng = np.random.default_rng(0)
+    domain = np.repeat(["a", "b", "c"], [300, 200, 100])
+    labels = (rng.random(600) < np.repeat([0.2, 0.5, 0.8], [300, 200, 100])).astype(np.int32)
+    return data.from_texts([f"word {i}" for i in range(600)], labels, domain=domain)
+
+
+def test_one_domain_per_client(domains):
+    federated = data.federate(domains, partition="domain", num_clients=7, alpha=0.5)
+    assert federated.names == ("a/0", "a/1", "a/2", "b/0", "b/1", "c/0", "c/1")
+    assert federated.sizes.sum() == len(domains.y) and federated.sizes.min() >= 10
+    for client, name in enumerate(federated.names):
+        owned, tested = federated.train.rows(client), federated.test.rows(client)
+        letters = {domains.domain_names[each] for each in (*domains.domain[owned], *domains.test_domain[tested])}
+        assert letters == {name[0]} and len(tested)
+    assert len(federated.test.index) == len(domains.test_y)  # the clients of a domain share its test samples
+    with pytest.raises(UserError, match="2 clients are fewer than the 3 domains"):
+        data.federate(domains, partition="domain", num_clients=2)
+
+
+def test_dirichlet_over_domains(domains):
+    shares = {}
+    for alpha in (0.1, 1000.0):
+        federated = data.federate(domains, partition="dirichlet_domain", num_clients=5, alpha=alpha)
+        counts = [np.bincount(domains.domain[rows], minlength=3) for rows in federated.train.parts()]
+        shares[alpha] = np.array(counts) / federated.sizes[:, None]
+        tests = [np.bincount(domains.test_domain[rows], minlength=3) for rows in federated.test.parts()]
+        np.testing.assert_allclose(np.array(tests) / federated.test.sizes[:, None], shares[alpha], atol=0.1)
+    assert shares[0.1].std(0).min() > 0.2
+    assert shares[1000.0].std(0).max() < 0.1
+
+
+def test_data_without_domains(domains):
+    without = dataclasses.replace(domains, domain=None, test_domain=None, domain_names=())
+    with pytest.raises(UserError, match="partition 'domain' needs domains, but texts has none"):
+        data.federate(without, partition="domain", num_clients=4)
+    assert without.recorded_name() != domains.recorded_name()
+    with pytest.raises(UserError, match="domain and domain_test belong together"):
+        data.from_texts(["a"], [0], domain=["x"], texts_test=["b"], labels_test=[0])
+
+
+# ---- Tokens
+
+
+def test_words_are_hashed():
+    x, count = tokens.encode(["It's GREAT, great!", "", "a b c d e f"], length=5)
+    assert (x.dtype, count) == (np.int32, tokens.WORDS)
+    words = ["it's", "great", ",", "great", "!"]
+    np.testing.assert_array_equal(x[0], [tokens.hashed(word) for word in words])
+    assert not x[1].any() and x[2].all() and x.max() < count
+
+
+def test_the_tokenizer_of_a_folder(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    with pytest.raises(UserError, match=r"has no tokenizer.json"):
+        tokens.encode(["a"], tokenizer=str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"tokenizer.json is damaged"):
+        tokens.encode(["a"], tokenizer=str(tmp_path))
+    for vocabulary in ({"[PAD]": 0, "[UNK]": 1, "good": 2, "film": 3}, {"good": 0, "[UNK]": 1}):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.enable_padding(length=64)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        if "[PAD]" in vocabulary:
+            x, count = tokens.encode(["good film", "bad good film film"], length=3, tokenizer=str(tmp_path))
+            np.testing.assert_array_equal(x, [[2, 3, 0], [1, 2, 3]])
+            assert count == 4
+    with pytest.raises(UserError, match="token 0 is 'good', but it must be padding"):
+        tokens.encode(["a"], tokenizer=str(tmp_path))
+
+
+# ---- Files and folders of users
+
+
+def rows(count=12, **more):
+    return [{"text": f"text {i}", "label": i % 3, "client": i % 2, "domain": "xy"[i % 2]} | more for i in range(count)]
+
+
+def write(path, lines):
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+def test_json_lines(tmp_path):
+    lines = [line | {"split": "test" if i >= 9 else "train"} for i, line in enumerate(rows())]
+    dataset = data.load(write(tmp_path / "mine.jsonl.gz", lines), text_length=4)
+    assert (dataset.name, dataset.x.shape, dataset.test_x.shape, dataset.num_classes) == ("mine", (9, 4), (3, 4), 3)
+    np.testing.assert_array_equal(dataset.test_client, [1, 0, 1])
+    assert (dataset.client_names, dataset.domain_names) == (("0", "1"), ("x", "y"))
+    np.testing.assert_array_equal(dataset.test_x[0, :2], [tokens.hashed("text"), tokens.hashed("9")])
+    held_out = data.load(write(tmp_path / "other.jsonl", rows(20)))
+    assert len(held_out.test_y) == 4
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"label": 0}], 'each line needs a text text, but one is {"label": 0}'),
+        ([{"text": "a", "label": "good"}], "each line needs an integer label"),
+        ([], "is empty, or a line is not a JSON object"),
+        ([3], "is empty, or a line is not a JSON object"),
+    ],
+)
+def test_wrong_lines(tmp_path, lines, message):
+    with pytest.raises(UserError) as caught:
+        data.load(write(tmp_path / "mine.jsonl", lines))
+    assert message in str(caught.value) and "mine.jsonl" in str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        data.load(str(tmp_path / "mine.jsonl"))
+    (tmp_path / "mine.jsonl").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="is damaged, or its lines are not JSON"):
+        data.load(str(tmp_path / "mine.jsonl"))
+
+
+def test_folder_of_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    columns = {name: [line[name] for line in rows(20)] for name in ("text", "label", "client")}
+    whole = datasets.Dataset.from_dict(columns).cast_column("label", datasets.ClassLabel(num_classes=4))
+    datasets.DatasetDict(whole.train_test_split(6, seed=0)).save_to_disk(str(tmp_path / "parts"))
+    dataset = data.load(f"hf:{tmp_path / 'parts'}", text_length=4)
+    assert (dataset.x.shape, dataset.test_x.shape, dataset.num_classes) == ((14, 4), (6, 4), 4)
+    assert dataset.client_names == ("0", "1") and dataset.test_client is not None
+    whole.rename_column("text", "sentence").save_to_disk(str(tmp_path / "one"))
+    with pytest.raises(UserError, match=r"has the columns sentence, label, client, but text is needed; rename one"):
+        data.load(f"hf:{tmp_path / 'one'}")
+    with pytest.raises(UserError, match=r"is no folder of datasets.save_to_disk"):
+        data.load(f"hf:{tmp_path}")
