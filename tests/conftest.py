@@ -44,6 +44,15 @@ class BySharedPrograms(LoadScopeScheduling):
         return f"{path} {strategy[0]}" if strategy else path
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the pairs of links and methods that the quick suite leaves out as slow."""
+    for item in items:
+        is_quick = getattr(item.module, "is_quick", None)
+        if is_quick is not None and not is_quick(item.callspec.params["strategy"], item.callspec.params["link"]):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_xdist_make_scheduler(config, log):
     return BySharedPrograms(config, log)
 

@@ -2,7 +2,8 @@
 
 docs/privacy.md has the theorems. Cohorts that everybody may know need only SciPy (the exact Gaussian mechanism: Balle,
 Wang, ICML 2018, Theorem 8; Dong, Roth, Su, JRSS B 2022). Secret cohorts use the package dp-accounting (extra
-``privacy``): Wang, Balle, Kasiviswanathan, AISTATS 2019, for cohorts of K of N without replacement.
+``privacy``): Wang, Balle, Kasiviswanathan, AISTATS 2019, for cohorts of K of N without replacement, and privacy loss
+distributions of the truncated, Poisson subsampled Gaussian mechanism (arXiv 2508.15089) for `privacy.poisson`.
 """
 
 import functools
@@ -33,6 +34,7 @@ def epsilon(
     relation: str = "replace",
     noise_on: str | None = None,
     participations: int | None = None,
+    probability: float | None = None,
 ) -> float:
     """Epsilon of the models after some rounds, for all data of one client (user level).
 
@@ -41,18 +43,19 @@ def epsilon(
       noise: noise multiplier s of `privacy`.
       delta: delta of the guarantee. It should be well below 1 / N.
       num_clients: N.
-      cohort: K clients per round; for ``poisson``, the expected number.
+      cohort: K clients per round; for ``poisson``, the largest number.
       sampling: ``without_replacement``: K of N uniformly, and the cohorts stay secret; the smaller one of the bounds of
         Theorem 2 and of ``public``. ``public``: everybody may know the cohorts, and clients may keep a memory (see
-        `privacy.hides_cohorts`). ``poisson``: each client takes part with probability K / N, and the cohorts stay
-        secret. If K = N, all clients take part in all rounds.
+        `privacy.hides_cohorts`). ``poisson``: that of `privacy.poisson`, and the cohorts stay secret. If K = N without
+        ``poisson``, all clients take part in all rounds.
       released: ``uploads`` if the K noisy uploads of each round may become known, or ``mean`` if only their uniform
         mean does.
       relation: neighbouring federations. ``replace``: the data of one client are replaced by any other data.
-        ``zero_out``: by data for which its change is zero; for ``poisson``, by a client that never takes part.
+        ``zero_out``: by data for which its change is zero.
       noise_on: as in `privacy`. Default: ``upload`` for released uploads, ``mean`` for released means.
       participations: for ``public``, the number of rounds in which the client takes part. Default: it is binomial with
         probability K / N, and epsilon is that of the whole run, before the cohorts are drawn.
+      probability: for ``poisson``, q of `privacy.poisson`.
 
     Returns:
       Epsilon; infinite without noise, 0 without rounds.
@@ -60,7 +63,7 @@ def epsilon(
     Raises:
       UserError: an argument is out of range or does not fit the others, or dp-accounting is missing.
     """
-    _check(rounds, delta, num_clients, cohort, sampling, released, relation, participations)
+    _check(rounds, delta, num_clients, cohort, sampling, released, relation, participations, probability)
     if noise < 0 or math.isnan(noise):
         raise UserError("the noise must not be negative: pass noise=1")
     if rounds == 0 or participations == 0:
@@ -70,7 +73,8 @@ def epsilon(
     noise = noise * math.sqrt(cohort) ** ((released == "mean") - (_noise_on(noise_on, released) == "mean"))
     moved = 2.0 if relation == "replace" else 1.0  # by how many C another client's data move an upload or a sum
     if sampling == "poisson":
-        return _poisson(rounds, noise, delta, cohort / num_clients)
+        one_round = _one_poisson_round(num_clients, cohort, probability, noise, relation)
+        return float(one_round.self_compose(rounds).get_epsilon_for_delta(delta))
     if sampling == "public" or cohort == num_clients:
         return _public(rounds, noise / moved, delta, cohort / num_clients, participations)
     orders, per_round = _one_round(num_clients, cohort, noise / moved)
@@ -151,12 +155,19 @@ def _one_round(num_clients: int, cohort: int, noise: float) -> tuple[Any, Any]:
     return accountant.orders, np.asarray(accountant.rdp)
 
 
-def _poisson(rounds: int, noise: float, delta: float, probability: float) -> float:
+@functools.lru_cache(maxsize=64)
+def _one_poisson_round(num_clients: int, cohort: int, probability: float, noise: float, relation: str) -> Any:
+    """The privacy loss of one round of `privacy.poisson`. It doubles the distance for replacement by itself."""
     library = _dp_accounting()
-    accountant = library.pld.PLDAccountant(library.relation.ADD_OR_REMOVE_ONE, GRID)
-    event = library.dp_accounting.GaussianDpEvent(noise)
-    accountant.compose(library.dp_accounting.PoissonSampledDpEvent(probability, event), rounds)
-    return float(accountant.get_epsilon(delta))
+    relations = {"replace": library.relation.REPLACE_ONE, "zero_out": library.relation.REPLACE_SPECIAL}
+    return library.pld.privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+        num_clients,
+        probability,
+        cohort,
+        noise,
+        value_discretization_interval=GRID,
+        neighboring_relation=relations[relation],
+    )
 
 
 def _noise_on(noise_on: str | None, released: str) -> str:
@@ -175,6 +186,7 @@ def _check(
     released: str,
     relation: str,
     participations: int | None,
+    probability: float | None,
 ) -> None:
     for kind, name, known in (
         ("sampling", sampling, SAMPLING),
@@ -196,8 +208,10 @@ def _check(
             "Poisson sampling protects a mean only, because the number of uploads shows who takes part: "
             "pass released=mean"
         )
-    if sampling == "poisson" and relation != "zero_out":
-        raise UserError("Poisson sampling is accounted for a client that leaves: pass relation=zero_out")
+    if (sampling == "poisson") != (probability is not None):
+        raise UserError("probability= belongs to sampling=poisson: pass both or none")
+    if probability is not None and not 0 < probability <= 1:
+        raise UserError("the probability of taking part lies between 0 and 1: pass probability=0.05")
     if sampling == "without_replacement" and cohort < num_clients and relation != "replace":
         raise UserError("sampling without replacement is accounted for replaced clients: pass relation=replace")
 

@@ -12,7 +12,9 @@ is rounded or extrapolated could become negative.
 Order. A channel lists its links from the server to the network: robust rules, attacks, privacy, compression. The
 clients' sides run in this order, and the servers' sides in the opposite order, like the layers of a network protocol.
 So messages are compressed last and decompressed first, attackers need not clip or add noise, and robust rules see what
-the server sees. An exchange of layers among the clients (`transforms.secure_exchange`) happens between the two sides.
+the server sees. An exchange of layers (`transforms.secure_exchange`) is no link, because a link has a side at a client
+and one at the server, and an exchange happens among the clients of a round, also before they train. The engine performs
+it between the two sides; real clients send each other envelopes that the server relays and cannot read.
 
 With neutral numbers (no attackers, no outliers, zero noise, a norm that is never reached), a link returns the values
 bit for bit.

@@ -11,6 +11,7 @@ Deviations. In these papers the server adds noise to a mean. Methods with severa
 each client adds noise to its own upload. With ``noise_on="mean"`` the clients' noise adds up to that of the papers.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel import base
 from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy
+from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic
 from fedjax_mr.strategies.hyper import require
 
 NOISE_ON = ("upload", "mean")
@@ -266,6 +267,52 @@ def uniform_weights(inner: Strategy, *, size: int = 1) -> Strategy:
     )
 
 
+def poisson(inner: Strategy, problem: Problem, probability: float | jax.Array) -> Strategy:
+    """A strategy in whose rounds each of the N clients takes part with probability q, independently (Poisson sampling).
+
+    Arrays keep their shapes: a round has K slots. If more than K clients join, K of them at random train. A slot that
+    stays empty uploads what it received. So a uniform mean over the K slots is the sum of the changes divided by K,
+    however many clients join, and with ``noise_on="mean"`` the noise of all K slots makes up that of the mean.
+    `accounting.epsilon` has this mechanism as ``sampling="poisson"``.
+
+    Uploads that noise on the mean does not suit, own selection and clients with a memory are for `refusal` and
+    `hides_cohorts` to find: call both with ``inner``.
+
+    Args:
+      inner: the strategy, without a channel.
+      problem: the problem of the strategy. Its cohort K is the largest number of clients in a round.
+      probability: q, above 0 and at most K / N. May be traced.
+
+    Raises:
+      UserError: q is out of range.
+    """
+    clients, slots = problem.num_clients, problem.cohort_size
+    require(probability > 0, "the probability of taking part must be positive: pass dp_poisson=0.05")
+    require(
+        probability * clients <= slots * (1 + 1e-6),
+        f"with this probability more than {slots} of {clients} clients take part on average: pass a larger cohort",
+    )
+
+    def select(state: Any, key: jax.Array) -> Cohort:
+        join_key, order_key = jax.random.split(key)
+        joins = jax.random.bernoulli(join_key, probability, (clients,))
+        ids = jax.lax.top_k(jnp.where(joins, jax.random.uniform(order_key, (clients,)), -1.0), slots)[1]
+        return Cohort(ids, jnp.where(joins[ids], problem.sizes[ids], 0))
+
+    def client_update(payload: Payload, memory: Any, data: Any, round: jax.Array, key: jax.Array) -> tuple:
+        upload, memory, metrics = inner.client_update(payload, memory, data, round, key)
+        values, others = base.split(upload)
+        values = trees.where(data.size == 0, base.received(values, others, payload), values)
+        return base.joined(values, others), memory, metrics
+
+    def traffic(usual: Traffic, state: Any, uploads: Payload, cohort: Cohort, round: jax.Array) -> Traffic:
+        present = jnp.sum(cohort.sizes > 0, dtype=jnp.int32)
+        sent = lambda parcels: tuple(dataclasses.replace(each, count=present) for each in parcels)
+        return Traffic(sent(usual.down), sent(usual.up))
+
+    return inner._replace(select=select, client_update=client_update, traffic=traffic)
+
+
 def hides_cohorts(strategy: Strategy, problem: Problem) -> bool:
     """Whether the accountant may use that the server's cohorts are secret (``sampling="without_replacement"``).
 
@@ -389,9 +436,16 @@ def _depends_on_constants(function: Callable, constants: list[Any], *arguments: 
 
 
 def _reaches_outputs(jaxpr: Any, sources: list[Any]) -> bool:
-    """Whether an output of a traced function may depend on some of its variables. Inner calls are not looked into."""
+    """Whether an output of a traced function may depend on some of its variables. Inner calls are not looked into.
+
+    The comparison ``sizes > 0`` does not count: every client has samples, and only late or absent ones have size 0.
+    """
     reached = set(sources)
     for equation in jaxpr.eqns:
-        if any(not isinstance(each, Literal) and each in reached for each in equation.invars):
+        inputs = {each for each in equation.invars if not isinstance(each, Literal)}
+        zeros = [each for each in equation.invars if isinstance(each, Literal) and np.all(each.val == 0)]
+        if equation.primitive.name == "gt" and inputs <= set(sources) and len(zeros) == 1:
+            continue
+        if inputs & reached:
             reached |= set(equation.outvars)
     return any(not isinstance(each, Literal) and each in reached for each in jaxpr.outvars)

@@ -23,12 +23,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from fedjax_mr import trees
+from fedjax_mr.channel import compression
 from fedjax_mr.deploy.protocol import common_versions, digest, disagreement, trusted_flags
+from fedjax_mr.deploy.server import check_deployable
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.secure.envelopes import Identity, read_roster
 
 FLOWER = (1, 41)
+_TENSOR = 10_000
 _SOON = datetime.timedelta(days=30)
 
 
@@ -67,6 +74,8 @@ def main(arguments: Sequence[str]) -> None:
         findings += port(options.host, options.port)
     if options.superlink:
         findings += superlink(options.superlink, options.root_certificates)
+    for line in channel(options.app, options.own_code) if options.app else ():
+        print(line)
     for finding in findings:
         print(f"{finding.mistake}\n  -> {finding.remedy}")
     if findings:
@@ -314,12 +323,39 @@ def app(folder: str, own_code: str = "") -> Iterator[Finding]:
         yield Finding(f"{path} is not an app of this package ({error})", "copy the folder that `deploy new` wrote")
         return
     try:
-        ours = {"settings": digest(configuration.parse(trusted_flags(flags, own_code))), **common_versions()}
+        config = configuration.parse(trusted_flags(flags, own_code))
+        ours = {"settings": digest(config), **common_versions()}
+        check_deployable(config)
     except UserError as error:
         yield Finding(f"the flags of {path} are not valid here: {error}", "install the server's versions and files")
         return
     if difference := disagreement(ours, agreed):
         yield Finding(difference, "pip install the server's versions here, and use the same files for --import")
+
+
+def channel(folder: str, own_code: str = "") -> Iterator[str]:
+    """What the links of an app's channel do to this client's messages, one line each. Nothing for a damaged app.
+
+    Args:
+      folder: as in `app`.
+      own_code: as in `app`.
+    """
+    try:
+        content = tomllib.loads((Path(folder) / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+        config = configuration.parse(trusted_flags(content["flwr"]["app"]["config"]["flags"], own_code))
+    except (OSError, ValueError, KeyError, TypeError, UserError):
+        return
+    for flag, kind in (("compress", config.compress), ("compress_download", config.compress_download)):
+        ratio, levels = config.compress_ratio, config.compress_levels
+        if kind != "none" and (codec := compression.make_codec(kind, _TENSOR, ratio=ratio, levels=levels)):
+            sent = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((_TENSOR,), np.float32), jax.random.key(0))
+            sizes = f"{trees.num_bytes(sent):,} bytes, not {4 * _TENSOR:,}"
+            yield f"--{flag}={kind}: a tensor of {_TENSOR:,} numbers is sent as {sizes}"
+    if config.dp_clip is not None:
+        noise = ", and noise from a secret of this client is added" if config.dp_noise else ", without noise"
+        yield f"--dp_clip={config.dp_clip:g}: the change that this client uploads is clipped{noise}; no more bytes"
+    if config.robust != "none":
+        yield f"--robust={config.robust}: the server may replace this client's upload, which costs at most one byte"
 
 
 def certificate(path: str, host: str, now: datetime.datetime) -> Iterator[Finding]:

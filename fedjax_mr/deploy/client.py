@@ -9,6 +9,8 @@ the code are those of the node's own settings.
 
 import dataclasses
 import functools
+import hashlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -167,7 +169,7 @@ class Client:
         strategy = built.build(problem)
         payload = wire.unpack(message.content.get("payload", {}), built.payload(problem), who="the server's payload",
                               finite=built.finite)  # fmt: skip
-        key, last = self._key(message), self._last(message)
+        key, last = self._secret_key(message) if built.noisy else self._key(message), self._last(message)
         memory = self._memory(built, problem, last)
         round = np.int32(message.round)
         upload, memory, metrics = jax.device_get(built.train(problem, payload, memory, self._data(problem), round, key))
@@ -257,6 +259,22 @@ class Client:
         record = wire.unpack(message.content.get("key", {}), {"key": _KEY}, who="the server's key")
         return jax.random.wrap_key_data(jnp.asarray(record["key"]))
 
+    def _secret_key(self, message: Message) -> jax.Array:
+        """The key of a round with noise, from a secret of this client and all that the server has sent.
+
+        The server cannot compute the noise. It cannot get the same noise for another payload either, whose upload minus
+        this one would be free of it. A repeated request gets the same noise.
+        """
+        if not (self.storage.folder / "secret.npz").exists():
+            self.storage.write("secret", {"secret": np.frombuffer(os.urandom(32), np.uint8)})
+        drawn = hashlib.blake2b(key=self.storage.read("secret")["secret"].tobytes(), digest_size=8)
+        drawn.update(repr(message.round).encode())
+        for name, record in sorted(message.content.items()):
+            for each, value in sorted(record.items()):
+                array = np.asarray(value)
+                drawn.update(repr((name, each, array.dtype.str, array.shape)).encode() + array.tobytes())
+        return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(drawn.digest(), np.uint32)))
+
     def _last(self, message: Message) -> int:
         return _number(message, "last", low=-1)
 
@@ -280,7 +298,7 @@ class CompiledClient:
 
     def __init__(self, config: Config, problem: Problem, dataset: Any, memory_key: jax.Array) -> None:
         """Prepare the functions; each is compiled at its first call."""
-        self.finite = not config.allow_nonfinite
+        self.finite, self.noisy = not config.allow_nonfinite, config.dp_noise > 0
         self.build = strategy_of(config)
         self.problem_dataset = dataset
         self._problem, self._memory_key = problem, memory_key

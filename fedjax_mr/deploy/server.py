@@ -43,6 +43,7 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.build import Chosen, build_chosen, simulates_time, simulator_of, strategy_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
@@ -133,10 +134,14 @@ def check_deployable(config: Config) -> None:
         raise UserError("real clients have real clocks: remove --mode, --fleet, --deadline and --over_select")
     if config.attack != "none":
         raise UserError("attacks are simulated only: remove --attack")
-    if config.dp_noise or config.dp_target_epsilon is not None:  # the server knows the keys of the clients' draws
+    if config.dp_clip is not None and config.dp_noise_on == "mean":  # also excludes --dp_poisson
         raise UserError(
-            "real clients add no noise yet, because the server knows the keys from which they draw: remove --dp_noise "
-            "and --dp_target_epsilon"
+            "the server sees every upload of real clients, not only their mean: remove --dp_noise_on and --dp_poisson"
+        )
+    if config.dp_target_epsilon is not None:
+        raise UserError(
+            "real clients need to know their noise: find it in a simulation, and replace --dp_target_epsilon by "
+            "--dp_noise"
         )
 
 
@@ -168,6 +173,7 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
         cohort = f"{config.cohort} of {config.clients} clients a round"
         print(f"fedjax-mr: {config.strategy}, {cohort}, {config.rounds} rounds; results in {folder.path}", flush=True)
         federated = remote_data(manager.wait_for_all(), samples)
+        guarantee.complete(config, federated, model)  # raises if clipping and noise do not cover what clients upload
         experiment = RemoteExperiment(config, RemoteClients(config, federated, model, manager), folder)
         (end,) = RunLoop([experiment]).run()
     if isinstance(end, DivergedError):
@@ -183,6 +189,8 @@ def _say(row: Mapping[str, Any]) -> None:
 
 class RemoteExperiment(Experiment):
     """A run of real clients, whose folder also records the clients."""
+
+    knows_cohorts = True
 
     def __init__(self, config: Config, clients: "RemoteClients", folder: RunFolder) -> None:
         """Set up the run.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.channel import Link, channel, links
+from fedjax_mr.channel import Link, channel, links, privacy
 from fedjax_mr.channel.base import upload_shapes
 from fedjax_mr.clock import (
     Cohorts,
@@ -299,6 +299,7 @@ class Chosen:
     hyper: Any
     server: Any  # ServerOptimizer or None
     links: dict[str, Arguments]  # of the channel, by kind
+    poisson: Any = None  # the probability of Poisson sampling
     clock: Asynchrony | Cohorts | None = None
 
 
@@ -309,7 +310,9 @@ def chosen(config: Config) -> Chosen:
         server = ServerOptimizer(
             config.server_optimizer, config.server_lr, config.server_momentum, config.server_beta2, config.server_tau
         )
-    return Chosen(config.strategy, as_arguments(configuration.hyper(config)), as_arguments(server), _links(config))
+    poisson = None if config.dp_poisson is None else np.float32(config.dp_poisson)
+    hyper = as_arguments(configuration.hyper(config))
+    return Chosen(config.strategy, hyper, as_arguments(server), _links(config), poisson)
 
 
 def _links(config: Config) -> dict[str, Arguments]:
@@ -359,6 +362,8 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
             several=several,
         )
         strategy = server_optimizer(strategy, optimizer)
+    if chosen.poisson is not None:
+        strategy = privacy.poisson(strategy, problem, chosen.poisson)
     depends = {"robust": {"stacked": several}}
     made = [arguments(problem, **depends.get(kind, {})) for kind, arguments in chosen.links.items()]
     return channel(strategy, problem, made)
@@ -376,7 +381,8 @@ _NOT_COMPILED = {
 }  # fmt: skip
 _NUMBERS = {
     "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
-    "dp_clip", "dp_noise", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b", "deadline",
+    "dp_clip", "dp_noise", "dp_poisson", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b",
+    "deadline",
 }  # fmt: skip
 
 

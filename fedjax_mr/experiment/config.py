@@ -236,6 +236,10 @@ class Config:
     dp_quantile: float | None = _channel(
         None, "Adapt the norm C, which starts at --dp_clip, to this quantile of the clients' norms. If omitted, C is "
         "constant", low=0, high=1, source="Andrew et al., NeurIPS 2021: 0.5")
+    dp_poisson: float | None = _channel(
+        None, "Probability with which each client joins a round (Poisson sampling); --cohort is then the largest "
+        "number of clients. Needs --dp_noise_on=mean. If omitted, a round has exactly --cohort clients",
+        low=0, high=1, open_low=True)
     dp_delta: float = _channel(
         1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True)
     dp_target_epsilon: float | None = _channel(

@@ -64,7 +64,13 @@ class Result:
 
 
 class Experiment:
-    """One run: its counts so far, its evaluations and its folder. `run.RunLoop` calls these methods in order."""
+    """One run: its counts so far, its evaluations and its folder. `run.RunLoop` calls these methods in order.
+
+    Attributes:
+      knows_cohorts: whether epsilon shall hold against those who know the cohorts, such as the server of real clients.
+    """
+
+    knows_cohorts = False
 
     def __init__(
         self,
@@ -106,7 +112,7 @@ class Experiment:
         self.train_seconds = 0.0
         self.seconds = 0.0  # training and evaluation, without compilation
         self.compile_seconds_before = 0.0  # seconds of interrupted processes and of shared programs
-        self.epsilon = guarantee.epsilon_after(config, simulator.problem)
+        self.epsilon = guarantee.epsilon_after(config, simulator.problem, public=self.knows_cohorts)
         self.attacked = simulator.attacked if config.attack == "replacement" else None
         self.events = events
         self.logs = Logs()

@@ -27,9 +27,14 @@ def complete(config: Config, federated: FederatedData, model: Model) -> tuple[Co
     if config.dp_clip is None:
         return config, ()
     problem = problem_of(model, local_setting(config, federated.dataset), federated, cohort=config.cohort)
-    plain = build_chosen(dataclasses.replace(chosen(config), links={}), problem)
+    plain = build_chosen(dataclasses.replace(chosen(config), links={}, poisson=None), problem)
     if reason := privacy.refusal(plain, problem, noise_on=config.dp_noise_on):
         raise UserError(reason)
+    if config.dp_poisson is not None and not privacy.hides_cohorts(plain, problem):
+        raise UserError(
+            "Poisson sampling needs clients without a memory and a server that does not use their numbers: leave "
+            "dp_poisson= out"
+        )
     target = config.dp_target_epsilon
     if target is None:
         return config, ()
@@ -38,8 +43,13 @@ def complete(config: Config, federated: FederatedData, model: Model) -> tuple[Co
     return dataclasses.replace(config, dp_noise=noise, dp_target_epsilon=None), (note,)
 
 
-def epsilon_after(config: Config, problem: Problem) -> Callable[[int], float] | None:
+def epsilon_after(config: Config, problem: Problem, *, public: bool = False) -> Callable[[int], float] | None:
     """The function rounds -> epsilon of a run. None if the run adds no noise.
+
+    Args:
+      config: the configuration.
+      problem: the problem of the run.
+      public: whether the guarantee shall also hold against those who know the cohorts, such as the server.
 
     Raises:
       UserError: the accounting needs a package that is missing.
@@ -47,16 +57,20 @@ def epsilon_after(config: Config, problem: Problem) -> Callable[[int], float] | 
     if config.dp_clip is None or config.dp_noise == 0:
         return None
     settings: dict[str, Any] = _settings(config, problem) | {"noise": config.dp_noise}
+    if public:
+        settings["sampling"] = "public"
     accounting.epsilon(1, **settings)  # fail before the training
     return lambda rounds: accounting.epsilon(rounds, **settings)
 
 
 def _settings(config: Config, problem: Problem) -> dict[str, Any]:
-    hidden = privacy.hides_cohorts(build_chosen(chosen(config), problem), problem)
-    return {
+    settings = {
         "delta": config.dp_delta,
         "num_clients": problem.num_clients,
         "cohort": config.cohort,
-        "sampling": "without_replacement" if hidden else "public",
         "released": {"upload": "uploads", "mean": "mean"}[config.dp_noise_on],
     }
+    if config.dp_poisson is not None:
+        return settings | {"sampling": "poisson", "probability": config.dp_poisson}
+    hidden = privacy.hides_cohorts(build_chosen(chosen(config), problem), problem)
+    return settings | {"sampling": "without_replacement" if hidden else "public"}

@@ -180,6 +180,14 @@ def _check_channel(config: Config) -> None:
     for flag in ("dp_noise", "dp_target_epsilon", "dp_quantile"):
         if getattr(config, flag) and not clipped:
             raise UserError(f"{flag}={getattr(config, flag):g} needs dp_clip=, the largest norm of a client's upload")
+    if config.dp_poisson is not None:
+        if config.dp_noise_on != "mean" or not clipped:
+            raise UserError(
+                "dp_poisson= protects a mean only, because the number of uploads shows who takes part: add "
+                "dp_noise_on=mean and dp_clip="
+            )
+        if config.dp_quantile is not None:
+            raise UserError("dp_poisson= needs a constant norm: leave dp_quantile= out")
     if config.dp_target_epsilon is not None and config.dp_noise:
         raise UserError("dp_target_epsilon= chooses the noise: leave dp_noise= out")
     if config.mode == "async" and (config.dp_noise or config.dp_target_epsilon is not None):

@@ -99,7 +99,9 @@ def test_the_noise_for_an_epsilon(target):
         ({"noise": -1.0}, "must not be negative"),
         ({"participations": 3}, "needs sampling=public"),
         ({"sampling": "poisson"}, "released=mean"),
-        ({"sampling": "poisson", "released": "mean"}, "relation=zero_out"),
+        ({"sampling": "poisson", "released": "mean"}, "pass both or none"),
+        ({"probability": 0.1}, "pass both or none"),
+        ({"sampling": "poisson", "released": "mean", "probability": 1.5}, "between 0 and 1"),
         ({"relation": "zero_out"}, "relation=replace"),
     ],
 )
@@ -190,11 +192,23 @@ def test_the_bound_of_a_secret_cohort_holds_for_an_exact_example(other):
     assert found <= public
 
 
+POISSON = {"sampling": "poisson", "released": "mean", "relation": "zero_out"}
+
+
 @needs_library
-@pytest.mark.parametrize("cohort, noise, expected", [(10, 1.0, 1.82893), (100, 2.0, 8.27957)])
-def test_known_numbers_of_poisson_sampling(cohort, noise, expected):
-    found = of(1000, cohort, noise, 1000, sampling="poisson", released="mean", relation="zero_out")
+@pytest.mark.parametrize("probability, noise, expected", [(0.01, 1.0, 1.82893), (0.1, 2.0, 8.27957)])
+def test_known_numbers_of_poisson_sampling(probability, noise, expected):
+    found = of(1000, 1000, noise, 1000, probability=probability, **POISSON)
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@needs_library
+def test_a_full_round_that_leaves_clients_out_costs_privacy():
+    """Of 1000 clients 10 join on average: more than 50 almost never do, more than 20 sometimes."""
+    whole, rare, often = (of(1000, cohort, 1.0, 1000, probability=0.01, **POISSON) for cohort in (1000, 50, 20))
+    np.testing.assert_allclose([rare, often], [whole, 3.83419], rtol=1e-4)
+    replaced = of(1000, 50, 1.0, 1000, probability=0.01, **POISSON | {"relation": "replace"})
+    np.testing.assert_allclose(replaced, 2.84399, rtol=1e-4)
 
 
 def poisson_by_renyi(share, noise, rounds, delta):
@@ -218,7 +232,7 @@ def poisson_by_renyi(share, noise, rounds, delta):
 def test_renyi_accounting_of_poisson_sampling_is_an_upper_bound(cohort, noise, expected):
     by_renyi = poisson_by_renyi(cohort / 1000, noise, 1000, 1e-5)
     np.testing.assert_allclose(by_renyi, expected, rtol=0.02)  # the package also uses fractions as orders
-    found = of(1000, cohort, noise, 1000, sampling="poisson", released="mean", relation="zero_out")
+    found = of(1000, 1000, noise, 1000, probability=cohort / 1000, **POISSON)
     assert 0.8 * by_renyi < found < by_renyi
 
 

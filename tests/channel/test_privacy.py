@@ -12,7 +12,15 @@ from scipy import stats
 from fedjax_mr import trees
 from fedjax_mr.channel import accounting, base, channel, links
 from fedjax_mr.channel.base import Context
-from fedjax_mr.channel.privacy import clip_change, hides_cohorts, multipliers, privacy, refusal, uniform_weights
+from fedjax_mr.channel.privacy import (
+    clip_change,
+    hides_cohorts,
+    multipliers,
+    poisson,
+    privacy,
+    refusal,
+    uniform_weights,
+)
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Samples
 from fedjax_mr.engine.round import client_key
@@ -257,6 +265,45 @@ def test_a_run_announces_the_norm_and_stores_the_next(federation):
     np.testing.assert_allclose(result.server.links[0], 1e9 * np.exp(-0.2), rtol=1e-5)
 
 
+# --- Poisson sampling -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probability, slots", [(0.1, 12), (0.3, 4)])
+def test_clients_join_independently_up_to_the_slots(federation, probability, slots):
+    problem = federation("linear", sizes=(9, 5, 8, 7, 6, 9, 4, 8, 7, 9, 6, 5), cohort=slots, seed=1).problem
+    strategy = poisson(inner_strategy("fedavg", problem), problem, probability)
+    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(None, key)))(jax.random.split(jax.random.key(0), 20_000))
+    present = np.asarray(cohorts.sizes) > 0
+    counts = np.bincount(present.sum(axis=1), minlength=13)
+    expected = stats.binom.pmf(np.arange(13), 12, probability)
+    expected = np.append(expected[:slots], expected[slots:].sum()) if slots < 12 else expected
+    assert stats.chisquare(counts[:4], expected[:4] * sum(counts[:4]) / sum(expected[:4])).pvalue > 1e-3
+    assert counts[slots + 1 :].sum() == 0
+    assert abs(counts[slots] - 20_000 * expected[-1]) < 5 * np.sqrt(20_000 * expected[-1]) + 1
+    per_client = np.bincount(np.asarray(cohorts.ids)[present], minlength=12)
+    assert np.ptp(per_client) < 8 * np.sqrt(per_client.mean())
+    np.testing.assert_array_equal(cohorts.sizes[present], np.asarray(problem.sizes)[cohorts.ids[present]])
+
+
+def rarely(hyper, problem):
+    return poisson(fedavg.build(hyper, problem), problem, 1e-6)
+
+
+def test_a_round_without_clients_changes_nothing_and_sends_nothing():
+    simulation = simulator((rarely, fedavg.Hyper(weights="uniform")), network="linear", cohort=4, seed=1, lanes=1)
+    start = jax.device_get(simulation.init())
+    state, report = simulation.run(simulation.init(), 2)
+    jax.tree.map(np.testing.assert_array_equal, state.server, start.server)
+    assert report.traffic.num_bytes() == (0, 0, 0) and report.images == 0
+
+
+def test_a_probability_that_does_not_fit_the_slots_is_refused(federation):
+    problem = federation("linear", cohort=4, seed=1).problem
+    for probability, words in ((0.0, "must be positive"), (0.9, "pass a larger cohort")):
+        with pytest.raises(UserError, match=words):
+            poisson(inner_strategy("fedavg", problem), problem, probability)
+
+
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +319,7 @@ def test_a_run_announces_the_norm_and_stores_the_next(federation):
         ("fedmr", "linear", "mean", "more than the uniform mean"),
         ("fedmr", "linear", "upload", None),
         ("scaffold", "linear", "mean", None),
+        ("feddyn", "linear", "upload", None),  # its server asks whether clients have samples at all
     ],
 )
 def test_strategies_outside_the_guarantee_are_refused_in_one_line(federation, name, network, noise_on, words):

@@ -160,6 +160,7 @@ def made(tmp_path):
         ((f'jax = "{jax.__version__}"', 'jax = "0.1"'), f"jax {jax.__version__} here and 0.1 at the server"),
         (("--clients=4", "--clients=5"), " at the server"),
         (("--clients=4", "--no_flag=4"), "the flags of"),
+        (("--attack=none", "--attack=alie"), "attacks are simulated only"),
         (("[tool.fedjax_mr]", "[tool.another]"), "is not an app of this package"),
         (("flags =", "flags"), "is not an app of this package"),
     ],
@@ -170,6 +171,17 @@ def test_an_app_and_this_machine(made, change, found):
     (made / "pyproject.toml").write_text(text.replace(*change))
     lines = mistakes(check.app(str(made)))
     assert lines == [] if found is None else found in lines[0]
+
+
+def test_the_links_of_an_app(made):
+    assert list(check.channel(str(made))) == []
+    path = made / "pyproject.toml"
+    for old, changed in (("--compress=none", "--compress=sign"), ("--dp_clip=none", "--dp_clip=0.5")):
+        path.write_text(path.read_text().replace(old, changed))
+    assert list(check.channel(str(made))) == [
+        "--compress=sign: a tensor of 10,000 numbers is sent as 1,254 bytes, not 40,000",
+        "--dp_clip=0.5: the change that this client uploads is clipped, without noise; no more bytes",
+    ]
 
 
 def test_an_apps_code_runs_only_if_this_machine_names_it(made, tmp_path):

@@ -1,5 +1,6 @@
 """Every strategy on real clients, without processes and Flower: a fake messenger calls the client; bits are equal."""
 
+import dataclasses
 import re
 import shlex
 
@@ -115,6 +116,43 @@ def test_compressed_messages_are_small_on_the_wire(tmp_path):
         assert sizes[name] == reports[-1].traffic.num_bytes()[1]
     tree_equal(progress.server, after(one.simulated(), 1)[0].server)
     assert sizes["signs"] < sizes["plain"] / 25
+
+
+def test_noise_is_drawn_from_a_secret_of_the_client_and_the_whole_request(tmp_path):
+    """Otherwise the server could compute it, or subtract the uploads for two payloads and be rid of it."""
+    messages = []
+    flags = ["--strategy=fedmr", "--dp_clip=0.001", "--dp_noise=5"]
+    one = Real(tmp_path, flags, faults=lambda message, before: messages.append(message))
+    after(one.mailed().simulator, 1)
+    request = next(each for each in messages if each.kind == "train")
+    answer = one.node(request.node - 100)
+
+    def noise(request):
+        upload = answer(request)["upload"]
+        return np.concatenate([(upload[name] - sent).ravel() for name, sent in request.content["payload"].items()])
+
+    drawn = noise(request)
+    assert abs(np.std(drawn) / 0.005 - 1) < 0.05
+    np.testing.assert_array_equal(noise(request), drawn)
+    doubled = {name: 2 * sent for name, sent in request.content["payload"].items()}
+    other = noise(dataclasses.replace(request, content={**request.content, "payload": doubled}))
+    (secret,) = tmp_path.glob(f"state-{request.node - 100}/**/secret.npz")
+    assert secret.stat().st_mode & 0o077 == 0
+    secret.unlink()
+    for independent in (other, noise(request)):
+        assert abs(np.corrcoef(drawn, independent)[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"dp_noise_on": "mean"}, "the server sees every upload of real clients"),
+        ({"dp_target_epsilon": 2.0}, "real clients need to know their noise"),
+    ],
+)
+def test_privacy_that_real_clients_cannot_have_is_refused(flags, words):
+    with pytest.raises(UserError, match=words):
+        server.check_deployable(Config(strategy="fedmr", clients=3, cohort=3, dp_clip=1.0, **flags))
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in STRATEGIES.items() if row.only_simulated))

@@ -53,6 +53,12 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
     [
         ({"dp_noise": 1.0}, "dp_noise=1 needs dp_clip="),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_target_epsilon": 2.0}, "leave dp_noise= out"),
+        ({"dp_clip": 1.0, "dp_poisson": 0.1}, "add dp_noise_on=mean"),
+        ({"dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean", "dp_quantile": 0.5}, "leave dp_quantile= out"),
+        (
+            {"strategy": "scaffold", "dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean"},
+            "needs clients without a memory",
+        ),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "mode": "async"}, "epsilon of asynchronous clients"),
         ({"mode": "async", "compress_download": "int8"}, "use compress_download=none"),
         ({"strategy": "fml", "model": "logistic,mlp", "mode": "async"}, "different networks"),
