@@ -8,6 +8,8 @@ What arrives. The model of an upload is the change D since the job's start. The 
 would send now, w: the upload becomes w + s(tau) D with the weight s of its staleness tau. Without staleness it is the
 upload itself, bit for bit. So FedAvg's mean becomes w + mean of s(tau) D. BatchNorm statistics, which may not be
 extrapolated, become (1 - s) now + s uploaded. Other parts of an upload (control variates, prototypes) are not changed.
+Strategies that weigh stale uploads themselves, or keep M models that circulate, take uploads as they are
+(`Strategy.stale`).
 
 If K jobs are in flight and new ones start at the update, no upload is stale, and the results equal those of synchronous
 rounds bit for bit.
@@ -88,12 +90,15 @@ def asynchronous(
 
     Raises:
       UserError: the strategy selects its clients itself, works on the host between rounds, lets clients exchange
-        layers, or its clients have different networks.
+        layers, or its clients have different networks; or M models circulate and clients start before the update.
     """
     buffer, num_slots = schedule.arrival_slots.shape[1], schedule.num_slots
     in_flight = schedule.in_flight
-    of_version = dataclasses.replace(problem, cohort_size=buffer)
+    of_version = dataclasses.replace(problem, cohort_size=buffer, in_flight=in_flight)
     inner = build(of_version)
+    circulates = inner.stale == "branches"
+    if circulates and schedule.branches is None:
+        raise UserError("the models of this strategy are sent again after they have been updated: use refill=update")
     for impossible, what in (
         (inner.select, "selects its clients itself, but the schedule does"),
         (inner.between_rounds, "works on the host between rounds"),
@@ -103,9 +108,18 @@ def asynchronous(
         if impossible:
             raise UserError(f"asynchronous clients are not possible: the strategy {what}")
 
-    def cohort_of(clients: jax.Array) -> Cohort:
+    def cohort_of(clients: jax.Array, branches: jax.Array | None = None, fresh: jax.Array | None = None) -> Cohort:
         known = clients < problem.num_clients
-        return Cohort(clients, jnp.where(known, problem.sizes[jnp.where(known, clients, 0)], 0))
+        sizes = jnp.where(known, problem.sizes[jnp.where(known, clients, 0)], 0)
+        return Cohort(clients, sizes, branches, fresh)
+
+    def branches_of(round: jax.Array) -> jax.Array | None:
+        """The models that return for a version. They are also those that are sent then."""
+        return at(schedule.branches, round) if circulates else None
+
+    def arrivals(round: jax.Array) -> Cohort:
+        fresh = weight(at(schedule.staleness, round))
+        return cohort_of(at(schedule.arrival_clients, round), branches_of(round), fresh)
 
     def at(rows: Any, round: jax.Array) -> jax.Array:
         return jnp.asarray(rows)[jnp.minimum(round, rows.shape[0] - 1)]
@@ -117,7 +131,8 @@ def asynchronous(
         state = inner.init(key)
         starts: Payload = {}
         for group in range(schedule.first_clients.shape[0]):
-            cohort = cohort_of(jnp.asarray(schedule.first_clients)[group])
+            branches = jnp.minimum(group * buffer + jnp.arange(buffer), in_flight - 1) if circulates else None
+            cohort = cohort_of(jnp.asarray(schedule.first_clients)[group], branches)
             sent = inner.dispatch(
                 state, cohort, keys.dispatch[0] if group == 0 else jax.random.fold_in(keys.dispatch[0], group)
             )
@@ -149,12 +164,13 @@ def asynchronous(
         uploads = put(state.uploads, at(schedule.train_slots, round), messages)
         slots = at(schedule.arrival_slots, round)
         arrived, sent = trees.take((uploads, state.starts), slots)
-        cohort, info, own = cohort_of(at(schedule.arrival_clients, round)), {}, state.inner
+        cohort, info, own = arrivals(round), {}, state.inner
         if inner.receive is not None:
             own, arrived, info = inner.receive(own, arrived, sent, cohort, round, key)
         tau = at(schedule.staleness, round)
-        now = inner.dispatch(own, cohort, keys.dispatch[round])
-        arrived = rebased(arrived, sent, now, tau, weight(tau))
+        if inner.stale == "rebased":
+            now = inner.dispatch(own, cohort, keys.dispatch[round])
+            arrived = rebased(arrived, sent, now, tau, weight(tau))
         info = info | {"staleness": jnp.mean(tau.astype(jnp.float32)), "staleness_max": jnp.max(tau)}
         return State(own, state.starts, uploads, state.version), arrived, info
 
@@ -162,10 +178,9 @@ def asynchronous(
         state: State, uploads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
     ) -> tuple[State, Info]:
         """Make a version, and send it to the jobs that will receive it."""
-        own, info = inner.server_update(
-            state.inner, uploads, cohort_of(at(schedule.arrival_clients, round)), round, key
-        )
-        sent = inner.dispatch(own, cohort_of(at(schedule.start_clients, round)), keys.dispatch[round + 1])
+        own, info = inner.server_update(state.inner, uploads, arrivals(round), round, key)
+        cohort = cohort_of(at(schedule.start_clients, round), branches_of(round))
+        sent = inner.dispatch(own, cohort, keys.dispatch[round + 1])
         starts = put(state.starts, at(schedule.start_slots, round), sent)
         return State(own, starts, state.uploads, state.version + 1), info
 

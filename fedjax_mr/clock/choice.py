@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 from fedjax_mr.clock.schedule import Choose
+from fedjax_mr.strategies import base
+from fedjax_mr.strategies.base import History
 
 
 def uniformly(key_of: Callable[[int], jax.Array]) -> Choose:
@@ -18,9 +20,23 @@ def uniformly(key_of: Callable[[int], jax.Array]) -> Choose:
     """
     words = jax.jit(lambda key, count: jax.random.bits(key, (count,)), static_argnums=1)
 
-    def choose(number: int, busy: np.ndarray, count: int) -> np.ndarray:
+    def choose(number: int, busy: np.ndarray, count: int, history: History | None = None) -> np.ndarray:
         drawn = np.asarray(words(key_of(number), len(busy))).astype(np.int64)
         order = np.argsort(-drawn, kind="stable")
         return order[~busy[order]][:count]
+
+    return choose
+
+
+def by(strategy_chooses: base.Choose, key_of: Callable[[int], jax.Array]) -> Choose:
+    """Choose clients as a strategy does (`Strategy.choose`).
+
+    Args:
+      strategy_chooses: the member of the strategy.
+      key_of: the key of each draw, by its number.
+    """
+
+    def choose(number: int, busy: np.ndarray, count: int, history: History) -> np.ndarray:
+        return strategy_chooses(history, busy, key_of(number))
 
     return choose

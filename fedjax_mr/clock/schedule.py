@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.strategies.base import History
 
 REFILLS = ("update", "arrival")
 
@@ -41,6 +42,8 @@ class Schedule:
     arrival_clients: Any  # [E, K] int32: clients whose uploads make the version, in the order of their jobs
     arrival_slots: Any  # [E, K] int32
     staleness: Any  # [E, K] int32: tau
+    branches: Any  # [E, K] int32: the branches 0..M-1 of the arrivals, which the new jobs continue; None if new jobs
+    # start before the update, which a branch cannot
     start_clients: Any  # [E, K] int32: clients that receive version e + 1
     start_slots: Any  # [E, K] int32
     first_clients: Any  # [G, K] int32: clients that receive version 0
@@ -80,13 +83,14 @@ class _Job:
     client: int
     slot: int
     version: int
+    branch: int
     start: float
     arrival: float
     trained: bool = False
 
 
-Choose = Callable[[int, np.ndarray, int], np.ndarray]
-"""(number of the draw, which clients are busy [N], how many) -> clients to start, in order."""
+Choose = Callable[[int, np.ndarray, int, History], np.ndarray]
+"""(number of the draw, which clients are busy [N], how many, what is known) -> clients to start, in order."""
 Duration = Callable[[int, int], float]
 """(number of the job, client) -> seconds."""
 
@@ -119,7 +123,7 @@ def simulate(
         raise UserError(f"refill={refill!r} is not one of {', '.join(REFILLS)}")
     if refill == "update" and in_flight < cohort:
         raise UserError(f"in_flight={in_flight} is below cohort={cohort}: a version would never have enough arrivals")
-    at_arrival = refill == "arrival"
+    at_arrival = refill == "arrival" and cohort > 1  # with one arrival per version, both are the same
     most = in_flight + (2 * cohort if at_arrival else 0)
     # A client with a memory must not start twice within one version, so those that started are excluded, too.
     if num_clients < in_flight + (cohort if at_arrival else 0):
@@ -139,46 +143,55 @@ def simulate(
     planned: list[tuple[int, int]] = []  # (client, slot) of jobs that will receive the current version, in order
     empty = lambda *shape, value=0: np.full(shape, value, np.int32)
     train = [empty(versions, width, value=value) for value in (num_clients, num_slots, 0)]
-    arrive = [empty(versions, cohort) for _ in range(3)]
+    arrive = [empty(versions, cohort) for _ in range(4)]
     starts = [empty(versions, cohort), empty(versions, cohort)]
     first_rows = [empty(groups, cohort, value=num_clients), empty(groups, cohort, value=num_slots)]
     times = np.zeros(versions)
-    draws = 0
+    draws, now = 0, 0.0
+    finished = np.zeros(in_flight, np.int32)  # jobs of each branch
+    starts_of, returns_of, seconds = (np.zeros(num_clients) for _ in range(3))
 
-    def plan(count: int) -> list[tuple[int, int]]:
+    def plan(count: int, branches: list[int], returned: list[int]) -> list[tuple[int, int]]:
         """Choose clients for the next jobs and reserve their slots."""
         nonlocal draws
-        chosen = choose(draws, busy | started, count)
+        history = History(
+            now, np.array(branches), finished, starts_of, seconds / np.maximum(returns_of, 1), np.array(returned, int)
+        )
+        chosen = choose(draws, busy | started, count, history)
         draws += 1
         started[chosen] = True
         return [(int(client), free.pop()) for client in chosen]
 
-    def start(now: float, version: int) -> None:
+    def start(now: float, version: int, branch: int) -> None:
         client, slot = planned.pop(0)
-        job = _Job(len(table), client, slot, version, now, now + duration(len(table), client))
+        job = _Job(len(table), client, slot, version, branch, now, now + duration(len(table), client))
         busy[client] = True
+        starts_of[client] += 1
         table.append(job)
         waiting.append(job)
         heapq.heappush(queue, (job.arrival, job.number, job))
 
     for group in range(groups):
         count = min(cohort, first - group * cohort)
-        rows = plan(count)
+        rows = plan(count, [(group * cohort + row) % in_flight for row in range(count)], [])
         planned += rows
         for row, (client, slot) in enumerate(rows):
             first_rows[0][group, row], first_rows[1][group, row] = client, slot
-    for _ in range(in_flight):
-        start(0.0, 0)
+    for branch in range(in_flight):
+        start(0.0, 0, branch)
 
     for version in range(versions):
         arrived: list[_Job] = []
-        now = 0.0
         while len(arrived) < cohort:
             now, _, job = heapq.heappop(queue)
             busy[job.client] = False
+            finished[job.branch] += 1
+            returns_of[job.client] += 1
+            seconds[job.client] += job.arrival - job.start
             arrived.append(job)
             if at_arrival and len(arrived) < cohort:
-                start(now, version)
+                start(now, version, job.branch)
+        last = arrived[-1]
         arrived.sort(key=lambda job: job.number)
         if not all(job.trained for job in arrived):
             for row, job in enumerate(waiting):
@@ -188,16 +201,19 @@ def simulate(
             waiting.clear()
         for row, job in enumerate(arrived):
             arrive[0][version, row], arrive[1][version, row] = job.client, job.slot
-            arrive[2][version, row] = version - job.version
+            arrive[2][version, row], arrive[3][version, row] = version - job.version, job.branch
             used[job.number] = version + 1
             free.append(job.slot)
         times[version] = now
         started[:] = False
-        planned = plan(cohort)
+        branches = [job.branch for job in arrived]
+        planned = plan(cohort, branches, [job.client for job in arrived])
         for row, (client, slot) in enumerate(planned):
             starts[0][version, row], starts[1][version, row] = client, slot
-        for _ in range(1 if at_arrival else cohort):
-            start(now, version + 1)
+        for branch in [last.branch] if at_arrival else branches:
+            start(now, version + 1, branch)
     jobs = np.array([(job.client, job.version, job.start, job.arrival, used.get(job.number, 0)) for job in table], JOB)
+    if at_arrival:
+        arrive[3] = None
     schedule = Schedule(*train, *arrive, *starts, *first_rows, num_slots=num_slots, in_flight=in_flight)
     return Events(schedule, times, jobs)

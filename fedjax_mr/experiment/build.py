@@ -137,9 +137,10 @@ def events_of(config: Config, federated: FederatedData, model: Model) -> Events 
     devices, problem = devices_of(config, federated, model)
     key = jax.random.key(config.seed)
     if config.mode == "async":
-        in_flight = config.in_flight or 2 * config.cohort
+        in_flight = _in_flight(config)
         jobs = np.arange(in_flight + (config.rounds + 2) * config.cohort)
-        draws = devices.draws(jobs)
+        draws, key_of = devices.draws(jobs), functools.partial(round_key, key, SELECT)
+        choose = build_chosen(chosen(config), problem).choose
 
         def duration(job: int, client: int) -> float:
             return float(devices.seconds(np.array([client]), draws[job : job + 1]).total[0])
@@ -150,7 +151,7 @@ def events_of(config: Config, federated: FederatedData, model: Model) -> Events 
             in_flight=in_flight,
             cohort=config.cohort,
             refill=config.refill,
-            choose=choice.uniformly(functools.partial(round_key, key, SELECT)),
+            choose=choice.uniformly(key_of) if choose is None else choice.by(choose, key_of),
             duration=duration,
         )
     one_round = lambda number: select_uniformly(problem, round_key(key, SELECT, number)).ids
@@ -163,6 +164,11 @@ def events_of(config: Config, federated: FederatedData, model: Model) -> Events 
         steps=devices.steps[clients] if config.late == "partial" else None,
         deadline=math.inf if config.deadline is None else config.deadline,
     )
+
+
+def _in_flight(config: Config) -> int:
+    """The asynchronous clients M that train at the same time."""
+    return config.in_flight or 2 * config.cohort
 
 
 def simulates_time(config: Config) -> bool:
@@ -195,7 +201,7 @@ class Devices(NamedTuple):
 
 
 def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[Devices, Problem]:
-    """The devices of a run in simulated time, and the problem of its strategy before asynchronous clients.
+    """The devices of a run in simulated time, and the problem of its strategy.
 
     Raises:
       UserError: the method selects its clients itself, from what the run computes; or as `fleet.make`.
@@ -204,6 +210,8 @@ def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[
     if cohort > federated.num_clients:
         raise UserError(f"over_select={config.over_select:g} asks {cohort} of {federated.num_clients} clients")
     problem = problem_of(model, training, federated, cohort=cohort)
+    if config.mode == "async":
+        problem = dataclasses.replace(problem, in_flight=_in_flight(config))
     strategy = build_chosen(chosen(config), problem)
     if strategy.select is not None:
         raise UserError(
@@ -353,6 +361,11 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
     strategy, server = STRATEGIES[chosen.strategy].build(chosen.hyper, problem), chosen.server
     several = strategy.models is None or strategy.models.stacked
     if server is not None:
+        if strategy.stale == "branches" and problem.num_branches > problem.cohort_size:
+            raise UserError(
+                "a server optimizer would change models that clients are training: use server_optimizer=none, or "
+                "in_flight= equal to cohort="
+            )
         optimizer = make_server_optimizer(
             server.name,
             lr=server.lr,

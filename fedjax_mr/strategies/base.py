@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
@@ -38,6 +39,8 @@ class Cohort(NamedTuple):
 
     ids: jax.Array  # [K] int32 in 0..N-1
     sizes: jax.Array  # [K] int32 training samples
+    branches: jax.Array | None = None  # [K] int32 in 0..M-1, see `Strategy.stale`. None: client j has model j
+    freshness: jax.Array | None = None  # [K] float32, weight of an upload by its staleness. None: 1
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +64,7 @@ class Problem:
       public: public samples held by the server, or None. ``y`` is None if they are unlabelled.
       validation_sizes: validation samples per client [N], or None if no client has any.
       samples_on_device: whether the samples of all clients are on the devices; otherwise a client sees its own alone.
+      in_flight: M, asynchronous clients that train at the same time. None: rounds are synchronous.
     """
 
     model: Model
@@ -75,6 +79,12 @@ class Problem:
     public: Samples | None = None
     validation_sizes: jax.Array | None = None
     samples_on_device: bool = dataclasses.field(default=True, metadata={"static": True})
+    in_flight: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def num_branches(self) -> int:
+        """M, models that clients train at the same time."""
+        return self.in_flight or self.cohort_size
 
 
 class Init(Protocol):
@@ -129,6 +139,26 @@ class Receive(Protocol):
     def __call__(
         self, state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
     ) -> tuple[State, Payload, Info]: ...
+
+
+class History(NamedTuple):
+    """What a server knows when it chooses clients for new jobs, besides who is busy."""
+
+    time: float  # seconds since the start of the run
+    branches: np.ndarray  # [R] branches that wait for a client
+    versions: np.ndarray  # [M] finished jobs of each branch
+    starts: np.ndarray  # [N] jobs of each client that have started
+    seconds: np.ndarray  # [N] mean duration of each client's finished jobs; 0 without any
+    returned: np.ndarray  # clients that have just returned
+
+
+class Choose(Protocol):
+    """Choose idle clients for new jobs, on the host and before the training: -> clients [R], different from each other.
+
+    ``busy`` [N]: clients that may not be chosen.
+    """
+
+    def __call__(self, history: History, busy: np.ndarray, key: jax.Array) -> np.ndarray: ...
 
 
 class BetweenRounds(Protocol):
@@ -238,6 +268,13 @@ class Strategy(NamedTuple):
     increments: tuple[str, ...] = ()
     """Uploads that a client also adds to its memory, such as changes of control variates. A refused one counts as zero,
     see `channel.base`. Default: there are none."""
+    stale: str = "rebased"
+    """How `server_update` takes uploads of asynchronous clients. ``rebased``: their changes, weighted by their
+    freshness, are added to the model that the server would send now. ``uploaded``: as they are, with
+    `Cohort.freshness`. ``branches``: as they are, and the server keeps M models, of which each client trains one
+    (`Cohort.branches`); the model that returns is the next to be sent."""
+    choose: Choose | None = None
+    """How asynchronous clients are chosen. Default: uniformly among those that are idle."""
 
 
 def lifted(inner: Strategy) -> Strategy:
@@ -400,7 +437,7 @@ def averaging(problem: Problem, *, train: Train | None = None, weights: str = "s
 
 
 class Models(NamedTuple):
-    """State of a server that keeps only its stacked models [K, ...]."""
+    """State of a server that keeps only its stacked models [K, ...], or [M, ...] with asynchronous clients."""
 
     models: Variables
 
@@ -411,19 +448,21 @@ def circulating(problem: Problem, *, start: Callable[[Problem, jax.Array], Varia
     The server stores the uploaded models unchanged and deploys their uniform mean. Other methods replace
     ``server_update`` to combine the models. All members but ``init`` work with any state that has a field ``models``.
 
+    With asynchronous clients, M models circulate, and the K that have returned are stored.
+
     Args:
       problem: the federation.
-      start: (problem, key) -> K initial models. Defaults to `copies_of_one`.
+      start: (problem, key) -> the initial models. Defaults to `copies_of_one`.
     """
 
     def init(key):
         return Models((start or copies_of_one)(problem, key))
 
     def dispatch(state, cohort, key):
-        return {"model": state.models}
+        return {"model": state.models if cohort.branches is None else trees.take(state.models, cohort.branches)}
 
     def server_update(state, uploads, cohort, round, key):
-        return state._replace(models=uploads["model"]), {}
+        return state._replace(models=returned(state.models, uploads["model"], cohort)), {}
 
     return Strategy(
         init,
@@ -432,7 +471,20 @@ def circulating(problem: Problem, *, start: Callable[[Problem, jax.Array], Varia
         server_update,
         global_model=lambda state: problem.model.mean(state.models),
         models=view("models", stacked=True),
+        stale="branches",
     )
+
+
+def returned(models: Variables, new: Variables, cohort: Cohort) -> Variables:
+    """The circulating models [M, ...] after those of the cohort have become ``new`` [K, ...]."""
+    if cohort.branches is None:
+        return new
+    return jax.tree.map(lambda leaf, new: leaf.at[cohort.branches].set(new), models, new)
+
+
+def freshness(cohort: Cohort) -> jax.Array:
+    """The weights of the uploads by their staleness [K]; 1 in synchronous rounds."""
+    return jnp.ones(cohort.ids.shape) if cohort.freshness is None else cohort.freshness
 
 
 def to_all(problem: Problem, *names: str) -> Dispatch:
@@ -530,13 +582,13 @@ def models_sent(problem: Problem, models: Variables) -> tuple[Parcels, ...]:
 
 
 def copies_of_one(problem: Problem, key: jax.Array) -> Variables:
-    """Stack K copies of one initialisation; consumes ``key``."""
-    return trees.broadcast(problem.model.init(key), problem.cohort_size)
+    """Stack K copies of one initialisation, M with asynchronous clients; consumes ``key``."""
+    return trees.broadcast(problem.model.init(key), problem.num_branches)
 
 
 def independent_starts(problem: Problem, key: jax.Array) -> Variables:
-    """Stack K independent initialisations; consumes ``key``."""
-    return jax.vmap(problem.model.init)(jax.random.split(key, problem.cohort_size))
+    """Stack K independent initialisations, M with asynchronous clients; consumes ``key``."""
+    return jax.vmap(problem.model.init)(jax.random.split(key, problem.num_branches))
 
 
 def unit_permutations(key: jax.Array, num_units: int, count: int) -> jax.Array:

@@ -19,6 +19,9 @@ Deviations and choices:
 * Initial rounds of plain averaging (``warmup_rounds``) exist only in the released code. The acceleration methods of
   section 3.2.4 exist only in the paper, which does not specify the weights, the offsets and the growth of alpha. Our
   choices are described in `mixing`.
+* Asynchronous clients (``mode=async``) are ours, without a paper: M models circulate. A model that returns is at once
+  mixed with the newest upload of its collaborator among all M, and is sent again. Rounds (``in_order``, initial rounds,
+  acceleration) are then versions of the server. With M = K this is FedCross.
 """
 
 import dataclasses
@@ -30,7 +33,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
-from fedjax_mr.strategies.base import Problem, Strategy, circulating, copies_of_one
+from fedjax_mr.strategies.base import Problem, Strategy, circulating, copies_of_one, returned
 from fedjax_mr.strategies.hyper import field
 
 
@@ -89,10 +92,11 @@ class Hyper:
 
 
 class State(NamedTuple):
-    """K middleware models, leaves [K, ...]."""
+    """K middleware models, leaves [K, ...]; M with asynchronous clients."""
 
     models: Variables
     deployed: Variables | None  # mean of the uploaded models; None if the mean of ``models`` is deployed
+    newest: Variables | None  # the newest upload of each model; None if all models return in each round
 
 
 def similarities(models: Variables, kind: str, layers: tuple[Layer, ...]) -> jax.Array:
@@ -197,22 +201,26 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build FedCross.
 
     Raises:
-      UserError: the cohort has a single client.
+      UserError: there is a single model.
     """
-    if problem.cohort_size < 2:
+    if problem.num_branches < 2:
         raise UserError("fedcross mixes each model with another model of the round: cohort= must be at least 2")
     if hyper.similarity == "authors" and problem.model.adapter is not None:
         raise UserError("similarity=authors compares single tensors, but those of an adapter mean nothing: use cosine")
     deploys_uploaded = hyper.deployed == "uploaded"
+    all_return = problem.num_branches == problem.cohort_size
 
     def init(key):
         models = copies_of_one(problem, key)
-        return State(models, problem.model.mean(models) if deploys_uploaded else None)
+        return State(models, problem.model.mean(models) if deploys_uploaded else None, None if all_return else models)
 
     def server_update(state, uploads, cohort, round, key):
-        table = similarities(problem.model.compared(uploads["model"]), hyper.similarity, problem.layers)
-        models = trees.mix(uploads["model"], mixing(hyper, table, round))
-        return State(models, problem.model.mean(uploads["model"]) if deploys_uploaded else None), {}
+        newest = uploads["model"] if all_return else returned(state.newest, uploads["model"], cohort)
+        table = similarities(problem.model.compared(newest), hyper.similarity, problem.layers)
+        weights = mixing(hyper, table, round)
+        mixed = trees.mix(newest, weights if cohort.branches is None else weights[cohort.branches])
+        models = returned(state.models, mixed, cohort)
+        return State(models, problem.model.mean(newest) if deploys_uploaded else None, None if all_return else newest), {}
 
     def global_model(state):
         return state.deployed if deploys_uploaded else problem.model.mean(state.models)

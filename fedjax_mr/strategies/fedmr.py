@@ -14,6 +14,9 @@ Deviations from the released code:
   of 97 in VGG-16.
 * Segments divide the layers, as in the paper, not the leaves (``segment_of``).
 
+Asynchronous clients (``mode=async``) are ours, without a paper: M models circulate, the K that have returned are
+recombined among themselves, and they are sent again. With M = K this is FedMR. With K = 1 nothing is recombined.
+
 Secure recombination (``secure``; KDD'24, Appendix B): the K clients also exchange whole layers among themselves. The
 models of the next round have the same distribution with and without it. See `secure_exchange` in transforms.py.
 """
@@ -31,6 +34,7 @@ from fedjax_mr.strategies.base import (
     circulating,
     copies_of_one,
     independent_starts,
+    returned,
     unit_permutations,
 )
 from fedjax_mr.strategies.hyper import field
@@ -151,7 +155,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             lambda models: recombine(models, units, key) if hyper.server_recombines else models,
             uploads["model"],
         )
-        return state._replace(models=models), {}
+        return state._replace(models=returned(state.models, models, cohort)), {}
 
     start = copies_of_one if hyper.start == "copies" else independent_starts
     strategy = circulating(problem, start=start)._replace(server_update=server_update)

@@ -11,9 +11,11 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.clock import asynchronous, choice, constant, hinge, polynomial, simulate
 from fedjax_mr.clock.asynchronous import Keys
-from fedjax_mr.engine.round import CLIENT, DISPATCH, INIT, SELECT, client_key, round_key
+from fedjax_mr.engine.round import CLIENT, DISPATCH, INIT, SELECT, SERVER, client_key, round_key
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES, fedavg
+from fedjax_mr.strategies import STRATEGIES, fedasync, fedbuff, fedcross, fedmr, gitfl
+from fedjax_mr.strategies.base import History
+from fedjax_mr.testing import federations as testing
 from fedjax_mr.testing.federations import default_hyper, make_engine, simulator, tree_close, tree_equal
 
 SIZES = (7, 12, 1, 5, 9, 4, 3, 8, 6, 2, 5, 7)
@@ -27,8 +29,15 @@ def seconds(job, client):
     return 1 + client % 3 + (job * 0.37) % 1
 
 
-def events(in_flight, buffer, refill, duration=seconds):
-    choose = choice.uniformly(lambda number: round_key(KEY, SELECT, number))
+def chooser(strategy=None):
+    key_of = lambda number: round_key(KEY, SELECT, number)
+    return (
+        choice.uniformly(key_of) if strategy is None or strategy.choose is None else choice.by(strategy.choose, key_of)
+    )
+
+
+def events(in_flight, buffer, refill, duration=seconds, choose=None):
+    choose = choose or chooser()
     return simulate(
         E, num_clients=len(SIZES), in_flight=in_flight, cohort=buffer, refill=refill, choose=choose, duration=duration
     )
@@ -40,8 +49,10 @@ def keys():
 
 
 def engine(strategy, in_flight, buffer, refill, *, weight=constant, hyper=None, duration=seconds, **options):
-    found = events(in_flight, buffer, refill, duration)
     row, hyper = STRATEGIES[strategy], default_hyper(strategy) if hyper is None else hyper
+    problem = testing.constants("perceptron", sizes=SIZES).problem
+    choose = chooser(row.build(hyper, problem)) if strategy == "gitfl" else chooser()
+    found = events(in_flight, buffer, refill, duration, choose)
 
     def build(hyper, problem):
         return asynchronous(functools.partial(row.build, hyper), problem, found.schedule, keys(), weight=weight)
@@ -70,73 +81,185 @@ def test_with_as_many_jobs_as_arrivals_it_is_the_synchronous_method(strategy):
         assert report.traffic.num_bytes()[1] == plain_report.traffic.num_bytes()[1]
 
 
-@pytest.mark.parametrize("setting", [(6, 3, "update"), (5, 2, "arrival"), (4, 1, "arrival")], ids=str)
-@pytest.mark.parametrize("weight", [constant, polynomial(0.5)], ids=["constant", "polynomial"])
-def test_it_equals_a_plain_event_loop(setting, weight):
-    """FedBuff as a loop over events with a heap: every job trains alone, at its start."""
-    in_flight, buffer, refill = setting
-    late = engine("fedavg", *setting, weight=weight, hyper=fedavg.Hyper(weights="uniform"))
+LOOPS = {  # strategy, its hyper-parameters, (M, K, refill), weight of staleness, rule of the loop
+    "fedbuff, update": ("fedbuff", fedbuff.Hyper(), (6, 3, "update"), polynomial(0.5), "fedbuff"),
+    "fedbuff, arrival": ("fedbuff", fedbuff.Hyper(), (5, 2, "arrival"), constant, "fedbuff"),
+    "fedbuff, FedScale": ("fedbuff", fedbuff.Hyper(0.7, "weights"), (5, 2, "arrival"), polynomial(0.5), "fedscale"),
+    "fedasync": ("fedasync", fedasync.Hyper(), (4, 1, "arrival"), polynomial(0.5), "fedasync"),
+    "fedasync, one client": ("fedasync", fedasync.Hyper(1.0, 0.0), (1, 1, "update"), hinge(10, 4), "sequential"),
+    "gitfl": ("gitfl", gitfl.Hyper(budget=20.0), (4, 1, "update"), constant, "gitfl"),
+    "fedcross": ("fedcross", fedcross.Hyper(0.9), (4, 1, "update"), constant, "fedcross"),
+    "fedmr": ("fedmr", fedmr.Hyper(), (5, 2, "update"), constant, "fedmr"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[] if n in ("gitfl", "fedbuff, arrival") else pytest.mark.slow) for n in LOOPS]
+)
+def test_it_equals_a_plain_event_loop(case):
+    """A loop over events with a heap: every job trains alone, at its start, and each update is written by hand."""
+    strategy, hyper, setting, weight, rule = LOOPS[case]
+    network = "normed" if strategy == "fedbuff" else "perceptron"
+    late = engine(strategy, *setting, weight=weight, hyper=hyper, network=network)
     progress, _ = late.run(late.init(), E)
-    model = serial(late.constants, in_flight, buffer, refill, weight)
-    tree_close(late.deployed(progress), model, rtol=2e-5, atol=1e-6)
+    models = event_loop(
+        late.constants, STRATEGIES[strategy].build(hyper, late.constants.problem), setting, weight, RULES[rule]
+    )
+    tree_close(late.deployed(progress), models, rtol=2e-5, atol=1e-6)
 
 
-def serial(constants, in_flight, buffer, refill, weight):
-    problem = constants.problem
-    strategy = fedavg.build(fedavg.Hyper(weights="uniform"), problem)
-    choose = choice.uniformly(lambda number: round_key(KEY, SELECT, number))
+def event_loop(constants, strategy, setting, weight, rule):
+    in_flight, buffer, refill = setting
+    at_arrival = refill == "arrival" and buffer > 1
     train = jax.jit(
         lambda model, client, version: strategy.client_update(
             {"model": model}, None, constants.client(client), version, client_key(KEY, version, client, 0)
         )[0]["model"]
     )
-    model, version, draws, busy, seen = strategy.init(jax.random.fold_in(KEY, INIT)).model, 0, 0, set(), set()
+    initial = constants.problem.model.init(jax.random.fold_in(KEY, INIT))
+    update, sent, deployed, state = rule(initial, in_flight)
+    version, draws, busy, seen, now = 0, 0, set(), set(), 0.0
     queue, waiting, jobs = [], [], 0
+    versions, starts, durations = (
+        np.zeros(in_flight),
+        np.zeros(len(SIZES)),
+        {client: [] for client in range(len(SIZES))},
+    )
 
-    def choose_more(count):
+    def choose_more(count, branches, returned):
         nonlocal draws
         blocked = np.zeros(len(SIZES), bool)
         blocked[list(busy | seen)] = True
-        waiting.extend(map(int, choose(draws, blocked, count)))
+        means = np.array([np.mean(each) if each else 0.0 for each in durations.values()])
+        history = History(now, np.array(branches), versions, starts, means, np.array(returned, int))
+        clients = chooser(strategy)(draws, blocked, count, history)
+        waiting.extend(map(int, clients))
         seen.update(waiting)
         draws += 1
 
-    def start(now):
+    def start(branch):
         nonlocal jobs
         client = waiting.pop(0)
         busy.add(client)
-        trained = train(model, jnp.int32(client), jnp.int32(version))
-        heapq.heappush(queue, (now + seconds(jobs, client), jobs, client, version, model, trained))
+        starts[client] += 1
+        before = sent(state, branch)
+        trained = train(before, jnp.int32(client), jnp.int32(version))
+        heapq.heappush(queue, (now + seconds(jobs, client), jobs, now, client, version, branch, before, trained))
         jobs += 1
 
-    total = in_flight + (buffer - 1 if refill == "arrival" else 0)
+    total = in_flight + (buffer - 1 if at_arrival else 0)
     while total > 0:
-        choose_more(min(buffer, total))
+        choose_more(min(buffer, total), range(min(buffer, total)), [])
         total -= buffer
-    for _ in range(in_flight):
-        start(0.0)
+    for branch in range(in_flight):
+        start(branch)
     for _ in range(E):
         arrived = []
         while len(arrived) < buffer:
-            now, number, client, its_version, before, after = heapq.heappop(queue)
+            job = heapq.heappop(queue)
+            now, number, began, client, its_version, branch, before, after = job
             busy.discard(client)
-            arrived.append((number, version - its_version, before, after))
-            if refill == "arrival" and len(arrived) < buffer:
-                start(now)
-        rows = []
-        for _, tau, before, after in sorted(arrived, key=lambda each: each[0]):
-            share = weight(jnp.array([tau]))[0]
-            change = jax.tree.map(lambda a, b: a - b, after["params"], before["params"])
-            moved = jax.tree.map(lambda now, d, share=share: now + share * d, model["params"], change)
-            others = trees.interpolate(after["batch_stats"], model["batch_stats"], share)
-            rows.append({"params": moved, "batch_stats": others})
-        model = trees.mean(jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows))
+            durations[client].append(now - began)
+            versions[branch] += 1
+            arrived.append((number, client, branch, version - its_version, before, after))
+            if at_arrival and len(arrived) < buffer:
+                start(branch)
+        arrived.sort(key=lambda each: each[0])
+        branches = [each[2] for each in arrived]
+        shares = [float(weight(jnp.array([each[3]]))[0]) for each in arrived]
+        state = update(state, branches, shares, [each[4] for each in arrived], [each[5] for each in arrived], version)
         version += 1
         seen.clear()
-        choose_more(buffer)
-        for _ in range(1 if refill == "arrival" else buffer):
-            start(now)
+        choose_more(buffer, branches, [each[1] for each in arrived])
+        for branch in [0] if at_arrival else branches:
+            start(branch)
+    return deployed(state)
+
+
+def combined(weights, models):
+    return jax.tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *models)
+
+
+def one_model(update):
+    return lambda initial, count: (update, lambda model, branch: model, lambda model: model, initial)
+
+
+def buffered(lr, *, by_weights):
+    def update(model, branches, shares, before, after, version):
+        rows = []
+        for share, old, new in zip(shares, before, after, strict=True):
+            change = jax.tree.map(lambda a, b: a - b, new["params"], old["params"])
+            moved = jax.tree.map(lambda now, d, share=share: now + share * d, model["params"], change)
+            rows.append(
+                {"params": moved, "batch_stats": trees.interpolate(new["batch_stats"], model["batch_stats"], share)}
+            )
+        mean = combined([1 / len(rows)] * len(rows), rows)
+        rate = lr / np.mean(shares) if by_weights else lr
+        return mean | {"params": combined([1 - rate, rate], [model["params"], mean["params"]])}
+
+    return one_model(update)
+
+
+def mixed(model, branches, shares, before, after, version):
+    for share, new in zip(shares, after, strict=True):
+        model = combined([1 - 0.6 * share, 0.6 * share], [model, new])
     return model
+
+
+def git(initial, count):
+    """State: branches and versions."""
+    master = lambda state: combined(np.array(state[1]) / max(sum(state[1]), 1), state[0])
+
+    def update(state, branches, shares, before, after, version):
+        models, versions = list(state[0]), list(state[1])
+        for branch, new in zip(branches, after, strict=True):
+            models[branch], versions[branch] = new, versions[branch] + 1
+        return models, versions
+
+    def sent(state, branch):
+        if not sum(state[1]):
+            return initial
+        weight = min(50, max(2, 10 + state[1][branch] - np.mean(state[1])))
+        return combined([weight / (weight + 1), 1 / (weight + 1)], [state[0][branch], master(state)])
+
+    return update, sent, master, ([initial] * count, [0] * count)
+
+
+def several(update):
+    """State: the newest uploads, and the models that are sent."""
+    mean = lambda state: combined([1 / len(state[1])] * len(state[1]), state[1])
+    return lambda initial, count: (update, lambda state, branch: state[1][branch], mean, ([initial] * count,) * 2)
+
+
+def crossed(state, branches, shares, before, after, version):
+    newest, models = list(state[0]), list(state[1])
+    for branch, new in zip(branches, after, strict=True):
+        newest[branch] = new
+        flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(model)]) for model in newest]
+        cosines = [np.dot(each, flat[branch]) / np.linalg.norm(each) for each in flat]
+        cosines[branch] = np.inf
+        models[branch] = combined([0.9, 0.1], [new, newest[int(np.argmin(cosines))]])
+    return newest, models
+
+
+def recombined(state, branches, shares, before, after, version):
+    units = fedmr.recombination_units(fedmr.Hyper(), testing.network_of("perceptron").layers())
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
+    new, models = fedmr.recombine(stacked, units, round_key(KEY, SERVER, version)), list(state[1])
+    for row, branch in enumerate(branches):
+        models[branch] = trees.take(new, row)
+    return state[0], models
+
+
+RULES = {
+    "fedbuff": buffered(1.0, by_weights=False),
+    "fedscale": buffered(0.7, by_weights=True),
+    "fedasync": one_model(mixed),
+    "sequential": one_model(lambda model, branches, shares, before, after, version: after[0]),
+    "gitfl": git,
+    "fedcross": several(crossed),
+    "fedmr": several(recombined),
+}
 
 
 def test_calls_layouts_and_checkpoints_in_the_middle_of_waves_change_nothing():
