@@ -133,7 +133,7 @@ def simulate(
         )
     first = in_flight + (cohort - 1 if at_arrival else 0)  # jobs that receive version 0
     groups = -(-first // cohort)
-    num_slots, width = max(most, groups * cohort), max(most, cohort)
+    num_slots, width = max(most, groups * cohort), in_flight + (cohort if at_arrival else 0)
     free = list(range(num_slots))[::-1]
     queue: list[tuple[float, int, _Job]] = []
     table: list[_Job] = []

@@ -244,6 +244,8 @@ def _without_effect(config: Config) -> Iterator[str]:
     Such settings are allowed: methods that are compared share their data, including the settings of the public set.
     """
     public = "--public_share, --public_max, --public_labels and --public_from"
+    if STRATEGIES[config.strategy].group == "asynchronous" and config.mode == "sync":
+        yield f"{config.strategy} is for asynchronous clients (--mode=async): in synchronous rounds no upload is stale"
     has_settings = config.public_max is not None or config.public_from or not config.public_labels
     if config.public_share and not STRATEGIES[config.strategy].public:
         share = f"--public_share={config.public_share:g}"

@@ -11,6 +11,7 @@ order of their starts. In synchronous rounds no upload is stale.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, freshness
@@ -42,7 +43,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             upload, alpha = arrival
             return trees.interpolate(upload, model, alpha), None
 
-        alphas = hyper.alpha * freshness(cohort)
+        alphas = jnp.where(cohort.sizes > 0, hyper.alpha * freshness(cohort), 0.0)  # late clients have no samples
         return state._replace(model=jax.lax.scan(mix, state.model, (uploads["model"], alphas))[0]), {}
 
     train = proximal_training(problem, hyper.rho / 2)

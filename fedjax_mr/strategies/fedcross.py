@@ -220,7 +220,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         weights = mixing(hyper, table, round)
         mixed = trees.mix(newest, weights if cohort.branches is None else weights[cohort.branches])
         models = returned(state.models, mixed, cohort)
-        return State(models, problem.model.mean(newest) if deploys_uploaded else None, None if all_return else newest), {}
+        deployed = problem.model.mean(newest) if deploys_uploaded else None
+        return State(models, deployed, None if all_return else newest), {}
 
     def global_model(state):
         return state.deployed if deploys_uploaded else problem.model.mean(state.models)

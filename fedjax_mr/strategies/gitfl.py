@@ -108,7 +108,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         keep = control(state.versions)[rows]
         share = lambda leaf: (keep / (keep + 1)).reshape(-1, *(1,) * (leaf.ndim - 1))
         master = trees.mean(state.branches, weights=weights(state))
-        pull = lambda branch, master: share(branch) * branch + (1 - share(branch)) * master
+        pull = lambda branch, master: share(branch) * branch + (1 - share(branch)) * master[None]
         return {"model": jax.tree.map(pull, trees.take(state.branches, rows), master)}
 
     def server_update(state, uploads, cohort, round, key):

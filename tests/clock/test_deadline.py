@@ -24,7 +24,7 @@ KEY = jax.random.key(0)
 QUICK = ("fedmr", "clusamp", "heterofl")
 IMPOSSIBLE = {
     "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "fedme", "pfedhr", "fedmerge", "pfedbayes",
-    "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local",
+    "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local", "gitfl",
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_without_a_deadline_it_is_the_schedule_of_as_many_jobs_as_arrivals():
     clients = np.array([[0, 1, 2], [2, 3, 4], [5, 0, 1]])
     expected = simulate(
         E, num_clients=6, in_flight=K, cohort=K, refill="update",
-        choose=lambda number, busy, count: clients[min(number, E - 1)],
+        choose=lambda number, busy, count, history: clients[min(number, E - 1)],
         duration=lambda job, client: totals.reshape(-1)[job] if job < totals.size else 1.0,
     )  # fmt: skip
     found = synchronous(clients, Seconds(totals * 0, totals, totals * 0), cohort=K)

@@ -69,6 +69,8 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
         ({"fleet": "unifrom"}, "did you mean 'uniform'"),
         ({"mode": "async", "in_flight": 2}, "in_flight=2 is below cohort=3"),
         ({"mode": "async", "in_flight": 10}, "too few"),
+        ({"strategy": "fedmr", "mode": "async", "in_flight": 4, "refill": "arrival"}, "use refill=update"),
+        ({"strategy": "fedmr", "mode": "async", "server_optimizer": "adam"}, "models that clients are training"),
         ({"strategy": "clusamp", "fleet": "uniform"}, "selects its clients itself"),
         ({"deadline": -1.0}, "deadline=-1.0 is out of range"),
         ({"over_select": 0.9}, "over_select=0.9 is out of range"),

@@ -26,6 +26,8 @@ TABLE = {
     "fedswa": lambda s, p: (K * s, K * s),
     "fedmoswa": lambda s, p: (K * (s + p), K * (s + p)),
     "fedexp": lambda s, p: (K * s, K * s),
+    "fedbuff": lambda s, p: (K * s, K * s),
+    "gitfl": lambda s, p: (K * s, K * s),
     "fedmut": lambda s, p: (K * s, K * s),
     "fedmr": lambda s, p: (K * s, K * s),
     "indep": lambda s, p: (K * s, K * s),

@@ -20,7 +20,8 @@ METHODS = (
     "fml", "fedsam", "feddyn", "pfedme", "mapper", "ditto", "feddc",
     "fedmerge", "fedspeed", "fedrep", "fedgamma", "fedsmoo", "mofedsam", "fedntd",
     "heterofl", "fedlc", "adaptivefl", "fedswa", "fedmoswa", "perfedavg", "pfedbayes",
-    "fedproto", "fedtgp", "fedper", "fedbn", "lgfedavg",
+    "fedproto", "fedtgp", "fedper", "fedbn", "lgfedavg", "gitfl", "fedbuff",
+    "fedasync",
 )  # fmt: skip
 _OTHERS = 56  # the first look of methods that are not listed; there are 28 of them
 
