@@ -134,5 +134,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         server_update=server_update,
         global_model=lambda state: problem.model.mean(state.branches, weights=weights(state)),
         models=None,
-        choose=choose,
+        choose=None if (hyper.selection, hyper.variant) == ("random", "finished") else choose,
     )

@@ -70,9 +70,10 @@ def test_with_as_many_jobs_as_arrivals_it_is_the_synchronous_method(strategy):
         with pytest.raises(UserError, match=r"asynchronous clients are not possible|upload"):
             engine(strategy, 3, 3, "update").init()
         return
-    plain = make_engine(strategy, cohort=3, **FEDERATION)
+    hyper = gitfl.Hyper("random") if strategy == "gitfl" else default_hyper(strategy)
+    plain = make_engine(strategy, cohort=3, hyper=hyper, **FEDERATION)
     expected, plain_report = plain.run(plain.init(), E)
-    late = engine(strategy, 3, 3, "update", weight=polynomial(0.5))
+    late = engine(strategy, 3, 3, "update", weight=polynomial(0.5), hyper=hyper)
     progress, report = late.run(late.init(), E)
     tree_equal(progress.server.inner, expected.server)
     tree_equal(progress.memory, expected.memory)
