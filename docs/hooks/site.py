@@ -41,6 +41,7 @@ BAR = re.compile(r"<mo>(&#x02016;|&#x0007C;|\|)</mo>")  # of norms: as high as l
 CODE = re.compile(r"<code[ >].*?</code>", re.DOTALL)
 WORD = re.compile(r"<code>([^<\s]{1,30})</code>")
 FLAG = re.compile(r"(?<![\w-])--[\w-]*\w(?![^<]*>)")
+SEEDS = re.compile(r"\(n = (\d)")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -110,6 +111,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     html = WORD.sub(r'<code class="whole">\1</code>', html)
     html = CODE.sub(lambda found: FLAG.sub(r'<span class="whole">\g<0></span>', found[0]), html)
     html = html.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+    html = SEEDS.sub("(n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}\\1", html)
     return EQUATION.sub(equation, html)
 
 
