@@ -42,6 +42,7 @@ from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS, Model, adapters, parts, start_from
+from fedjax_mr.models.precision import with_precision
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.base import select_uniformly
 from fedjax_mr.strategies.hyper import as_arguments, bind, numbers_of
@@ -58,11 +59,11 @@ def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = ()
       variables: user-supplied variables of the network. Default: it is initialised from the seed.
 
     Raises:
-      UserError: a network does not fit the samples. Raised before any compilation.
+      UserError: a network does not fit the samples, or the precision has no effect on it. Raised before compilation.
     """
     options = {"norm": config.norm, "authors_state": config.authors_state, "projection": config.projection}
     model = network_of(list(modules) or config.networks, dataset, init=config.init, **options)
-    return fine_tuned(config, model, variables=variables)
+    return with_precision(fine_tuned(config, model, variables=variables), config.precision)
 
 
 def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:

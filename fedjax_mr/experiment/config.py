@@ -15,6 +15,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, settings
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
+from fedjax_mr.models.precision import PRECISIONS
 from fedjax_mr.registry import USER_OBJECTS, is_supplied
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, LARGEST_INT32, field
@@ -183,6 +184,10 @@ class Config:
     clip_norm: float | None = _training(
         None, "Maximum L2 norm of a batch's gradient. If omitted, gradients are not clipped",
         low=0, open_low=True, source="the FedMR authors' code")
+    precision: str = _training(
+        "float32", "Number type of the forward and backward passes in the clients' training. Variables, losses, "
+        "optimizers, the server and tests use float32",
+        choices=PRECISIONS, source="mixed precision, Micikevicius et al. 2018")
 
     imports: tuple[str, ...] = _federation(
         (), "Python file, or module by its dotted name, that registers additional methods, networks, datasets or "

@@ -156,6 +156,8 @@ def set_up(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "
                 "deploys no model"
             )
+        if config.precision != "float32" and simulator.axis.platform == "cpu":
+            notes.append(f"--precision={config.precision} is usually slower on CPUs than float32")
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
         print(headline(config, federated, simulator.axis), file=sys.stderr)
     return Experiment(config, simulator, folder, processes, events=events, on_row=on_row, record=record)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import calls, parts
+from fedjax_mr.models import calls, parts, precision
 from fedjax_mr.models.blocks import Projection
 
 Variables = dict[str, Any]
@@ -109,6 +109,7 @@ class Model:
       name: name of the network in error messages.
       frozen: the variables that never change, see `partly`. {}: all train.
       start: initial values of variables that train, see `partly`. All others are initialised at random.
+      precision: number type of forward and backward passes in training mode, see `precision.with_precision`.
       adapter: how adapters enter the network and its means (`adapters.Lora`). None: there are none.
 
     All functions of samples raise a UserError during tracing if the samples have another shape or kind.
@@ -121,6 +122,7 @@ class Model:
     frozen: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
     start: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
     adapter: Any = dataclasses.field(default=None, metadata=STATIC)
+    precision: str = dataclasses.field(default="float32", metadata=STATIC)
     _known: _Shapes = dataclasses.field(default_factory=_Shapes, compare=False, repr=False, metadata=STATIC)
 
     @property
@@ -171,15 +173,19 @@ class Model:
           key: consumed by dropout.
           method: the module's method to call: ``__call__``, ``features`` or ``head``.
         """
-        return self._apply(
-            {"params": params, **state},
-            x,
-            train=True,
-            mask=mask,
-            mutable=list(state),
-            rngs={"dropout": key},
-            method=method,
-        )
+        options: dict[str, Any] = {
+            "train": True,
+            "mask": mask,
+            "mutable": list(state),
+            "rngs": {"dropout": key},
+            "method": method,
+        }
+        if self.precision == "float32":
+            return self._apply({"params": params, **state}, x, **options)
+        rounded, x = precision.cast((params, x), self.precision)
+        kept = {name: tree for name, tree in self.frozen.items() if name == "batch_stats"}
+        model = dataclasses.replace(self, frozen=precision.cast(self.frozen, self.precision) | kept)
+        return precision.cast(model._apply({"params": rounded, **state}, x, **options), jnp.float32)
 
     def features(self, variables: Variables, x: jax.Array) -> jax.Array:
         """Compute the representation [B, F] in evaluation mode."""

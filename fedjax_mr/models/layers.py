@@ -128,13 +128,18 @@ class BatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Normalise maps [B, ..., channels]; only samples whose ``mask`` [B] is 1 enter the statistics."""
-        channels = x.shape[-1]
+        """Normalise maps [B, ..., channels]; only samples whose ``mask`` [B] is 1 enter the statistics.
+
+        Maps of another number type are normalised in float32.
+        """
+        channels, dtype = x.shape[-1], x.dtype
+        x = x.astype(jnp.float32)
         scale = self.param("scale", nn.initializers.constant(self.scale_init), (channels,), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (channels,), jnp.float32)
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, (channels,), jnp.float32)
         running_var = self.variable("batch_stats", "var", jnp.ones, (channels,), jnp.float32)
 
+        scale, bias = scale.astype(jnp.float32), bias.astype(jnp.float32)
         seen = self.variable("batch_stats", "count", jnp.zeros, (), jnp.float32) if self.counted else None
 
         weight = jnp.ones(x.shape[:1], x.dtype) if mask is None else mask.astype(x.dtype)
@@ -158,7 +163,7 @@ class BatchNorm(nn.Module):
                 if seen is not None:
                     seen.value += jnp.where(count > 0, 1.0, 0.0)
 
-        return out
+        return out.astype(dtype)
 
 
 def masked_moments(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

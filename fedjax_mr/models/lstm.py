@@ -93,7 +93,8 @@ def _forward(inputs: jax.Array, recurrent_kernel: jax.Array) -> tuple[jax.Array,
     """The outputs, and the residuals of the gradient: outputs, cells [T, B, H], gates [T, B, 4H] and the kernel."""
     # sigmoid(z) = (1 + tanh(z/2)) / 2, so all four gates use tanh and stay in one array.
     candidate = jnp.arange(inputs.shape[-1]) // recurrent_kernel.shape[0] == 2
-    scale, shift = jnp.where(candidate, 1.0, 0.5).reshape(1, -1), jnp.where(candidate, 0.0, 0.5).reshape(1, -1)
+    either = lambda one, other: jnp.where(candidate, one, other).reshape(1, -1).astype(inputs.dtype)
+    scale, shift = either(1.0, 0.5), either(0.0, 0.5)
 
     def step(carry: tuple[jax.Array, jax.Array], inputs: jax.Array):
         hidden, cell = carry
