@@ -726,7 +726,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("subject", choices=[*SUBJECTS, "peers"], nargs="?", default="models")
     parser.add_argument("--models", default="", help=f"of {', '.join(COMPARED)} (default: all that the device is for)")
-    parser.add_argument("--strategies", default=",".join(fmr.STRATEGIES), help="names, separated by commas")
+    parser.add_argument(
+        "--strategies",
+        default=",".join(fmr.strategies.on_any_network()),
+        help="names, separated by commas",
+    )
     help = f"timings per contestant (default 5; with --quick 3, or as many as begin within {QUICK_SECONDS} seconds)"
     parser.add_argument("--repeats", type=int, default=0, help=help)
     parser.add_argument("--quick", action="store_true", help="one local epoch, fewer points, without plain layers")

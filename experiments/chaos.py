@@ -55,12 +55,11 @@ from chaos_folders import folders
 from chaos_inputs import files, flags
 from chaos_messages import messages
 from chaos_processes import processes
-from chaos_runs import Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
+from chaos_runs import KILLED, Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
 from chaos_surroundings import surroundings, sweeps
 
 from fedjax_mr.analysis import plots
 from fedjax_mr.engine.devices import add_xla_flags, usable_cores
-from fedjax_mr.strategies import STRATEGIES
 
 
 class Row(NamedTuple):
@@ -156,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
         world = prepare(World(Path(folder), options.seed, counts))
         print(f"{'row':14}{'tried':>8}{'failed':>8}{'left out':>10}{'seconds':>9}", flush=True)
         for row in options.only:
-            trials = len(STRATEGIES) if row == "kills" else counts[row]
+            trials = len(KILLED) if row == "kills" else counts[row]
             numbers = list(range(trials)) if options.trial is None else [options.trial]
             began, seconds = time.monotonic(), per_weight * ROWS[row].weight
             world = world._replace(each=seconds * options.cores / max(1, len(numbers)))

@@ -21,7 +21,7 @@ import numpy as np
 from fedjax_mr import main
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
 from fedjax_mr.experiment.folder import read_rows, saved_round
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import STRATEGIES, on_any_network
 
 ROUNDS = 16
 PATIENCE = 300  # seconds after which a run hangs
@@ -180,11 +180,14 @@ def require_one_line(ended: Ended) -> None:
 # --- Kills -----------------------------------------------------------------------------------------------------------
 
 
+KILLED = on_any_network()
+
+
 def kills(world: World, number: int, folder: Path) -> tuple[int, str]:
     """Kill runs of one strategy; return how many kills there were, and what was tried."""
     chance = random.Random(f"{world.seed}/kills/{number}")
-    strategy = list(STRATEGIES)[number]
-    wanted = world.counts["kills"] // len(STRATEGIES) + (number < world.counts["kills"] % len(STRATEGIES))
+    strategy = KILLED[number]
+    wanted = world.counts["kills"] // len(KILLED) + (number < world.counts["kills"] % len(KILLED))
     arguments, run, done = settings(world, strategy), folder / "run", 0
     if not wanted:
         return 0, "fewer kills than strategies"

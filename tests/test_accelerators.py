@@ -29,7 +29,7 @@ from fedjax_mr.experiment import build
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import platforms, windows
 from fedjax_mr.models.zoo import Zoo
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import on_any_network
 
 SCRIPT = Path(accelerators.__file__)
 ZOO = {
@@ -311,7 +311,7 @@ def test_unknown_targets_are_one_line(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", on_any_network())
 @pytest.mark.parametrize(
     ("target", "cohort"),
     [pytest.param("h200", 10, marks=gpu), pytest.param("h200x8", 16, marks=gpu), pytest.param("v5e:2x4", 8, marks=tpu)],

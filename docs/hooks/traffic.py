@@ -46,8 +46,9 @@ def needs_public(strategy: str) -> bool:
 
 
 def flags(strategy: str) -> list[str]:
-    """The flags of the main job with a method: the defaults, and public data if the method needs some."""
-    return [f"--strategy={strategy}", *(["--public_share=0.1"] if needs_public(strategy) else [])]
+    """The flags of the main job with a method: the defaults, and public data or adapters if the method needs some."""
+    adapters = ["--adapter=lora"] if STRATEGIES[strategy].adapters else []
+    return [f"--strategy={strategy}", *adapters, *(["--public_share=0.1"] if needs_public(strategy) else [])]
 
 
 @functools.cache

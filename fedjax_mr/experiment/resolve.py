@@ -18,7 +18,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, settings
 from fedjax_mr.experiment.config import LOGS, Config
 from fedjax_mr.experiment.user_objects import UserObjects
-from fedjax_mr.models import MODELS
+from fedjax_mr.models import MODELS, Model
 from fedjax_mr.strategies import STRATEGIES
 
 PUBLIC_SHARE = 0.1  # of methods that cannot do without public data, as in FedMe's and pFedHR's papers
@@ -135,7 +135,7 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
     _check_networks(config, user_objects)
-    _check_adapters(config)
+    _check_adapters(config, user_objects)
     _check_logs(config)
     if 0 < config.clients < config.cohort:  # 0 clients: all of the dataset, which is not loaded yet
         raise UserError(
@@ -168,7 +168,10 @@ def _check_networks(config: Config, user_objects: UserObjects) -> None:
         )
 
 
-def _check_adapters(config: Config) -> None:
+def _check_adapters(config: Config, user_objects: UserObjects) -> None:
+    given = any(isinstance(each, Model) and each.adapter is not None for each in user_objects.modules)
+    if STRATEGIES[config.strategy].adapters and config.adapter == "none" and not given:
+        raise UserError(f"strategy {config.strategy} trains adapters: set adapter=lora")
     defaults = Config()
     for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_head"):
         if config.adapter == "none" and getattr(config, name) != getattr(defaults, name):

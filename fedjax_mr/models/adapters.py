@@ -61,8 +61,7 @@ class Lora:
         mean = trees.mean(models, weights=weights)
         if not any(True for _ in pairs(models)):  # A or B is common: the mean of the other one is exact
             return mean
-        change = trees.mean(changes(model, models), weights=weights)
-        return with_change(without_products(mean), change)
+        return with_change(without_products(mean), mean_changes(model, models, weights=weights))
 
     def compared(self, models: Variables) -> Variables:
         """The models with the product A B of each pair in place of the pair, for distances and similarities.
@@ -126,11 +125,19 @@ def lora(
 
 
 def _pair(key: jax.Array, shape: tuple[int, int], rank: int, alpha: float) -> dict[str, np.ndarray]:
-    """A is uniform in +-1 / sqrt(in), as in the package peft. B is zero."""
+    """A is random, B is zero."""
     inputs, outputs = shape
-    bound = inputs**-0.5
-    a = jax.random.uniform(key, (inputs, rank), minval=-bound, maxval=bound)
-    return {A: np.asarray(a), B: np.zeros((rank, outputs), np.float32), SCALE: np.asarray(alpha / rank, np.float32)}
+    return {
+        A: np.asarray(_random(key, (inputs, rank))),
+        B: np.zeros((rank, outputs), np.float32),
+        SCALE: np.asarray(alpha / rank, np.float32),
+    }
+
+
+def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An initial A [in, r], uniform in +-1 / sqrt(in), as in the package peft."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
 def _chosen(model: Model, kernels: dict[Path, tuple[int, int]], targets: str) -> list[Path]:
@@ -196,6 +203,50 @@ def changes(model: Model, variables: Variables) -> Variables:
     earlier = flatten_dict(variables.get(CHANGE, {}))
     total = {(*path, "kernel"): scale_of(model, path) * (a @ b) for path, a, b in pairs(whole)}
     return unflatten_dict({path: leaf + earlier[path] if path in earlier else leaf for path, leaf in total.items()})
+
+
+def mean_changes(model: Model, models: Variables, *, weights: jax.Array | None = None) -> Variables:
+    """The weighted mean of `changes` of K models [K, ...], without a dense matrix for each.
+
+    It is the product of the stacked factors [A_1 .. A_K] and [p_1 B_1; ..; p_K B_K] (FLoRA, Wang et al., NeurIPS 2024).
+    """
+    earlier = flatten_dict(trees.mean(models.get(CHANGE, {}), weights=weights))
+    total = {}
+    for path, a, b in pairs(models):
+        weighted = jnp.ones(a.shape[0]) if weights is None else weights.astype(jnp.float32)
+        shares = scale_of(model, path) * weighted / jnp.sum(weighted)
+        a = a * shares[:, None, None]
+        product = jnp.einsum("kir,kro->io", a, b, precision=jax.lax.Precision.HIGHEST)
+        total[*path, "kernel"] = product + earlier[*path, "kernel"] if earlier else product
+    return unflatten_dict(total)
+
+
+def fresh(model: Model, key: jax.Array) -> Variables:
+    """New adapters of a network, distributed like its initial ones: A is random, B is zero; consumes ``key``."""
+    params = {}
+    for number, (path, a, b) in enumerate(pairs(model.shapes())):
+        params[*path, A] = _random(jax.random.fold_in(key, number), a.shape)
+        params[*path, B] = jnp.zeros(b.shape)
+    return {"params": unflatten_dict(params)}
+
+
+def factors(model: Model, change: Variables) -> Variables:
+    """The adapters with products nearest to ``change``. Each factor has the roots of the largest singular values."""
+    params = {}
+    for path, a, _ in pairs(model.shapes()):
+        rank = a.shape[-1]
+        u, s, vt = jnp.linalg.svd(flatten_dict(change)[*path, "kernel"], full_matrices=False)
+        u, s, vt = (jnp.pad(each, pad) for each, pad in zip((u, s, vt), _padding(s.shape[0], rank), strict=True))
+        root = jnp.sqrt(s[:rank] / scale_of(model, path))
+        params[*path, A] = u[:, :rank] * root[None, :]
+        params[*path, B] = vt[:rank] * root[:, None]
+    return {"params": unflatten_dict(params)}
+
+
+def _padding(count: int, rank: int) -> tuple:
+    """Padding of u, s and vt of ``count`` singular values to at least ``rank``."""
+    more = (0, max(0, rank - count))
+    return ((0, 0), more), (more,), (more, (0, 0))
 
 
 def no_change(model: Model) -> Variables:

@@ -40,6 +40,7 @@ from fedjax_mr.strategies import (
     hypcluster,
     indep,
     local_only,
+    lora,
     mapper,
     moon,
     partial,
@@ -75,6 +76,7 @@ class Row(NamedTuple):
         tests them too: no variance may become negative. None if no setting extrapolates.
       own_batches: whether a client does something else than the usual epochs over all its samples. The contract then
         does not count samples and steps.
+      adapters: whether the strategy needs a network with adapters (``models.adapters.lora``).
     """
 
     build: Callable[[Any, Problem], Strategy]
@@ -90,6 +92,7 @@ class Row(NamedTuple):
     small: Any = None
     extrapolating: Any = None
     own_batches: bool = False
+    adapters: bool = False
 
 
 SETTINGS = (
@@ -303,6 +306,19 @@ _OURS: dict[str, dict[str, Row]] = {
             only_simulated="slices are sent and trained as whole networks filled with zeros",
         ),
     },
+    "adapters": {
+        name: row._replace(adapters=True)
+        for name, row in {
+            "fedit": Row(lora.fedit, fedavg.Hyper, "Zhang et al., ICASSP 2024", title="FedIT"),
+            "ffalora": Row(lora.ffalora, fedavg.Hyper, "Sun et al., ICLR 2024", title="FFA-LoRA"),
+            "fedsalora": Row(lora.fedsalora, None, "Guo et al., ICLR 2025", title="FedSA-LoRA"),
+            "rolora": Row(lora.rolora, None, "Chen et al., NeurIPS 2025", title="RoLoRA"),
+            "fedexlora": Row(lora.fedexlora, None, "Singhal et al., ACL 2025", title="FedEx-LoRA"),
+            "flora": Row(lora.flora, lora.Ranks, "Wang et al., NeurIPS 2024", title="FLoRA"),
+            "flexlora": Row(lora.flexlora, lora.Ranks, "Bai et al., NeurIPS 2024", title="FlexLoRA"),
+            "hetlora": Row(lora.hetlora, lora.Ranks, "Cho et al., EMNLP 2024", title="HetLoRA"),
+        }.items()
+    },
     "baselines": {
         "local": Row(
             local_only.build,
@@ -326,6 +342,11 @@ STRATEGIES = Registry(
     check_row,
     {name: row._replace(group=group) for group, rows in _OURS.items() for name, row in rows.items()},
 )
+
+
+def on_any_network() -> list[str]:
+    """The names of the strategies that need no adapters."""
+    return [name for name, row in STRATEGIES.items() if not row.adapters]
 
 
 def by_group() -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import Flatten
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import averaging, usual_traffic
+from fedjax_mr.testing.adapted import adapted
 
 # The tests' programs are small and run for milliseconds, so optimising them would take longer than running them.
 QUICK_TO_COMPILE = {
@@ -98,7 +99,9 @@ NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perc
 
 @functools.cache  # a model keeps its shapes
 def network_of(name):
-    """A network by its name, or the zoo of several names separated by commas."""
+    """A network by its name, or the zoo of several names separated by commas; ``adapted`` has adapters."""
+    if name == "adapted":
+        return adapted()
     built = [models.Model(NETWORKS[each](num_classes=CLASSES), (4, 4, 1), name=each) for each in name.split(",")]
     return built[0] if len(built) == 1 else models.Zoo.of(built)
 
@@ -170,6 +173,7 @@ def default_hyper(strategy):
 def make_engine(strategy, network="thin", *, devices=1, lanes=1, hyper=None, **federation):
     """The compiled rounds of a strategy; tests with equal arguments share them."""
     row = STRATEGIES[strategy]
+    network = "adapted" if row.adapters else network
     hyper = default_hyper(strategy) if hyper is None else hyper
     options = {"devices": devices, "lanes": lanes, "seed": 0} | federation
     return simulator((row.build, hyper), network, **dict(sorted(options.items()))).rounds

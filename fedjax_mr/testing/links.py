@@ -48,6 +48,8 @@ def linked(strategy: str, link: str, **federation: object) -> rounds.Rounds:
       UserError: the link refuses the strategy.
     """
     options = dict(sorted((FEDERATION | federation).items()))
+    if STRATEGIES[strategy].adapters:
+        options["network"] = "adapted"
     return simulator((_builder(strategy, link), default_hyper(strategy)), **options).rounds
 
 

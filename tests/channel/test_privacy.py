@@ -82,7 +82,7 @@ def messages_of(name, network):
     [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
         for name in STRATEGIES
-        if name not in REFUSED
+        if name not in REFUSED and not STRATEGIES[name].adapters
     ],
 )
 def test_the_change_of_an_upload_is_clipped_as_one_vector(equal, name):

@@ -13,7 +13,7 @@ from fedjax_mr.clock import asynchronous, choice, constant, hinge, polynomial, s
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.engine.round import CLIENT, DISPATCH, INIT, SELECT, SERVER, client_key, round_key
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES, fedasync, fedbuff, fedcross, fedmr, gitfl
+from fedjax_mr.strategies import STRATEGIES, fedasync, fedbuff, fedcross, fedmr, gitfl, on_any_network
 from fedjax_mr.strategies.base import History
 from fedjax_mr.testing import federations as testing
 from fedjax_mr.testing.federations import default_hyper, make_engine, simulator, tree_close, tree_equal
@@ -62,7 +62,8 @@ def engine(strategy, in_flight, buffer, refill, *, weight=constant, hyper=None, 
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in STRATEGIES]
+    "strategy",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in on_any_network()],
 )
 def test_with_as_many_jobs_as_arrivals_it_is_the_synchronous_method(strategy):
     """Whatever the durations: no upload is stale. Bit for bit, with BatchNorm, dropout and memories."""

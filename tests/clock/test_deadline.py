@@ -13,7 +13,7 @@ from fedjax_mr.clock.deadline import asked
 from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.engine.round import SELECT, client_key, round_key
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES, fedavg
+from fedjax_mr.strategies import STRATEGIES, fedavg, on_any_network
 from fedjax_mr.strategies.base import select_uniformly
 from fedjax_mr.testing.federations import default_hyper, make_engine, simulator, tree_close, tree_equal
 
@@ -87,7 +87,8 @@ def engine(strategy, work, *, hyper=None, **options):
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in STRATEGIES]
+    "strategy",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in on_any_network()],
 )
 def test_if_all_are_in_time_it_is_the_plain_method_bit_for_bit(strategy):
     if strategy in IMPOSSIBLE:

@@ -10,7 +10,8 @@ from fedjax_mr.experiment.build import build_model, simulator_of, strategy_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import public_share, resolve
-from fedjax_mr.strategies import STRATEGIES, fedme
+from fedjax_mr.experiment.user_objects import UserObjects
+from fedjax_mr.strategies import fedme, on_any_network
 
 NEED_PUBLIC = ("fedme", "pfedhr", "fedmd", "fedkemf", "fccl")
 
@@ -23,12 +24,12 @@ def problem(public_share):
     return simulator_of(config, federated, build_model(config, federated.dataset), devices=1, lanes=1).problem
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", on_any_network())
 def test_the_name_is_enough_to_build_it(strategy):
     config, _, notes = resolve(configuration.parse([f"--strategy={strategy}"]))
     assert config.public_share == (0.1 if strategy in NEED_PUBLIC else 0.0)
     assert [strategy in line and "0.1" in line for line in notes] == [True] * (strategy in NEED_PUBLIC)
-    assert resolve(config) == (config, (None, ()), ())
+    assert resolve(config) == (config, UserObjects(), ())
     federation = problem(config.public_share)
     assert (federation.public is not None) == (strategy in NEED_PUBLIC)
     assert strategy_of(config)(federation).init is not None
@@ -48,7 +49,7 @@ def test_who_gets_public_data(changes, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", on_any_network())
 def test_the_name_is_enough_to_run_it(strategy, tmp_path, capsys):
     result = fmr.run(Config(strategy=strategy, rounds=2, devices=1, run_dir=str(tmp_path / "run")))
     assert result.rows[-1]["round"] == 2 and 0 < result.summary["accuracy_last"] <= 1

@@ -16,7 +16,18 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import strategy_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.strategies import STRATEGIES, Cohort, Parcels, Row, Strategy, Traffic, fedavg, fedcross, indep
+from fedjax_mr.strategies import (
+    STRATEGIES,
+    Cohort,
+    Parcels,
+    Row,
+    Strategy,
+    Traffic,
+    fedavg,
+    fedcross,
+    indep,
+    on_any_network,
+)
 from fedjax_mr.strategies.base import view
 from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, secure_exchange, server_optimizer
 
@@ -294,7 +305,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("inner", [name for name in STRATEGIES if name not in (*REFUSED, "optimized")])
+@pytest.mark.parametrize("inner", [name for name in on_any_network() if name not in (*REFUSED, "optimized")])
 def test_servers_that_name_their_models_take_an_optimizer(problem, inner):
     strategy = inner_strategy(inner, problem)
     wrapped = server_optimizer(strategy, make_server_optimizer("adam"))

@@ -1,0 +1,311 @@
+"""Federated fine-tuning with adapters (LoRA): eight methods that differ in what clients send and how servers join it.
+
+The mean of products differs from the product of means: mean(A_k B_k) = mean(A) mean(B) + cov, where cov is the mean of
+(A_k - mean A)(B_k - mean B). The methods differ in how they treat cov. Here x A B, with A [in, r] random and B [r, out]
+zero at the start; papers often write B A.
+
+* FedIT (Zhang et al., ICASSP 2024, "Towards Building the Federated GPT"): mean of A and mean of B, without cov. It is
+  FedAvg over adapters.
+* FFA-LoRA (Sun et al., ICLR 2024): A is random, common and frozen, so the mean is exact. Half of the bytes are
+  sent.
+* RoLoRA (Chen et al., NeurIPS 2025): B trains in even rounds (counted from 0), A in odd ones, so each mean is exact.
+  Clients upload the factor of the round.
+* FedSA-LoRA (Guo et al., ICLR 2025): A is averaged. B and the head stay on the client.
+* FedEx-LoRA (Singhal et al., ACL 2025): mean of A and mean of B, and cov is added to the base: exact. The released code
+  adds cov transposed.
+* FLoRA (Wang et al., NeurIPS 2024): each round starts from new adapters. The server adds the stacked adapters, whose
+  product is the mean of the products, to the base: exact.
+* FlexLoRA (Bai et al., NeurIPS 2024): the server keeps the mean of the products, and sends each client as much of its
+  singular value decomposition as the client's rank allows. How the singular values are divided between A and B is not
+  given in the paper: here each factor gets their square root.
+* HetLoRA (Cho et al., EMNLP 2024): mean of A and mean of B, padded with zeros to the largest rank, with weights
+  proportional to the norms of the products of each matrix. A client receives as many columns as its rank. The paper's
+  pruning of ranks on clients is left out, because its constants are not published.
+
+FedEx-LoRA and FLoRA change the base. Their server's state and payload hold the change of the targeted matrices, which
+is dense, and the traffic counts it; the papers send the factors of all clients in its place. In FLoRA, FlexLoRA and
+HetLoRA a client's rank may be smaller than ``lora_rank`` (``ranks``); all scale by the same alpha / r, as in FLoRA's
+code. A client of rank r_i has zeros in the other columns of A and rows of B, which stay zero, and are not counted.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.errors import UserError
+from fedjax_mr.models import Variables, adapters, parts
+from fedjax_mr.models.adapters import CHANGE, A, B
+from fedjax_mr.strategies import fedavg, partial
+from fedjax_mr.strategies.base import (
+    Cohort,
+    GlobalModel,
+    Parcels,
+    Problem,
+    Strategy,
+    Traffic,
+    averaging,
+    to_all,
+)
+from fedjax_mr.strategies.hyper import field
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Hyper-parameters of the methods whose clients may have different ranks."""
+
+    ranks: str = field(
+        "",
+        "r_i of the clients in turn, separated by commas, such as 8,4,2; at most lora_rank. If omitted, all have it",
+        source="FLoRA's code: 64,32,16,16,8,8,4,4,4,4",
+    )
+
+
+def require_adapters(problem: Problem, name: str) -> None:
+    """Raise a UserError if the network has no adapters whose factors both train."""
+    model = problem.model
+    if model.adapter is None:
+        raise UserError(f"{name} trains adapters, which {model.name} does not have: set adapter=lora")
+    if not list(adapters.pairs(model.shapes())):
+        raise UserError(f"{name} trains both factors of the adapters: leave out trainable=")
+
+
+def fedit(hyper: fedavg.Hyper, problem: Problem) -> Strategy:
+    """Build FedIT."""
+    require_adapters(problem, "fedit")
+    return fedavg.build(hyper, problem)
+
+
+def ffalora(hyper: fedavg.Hyper, problem: Problem) -> Strategy:
+    """Build FFA-LoRA: FedAvg of a network in which A is frozen, too."""
+    require_adapters(problem, "ffalora")
+    model = problem.model
+    start, fixed = parts.split(model.start, lambda path: not path.endswith(A))
+    frozen = dataclasses.replace(model, start=start, frozen=parts.joined(model.frozen, fixed))
+    strategy = fedavg.build(hyper, dataclasses.replace(problem, model=frozen))
+    return strategy._replace(global_model=lambda state: parts.joined(fixed, state.model))
+
+
+def fedsalora(hyper: None, problem: Problem) -> Strategy:
+    """Build FedSA-LoRA."""
+    require_adapters(problem, "fedsalora")
+    return partial.build(lambda path: path[-1] != A, problem)
+
+
+def rolora(hyper: None, problem: Problem) -> Strategy:
+    """Build RoLoRA."""
+    require_adapters(problem, "rolora")
+    setting = problem.local
+
+    def idle(params: trees.Params, round: jax.Array) -> trees.Params:
+        """Whether each tensor rests in a round: A in even ones, B in odd ones, a head never."""
+        resting = {A: round % 2 == 0, B: round % 2 == 1}
+        return unflatten_dict({path: resting.get(path[-1], jnp.zeros((), bool)) for path in flatten_dict(params)})
+
+    def without_idle(round: jax.Array) -> optax.GradientTransformation:
+        zero = lambda rests, leaf: jnp.where(rests, jnp.zeros_like(leaf), leaf)
+        return optax.stateless(lambda updates, params: jax.tree.map(zero, idle(updates, round), updates))
+
+    def client_update(payload, memory, data, round, key):
+        rest = without_idle(round)
+        optimizer = optax.chain(rest, setting.optimizer, rest)  # the second removes weight decay
+        model, metrics = local.train(problem.model, setting, payload["model"], data, key, optimizer=optimizer)
+        return {"model": model}, memory, metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        mean = trees.mean(uploads["model"], weights=cohort.sizes)
+        kept = jax.tree.map(jnp.where, idle(mean["params"], round), state.model["params"], mean["params"])
+        return state._replace(model=mean | {"params": kept}), {}
+
+    def traffic(usual: Traffic, state: GlobalModel, uploads: Any, cohort: Cohort, round: jax.Array) -> Traffic:
+        leaves = flatten_dict(problem.model.shapes())
+        size = lambda name: sum(_bytes(leaf) for path, leaf in leaves.items() if path[-1] == name)
+        count, others = problem.cohort_size, _bytes_of(leaves) - size(A) - size(B)
+        turns = ((B, round % 2 == 0), (A, round % 2 == 1))
+        up = [Parcels.of(jnp.where(turn, count, 0), size(name)) for name, turn in turns]
+        return usual._replace(up=(*up, Parcels.of(count, others)))
+
+    return averaging(problem)._replace(client_update=client_update, server_update=server_update, traffic=traffic)
+
+
+# --- methods that change the base ------------------------------------------------------------------------------------
+
+
+class Changed(NamedTuple):
+    """State of a server that keeps a model and the dense change of its base."""
+
+    model: Variables
+    change: Variables  # leaves ``kernel`` [in, out]
+
+
+def deployed(state: Changed) -> Variables:
+    """The model on its changed base."""
+    return adapters.with_change(state.model, state.change)
+
+
+def fedexlora(hyper: None, problem: Problem) -> Strategy:
+    """Build FedEx-LoRA."""
+    require_adapters(problem, "fedexlora")
+    model = problem.model
+
+    def init(key):
+        return Changed(model.init(key), adapters.no_change(model))
+
+    def client_update(payload, memory, data, round, key):
+        start = adapters.with_change(payload["model"], payload["change"])
+        trained, metrics = local.train(model, problem.local, start, data, key)
+        return {"model": _without_change(trained)}, memory, metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        mean = trees.mean(uploads["model"], weights=cohort.sizes)
+        products = adapters.mean_changes(model, uploads["model"], weights=cohort.sizes)
+        cov = trees.subtract(products, adapters.changes(model, mean))
+        return Changed(mean, trees.add(state.change, cov)), {}
+
+    return Strategy(init, to_all(problem, "model", "change"), client_update, server_update, global_model=deployed)
+
+
+def flora(hyper: Ranks, problem: Problem) -> Strategy:
+    """Build FLoRA. Each client draws a new A."""
+    require_adapters(problem, "flora")
+    model, ranks = problem.model, client_ranks(hyper, problem)
+
+    def init(key):
+        return Changed(adapters.without_products(model.init(key)), adapters.no_change(model))
+
+    def dispatch(state, cohort, key):
+        sent = {"model": _without_pairs(state.model), "change": state.change}  # clients make the adapters themselves
+        return trees.broadcast(sent, problem.cohort_size)
+
+    def client_update(payload, memory, data, round, key):
+        train_key, key = jax.random.split(key)
+        fresh = truncated(adapters.fresh(model, key), ranks[data.client_id])
+        start = adapters.with_change(parts.joined(payload["model"], fresh), payload["change"])
+        trained, metrics = local.train(model, problem.local, start, data, train_key)
+        return {"model": _without_change(trained)}, memory, metrics
+
+    def server_update(state, uploads, cohort, round, key):
+        products = adapters.mean_changes(model, uploads["model"], weights=cohort.sizes)
+        others = _without_pairs(trees.mean(uploads["model"], weights=cohort.sizes))
+        return Changed(parts.joined(state.model, others), trees.add(state.change, products)), {}
+
+    strategy = Strategy(init, dispatch, client_update, server_update, global_model=deployed)
+    return strategy._replace(traffic=_traffic_of_ranks(problem, ranks, down=False))
+
+
+# --- ranks per client ------------------------------------------------------------------------------------------------
+
+
+class Products(NamedTuple):
+    """State of FlexLoRA's server."""
+
+    model: Variables  # the factors of ``change`` up to rank r
+    change: Variables  # mean of the products, leaves ``kernel`` [in, out]
+
+
+def flexlora(hyper: Ranks, problem: Problem) -> Strategy:
+    """Build FlexLoRA."""
+    require_adapters(problem, "flexlora")
+    model, ranks = problem.model, client_ranks(hyper, problem)
+
+    def init(key):
+        return Products(model.init(key), adapters.no_change(model))
+
+    def server_update(state, uploads, cohort, round, key):
+        products = adapters.mean_changes(model, uploads["model"], weights=cohort.sizes)
+        mean = trees.mean(uploads["model"], weights=cohort.sizes)
+        return Products(parts.joined(mean, adapters.factors(model, products)), products), {}
+
+    def global_model(state):
+        return adapters.with_change(adapters.without_products(state.model), state.change)
+
+    strategy = averaging(problem)._replace(init=init, server_update=server_update, global_model=global_model)
+    return _with_ranks(strategy._replace(models=None), problem, ranks)
+
+
+def hetlora(hyper: Ranks, problem: Problem) -> Strategy:
+    """Build HetLoRA."""
+    require_adapters(problem, "hetlora")
+    ranks = client_ranks(hyper, problem)
+
+    def server_update(state, uploads, cohort, round, key):
+        models = uploads["model"]
+        mean = flatten_dict(trees.mean(models, weights=cohort.sizes))
+        for path, a, b in adapters.pairs(models):
+            norms = jnp.sqrt(jnp.sum(jnp.square(a @ b), axis=(1, 2)))
+            weights = jnp.where(jnp.sum(norms) > 0, norms, jnp.ones_like(norms))  # no client may have trained
+            for name, leaf in zip(adapters.PAIR, (a, b), strict=True):
+                mean["params", *path, name] = trees.mean(leaf, weights=weights)
+        return state._replace(model=unflatten_dict(mean)), {}
+
+    return _with_ranks(averaging(problem)._replace(server_update=server_update), problem, ranks)
+
+
+def client_ranks(hyper: Ranks, problem: Problem) -> jax.Array:
+    """The rank of each client [N].
+
+    Raises:
+      UserError: a rank is not a number from 1 to the rank of the network.
+    """
+    (_, a, _), *_ = adapters.pairs(problem.model.shapes())
+    most = a.shape[-1]
+    ranks = [int(each) if each.strip().isdecimal() else 0 for each in hyper.ranks.split(",")] if hyper.ranks else [most]
+    if not all(1 <= rank <= most for rank in ranks):
+        raise UserError(f"hyper.ranks={hyper.ranks} must be numbers from 1 to lora_rank={most}, separated by commas")
+    return jnp.asarray(np.resize(np.array(ranks, np.int32), problem.num_clients))
+
+
+def truncated(variables: Variables, rank: jax.Array) -> Variables:
+    """The first ``rank`` columns of A and rows of B; the others are zero. ``rank`` is a scalar."""
+    params = dict(flatten_dict(variables["params"]))
+    for path, a, b in adapters.pairs(variables):
+        kept = jnp.arange(a.shape[-1]) < rank
+        params[(*path, A)] = jnp.where(kept[None, :], a, jnp.zeros_like(a))
+        params[(*path, B)] = jnp.where(kept[:, None], b, jnp.zeros_like(b))
+    return variables | {"params": unflatten_dict(params)}
+
+
+def _with_ranks(strategy: Strategy, problem: Problem, ranks: jax.Array) -> Strategy:
+    """The strategy, whose clients receive the adapters up to their rank."""
+
+    def dispatch(state, cohort, key):
+        return {"model": jax.vmap(lambda client: truncated(state.model, ranks[client]))(cohort.ids)}
+
+    return strategy._replace(dispatch=dispatch, traffic=_traffic_of_ranks(problem, ranks, down=True))
+
+
+def _traffic_of_ranks(problem: Problem, ranks: jax.Array, *, down: bool) -> Any:
+    """Count the columns of A and rows of B that a client has, in the uploads and if ``down`` in the payloads."""
+
+    def traffic(usual: Traffic, state: Any, uploads: Any, cohort: Cohort, round: jax.Array) -> Traffic:
+        shapes = problem.model.shapes()
+        found = list(adapters.pairs(shapes))
+        one = sum((_bytes(a) + _bytes(b)) // a.shape[-1] for _, a, b in found)
+        others = _bytes_of(flatten_dict(shapes)) - sum(_bytes(a) + _bytes(b) for _, a, b in found)
+        sent = (Parcels.of(jnp.sum(ranks[cohort.ids]), one), Parcels.of(problem.cohort_size, others))
+        return Traffic(sent if down else usual.down, sent, usual.peer)
+
+    return traffic
+
+
+def _bytes(leaf: Any) -> int:
+    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _bytes_of(leaves: dict) -> int:
+    return sum(map(_bytes, leaves.values()))
+
+
+def _without_change(variables: Variables) -> Variables:
+    return {name: tree for name, tree in variables.items() if name != CHANGE}
+
+
+def _without_pairs(variables: Variables) -> Variables:
+    """A model without its adapters: the head, if it trains. The collection ``params`` may be empty."""
+    return {"params": {}} | parts.split(variables, lambda path: path.rpartition("/")[2] not in adapters.PAIR)[0]
