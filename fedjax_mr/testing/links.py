@@ -91,5 +91,5 @@ def refusal(strategy: str, link: str, **federation: object) -> str | None:
 
         jax.eval_shape(one_round, engine.constants)
     except UserError as error:
-        return str(error)
+        return str(error).removeprefix("links: ")  # the simulator names this module
     return None
