@@ -13,6 +13,7 @@ import pytest
 from fedjax_mr import sweep, tune
 from fedjax_mr.analysis.__main__ import COMMANDS
 from fedjax_mr.experiment import config, manual
+from fedjax_mr.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "recipes"]
@@ -124,3 +125,6 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (tmp_path / "methods" / "fedmr.html").is_file()
+    table = (tmp_path / "methods" / "index.html").read_text(encoding="utf-8").split('class="filterable')[1]
+    assert table.split("</table>")[0].count("<tr>") == 1 + len(STRATEGIES)
+    assert (tmp_path / "search" / "search_index.js").is_file()  # the search works from disk

@@ -115,7 +115,7 @@ def sentences() -> str:
 
 def _facts(name: str) -> list[str]:
     """The cells of a method in the table of all methods."""
-    row, found, links = STRATEGIES[name], traffic.count(name), _links()[name]
+    row, found, links = STRATEGIES[name], traffic.count(name), _links().get(name, ["not tried"] * len(LINKS))
     models = [f"{size / found.model:.3g}" for size in (found.server, found.kept, found.down + found.up + found.peer)]
     public = "needed" if traffic.needs_public(name) else "optional" if row.public else "no"
     real = "no" if row.only_simulated else "yes"
