@@ -15,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from fedjax_mr.engine import program
 from fedjax_mr.engine.devices import LONG_TIMEOUTS, add_xla_flags, set_up_jax
+from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing.federations import (
     QUICK_TO_COMPILE,
     bytes_of_a_round,
@@ -32,6 +33,7 @@ set_up_jax(devices=2, cohort_size=2)
 os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # programs without lines of their source compile faster
 program.MAX_KEPT = 40  # more tests than usual run the same settings
 
 
@@ -39,9 +41,10 @@ class BySharedPrograms(LoadScopeScheduling):
     """Give tests that share compiled programs to one worker: those of a file, and in the contract of a strategy."""
 
     def _split_scope(self, nodeid):
-        path = nodeid.partition("::")[0]
-        strategy = re.search(r"\w+(?=\]$)", nodeid) if path.endswith(("test_contract.py", "test_links.py")) else None
-        return f"{path} {strategy[0]}" if strategy else path
+        path, _, test = nodeid.partition("::")
+        contract = path.endswith(("test_contract.py", "test_links.py"))
+        strategies = [word for word in re.findall(r"\w+", test) if word in STRATEGIES] if contract else []
+        return " ".join([path, *strategies])
 
 
 @pytest.hookimpl(tryfirst=True)
