@@ -124,7 +124,7 @@ class TrainedNetwork:
             jax.eval_shape(lambda variables, x: module.apply(variables, x, **switches), self.model.module_shapes(), x)
             return module, switches
 
-        return calls.in_mode(call, self.model.module, "__call__", train=False)
+        return calls.in_mode(call, known, "__call__", train=False)
 
     def _texts(self, variables: Variables) -> dict[str, str]:
         """The content of the files beside the variables, by name."""

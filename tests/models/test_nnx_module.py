@@ -11,6 +11,7 @@ from fedjax_mr import models
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Zoo, user_module
 from fedjax_mr.models.parts import partly
+from fedjax_mr.models.slices import slices
 from fedjax_mr.testing.federations import tree_close, tree_equal
 
 IMAGES = {"input_shape": (6, 6, 1), "num_classes": 3, "input_dtype": np.float32}
@@ -205,6 +206,31 @@ def test_the_hash_sees_classes_fields_values_and_shapes():
     bind = lambda module: user_module.bind(module, **FACTS)
     assert bind(Noisy) == bind(Noisy) != bind(Tied) and hash(bind(Noisy)) == hash(bind(Noisy))
     assert bind(Noisy(nnx.Rngs(1))) == bind(Noisy(nnx.Rngs(2))) != bind(Noisy)  # values are arguments of programs
+
+
+class Parts(nnx.Module):
+    """A representation and a head that are submodules, a switch of its own name, and random numbers as an argument."""
+
+    def __init__(self, rngs):
+        self.features, self.head = nnx.Linear(4, 5, rngs=rngs), nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x, training, rngs=None):
+        noise = jax.random.normal(rngs.dropout(), (len(x), 5)) if training else 0.0
+        return self.head(self.features(x) + noise)
+
+
+def test_submodules_switches_and_random_numbers_of_a_call():
+    model = user_module.bind(Parts, **FACTS)
+    variables, x = model.init(KEY), jnp.ones((2, 4))
+    assert model.head_name() == "head" and model.features(variables, x).shape == (2, 5)
+    np.testing.assert_allclose(model.head(variables, model.features(variables, x)), model.apply(variables, x))
+    one, two = (train(model, variables, x, jax.random.key(key))[0] for key in (0, 1))
+    assert not np.allclose(one, two)
+
+
+def test_narrow_networks_are_refused():
+    with pytest.raises(UserError, match="Noisy cannot be narrowed, because it is an NNX module"):
+        slices(user_module.bind(Noisy, **FACTS), ())
 
 
 class WithCache(Noisy):
