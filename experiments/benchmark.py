@@ -9,6 +9,7 @@
     python experiments/benchmark.py race                           # the course of pfl-research's CIFAR10-IID
     python experiments/benchmark.py start                          # a short run by its parts: start.py
     python experiments/benchmark.py products                       # XLA's and PyTorch's rates on a network's products
+    python experiments/benchmark.py clock                          # asynchronous clients, by events: events.py
     python experiments/benchmark.py peers                          # beside other simulators: peers.py and its flags
 
 The contestants take turns, so that a drift of the machine hits all of them; medians are printed, and figures are to be
@@ -38,6 +39,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
+import events
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,7 @@ from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.local import Samples
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, simulator_of
+from fedjax_mr.experiment.build import build_model, events_of, simulator_of
 from fedjax_mr.experiment.experiment import peak_memory_bytes
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import MODELS, windows
@@ -687,6 +689,45 @@ def run_race(options: Options, *, part: int = 1) -> Rows:
     ]
 
 
+def compare_events(options: Options) -> Rows:
+    """Return the trained clients per second of synchronous rounds, asynchronous waves and serial loops (events.py)."""
+    set_up_jax(devices=1, cohort_size=1)
+    rows = []
+    for model in ("lenet5", "cnn_digits"):
+        shape, classes = ((8, 8, 1), 10) if model == "cnn_digits" else ((32, 32, 3), 10)
+        dataset = synthetic(shape, classes, 10_000)
+        contestants: dict[str, Any] = {}
+        for setting in events.SETTINGS:
+            config = events.config_of(setting, model, quick=options.quick)
+            versions = max(1, 20 // config.cohort)
+            own = Contestant(setting, config, dataset=dataset, rounds=versions, devices=1, lanes=1)
+            contestants[setting] = own
+            if config.mode == "async":
+                known = events_of(config, own.federated, own.model)
+                own.width = events.width(known)
+                name = f"{setting}, serial"
+                contestants[name] = events.SerialLoop(config, own.engine, known, name=name, versions=versions)
+        take_turns(list(contestants.values()), options.repeats, seconds=options.seconds)
+        images = 100 * contestants["sync K=10"].config.local_epochs  # of one client
+        rates = {
+            name: each.speed() / images if isinstance(each, Contestant) else statistics.median(each.rates)
+            for name, each in contestants.items()
+        }
+        for name, rate in rates.items():
+            serial = rates.get(f"{name}, serial")
+            rows.append(
+                {
+                    "model": model,
+                    "contestant": name,
+                    "events_per_second": rate,
+                    "beside_sync": rate / rates["sync K=10"],
+                    "beside_serial": None if serial is None else rate / serial,
+                    "jobs_per_wave": getattr(contestants[name], "width", None),
+                }
+            )
+    return rows
+
+
 SUBJECTS: dict[str, Callable[[Options], Rows]] = {
     "models": compare_models,
     "rounds": dissect_rounds,
@@ -696,6 +737,7 @@ SUBJECTS: dict[str, Callable[[Options], Rows]] = {
     "race": run_race,
     "start": lambda options: start.measure(rounds=10 if options.quick else 100),
     "products": compare_products,
+    "clock": compare_events,
 }
 
 
