@@ -5,6 +5,7 @@ that joined with it first. A client is lost if its reply is late, malformed or n
 and `ClientPolicy` decides what follows. A round never averages over fewer rows.
 """
 
+import collections
 import dataclasses
 import json
 import sys
@@ -82,6 +83,9 @@ class ClientManager:
         self._claiming: set[int] = set()  # nodes that claim a client whose former node is being checked
         # For nodes that failed to join: when to ask again, and the length of the pause.
         self._pauses: dict[int, tuple[float, float]] = {}
+        self._asked: dict[int, PendingReplies] = {}  # by client, the message that `ask_some` has sent
+        self._attempts: collections.Counter = collections.Counter()
+        self._invalid: collections.Counter = collections.Counter()  # replies to `ask_some` by client
         self._printed: set[str] = set()  # lines that were printed
 
     # --- admission
@@ -314,6 +318,76 @@ class ClientManager:
                         f"{remedy}"
                     )
             self._gather(sorted(lost), None)
+
+    def now(self) -> float:
+        """A monotonic time in seconds."""
+        return self._messenger.now()
+
+    def ask_some(
+        self,
+        kind: str,
+        contents: Mapping[int, tuple[int, Content]],
+        read: Callable[[int, Content], Any],
+        count: int,
+        max_bytes: int = SMALL,
+    ) -> dict[int, Any]:
+        """Ask clients, and return the answers by number when at least ``count`` have arrived.
+
+        The others keep their messages: a later call with them waits for the same answers. A client that is lost is
+        asked again when it is back. At most one message per client is on its way.
+
+        Args:
+          kind: kind of the message.
+          contents: round and content of the message to each client.
+          read: (client, reply) -> the checked answer; after an error the client counts as lost.
+          count: answers to wait for.
+          max_bytes: bytes allowed in one reply.
+
+        Raises:
+          UserError: a client is lost and `ClientPolicy` says to stop; or a client's replies are invalid several times.
+        """
+        answers: dict[int, Any] = {}
+        while True:
+            ready = self._ready(contents)
+            for client in [each for each in contents if each in ready and each not in self._asked]:
+                round, content = contents[client]
+                attempt = self._attempts[client, round]
+                self._attempts[client, round] += 1
+                message = self._message(kind, client, round, attempt, content)
+                self._asked[client] = self._messenger.send([message], self.policy.reply_timeout, max_bytes)
+            for client in [each for each in contents if each in self._asked]:
+                for node, reply in self._asked[client].poll().items():
+                    del self._asked[client]
+                    answer = self._heard(client, contents[client][0], node, reply, read)
+                    if answer is not None:
+                        answers[client] = answer
+            contents = {client: each for client, each in contents.items() if client not in answers}
+            if len(answers) >= count:
+                return answers
+            self._messenger.wait(SECONDS_BETWEEN_POLLS)
+
+    def _heard(
+        self, client: int, round: int, node: int, reply: Content | NoReply, read: Callable[[int, Content], Any]
+    ) -> Any:
+        """The answer in a reply, or None if the client must be asked again."""
+        if isinstance(reply, NoReply) and reply.moved:
+            return None
+        try:
+            if not isinstance(reply, NoReply):
+                self._late.discard(client)
+                return self._read(client, reply, read, self._invalid)
+            if reply.refused:
+                self._invalid[client] += 1
+                self._begun.discard((client, node))  # its folder may be gone: send the facts again
+            else:
+                self._late.add(client)
+            raise UserError(reply.reason)
+        except UserError as error:
+            line = f"version {round}: lost client {client}: {error}"
+            if self.policy.lost == "stop" or self._invalid[client] >= MAX_INVALID_REPLIES:
+                raise UserError(line) from None
+            self._say(line, again=True)
+            return None
 
     def _read(self, client: int, reply: Content, read: Callable[[int, Content], Any], invalid: dict[int, int]) -> Any:
         try:

@@ -245,7 +245,7 @@ def too_large(max_bytes: int) -> UserError:
 
 # --- For tests -------------------------------------------------------------------------------------------------------
 
-Fault = str | Callable[[Content], Content] | None
+Fault = str | float | Callable[[Content], Content] | None
 
 
 def fake_messenger(
@@ -257,7 +257,7 @@ def fake_messenger(
       handlers: the function of each node that answers messages.
       faults: (message, how often it was sent before: 0, 1, ...) -> what happens to it: None, "lose" (no reply ever),
         "gone" (an error instead of a reply), "crash" (the node did its work, then an error), "double" (the node does
-        its work twice), or a function that corrupts the reply.
+        its work twice), a number (the reply comes so many seconds later), or a function that corrupts the reply.
     """
     return Messenger(_FakeTransport(handlers, faults or (lambda message, before: None)))
 
@@ -268,6 +268,7 @@ class _FakeTransport:
     ) -> None:
         self._handlers, self._faults = handlers, faults
         self._time, self._count = 0.0, 0
+        self._times: dict[str, float] = {}  # when replies arrive
         self._replies: dict[str, Content | DeliveryFailure] = {}
         self._sent: dict[tuple[str, int, int, int], int] = {}
 
@@ -296,11 +297,14 @@ class _FakeTransport:
                 continue
             answer = _copied(answer)
             self._replies[names[-1]] = fault(answer) if callable(fault) else answer
+            self._times[names[-1]] = self._time + (fault if isinstance(fault, float) else 0.0)
         return names
 
     def pull(self, names: Iterable[str], max_bytes: int) -> dict[str, Content | DeliveryFailure | NoReply]:
         found: dict[str, Content | DeliveryFailure | NoReply] = {
-            name: self._replies.pop(name) for name in list(names) if name in self._replies
+            name: self._replies.pop(name)
+            for name in list(names)
+            if name in self._replies and self._times.get(name, 0.0) <= self._time
         }
         large = [
             name

@@ -20,6 +20,7 @@ from fedjax_mr.engine.placement import CohortSamples, HostMemory, HostSamples, p
 from fedjax_mr.engine.program import Programs, Stopwatch, numbers_are_arguments
 from fedjax_mr.engine.round import (
     HOST,
+    Build,
     ClientRow,
     CohortPlan,
     Federation,
@@ -138,6 +139,12 @@ class Rounds:
         small = constants._replace(federation=constants.federation._replace(samples=None, index=None))
         self._server_constants = self._place(small, axis.server_device)
         self._placement = axis.state_placement(self.shapes(), rows=self.stacks)
+
+    def use(self, build: Build) -> None:
+        """Replace the numbers of the strategy from the next call on. Their shapes must be the same."""
+        self.constants = self.constants._replace(build=self._place(build, self.axis.replicated))
+        placed = self._place(build, self.axis.server_device)
+        self._server_constants = self._server_constants._replace(build=placed)
 
     @property
     def data_on_host(self) -> bool:

@@ -31,6 +31,7 @@ from fedjax_mr.clock import (
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.clock.deadline import asked
 from fedjax_mr.clock.fleet import Seconds
+from fedjax_mr.clock.schedule import Duration
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
@@ -126,8 +127,22 @@ def simulator_of(
     return Simulator(model=model, federated=federated, name=config.strategy, **arguments)
 
 
-def events_of(config: Config, federated: FederatedData, model: Model) -> Events | None:
+def events_of(
+    config: Config,
+    federated: FederatedData,
+    model: Model,
+    *,
+    duration: Duration | None = None,
+    versions: int | None = None,
+) -> Events | None:
     """The events of a run in simulated time, known before it starts; None without ``fleet`` and asynchronous clients.
+
+    Args:
+      config: the configuration.
+      federated: the clients' data.
+      model: the network.
+      duration: the seconds of an asynchronous job. Default: those of the fleet.
+      versions: number of versions of asynchronous clients. Default: ``rounds``.
 
     Raises:
       UserError: the method selects its clients itself, from what the run computes; or as `clock.simulate` and
@@ -143,17 +158,17 @@ def events_of(config: Config, federated: FederatedData, model: Model) -> Events 
         draws, key_of = devices.draws(jobs), functools.partial(round_key, key, SELECT)
         choose = build_chosen(chosen(config), problem).choose
 
-        def duration(job: int, client: int) -> float:
+        def of_fleet(job: int, client: int) -> float:
             return float(devices.seconds(np.array([client]), draws[job : job + 1]).total[0])
 
         return simulate(
-            config.rounds,
+            config.rounds if versions is None else versions,
             num_clients=federated.num_clients,
             in_flight=in_flight,
             cohort=config.cohort,
             refill=config.refill,
             choose=choice.uniformly(key_of) if choose is None else choice.by(choose, key_of),
-            duration=duration,
+            duration=duration or of_fleet,
         )
     one_round = lambda number: select_uniformly(problem, round_key(key, SELECT, number)).ids
     clients = np.asarray(jax.jit(lambda numbers: jax.lax.map(one_round, numbers))(jnp.arange(config.rounds)))

@@ -41,11 +41,12 @@ RUNS = "runs"  # parent folder of runs without --run_dir
 FIXED = ("samples.json", "partition.npz")  # files that are written before the first round and never change
 STATES = ("new", "started", "diverged", "finished")  # of a run folder, in order; "new" has no checkpoint
 PICTURES = ("png", "pdf", "svg")  # --picture_format
+ARRIVALS = "arrivals.json"  # the seconds of asynchronous real clients, in the folder of their run
 REAL_CLIENTS = "clients.json"  # the identities of real clients, in the folder of their run
 CONTENTS = (
     "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
     "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES), "partition.npz",
-    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", REAL_CLIENTS, "imports",
+    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", REAL_CLIENTS, ARRIVALS, "imports",
     "config.json", "run.flags",
 )  # fmt: skip
 """All files of a run folder, in the order in which overwriting removes them. ``run.flags`` is written first and removed

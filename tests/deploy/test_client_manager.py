@@ -71,6 +71,33 @@ def test_everybody_joins_and_answers():
     assert asked(manager) == {0: 0, 2: 20}
 
 
+def test_slow_answers_do_not_hold_the_others(capsys):
+    """A slow client keeps its message until a later call; a lost one is asked again; invalid replies end the run."""
+    late, sent = {100: 1.0, 101: 20.0, 102: 2.0}, []
+
+    def slow(message, before):
+        if message.kind != "train":
+            return None
+        sent.append((message.node, message.round))
+        return "lose" if (message.node, message.round, message.attempt) == (102, 1, 0) else late[message.node]
+
+    nodes = {100 + client: node(client) for client in range(3)}
+    messenger = transport.fake_messenger(nodes, slow)
+    manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=30.0, join_timeout=90.0))
+    manager.wait_for_all()
+    manager.begin({})
+    assert manager.ask_some("train", {0: (0, {}), 1: (0, {}), 2: (0, {})}, read, 2) == {0: 0, 2: 20}
+    assert manager.now() < 3
+    assert manager.ask_some("train", {1: (0, {}), 2: (1, {})}, read, 1) == {1: 10}
+    assert 19 < manager.now() < 22 and capsys.readouterr().err == ""
+    assert manager.ask_some("train", {2: (1, {})}, read, 1) == {2: 20}  # asked again after 30 s
+    assert "version 1: lost client 2: no reply within 30 s" in capsys.readouterr().err
+    assert sent == [(100, 0), (101, 0), (102, 0), (102, 1), (102, 1)]
+    with pytest.raises(UserError, match="version 2: lost client 0: its upload is malformed"):
+        nodes[100] = node(0, answer=lambda message: {"said": {"number": -1}})
+        manager.ask_some("train", {0: (2, {})}, read, 1)
+
+
 @pytest.mark.parametrize("lost", ["wait", "untrained"])
 def test_a_silent_stranger_delays_no_round(lost):
     """All clients are there, so nobody asks a node that never answers; one of version 0.2.0 cost 100 s a round."""

@@ -1,6 +1,7 @@
 """Every strategy on real clients, without processes and Flower: a fake messenger calls the client; bits are equal."""
 
 import dataclasses
+import json
 import re
 import shlex
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr.deploy import client, protocol, server, transport
+from fedjax_mr.deploy.asynchronous import AsynchronousClients
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.errors import UserError
@@ -16,6 +18,7 @@ from fedjax_mr.experiment import build
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.folder import ARRIVALS
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing.federations import tree_equal
@@ -245,3 +248,54 @@ def test_an_untrained_client_sends_back_what_it_got(name, tmp_path):
     assert [float(report.info["clients_lost"]) for report in reports] == [1, 1]
     for leaf in jax.tree.leaves(jax.device_get(progress.server)):
         assert leaf.dtype.kind != "f" or np.isfinite(leaf).all()
+
+
+# --- Asynchronous clients: the simulation of the seconds that their jobs took
+
+LATE = ["--mode=async", "--validation_share=0", "--client_test_share=0", "--local_epochs=1", "--staleness=constant"]
+SECONDS = (1.0, 2.0, 50.0, 3.0)  # of each client
+
+
+def asynchronous(one, folder, done):
+    """Asynchronous clients with a new server, which continues a run folder."""
+    manager = ClientManager(one.manager._messenger, one.manager.manifest, num_clients=N, policy=one.manager.policy)
+    ours = AsynchronousClients(
+        one.config, protocol.remote_data(manager.wait_for_all(), one.samples), one.model, manager
+    )
+    ours.resume(folder, done)
+    return ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fedavg", "scaffold"])
+def test_a_slow_client_does_not_hold_the_others(strategy, tmp_path):
+    """The run is, bit for bit, the simulation with the seconds that its jobs took; also after the server was killed."""
+    (tmp_path / "run").mkdir()
+    late = lambda message, before: SECONDS[message.node - 100] if message.kind == "train" else None
+    flags = [*LATE, "--cohort=2", "--in_flight=4", "--rounds=4", f"--strategy={strategy}"]
+    one = Real(tmp_path, flags, faults=late, seconds=600.0)
+    first = asynchronous(one, tmp_path / "run", 0)
+    progress, _ = after(first.simulator, 2)
+    again = asynchronous(one, tmp_path / "run", 2)
+    progress = again.simulator.rounds.place(jax.device_get(progress))
+    for _ in range(2):
+        progress, report = again.simulator.run(progress)
+    assert again.manager.now() < 50 and report.info["staleness_max"] >= 1
+    seconds = json.loads((tmp_path / "run" / ARRIVALS).read_text())["seconds"]
+    durations = lambda job, client: seconds.get(str(job), np.inf)
+    events = build.events_of(one.config, one.federated, one.model, duration=durations)
+    assert not np.isin(events.jobs["client"][events.jobs["used"] > 0], 2).any()
+    simulated = build.simulator_of(one.config, one.federated, one.model, events=events, devices=1, lanes=1)
+    tree_equal(progress.server.inner, after(simulated, 4)[0].server.inner)
+
+
+def test_bad_settings_have_one_line(tmp_path):
+    one = Real(tmp_path, ["--mode=async", "--strategy=fedavg", "--cohort=2", "--in_flight=4"])
+    server.check_deployable(one.config)
+    with pytest.raises(UserError, match="busy clients cannot test"):
+        AsynchronousClients(
+            one.config, protocol.remote_data(one.manager.wait_for_all(), one.samples), one.model, one.manager
+        )
+    for flags, words in ((["--refill=arrival"], "remove --refill"), (["--fleet=classes"], "remove --fleet")):
+        with pytest.raises(UserError, match=words):
+            server.check_deployable(Real(tmp_path / "other", ["--mode=async", "--strategy=fedavg", *flags]).config)
