@@ -31,6 +31,7 @@ from fedjax_mr.strategies import (
     fedmut,
     fedntd,
     fedprox,
+    fedsa,
     fedsmoo,
     fedswa,
     flatness,
@@ -179,6 +180,7 @@ _OURS: dict[str, dict[str, Row]] = {
             title="FedBuff",
             extrapolating=fedbuff.Hyper(lr=2.0),
         ),
+        "fedsa": Row(fedsa.build, fedsa.Hyper, "Ma et al., JSAC 2021", title="FedSA"),
         "gitfl": Row(gitfl.build, gitfl.Hyper, "Hu et al., RTSS 2023", title="GitFL"),
     },
     "several models": {

@@ -28,6 +28,7 @@ TABLE = {
     "fedexp": lambda s, p: (K * s, K * s),
     "fedbuff": lambda s, p: (K * s, K * s),
     "gitfl": lambda s, p: (K * s, K * s),
+    "fedsa": lambda s, p: (K * (s + 1), K * s),
     "fedmut": lambda s, p: (K * s, K * s),
     "fedmr": lambda s, p: (K * s, K * s),
     "indep": lambda s, p: (K * s, K * s),

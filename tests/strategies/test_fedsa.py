@@ -1,0 +1,55 @@
+"""FedSA: its server and its learning rates by hand, and FedAvg as a special case."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr.engine import local
+from fedjax_mr.strategies import Cohort, fedsa
+from fedjax_mr.testing.federations import SIZES
+
+N = len(SIZES)
+OLD, UPLOADS = np.array([1.0, -2.0], np.float32), np.array([[3.0, 5.0], [-1.0, 0.5]], np.float32)
+
+
+def built(federation, in_flight):
+    problem = dataclasses.replace(federation().problem, cohort_size=2, in_flight=in_flight)
+    return fedsa.build(fedsa.Hyper(), problem)
+
+
+@pytest.mark.parametrize("in_flight, sizes", [(N, (7, 1)), (4, (7, 1)), (2, (7, 1)), (N, (7, 0))])
+def test_the_model_keeps_the_share_of_the_clients_that_are_still_training(federation, in_flight, sizes):
+    cohort = Cohort(jnp.array([0, 2]), jnp.array(sizes))
+    state = fedsa.State({"w": jnp.asarray(OLD)}, jnp.zeros(N))
+    new, _ = built(federation, in_flight).server_update(state, {"model": {"w": jnp.asarray(UPLOADS)}}, cohort, 0, None)
+    q = np.array(sizes) / (sum(SIZES) if in_flight == N else 8 * in_flight / 2)
+    np.testing.assert_allclose(new.model["w"], q @ UPLOADS + (1 - q.sum()) * OLD, rtol=1e-6)
+    assert new.arrivals.tolist() == [1, 0, float(sizes[1] > 0), 0, 0, 0]
+
+
+def test_rare_clients_have_larger_learning_rates(federation):
+    arrivals = np.array([4, 0, 1, 1, 2, 2])
+    state = fedsa.State({"w": jnp.asarray(OLD)}, jnp.asarray(arrivals, jnp.float32))
+    sent = built(federation, N).dispatch(state, Cohort(jnp.array([0, 1]), jnp.array([7, 12])), None)
+    shares = (arrivals + 1) / (arrivals + 1).sum()
+    np.testing.assert_allclose(sent["lr_factor"], 1 / (N * shares[:2]), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_client_trains_with_its_factor(federation, close):
+    constants = federation("linear")
+    problem, data = constants.problem, constants.client(1)
+    model, key = problem.model.init(jax.random.key(0)), jax.random.key(1)
+    payload = {"model": model, "lr_factor": jnp.float32(0.25)}
+    upload, _, _ = jax.jit(lambda: fedsa.build(fedsa.Hyper(), problem).client_update(payload, None, data, 0, key))()
+    setting = dataclasses.replace(problem.local, lr=problem.local.lr / 4)
+    close(upload["model"], jax.jit(lambda: local.train(problem.model, setting, model, data, key)[0])())
+
+
+@pytest.mark.slow
+def test_if_all_arrive_at_one_learning_rate_it_is_fedavg(engine, close):
+    semi, average = engine("fedsa", "linear", hyper=fedsa.Hyper(adapt_lr=False)), engine("fedavg", "linear")
+    close(semi.run(semi.init(), 2)[0].server.model, average.run(average.init(), 2)[0].server.model)
