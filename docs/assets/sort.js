@@ -36,7 +36,7 @@ for (const board of document.querySelectorAll(".filterable table")) {
   bar.append(words);
   [...board.tHead.rows[0].cells].forEach((head, column) => {
     const values = [...new Set(rows.map((row) => text(row, column)))];
-    if (values.length < 2 || values.length > 8 || values.some((each) => !Number.isNaN(parseFloat(each)))) return;
+    if (values.length < 2 || values.length > 12 || values.some((each) => !Number.isNaN(parseFloat(each)))) return;
     const name = head.textContent.trim();
     const choice = document.createElement("select");
     choice.setAttribute("aria-label", name);
