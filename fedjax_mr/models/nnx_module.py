@@ -278,14 +278,20 @@ def _masked(mask: jax.Array | None) -> Iterator[None]:
 
 @functools.cache
 def _without_padding(kind: type) -> type:
-    """A class of BatchNorm whose statistics exclude padding."""
+    """A class of BatchNorm whose statistics exclude padding.
+
+    If input and parameters have one number type, so has the output, as in Linen. In NNX it would be float32, the type
+    of the statistics.
+    """
 
     class WithoutPadding(kind):  # type: ignore[misc, valid-type]
         def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
             mask = _mask.get()
             if mask is not None and kwargs.get("mask") is None and x.shape[:1] == mask.shape:
                 kwargs = kwargs | {"mask": (mask > 0).reshape(-1, *(1,) * (x.ndim - 1))}
-            return super().__call__(x, *args, **kwargs)
+            out = super().__call__(x, *args, **kwargs)
+            one_type = all(leaf.dtype == x.dtype for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+            return out.astype(x.dtype) if self.dtype is None and one_type else out
 
     return WithoutPadding
 

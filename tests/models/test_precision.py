@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fedjax_mr as fmr
 from fedjax_mr import models
@@ -67,6 +68,21 @@ def test_frozen_variables_and_several_networks_take_part():
     zoo = precision.with_precision(Zoo.of([model, models.build("logistic", **facts)]), "bfloat16")
     assert [each.precision for each in (zoo, *zoo.networks)] == ["bfloat16"] * 3
     assert precision.product_dtypes(zoo) == {jnp.bfloat16}
+
+
+class OfNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(4, 5, rngs=rngs), nnx.BatchNorm(5, rngs=rngs)
+        self.last = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def test_batch_norm_of_nnx_does_not_return_to_float32():
+    model = lambda: user_module.bind(OfNNX, input_shape=(4,), num_classes=3, input_dtype=np.float32)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own layers rely on it
+        assert precision.product_dtypes(precision.with_precision(model(), "bfloat16")) == {jnp.bfloat16}
 
 
 def test_no_effect_is_one_line():
