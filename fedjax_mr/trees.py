@@ -162,7 +162,11 @@ def gram(tree: Tree) -> jax.Array:
 
 def cosines(tree: Tree) -> jax.Array:
     """Cosines of all pairs of K stacked models [K, K]. A zero model has cosine 0 with every model."""
-    products = gram(tree)
+    return cosines_of(gram(tree))
+
+
+def cosines_of(products: jax.Array) -> jax.Array:
+    """The cosines [K, K] that belong to inner products [K, K]."""
     norms = jnp.sqrt(jnp.diagonal(products))
     scales = norms[:, None] * norms[None, :]
     return jnp.where(scales > 0, products / jnp.where(scales > 0, scales, 1.0), 0.0)

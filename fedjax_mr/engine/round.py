@@ -224,7 +224,7 @@ def finish(
     one_network = "model" in seen and len(constants.problem.model.networks) == 1
     similarity = jnp.float32(jnp.nan)
     if one_network:
-        similarity = trees.mean_pairwise_cosine(constants.problem.model.compared(seen["model"])["params"])
+        similarity = constants.problem.model.mean_cosine(seen["model"])
 
     if progress.memory is None:
         memory = trees.agree(memories, plan.cohort.ids)

@@ -9,7 +9,7 @@ kernel: frozen parts, layers, units of recombination and messages then need no o
 
 (A G, G^-1 B) is the same adapter as (A, B) for every invertible G, so the columns of A mean nothing without their B.
 Therefore a pair is one unit of recombination (`Layer.units`), and models are compared by their products
-(`Lora.compared`). The mean of several models has the mean of their products (`Lora.mean`), which no pair of rank r has.
+(`Lora.gram`). The mean of several models has the mean of their products (`Lora.mean`), which no pair of rank r has.
 It is stored as a dense change of each targeted matrix in the collection `CHANGE`. Unlike a stack of rank K r, it does
 not grow with the number of models, and methods that change the base need the same form.
 """
@@ -63,16 +63,18 @@ class Lora:
             return mean
         return with_change(without_products(mean), mean_changes(model, models, weights=weights))
 
-    def compared(self, models: Variables) -> Variables:
-        """The models with the product A B of each pair in place of the pair, for distances and similarities.
+    def gram(self, model: Model, models: Variables) -> jax.Array:
+        """Inner products [K, K] of K models [K, ...], in which the product of each pair stands for the pair.
 
-        Exact up to the factor alpha / r, which is the same for all pairs.
+        <A_i B_i, A_j B_j> is the sum of the entrywise products of A_i^T A_j and B_i B_j^T, so no product is formed.
         """
-        params = dict(flatten_dict(models["params"]))
+        total, others = [], dict(flatten_dict(models["params"]))
+        inner = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
         for path, a, b in pairs(models):
-            params[(*path, A)] = a @ b
-            del params[(*path, B)]
-        return models | {"params": unflatten_dict(params)}
+            both = inner("kir,jis->kjrs", a, a) * inner("kro,jso->kjrs", b, b)
+            total.append(jnp.square(scale_of(model, path)) * jnp.sum(both, axis=(2, 3)))
+            del others[*path, A], others[*path, B]
+        return functools.reduce(jnp.add, [*total, trees.gram(others)] if others else total)
 
 
 def lora(

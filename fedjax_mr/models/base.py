@@ -253,9 +253,17 @@ class Model:
             return self.adapter.mean(self, models, weights)
         return trees.mean(models, weights=weights)
 
-    def compared(self, models: Variables) -> Variables:
-        """The models in a form in which distances and inner products have a meaning. Adapters: their products."""
-        return models if self.adapter is None else self.adapter.compared(models)
+    def gram(self, models: Variables) -> jax.Array:
+        """Inner products of the parameters of K models [K, K]. Adapters: those of their products."""
+        return trees.gram(models["params"]) if self.adapter is None else self.adapter.gram(self, models)
+
+    def mean_cosine(self, models: Variables) -> jax.Array:
+        """The mean cosine of the parameters of all pairs of K models. Adapters: that of their products."""
+        if self.adapter is None:
+            return trees.mean_pairwise_cosine(models["params"])
+        cosines = trees.cosines_of(self.gram(models))
+        count = cosines.shape[0]
+        return (jnp.sum(cosines) - jnp.trace(cosines)) / (count * (count - 1)) if count > 1 else jnp.ones(())
 
     def layers(self) -> tuple["Layer", ...]:
         """The layers in forward order, determined by tracing one forward pass."""

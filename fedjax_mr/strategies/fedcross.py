@@ -25,6 +25,7 @@ Deviations and choices:
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -99,19 +100,26 @@ class State(NamedTuple):
     newest: Variables | None  # the newest upload of each model; None if all models return in each round
 
 
-def similarities(models: Variables, kind: str, layers: tuple[Layer, ...]) -> jax.Array:
+def similarities(
+    models: Variables,
+    kind: str,
+    layers: tuple[Layer, ...],
+    *,
+    gram: Callable[[Variables], jax.Array] = lambda models: trees.gram(models["params"]),
+) -> jax.Array:
     """The similarities of all pairs of K models [K, K].
 
     Args:
       models: leaves [K, ...]. ``authors`` compares the whole state, the others only the parameters.
       kind: see `Hyper.similarity`.
       layers: the layers in forward order, used by ``authors``.
+      gram: the inner products of models [K, K], used by ``cosine`` and ``printed``.
     """
     params = models["params"]
     if kind == "cosine":
-        return trees.cosines(params)
+        return trees.cosines_of(gram(models))
     if kind == "printed":
-        products = trees.gram(params)
+        products = gram(models)
         norms = jnp.sqrt(jnp.diagonal(products))
         return products / (norms[:, None] + norms[None, :])
     if kind == "authors":
@@ -205,8 +213,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """
     if problem.num_branches < 2:
         raise UserError("fedcross mixes each model with another model of the round: cohort= must be at least 2")
-    if hyper.similarity == "authors" and problem.model.adapter is not None:
-        raise UserError("similarity=authors compares single tensors, but those of an adapter mean nothing: use cosine")
+    if hyper.similarity not in ("cosine", "printed") and problem.model.adapter is not None:
+        raise UserError(f"hyper.similarity={hyper.similarity} compares factors, which mean nothing alone: use cosine")
     deploys_uploaded = hyper.deployed == "uploaded"
     all_return = problem.num_branches == problem.cohort_size
 
@@ -216,7 +224,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         newest = uploads["model"] if all_return else returned(state.newest, uploads["model"], cohort)
-        table = similarities(problem.model.compared(newest), hyper.similarity, problem.layers)
+        table = similarities(newest, hyper.similarity, problem.layers, gram=problem.model.gram)
         weights = mixing(hyper, table, round)
         mixed = trees.mix(newest, weights if cohort.branches is None else weights[cohort.branches])
         models = returned(state.models, mixed, cohort)
