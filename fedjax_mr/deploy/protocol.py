@@ -24,7 +24,7 @@ from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import versions
-from fedjax_mr.models import Model
+from fedjax_mr.models import Model, parts
 
 # Settings that may differ between machines.
 _ABOUT_THE_PLACE = ("dataset", "import")
@@ -193,6 +193,8 @@ def trusted_flags(flags: str, own_code: str) -> tuple[str, ...]:
 def agreement(config: Config, model: Model) -> dict[str, str]:
     """Digests and versions that server and clients must share, by name: settings, network, packages."""
     network = [_layers(network) for network in model.networks]
+    if model.frozen:  # each side has its own copy
+        network.append(parts.digest(model.frozen))
     return {"settings": digest(config), "network": _digest(network), **common_versions()}
 
 

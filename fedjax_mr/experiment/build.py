@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import trees
+from fedjax_mr import registry, trees
 from fedjax_mr.channel import Link, channel, links, privacy
 from fedjax_mr.channel.base import upload_shapes
 from fedjax_mr.clock import (
@@ -74,6 +74,8 @@ def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:
       UserError: nothing would train, or there are several networks.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), INIT)
+    if config.variables is not None and variables is None:
+        raise registry.not_passed("variables", config.variables)
     if config.pretrained is not None:
         if variables is not None:
             raise UserError(f"pretrained={config.pretrained} and variables= exclude each other: leave out one of them")

@@ -123,7 +123,6 @@ def ceil(channels: float) -> int:
     return math.ceil(channels - 1e-9)
 
 
-@functools.lru_cache(maxsize=64)
 def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil) -> Slices:
     """The slices of a network, computed by one small program. Results are cached.
 
@@ -133,9 +132,18 @@ def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil
       rounding: converts share x channels to a number of channels.
 
     Raises:
-      UserError: a layer is not a convolution, dense layer or BatchNorm, or normalises over its channels; or the network
-        is an NNX module, whose calls cannot be observed.
+      UserError: a layer is not a convolution, dense layer or BatchNorm, or normalises over its channels; the network is
+        an NNX module, whose calls cannot be observed; or it has frozen variables.
     """
+    if model.frozen:
+        raise UserError(f"{model.name} cannot be narrowed, because it has frozen variables: leave out trainable=")
+    return _slices(
+        dataclasses.replace(model, start={}), levels, rounding
+    )  # inside a program, start holds its arguments
+
+
+@functools.lru_cache(maxsize=64)
+def _slices(model: Model, levels: tuple[Level, ...], rounding: Rounding) -> Slices:
     if isinstance(model.module, NNXModule):
         raise UserError(f"{model.name} cannot be narrowed, because it is an NNX module: use a Linen module")
     shapes, structure = jax.tree.flatten(model.shapes())

@@ -91,6 +91,8 @@ def require_blocks(model: Model) -> None:
             f"{model.name} cannot be decomposed into blocks: derive its class from fedjax_mr.BlockNet, whose blocks() "
             "returns the named blocks in forward order, with the head as the last one"
         )
+    if model.frozen:
+        raise UserError(f"{model.name} cannot be decomposed into blocks: it has frozen variables; leave out trainable=")
     if jnp.issubdtype(model.input_dtype, jnp.integer):
         raise UserError(f"{model.name} cannot be decomposed into blocks: its input must be images or vectors")
 
