@@ -54,7 +54,12 @@ PARTS = {
         "clock": (
             "Clock",
             "Simulated time, asynchronous clients and deadlines.",
-            ["fedjax_mr.clock.fleet", "fedjax_mr.clock.schedule", "fedjax_mr.clock.asynchronous"],
+            [
+                "fedjax_mr.clock.fleet",
+                "fedjax_mr.clock.schedule",
+                "fedjax_mr.clock.asynchronous",
+                "fedjax_mr.clock.deadline",
+            ],
         ),
     },
     "The laboratory": {

@@ -26,12 +26,6 @@ LABELS = {
     "personal_accuracy": "clients' own test accuracy, mean",
     "validation_accuracy": "clients' validation accuracy, mean",
 }  # fmt: skip
-X = {
-    "rounds": ((1, "round"),),
-    "clock": ((3600, "simulated hours"), (60, "simulated minutes"), (1, "simulated seconds")),
-    "bytes": ((1e9, "sent (GB)"), (1e6, "sent (MB)"), (1, "sent (bytes)")),
-}  # of each axis, units from large to small
-LEAST = 3  # a unit is used if the longest curve has at least so many
 CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 
 
@@ -39,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     groups.add_arguments(parser)
     parser.add_argument("--column", default="accuracy", help="column of metrics.csv. Default: accuracy")
-    parser.add_argument("--x", choices=X, default="rounds", help="horizontal axis. Default: rounds")
+    parser.add_argument("--x", choices=plots.X_UNITS, default="rounds", help="horizontal axis. Default: rounds")
     parser.add_argument(
         "--panels", metavar="FLAGS", help="draw one panel per value of these flags, such as alpha or partition,alpha"
     )
@@ -85,7 +79,7 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
       chosen: runs, as `groups.find` returns them.
       column: column of the evaluations.
       panels: the flags, separated by commas, that divide the curves into panels. Default: one panel.
-      x: a key of `X`.
+      x: a key of `plots.X_UNITS`.
 
     Raises:
       UserError: a run has no such column, flag or x, or a run that has not diverged has no evaluation.
@@ -103,7 +97,7 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
         }
         methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
     largest = max((at for each in curves_of.values() for curve in each.values() for at in curve.line[0]), default=0)
-    unit, x_label = unit_of(x, largest)
+    unit, x_label = plots.unit_of(x, largest)
     if unit != 1:
         curves_of = {
             title: {name: curve.in_units(unit) for name, curve in each.items()} for title, each in curves_of.items()
@@ -115,11 +109,6 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
         {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in curves_of.items()},
         x_label,
     )
-
-
-def unit_of(x: str, largest: float) -> tuple[float, str]:
-    """The unit of an axis in `X` for values up to ``largest``, and its label."""
-    return next((each for each in X[x] if largest >= LEAST * each[0]), X[x][-1])
 
 
 def _place(run: RunRecord, flags: str | None) -> list[tuple]:

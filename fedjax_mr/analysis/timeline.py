@@ -9,7 +9,6 @@ import argparse
 import numpy as np
 
 from fedjax_mr.analysis import plots, runs
-from fedjax_mr.analysis.curves import unit_of
 from fedjax_mr.clock.schedule import Events
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.errors import UserError
@@ -52,7 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
     devices, _ = devices_of(config, federated, model)
     jobs, order = jobs_of(events, devices)
     window = (events.times[arguments.first - 2] if arguments.first > 1 else 0.0), events.times[last - 1]
-    unit, x_label = unit_of("clock", window[1])
+    unit, x_label = plots.unit_of("clock", window[1])
     used = events.jobs["used"] > 0
     staleness = jobs.staleness[used]
     inside = (jobs.start < window[1]) & (jobs.end > window[0])

@@ -1,7 +1,7 @@
 """All plots, one subject per file. Only this package imports matplotlib, when it draws; it needs no display."""
 
 from fedjax_mr.analysis.plots.clients import histograms, partition, personal
-from fedjax_mr.analysis.plots.figure import FORMATS, import_ahead
+from fedjax_mr.analysis.plots.figure import FORMATS, X_UNITS, import_ahead, unit_of
 from fedjax_mr.analysis.plots.images import images
 from fedjax_mr.analysis.plots.lines import Series, bars, curves, lines
 from fedjax_mr.analysis.plots.looks import COLOURS, Look, looks
@@ -12,6 +12,7 @@ from fedjax_mr.analysis.plots.timeline import Jobs, timeline
 __all__ = [
     "COLOURS",
     "FORMATS",
+    "X_UNITS",
     "Jobs",
     "Look",
     "Series",
@@ -30,4 +31,5 @@ __all__ = [
     "surfaces",
     "teachers",
     "timeline",
+    "unit_of",
 ]

@@ -9,6 +9,12 @@ from fedjax_mr.data import files
 
 FORMATS = ("png", "pdf", "svg")
 WIDTH = 10.0  # inches
+X_UNITS = {
+    "rounds": ((1, "round"),),
+    "clock": ((3600, "simulated hours"), (60, "simulated minutes"), (1, "simulated seconds")),
+    "bytes": ((1e9, "sent (GB)"), (1e6, "sent (MB)"), (1, "sent (bytes)")),
+}  # units of each horizontal axis, from large to small
+LEAST = 3  # a unit is used if the longest curve has at least so many
 # Formulas are not typeset: a name may have a dollar sign. Publishers want TrueType fonts in a PDF, not Type 3.
 _SETTINGS: Any = {"text.parse_math": False, "pdf.fonttype": 42, "svg.hashsalt": "fedjax_mr"}
 
@@ -48,3 +54,8 @@ def name_axes(axis: Any, x_label: str = "", y_label: str = "", *, title: str = "
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """A column of the evaluations. NaN if missing."""
     return [float("nan") if row.get(name) is None else row[name] for row in rows]
+
+
+def unit_of(x: str, largest: float) -> tuple[float, str]:
+    """The unit of an axis in `X_UNITS` for values up to ``largest``, and its label."""
+    return next((each for each in X_UNITS[x] if largest >= LEAST * each[0]), X_UNITS[x][-1])
