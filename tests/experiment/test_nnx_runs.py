@@ -49,6 +49,7 @@ def inputs():
     return int(np.prod(federated().dataset.x.shape[1:]))
 
 
+@pytest.mark.slow
 def test_fedmr_recombines_its_layers_and_tied_ones_stay_tied():
     one = simulator("fedmr", lambda rngs: Net(rngs, inputs()))
     assert [layer.name for layer in one.problem.layers] == ["first", "norm", "again", "last"]
