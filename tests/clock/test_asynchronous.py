@@ -264,15 +264,23 @@ RULES = {
 }
 
 
-def test_calls_layouts_and_checkpoints_in_the_middle_of_waves_change_nothing():
-    one = engine("scaffold", 5, 2, "arrival", weight=polynomial(0.5))
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("scaffold", 5, 2, "arrival"),
+        *(pytest.param((n, 5, 1, "update"), marks=pytest.mark.slow) for n in ("gitfl", "fedcross")),
+    ],
+    ids=str,
+)
+def test_calls_layouts_and_checkpoints_in_the_middle_of_waves_change_nothing(setting):
+    one = engine(*setting, weight=polynomial(0.5))
     whole, _ = one.run(one.init(), E)
     parts = one.init()
     for count in (1, 2, 3):
         parts = one.place(jax.device_get(parts))  # as a checkpoint does
         parts, _ = one.run(parts, count)
     tree_equal(whole, parts)
-    other = engine("scaffold", 5, 2, "arrival", weight=polynomial(0.5), devices=2, lanes=2)
+    other = engine(*setting, weight=polynomial(0.5), devices=2, lanes=2)
     laid_out, _ = other.run(other.place(one.init()), E)
     tree_close(jax.device_get(whole), jax.device_get(laid_out))
 
