@@ -137,9 +137,8 @@ def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil
     """
     if model.frozen:
         raise UserError(f"{model.name} cannot be narrowed, because it has frozen variables: leave out trainable=")
-    return _slices(
-        dataclasses.replace(model, start={}), levels, rounding
-    )  # inside a program, start holds its arguments
+    without_values = dataclasses.replace(model, start={})  # inside a program, they would be its arguments
+    return _slices(without_values, levels, rounding)
 
 
 @functools.lru_cache(maxsize=64)

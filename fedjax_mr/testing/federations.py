@@ -101,7 +101,7 @@ NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perc
 def network_of(name):
     """A network by its name, or the zoo of several names separated by commas; ``adapted`` has adapters."""
     if name == "adapted":
-        return adapted()
+        return adapted(head=True)
     built = [models.Model(NETWORKS[each](num_classes=CLASSES), (4, 4, 1), name=each) for each in name.split(",")]
     return built[0] if len(built) == 1 else models.Zoo.of(built)
 
