@@ -25,14 +25,25 @@ digits() {
 digits
 digits --attack=sign_flip --attackers=0.2
 digits --attack=sign_flip --attackers=0.2 --robust=multi_krum --robust_outliers=3
-digits --attack=sign_flip --attackers=0.2 --robust=median --robust_outliers=3
+models=fedavg,fedmr,fedcross # SCAFFOLD refuses the median
+digits --strategies=$models --attack=sign_flip --attackers=0.2 --robust=median --robust_outliers=3
 digits --attack=alie --attackers=0.2
-digits --attack=alie --attackers=0.2 --robust=median --robust_outliers=3
+digits --strategies=$models --attack=alie --attackers=0.2 --robust=median --robust_outliers=3
 digits --compress=topk --compress_ratio=0.01
 digits --compress=topk --compress_ratio=0.01 --error_feedback=ef
 digits --compress=int8 --compress_download=int8
 digits --fleet=classes
 digits --fleet=classes --mode=async --in_flight=20 --cohort=5 --rounds=200
+# Clipping and noise, one seed; PYTHON must have the extra privacy
+private() { digits --seeds=0 --partition=bootstrap_dirichlet "$@"; }
+for clients in 10000 100; do
+  for noise in 1 4; do
+    private --strategies=fedavg --fedavg_weights=uniform --clients=$clients --dp_clip=0.1 --dp_noise=$noise --dp_noise_on=mean
+    private --strategies=scaffold --clients=$clients --dp_clip=0.1 --dp_noise=$noise --dp_noise_on=mean
+    private --strategies=fedmr,fedcross --clients=$clients --dp_clip=0.1 --dp_noise=$noise
+    private --strategies=fedmr,fedcross --clients=$clients --dp_clip=0.01 --dp_noise=$noise
+  done
+done
 [ "${3:-}" = digits ] && exit
 
 two=fedavg,fedmr

@@ -3,7 +3,8 @@
     python experiments/deployment.py --nodes=2 --model=cnn_digits --rounds=4
 
 runs FedMR on that many SuperNodes and in the simulator, and prints one line of JSON: seconds and bytes per round, and
-the processors' seconds of all Flower's processes. In an environment with the extra ``deploy``.
+the processors' seconds of all Flower's processes. In an environment with the extra ``deploy``. Other options are
+flags of the run, such as ``--compress=int8``.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ def certificates(folder: Path, host: str, *, days: int = 30) -> None:
 # --- Measurements ----------------------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, *, nodes: int, model: str, rounds: int) -> dict[str, Any]:
+def measure(folder: Path, *, nodes: int, model: str, rounds: int, flags: Sequence[str] = ()) -> dict[str, Any]:
     """Return what FedMR's rounds cost on real clients and in the simulator.
 
     Args:
@@ -266,6 +267,7 @@ def measure(folder: Path, *, nodes: int, model: str, rounds: int) -> dict[str, A
       model: a network; its samples are the digits or, where it wants images of 32 x 32 in colours, 100 random ones per
         client.
       rounds: at least two; the first compiles and is left out.
+      flags: more flags of the run, such as ``--compress=int8``.
     """
     dataset = "digits"
     with federation(folder) as one:
@@ -274,7 +276,8 @@ def measure(folder: Path, *, nodes: int, model: str, rounds: int) -> dict[str, A
             x, y = random.integers(0, 255, (125 * nodes, 32, 32, 3), np.uint8), random.integers(0, 10, 125 * nodes)
             dataset = str(folder / "random.npz")
             np.savez(dataset, x=x, y=y)
-        flags = [f"--dataset={dataset}", f"--model={model}", "--strategy=fedmr", "--partition=iid", "--local_epochs=1"]
+        more, flags = flags, [f"--dataset={dataset}", f"--model={model}", "--strategy=fedmr", "--partition=iid"]
+        flags += ["--local_epochs=1", *more]
         flags += [f"--clients={nodes}", f"--cohort={nodes}", f"--rounds={rounds}", "--batch_size=50", "--eval_every=1"]
         one.python("fedjax_mr.main", *flags, "--devices=1", "--lanes=1", f"--run_dir={folder}/simulated")
         one.python("fedjax_mr.deploy", "new", str(folder / "fed"), *flags)
@@ -316,9 +319,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--model", default="cnn_digits")
     parser.add_argument("--rounds", type=int, default=4)
-    told = parser.parse_args()
+    told, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(Path(folder), nodes=told.nodes, model=told.model, rounds=told.rounds)))
+        print(json.dumps(measure(Path(folder), nodes=told.nodes, model=told.model, rounds=told.rounds, flags=flags)))
 
 
 if __name__ == "__main__":
