@@ -64,7 +64,7 @@ def test_every_setting_refuses_bad_values(flag):
 
 def test_all_that_names_a_file_or_folder_is_a_path():
     paths = {flag for flag, setting in EVERY.items() if setting.info.path}
-    named = {flag for flag, setting in EVERY.items() if setting.kind is str and "folder" in setting.info.help}
+    named = {flag for flag, setting in EVERY.items() if setting.kind is str and "folder" in setting.info.help.lower()}
     assert paths == {"dataset", "fleet", "import", "partition_file", "public_from"} | named
 
 
