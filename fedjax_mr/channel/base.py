@@ -233,6 +233,7 @@ class _Channel:
         before = None if memory is None else memory.inner
         if self.restores:
             (refused,) = (notes[link.kind] for link in self.links if link.refuses)
+            assert memory is not None
             before = trees.where(refused, memory.before, memory.inner)
         upload, own, metrics = self.inner.client_update(payload, before, data, round, key)
         values, others = split(upload)
