@@ -15,12 +15,15 @@ from fedjax_mr.testing.federations import federated, tree_close, tree_equal
 
 X = jax.random.normal(jax.random.key(9), (5, 4, 4, 1))
 K = 3
+SLOW = pytest.mark.slow
+merged, mean = jax.jit(adapters.merged), jax.jit(trees.mean)
+all_merged = jax.jit(jax.vmap(adapters.merged, in_axes=(None, 0)))
 
 
 def test_round_0_is_the_base_and_only_adapters_train():
     model = adapted()
     variables = model.init(jax.random.key(1))
-    base = adapters.merged(model, variables)
+    base = merged(model, variables)
     assert jax.tree.map(jnp.shape, base) == jax.tree.map(lambda leaf: leaf.shape, WHOLE.shapes())
     tree_close(model.apply(variables, X), WHOLE.apply(base, X), atol=1e-6)
     names = {layer.name: layer.names for layer in model.layers()}
@@ -29,11 +32,13 @@ def test_round_0_is_the_base_and_only_adapters_train():
     tree_equal(variables["params"], model.init(jax.random.key(2))["params"])  # all starts share one A
 
 
-@pytest.mark.parametrize("targets", ["", "attend/out/kernel,last/kernel", "*"])
+@pytest.mark.parametrize(
+    "targets", [pytest.param("", marks=SLOW), pytest.param("attend/out/kernel,last/kernel", marks=SLOW), "*"]
+)
 def test_adapters_equal_the_merged_network(targets):
     model = adapted(targets=targets)
     variables = trees.take(random_models(model, 1), 0)
-    tree_close(model.apply(variables, X), WHOLE.apply(adapters.merged(model, variables), X), atol=1e-5)
+    tree_close(model.apply(variables, X), WHOLE.apply(merged(model, variables), X), atol=1e-5)
     params, key = variables["params"], jax.random.key(0)
     out, state = model.train_apply(params, {}, X, mask=jnp.ones(5), key=key)
     tree_close(out, model.apply(variables, X), atol=1e-6)
@@ -61,16 +66,16 @@ def test_the_deployed_mean_is_the_mean_of_the_products():
     model = adapted(head=True, targets="*")
     models, weights = random_models(model, K), jnp.array([1.0, 2.0, 5.0])
     deployed = model.mean(models, weights=weights)
-    dense = trees.mean(jax.vmap(lambda each: adapters.merged(model, each))(models), weights=weights)
-    tree_close(adapters.merged(model, deployed), dense, atol=1e-5)
+    dense = mean(all_merged(model, models), weights=weights)
+    tree_close(merged(model, deployed), dense, atol=1e-5)
     tree_close(model.apply(deployed, X), WHOLE.apply(dense, X), atol=1e-5)
-    factors = adapters.merged(model, trees.mean(models, weights=weights))
+    factors = merged(model, trees.mean(models, weights=weights))
     assert (
         np.abs(factors["params"]["attend"]["query"]["kernel"] - dense["params"]["attend"]["query"]["kernel"]).max()
         > 0.1
     )
     again = trees.broadcast(deployed, 2)  # a change is averaged, too
-    tree_close(adapters.merged(model, model.mean(again)), dense, atol=1e-5)
+    tree_close(merged(model, model.mean(again)), dense, atol=1e-5)
 
 
 def rotated(models):
@@ -82,21 +87,23 @@ def rotated(models):
     return {"params": params}
 
 
-@pytest.mark.parametrize("hyper", [fedmr.Hyper(), fedmr.Hyper(unit="segment", segment_of="leaves")])
+@pytest.mark.parametrize(
+    "hyper", [fedmr.Hyper(), pytest.param(fedmr.Hyper(unit="segment", segment_of="leaves"), marks=SLOW)]
+)
 def test_recombination_does_not_depend_on_the_factors(hyper):
     model, models = adapted(), random_models(adapted(), K)
     units = fedmr.recombination_units(hyper, model.layers())
     assert len(units) == 2 and all(len(unit) == 2 for unit in units)
     key = jax.random.key(3)
-    dense = jax.vmap(lambda each: adapters.merged(model, each))
-    one, other = (dense(fedmr.recombine(each, units, key)) for each in (models, rotated(models)))
+    recombine = jax.jit(lambda models: fedmr.recombine(models, units, key))
+    one, other = (all_merged(model, recombine(each)) for each in (models, rotated(models)))
     tree_close(one, other, rtol=1e-3, atol=1e-4)
-    for kernel, before in zip(jax.tree.leaves(one), jax.tree.leaves(dense(models)), strict=True):
+    for kernel, before in zip(jax.tree.leaves(one), jax.tree.leaves(all_merged(model, models)), strict=True):
         flat = lambda each: np.sort(np.asarray(each).reshape(K, -1).sum(axis=1))
         np.testing.assert_allclose(flat(kernel), flat(before), rtol=1e-3, atol=1e-4)  # the same K kernels
 
 
-@pytest.mark.parametrize("kind", ["cosine", "printed"])
+@pytest.mark.parametrize("kind", ["cosine", pytest.param("printed", marks=SLOW)])
 def test_similarity_compares_products(kind):
     model, models = adapted(), random_models(adapted(), K)
     table = lambda each: fedcross.similarities(each, kind, (), gram=model.gram)
@@ -118,6 +125,7 @@ def test_mixing_factors_errs_by_the_product_of_the_differences():
     tree_close(mixed_a[0] @ mixed_b[0], wanted - error, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedmr", "fedcross"])
 def test_several_models_train_adapters(strategy):
     model = adapted()
@@ -127,11 +135,11 @@ def test_several_models_train_adapters(strategy):
     assert report.traffic.num_bytes() == (K * per_client, K * per_client, 0)
     deployed = jax.device_get(simulator.deployed(state))
     models = jax.device_get(state.server.models)
-    dense = trees.mean(jax.vmap(lambda each: adapters.merged(model, each))(models))
+    dense = mean(all_merged(model, models))
     x, y = federated().dataset.x, federated().dataset.y
     share = np.mean(np.argmax(np.asarray(WHOLE.apply(dense, x)), 1) == y)
     assert simulator.test(state).accuracy == pytest.approx(share, abs=0.01)
-    tree_close(adapters.merged(model, deployed), dense, atol=1e-5)
+    tree_close(merged(model, deployed), dense, atol=1e-5)
     tree_equal(simulator.rounds.constants.problem.model.frozen, model.frozen)
 
 

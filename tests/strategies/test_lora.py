@@ -21,14 +21,22 @@ METHODS = by_group()["adapters"]
 K, KEY = 3, jax.random.key(0)
 FACTOR = 4 * 4 * 2 * 2  # bytes of A, or of B, of two matrices
 HEAD = 4 * (16 * 3 + 3)
+merged, mean = jax.jit(adapters.merged), jax.jit(trees.mean)
+all_merged = jax.jit(jax.vmap(adapters.merged, in_axes=(None, 0)))
+
+
+@functools.cache
+def problem_of(model):
+    return Simulator("fedavg", model(), federated(), cohort=K, devices=1, lanes=1).problem
+
+
+with_head = functools.partial(adapted, head=True)
 
 
 @functools.cache
 def parts_of(name, *, hyper=None, head=False):
     """The strategy, its problem and a cohort; the clients' sizes are the weights."""
-    model = adapted(head=head)
-    problem = Simulator("fedavg", model, federated(), cohort=K, devices=1, lanes=1).problem
-    row = STRATEGIES[name]
+    problem, row = problem_of(with_head if head else adapted), STRATEGIES[name]
     cohort = Cohort(jnp.array([4, 0, 2]), problem.sizes[jnp.array([4, 0, 2])])
     return row.build(hyper or (row.hyper and row.hyper()), problem), problem, cohort
 
@@ -44,9 +52,10 @@ def after_a_round(name, round=0, uploads=None, **options):
 
 def dense_mean(problem, models, cohort):
     """The mean of the merged networks: what an exact server deploys."""
-    return trees.mean(jax.vmap(lambda each: adapters.merged(problem.model, each))(models), weights=cohort.sizes)
+    return mean(all_merged(problem.model, models), weights=cohort.sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_round_0_is_the_base(name):
     strategy, problem, _ = parts_of(name, head=True)
@@ -55,19 +64,22 @@ def test_round_0_is_the_base(name):
     else:
         state = strategy.global_model(strategy.init(KEY))
     base = problem.model.whole(problem.model.init(KEY))
-    merged = adapters.merged(problem.model, state)
-    tree_close(merged, jax.tree.map(lambda _, path: path, merged, adapters.merged(problem.model, base)))
+    tree_close(merged(problem.model, state), merged(problem.model, base))
 
 
 @pytest.mark.parametrize(
     ("name", "hyper"),
-    [("fedexlora", None), ("flora", None), ("flexlora", None), ("flora", lora.Ranks("2,1"))],
+    [
+        ("fedexlora", None),
+        ("flora", lora.Ranks("2,1")),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in ("flora", "flexlora")),
+    ],
 )
 def test_the_server_is_exact(name, hyper):
     strategy, problem, cohort = parts_of(name, hyper=hyper, head=True)
     _, new, models = after_a_round(name, hyper=hyper, head=True)
     deployed = strategy.global_model(new)
-    tree_close(adapters.merged(problem.model, deployed), dense_mean(problem, models, cohort), atol=1e-5)
+    tree_close(merged(problem.model, deployed), dense_mean(problem, models, cohort), atol=1e-5)
     x = federated().dataset.x[:5]
     tree_close(problem.model.apply(deployed, x), WHOLE.apply(dense_mean(problem, models, cohort), x), atol=1e-4)
 
@@ -95,20 +107,20 @@ def test_a_common_a_makes_the_mean_exact():
     new, _ = strategy.server_update(strategy.init(KEY), {"model": only_b}, cohort, 0, KEY)
     a = trees.broadcast(outer.start, K)
     whole = jax.tree.map(lambda leaf: leaf, adapters.parts.joined(a, only_b))
-    tree_close(adapters.merged(outer, strategy.global_model(new)), dense_mean(problem, whole, cohort), atol=1e-5)
+    tree_close(merged(outer, strategy.global_model(new)), dense_mean(problem, whole, cohort), atol=1e-5)
 
 
 def _b(models):
     return adapters.parts.split(models, "*/lora_b")[0]
 
 
-@pytest.mark.parametrize(("round", "trained"), [(0, "lora_b"), (1, "lora_a")])
+@pytest.mark.parametrize(("round", "trained"), [(0, "lora_b"), pytest.param(1, "lora_a", marks=pytest.mark.slow)])
 def test_rolora_takes_turns(round, trained):
     strategy, _, cohort = parts_of("rolora")
     state, new, models = after_a_round("rolora", round)
-    mean = trees.mean(models, weights=cohort.sizes)
+    averaged = mean(models, weights=cohort.sizes)
     for (path, leaf), before, after in zip(
-        jax.tree_util.tree_leaves_with_path(mean), jax.tree.leaves(state), jax.tree.leaves(new), strict=True
+        jax.tree_util.tree_leaves_with_path(averaged), jax.tree.leaves(state), jax.tree.leaves(new), strict=True
     ):
         tree_equal(after, leaf if path[-1].key == trained else before)
     usual = usual_traffic({"model": models}, {"model": models})
