@@ -155,7 +155,14 @@ def asynchronous(
         version = payload[VERSION]
         sent = {name: each for name, each in payload.items() if name != VERSION}
         own_key = jax.random.fold_in(jax.random.fold_in(keys.client[version], data.client_id), 0)
-        return inner.client_update(sent, memory, data, version, own_key)
+        train = lambda: inner.client_update(sent, memory, data, version, own_key)
+
+        def skip() -> Any:
+            """An empty row. Many rows of a wave are empty, and many rounds train nothing."""
+            upload, kept, metrics = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(train))
+            return upload, kept, metrics._replace(bad_step=jnp.full((), -1, jnp.int32))
+
+        return jax.lax.cond(data.client_id < problem.num_clients, train, skip)
 
     def receive(
         state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
