@@ -697,6 +697,7 @@ def compare_events(options: Options) -> Rows:
         shape, classes = ((8, 8, 1), 10) if model == "cnn_digits" else ((32, 32, 3), 10)
         dataset = synthetic(shape, classes, 10_000)
         contestants: dict[str, Any] = {}
+        widths: dict[str, float | None] = {}
         for setting in events.SETTINGS:
             config = events.config_of(setting, model, quick=options.quick)
             versions = max(1, 20 // config.cohort)
@@ -704,7 +705,8 @@ def compare_events(options: Options) -> Rows:
             contestants[setting] = own
             if config.mode == "async":
                 known = events_of(config, own.federated, own.model)
-                own.width = events.width(known)
+                assert known is not None
+                widths[setting] = events.width(known)
                 name = f"{setting}, serial"
                 contestants[name] = events.SerialLoop(config, own.engine, known, name=name, versions=versions)
         take_turns(list(contestants.values()), options.repeats, seconds=options.seconds)
@@ -722,7 +724,7 @@ def compare_events(options: Options) -> Rows:
                     "events_per_second": rate,
                     "beside_sync": rate / rates["sync K=10"],
                     "beside_serial": None if serial is None else rate / serial,
-                    "jobs_per_wave": getattr(contestants[name], "width", None),
+                    "jobs_per_wave": widths.get(name),
                 }
             )
     return rows

@@ -30,7 +30,7 @@ SETTINGS = {
 
 def config_of(setting: str, model: str, *, quick: bool) -> fmr.Config:
     """The configuration of a contestant."""
-    changes = {"fleet": "classes"} | SETTINGS[setting]
+    changes: dict[str, Any] = {"fleet": "classes"} | SETTINGS[setting]
     return fmr.Config(
         strategy="fedavg", model=model, partition="iid", clients=100, batch_size=50, rounds=400, momentum=0.5,
         local_epochs=1 if quick else 5, staleness="constant", **changes,

@@ -50,7 +50,8 @@ def main(arguments: argparse.Namespace) -> None:
     last = min(arguments.first + count - 1, rounds)
     devices, _ = devices_of(config, federated, model)
     jobs, order = jobs_of(events, devices)
-    window = (events.times[arguments.first - 2] if arguments.first > 1 else 0.0), events.times[last - 1]
+    begin = float(events.times[arguments.first - 2]) if arguments.first > 1 else 0.0
+    window = begin, float(events.times[last - 1])
     unit, x_label = plots.unit_of("clock", window[1])
     used = events.jobs["used"] > 0
     staleness = jobs.staleness[used]

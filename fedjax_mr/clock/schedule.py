@@ -143,7 +143,7 @@ def simulate(
     planned: list[tuple[int, int]] = []  # (client, slot) of jobs that will receive the current version, in order
     empty = lambda *shape, value=0: np.full(shape, value, np.int32)
     train = [empty(versions, width, value=value) for value in (num_clients, num_slots, 0)]
-    arrive = [empty(versions, cohort) for _ in range(4)]
+    arrive: list[Any] = [empty(versions, cohort) for _ in range(4)]
     starts = [empty(versions, cohort), empty(versions, cohort)]
     first_rows = [empty(groups, cohort, value=num_clients), empty(groups, cohort, value=num_slots)]
     times = np.zeros(versions)

@@ -51,7 +51,7 @@ def hashed(word: str) -> int:
 
 def _tokenizer(folder: Path, length: int) -> Any:
     try:
-        import tokenizers
+        import tokenizers  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
             "the tokenizer of pretrained networks needs tokenizers: pip install 'fedjax-mr[text]'"

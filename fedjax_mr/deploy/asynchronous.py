@@ -25,7 +25,6 @@ from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.client_manager import ClientManager
 from fedjax_mr.deploy.protocol import RemoteData
 from fedjax_mr.deploy.remote import RemoteClients
-from fedjax_mr.engine.local import Metrics
 from fedjax_mr.engine.round import ClientRow, CohortPlan
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import events_of
@@ -111,7 +110,7 @@ class AsynchronousClients(RemoteClients):
         sizes = np.where(ids < problem.num_clients, np.append(np.asarray(problem.sizes), 0)[ids], 0).astype(np.int32)
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._answer)
         upload, metrics = nothing
-        nothing = upload, Metrics(*metrics[:3], np.int32(-1), metrics.info)
+        nothing = upload, metrics._replace(bad_step=np.int32(-1))
         rows = [self._answers.pop(int(job)) for job in used] + [nothing] * (width - len(used))
         uploads, metrics = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         versions = np.zeros(width, np.int32)
@@ -146,12 +145,13 @@ class AsynchronousClients(RemoteClients):
             if rows is not None and done:
                 getattr(known, name)[:done] = rows
         slots = _slots(events)
-        jobs = np.flatnonzero(events.jobs["used"] == 0)
-        self._fill(known, done, [(events.jobs["client"][job], slots[job], events.jobs["version"][job]) for job in jobs])
+        jobs_of = lambda version: [
+            (events.jobs["client"][job], slots[job], events.jobs["version"][job])
+            for job in map(int, np.flatnonzero(events.jobs["used"] == version))
+        ]
+        self._fill(known, done, jobs_of(0))
         if arrived is not None:
-            jobs = np.flatnonzero(events.jobs["used"] == arrived + 1)
-            table = [(events.jobs["client"][job], slots[job], events.jobs["version"][job]) for job in jobs]
-            self._fill(known, arrived, table)
+            self._fill(known, arrived, jobs_of(arrived + 1))
         clock = dataclasses.replace(chosen.clock, schedule=known)
         chosen = dataclasses.replace(chosen, clock=clock)
         rounds.use(jax.tree_util.Partial(build.func, chosen, *others, **build.keywords))

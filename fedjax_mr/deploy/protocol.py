@@ -192,7 +192,7 @@ def trusted_flags(flags: str, own_code: str) -> tuple[str, ...]:
 
 def agreement(config: Config, model: Model) -> dict[str, str]:
     """Digests and versions that server and clients must share, by name: settings, network, packages."""
-    network = [_layers(network) for network in model.networks]
+    network: list[Any] = [_layers(network) for network in model.networks]
     if model.frozen:  # each side has its own copy
         network.append(parts.digest(model.frozen))
     return {"settings": digest(config), "network": _digest(network), **common_versions()}

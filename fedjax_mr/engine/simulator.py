@@ -119,8 +119,8 @@ class Simulator:
         self.federated = federated
         self.model = network_of(model, federated.dataset)
         if trainable is not None or variables is not None:
-            key = jax.random.fold_in(jax.random.key(seed), INIT)
-            self.model = parts.partly(self.model, trainable or "*", variables=variables, key=key)
+            start = jax.random.fold_in(jax.random.key(seed), INIT)
+            self.model = parts.partly(self.model, trainable or "*", variables=variables, key=start)
         build = _builder(strategy, hyper)
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
         self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote

@@ -83,9 +83,16 @@ def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:
             raise UserError(f"pretrained={config.pretrained} needs a single network, not {model.name}: leave it out")
         variables = start_from(model, config.pretrained, key)
     if config.adapter == "lora":
-        patterns = {"targets": config.lora_targets or "", "trainable": config.trainable or ""}
-        size = {"rank": config.lora_rank, "alpha": config.lora_alpha}
-        return adapters.lora(model, **size, **patterns, head=config.lora_head, key=key, variables=variables)
+        return adapters.lora(
+            model,
+            config.lora_rank,
+            config.lora_alpha,
+            key=key,
+            targets=config.lora_targets or "",
+            head=config.lora_head,
+            trainable=config.trainable or "",
+            variables=variables,
+        )
     if config.trainable is None and variables is None:
         return model
     if len(model.networks) > 1:
@@ -123,6 +130,7 @@ def simulator_of(
         events = events or events_of(config, federated, model)
         assert events is not None
         clock = events.cohorts if events.schedule is None else _asynchrony(config, events.schedule)
+        assert clock is not None
         arguments |= {"hyper": dataclasses.replace(arguments["hyper"], clock=clock)}
         table = clock.clients if isinstance(clock, Cohorts) else clock.schedule.train_clients
         arguments |= {"cohort": table.shape[1]}

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
@@ -193,8 +192,8 @@ def start_from(model: Model, folder: str, key: jax.Array) -> Variables:
     if row is None or row.pretrained is None:
         able = ", ".join(name for name, each in MODELS.items() if each.pretrained is not None)
         raise UserError(f"pretrained={folder}: {model.name} has no pretrained weights, only {able}; leave it out")
-    known, needed = row.pretrained(folder), flatten_dict(model.shapes())
-    for path, leaf in flatten_dict(known).items():
+    known, needed = row.pretrained(folder), parts.flat(model.shapes())
+    for path, leaf in parts.flat(known).items():
         if path not in needed or needed[path].shape != leaf.shape:
             shape = needed[path].shape if path in needed else "no such tensor"
             raise UserError(

@@ -23,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
@@ -68,7 +68,7 @@ class Lora:
 
         <A_i B_i, A_j B_j> is the sum of the entrywise products of A_i^T A_j and B_i B_j^T, so no product is formed.
         """
-        total, others = [], dict(flatten_dict(models["params"]))
+        total, others = [], parts.flat(models["params"])
         inner = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
         for path, a, b in pairs(models):
             both = inner("kir,jis->kjrs", a, a) * inner("kro,jso->kjrs", b, b)
@@ -184,7 +184,7 @@ def _rows(module: Any, x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def pairs(variables: Variables) -> Iterator[tuple[Path, jax.Array, jax.Array]]:
     """Yield (path of the layer, A [..., in, r], B [..., r, out]) of each layer that has both."""
-    params = flatten_dict(variables["params"])
+    params = parts.flat(variables["params"])
     for path in params:
         if path[-1] == A and (*path[:-1], B) in params:
             yield path[:-1], params[path], params[(*path[:-1], B)]
@@ -192,7 +192,7 @@ def pairs(variables: Variables) -> Iterator[tuple[Path, jax.Array, jax.Array]]:
 
 def scale_of(model: Model, path: Path) -> jax.Array:
     """Alpha / r of a layer."""
-    scale: jax.Array = flatten_dict(model.frozen["params"])[(*path, SCALE)]
+    scale: jax.Array = parts.flat(model.frozen["params"])[(*path, SCALE)]
     return scale
 
 
@@ -202,7 +202,7 @@ def changes(model: Model, variables: Variables) -> Variables:
     ``variables`` is one model or several [K, ...].
     """
     whole = model.whole(variables)
-    earlier = flatten_dict(variables.get(CHANGE, {}))
+    earlier = parts.flat(variables.get(CHANGE, {}))
     total = {(*path, "kernel"): scale_of(model, path) * (a @ b) for path, a, b in pairs(whole)}
     return unflatten_dict({path: leaf + earlier[path] if path in earlier else leaf for path, leaf in total.items()})
 
@@ -212,7 +212,7 @@ def mean_changes(model: Model, models: Variables, *, weights: jax.Array | None =
 
     It is the product of the stacked factors [A_1 .. A_K] and [p_1 B_1; ..; p_K B_K] (FLoRA, Wang et al., NeurIPS 2024).
     """
-    earlier = flatten_dict(trees.mean(models.get(CHANGE, {}), weights=weights))
+    earlier = parts.flat(trees.mean(models.get(CHANGE, {}), weights=weights))
     total = {}
     for path, a, b in pairs(models):
         weighted = jnp.ones(a.shape[0]) if weights is None else weights.astype(jnp.float32)
@@ -237,7 +237,7 @@ def factors(model: Model, change: Variables) -> Variables:
     params = {}
     for path, a, _ in pairs(model.shapes()):
         rank = a.shape[-1]
-        u, s, vt = jnp.linalg.svd(flatten_dict(change)[*path, "kernel"], full_matrices=False)
+        u, s, vt = jnp.linalg.svd(parts.flat(change)[*path, "kernel"], full_matrices=False)
         u, s, vt = (jnp.pad(each, pad) for each, pad in zip((u, s, vt), _padding(s.shape[0], rank), strict=True))
         root = jnp.sqrt(s[:rank] / scale_of(model, path))
         params[*path, A] = u[:, :rank] * root[None, :]
@@ -264,7 +264,7 @@ def with_change(variables: Variables, change: Variables) -> Variables:
 
 def without_products(variables: Variables) -> Variables:
     """A model whose B are zero, so that its adapters add nothing."""
-    params = dict(flatten_dict(variables["params"]))
+    params = parts.flat(variables["params"])
     for path, _, b in pairs(variables):
         params[(*path, B)] = jnp.zeros_like(b)
     return variables | {"params": unflatten_dict(params)}
@@ -272,8 +272,8 @@ def without_products(variables: Variables) -> Variables:
 
 def merged(model: Model, variables: Variables) -> Variables:
     """The variables of the base with the adapters added to its kernels, for plain Flax."""
-    whole = flatten_dict({name: tree for name, tree in model.whole(variables).items() if name != CHANGE})
-    for path, change in flatten_dict(changes(model, variables)).items():
+    whole = parts.flat({name: tree for name, tree in model.whole(variables).items() if name != CHANGE})
+    for path, change in parts.flat(changes(model, variables)).items():
         kernel = whole[("params", *path)]
         whole[("params", *path)] = kernel + change.reshape(kernel.shape)
     return unflatten_dict({path: leaf for path, leaf in whole.items() if path[-1] not in (A, B, SCALE)})

@@ -22,6 +22,11 @@ Trainable = Callable[[str], bool] | str | Sequence[str]
 """Says which variables train: a predicate of the path, or patterns such as ``head/*`` (`fnmatch`)."""
 
 
+def flat(tree: Tree) -> dict[tuple[Any, ...], Any]:
+    """The leaves by path."""
+    return dict(flatten_dict(tree))
+
+
 def joined(part: Tree, other: Tree) -> Tree:
     """The leaves of both parts. Where both have a leaf, that of ``other``."""
     both = dict(part)
@@ -32,8 +37,8 @@ def joined(part: Tree, other: Tree) -> Tree:
 
 def without(variables: Tree, part: Tree) -> Tree:
     """The leaves of ``variables`` that ``part`` does not have."""
-    others = set(flatten_dict(part))
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(variables).items() if path not in others})
+    others = set(flat(part))
+    return unflatten_dict({path: leaf for path, leaf in flat(variables).items() if path not in others})
 
 
 def split(variables: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
@@ -42,7 +47,7 @@ def split(variables: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     Statistics, such as those of BatchNorm, have a path like all variables and are divided by the same rule.
     """
     trains = predicate(trainable)
-    leaves = flatten_dict(variables)
+    leaves = flat(variables)
     chosen = {path for path in leaves if trains(path_name(path))}
     trained = {path: leaf for path, leaf in leaves.items() if path in chosen}
     frozen = {path: leaf for path, leaf in leaves.items() if path not in chosen}
@@ -64,7 +69,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 def modules_of(part: Tree, collection: str) -> frozenset[tuple[str, ...]]:
     """The paths of the modules that own leaves of one collection of a part."""
-    return frozenset(tuple(map(str, path[:-1])) for path in flatten_dict(part.get(collection, {})))
+    return frozenset(tuple(map(str, path[:-1])) for path in flat(part.get(collection, {})))
 
 
 def partly(model: Any, trainable: Trainable = "*", *, variables: Any = None, key: jax.Array | None = None) -> Any:
@@ -84,7 +89,7 @@ def partly(model: Any, trainable: Trainable = "*", *, variables: Any = None, key
     shapes = model.shapes()
     trained, _ = split(shapes, trainable)
     if not jax.tree.leaves(trained.get("params", {})):
-        names = [path_name(path) for path in flatten_dict(shapes) if path[0] == "params"]
+        names = [path_name(path) for path in flat(shapes) if path[0] == "params"]
         raise UserError(
             f"trainable={trainable if isinstance(trainable, str) else '...'} matches no parameter of {model.name}; its "
             f"parameters are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
@@ -105,7 +110,7 @@ def checked(variables: Any, shapes: Tree, name: str) -> Tree:
     """
     if not hasattr(variables, "items"):
         raise UserError(f"variables= takes the variables of {name}, a dictionary with params, not {type(variables)}")
-    given, needed = flatten_dict(plain(variables)), flatten_dict(shapes)
+    given, needed = flat(plain(variables)), flat(shapes)
     for path in [*needed, *given]:
         if path not in given or path not in needed:
             problem = "lacks" if path not in given else "has, beside those of the network,"
@@ -127,7 +132,7 @@ def plain(variables: Any) -> Tree:
 def digest(part: Tree) -> str:
     """A hash of the paths, shapes and values of a part."""
     content = hashlib.sha256()
-    for path, leaf in sorted(flatten_dict(part).items()):
+    for path, leaf in sorted(flat(part).items()):
         array = np.ascontiguousarray(leaf)
         content.update(f"{'/'.join(map(str, path))} {array.dtype} {array.shape} ".encode())
         content.update(array.tobytes())

@@ -100,7 +100,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _tensors(folder: Path) -> dict[str, np.ndarray]:
     try:
-        from safetensors import SafetensorError, numpy
+        from safetensors import SafetensorError, numpy  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError("pretrained weights need safetensors: pip install 'fedjax-mr[text]'") from None
     path = folder / WEIGHTS

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
@@ -106,7 +106,7 @@ def rolora(hyper: None, problem: Problem) -> Strategy:
     def idle(params: trees.Params, round: jax.Array) -> trees.Params:
         """Whether each tensor rests in a round: A in even ones, B in odd ones, a head never."""
         resting = {A: round % 2 == 0, B: round % 2 == 1}
-        return unflatten_dict({path: resting.get(path[-1], jnp.zeros((), bool)) for path in flatten_dict(params)})
+        return unflatten_dict({path: resting.get(path[-1], jnp.zeros((), bool)) for path in parts.flat(params)})
 
     def without_idle(round: jax.Array) -> optax.GradientTransformation:
         zero = lambda rests, leaf: jnp.where(rests, jnp.zeros_like(leaf), leaf)
@@ -124,7 +124,7 @@ def rolora(hyper: None, problem: Problem) -> Strategy:
         return state._replace(model=mean | {"params": kept}), {}
 
     def traffic(usual: Traffic, state: GlobalModel, uploads: Any, cohort: Cohort, round: jax.Array) -> Traffic:
-        leaves = flatten_dict(problem.model.shapes())
+        leaves = parts.flat(problem.model.shapes())
         size = lambda name: sum(_bytes(leaf) for path, leaf in leaves.items() if path[-1] == name)
         count, others = problem.cohort_size, _bytes_of(leaves) - size(A) - size(B)
         turns = ((B, round % 2 == 0), (A, round % 2 == 1))
@@ -236,7 +236,7 @@ def hetlora(hyper: Ranks, problem: Problem) -> Strategy:
 
     def server_update(state, uploads, cohort, round, key):
         models = uploads["model"]
-        mean = flatten_dict(trees.mean(models, weights=cohort.sizes))
+        mean = parts.flat(trees.mean(models, weights=cohort.sizes))
         for path, a, b in adapters.pairs(models):
             norms = jnp.sqrt(jnp.sum(jnp.square(a @ b), axis=(1, 2)))
             weights = jnp.where(jnp.sum(norms) > 0, norms, jnp.ones_like(norms))  # no client may have trained
@@ -263,7 +263,7 @@ def client_ranks(hyper: Ranks, problem: Problem) -> jax.Array:
 
 def truncated(variables: Variables, rank: jax.Array) -> Variables:
     """The first ``rank`` columns of A and rows of B; the others are zero. ``rank`` is a scalar."""
-    params = dict(flatten_dict(variables["params"]))
+    params = parts.flat(variables["params"])
     for path, a, b in adapters.pairs(variables):
         kept = jnp.arange(a.shape[-1]) < rank
         params[(*path, A)] = jnp.where(kept[None, :], a, jnp.zeros_like(a))
@@ -287,7 +287,7 @@ def _traffic_of_ranks(problem: Problem, ranks: jax.Array, *, down: bool) -> Any:
         shapes = problem.model.shapes()
         found = list(adapters.pairs(shapes))
         one = sum((_bytes(a) + _bytes(b)) // a.shape[-1] for _, a, b in found)
-        others = _bytes_of(flatten_dict(shapes)) - sum(_bytes(a) + _bytes(b) for _, a, b in found)
+        others = _bytes_of(parts.flat(shapes)) - sum(_bytes(a) + _bytes(b) for _, a, b in found)
         sent = (Parcels.of(jnp.sum(ranks[cohort.ids]), one), Parcels.of(problem.cohort_size, others))
         return Traffic(sent if down else usual.down, sent, usual.peer)
 

@@ -220,7 +220,7 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
       UserError: the package is missing, the folder is none of ``datasets``, or it has other parts or columns.
     """
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(f"{name} needs datasets: pip install 'fedjax-mr[hf]'") from None
     path = files.expand_home(name.removeprefix(FOLDER_PREFIX))

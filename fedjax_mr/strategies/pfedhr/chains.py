@@ -69,7 +69,8 @@ def decompose(model: Model, variables: Variables, *, owner: int = 0) -> tuple[Bl
       UserError: as `require_blocks`.
     """
     require_blocks(model)
-    bound = model.module.bind(variables)
+    linen: Any = model.module  # as `require_blocks` has checked
+    bound = linen.bind(variables)
     shape, blocks = model.input_shape, []
     for index, name in enumerate(bound.block_names):
         module, block_variables = getattr(bound, name).unbind()
