@@ -161,7 +161,7 @@ class Config:
         None, "Kernels with adapters: patterns of their paths, separated by commas, such as */query/kernel. If "
         "omitted, the queries and values of attention, or without attention all dense kernels but the last",
         source="LoRA, Hu et al. 2022: queries and values")
-    lora_head: bool = _model(False, "Train the last layer beside the adapters")
+    lora_head: bool = _model(True, "Train the last layer beside the adapters")
 
     augment: str = _training(
         "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",

@@ -84,7 +84,7 @@ def lora(
     *,
     key: jax.Array,
     targets: str = "",
-    head: bool = False,
+    head: bool = True,
     trainable: parts.Trainable = "",
     variables: Any = None,
 ) -> Model:

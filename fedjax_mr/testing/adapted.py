@@ -27,7 +27,7 @@ WHOLE = Model(Attention(3), (4, 4, 1), name="attention")
 
 def adapted(rank: int = 2, seed: int = 0, **options) -> Model:
     """The network with adapters."""
-    return adapters.lora(WHOLE, rank, 4.0, key=jax.random.key(seed), **options)
+    return adapters.lora(WHOLE, rank, 4.0, key=jax.random.key(seed), **{"head": False} | options)
 
 
 def random_models(model: Model, count: int) -> Variables:
