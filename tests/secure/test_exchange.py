@@ -16,7 +16,7 @@ from fedjax_mr.engine.round import dispatch
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.exchange import draw, exchange, expected_unmoved
 from fedjax_mr.strategies import fedmr
-from fedjax_mr.strategies.base import Models
+from fedjax_mr.strategies.base import Cohort, Models
 
 UNITS = 4000  # many units are many independent trials
 few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
@@ -172,7 +172,8 @@ def test_whole_layers_move_before_the_training(engine):
     secure = engine("fedmr", "perceptron", hyper=hyper)
     problem, models = secure.constants.problem, secure.init().server.models
     strategy = secure.constants.strategy
-    cohort = None  # FedMR sends row j to the j-th client, whoever that is
+    ids = jnp.arange(problem.cohort_size, dtype=jnp.int32)
+    cohort = Cohort(ids, ids)  # FedMR sends row j to the j-th client, whoever that is
     sent = jax.jit(lambda models, key: dispatch(strategy, Models(models), cohort, key)["model"])
     leaves = lambda tree: [np.asarray(leaf).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(tree)]
     old, moved = leaves(models), 0

@@ -10,6 +10,7 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.models import Layer
 from fedjax_mr.strategies import fedavg, fedcross
+from fedjax_mr.strategies.base import Cohort
 from fedjax_mr.strategies.fedcross import Hyper
 
 KINDS = ("cosine", "printed", "authors", "euclidean", "manhattan")
@@ -58,7 +59,9 @@ def test_the_deployed_model_is_a_mean_after_or_before_the_mixing(federation, clo
     rng = np.random.default_rng(1)
     normal = lambda leaf: np.asarray(leaf) + rng.normal(size=leaf.shape).astype(np.float32)
     uploads = {"model": jax.tree.map(normal, state.models)}
-    update = jax.jit(lambda state, uploads: strategy.server_update(state, uploads, None, jnp.int32(0), None)[0])
+    ids = jnp.arange(problem.cohort_size, dtype=jnp.int32)
+    cohort = Cohort(ids, problem.sizes[ids])
+    update = jax.jit(lambda state, uploads: strategy.server_update(state, uploads, cohort, jnp.int32(0), None)[0])
     state = update(state, uploads)
     assert (state.deployed is None) == (deployed == "mixed")
     mean = lambda models: jax.tree.map(lambda leaf: np.mean(leaf, axis=0), models)

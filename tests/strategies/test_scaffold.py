@@ -10,6 +10,7 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedavg, scaffold
+from fedjax_mr.strategies.base import Cohort
 from fedjax_mr.strategies.scaffold import Hyper
 
 
@@ -77,6 +78,7 @@ def test_with_variates_held_at_zero_it_is_uniform_fedavg(engine, close, network)
 def test_a_server_lr_goes_further_and_leaves_statistics_alone(federation, close):
     problem = federation().problem
     updated = {}
+    cohort = Cohort(np.arange(3, dtype=np.int32), np.ones(3, np.int32))
     for lr in (1.0, 2.0):
         strategy = scaffold.build(Hyper(server_lr=lr), problem)
         state = jax.device_get(jax.jit(strategy.init)(jax.random.key(0)))
@@ -84,7 +86,7 @@ def test_a_server_lr_goes_further_and_leaves_statistics_alone(federation, close)
         near = lambda leaf, rng=rng: leaf + rng.normal(size=(3, *leaf.shape)).astype(np.float32)
         models = jax.tree.map(near, state.model)
         control = jax.tree.map(lambda leaf: np.repeat(leaf[None], 3, axis=0), state.control)
-        update = jax.jit(lambda state, uploads, each=strategy: each.server_update(state, uploads, None, 0, None)[0])
+        update = jax.jit(lambda state, uploads, each=strategy: each.server_update(state, uploads, cohort, 0, None)[0])
         updated[lr] = jax.device_get(update(state, {"model": models, "control": control}).model)
     close(updated[1.0], jax.tree.map(lambda leaf: leaf.mean(axis=0), models))
     close(updated[2.0]["batch_stats"], updated[1.0]["batch_stats"])

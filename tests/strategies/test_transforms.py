@@ -292,6 +292,7 @@ def test_every_other_member_sees_the_inner_state():
 
 REFUSED = (
     "pfedbayes",
+    "gitfl",
     "fedmerge",
     "fedme",
     "pfedhr",
