@@ -129,16 +129,20 @@ def asynchronous(
 
     def init(key: jax.Array) -> State:
         state = inner.init(key)
-        starts: Payload = {}
-        for group in range(schedule.first_clients.shape[0]):
+        clients, slots = jnp.asarray(schedule.first_clients), jnp.asarray(schedule.first_slots)
+
+        def send(group: jax.Array | int, key: jax.Array) -> Payload:
             branches = jnp.minimum(group * buffer + jnp.arange(buffer), in_flight - 1) if circulates else None
-            cohort = cohort_of(jnp.asarray(schedule.first_clients)[group], branches)
-            sent = inner.dispatch(
-                state, cohort, keys.dispatch[0] if group == 0 else jax.random.fold_in(keys.dispatch[0], group)
-            )
-            if group == 0:
-                starts = jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), sent)
-            starts = put(starts, jnp.asarray(schedule.first_slots)[group], sent)
+            return inner.dispatch(state, cohort_of(clients[group], branches), key)
+
+        def send_next(group: jax.Array, starts: Payload) -> Payload:
+            return put(starts, slots[group], send(group, jax.random.fold_in(keys.dispatch[0], group)))
+
+        sent = send(0, keys.dispatch[0])
+        starts = jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), sent)
+        starts = put(starts, slots[0], sent)
+        if len(clients) > 1:  # a loop, because ten dispatches in a row would compile for minutes
+            starts = jax.lax.fori_loop(1, len(clients), send_next, starts)
         uploads = jax.tree.map(
             lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), upload_shapes(inner, of_version)
         )
