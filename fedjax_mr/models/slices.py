@@ -136,7 +136,9 @@ def slices(model: Model, levels: tuple[Level, ...], *, rounding: Rounding = ceil
         an NNX module, whose calls cannot be observed; or it has frozen variables.
     """
     if model.frozen:
-        raise UserError(f"{model.name} cannot be narrowed, because it has frozen variables: leave out trainable=")
+        raise UserError(
+            f"{model.name} cannot be narrowed, because it has frozen variables: leave out trainable= and adapter=lora"
+        )
     without_values = dataclasses.replace(model, start={})  # inside a program, they would be its arguments
     return _slices(without_values, levels, rounding)
 
