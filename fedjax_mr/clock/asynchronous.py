@@ -141,7 +141,7 @@ def asynchronous(
         sent = send(0, keys.dispatch[0])
         starts = jax.tree.map(lambda leaf: jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype), sent)
         starts = put(starts, slots[0], sent)
-        if len(clients) > 1:  # a loop, because ten dispatches in a row would compile for minutes
+        if len(clients) > 1:  # in a loop: written out, 50 dispatches compile for minutes
             starts = jax.lax.fori_loop(1, len(clients), send_next, starts)
         uploads = jax.tree.map(
             lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), upload_shapes(inner, of_version)

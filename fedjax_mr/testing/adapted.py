@@ -25,9 +25,9 @@ class Attention(nn.Module):
 WHOLE = Model(Attention(3), (4, 4, 1), name="attention")
 
 
-def adapted(rank: int = 2, seed: int = 0, **options) -> Model:
+def adapted(rank: int = 2, seed: int = 0, *, head: bool = False, **options) -> Model:
     """The network with adapters."""
-    return adapters.lora(WHOLE, rank, 4.0, key=jax.random.key(seed), **{"head": False} | options)
+    return adapters.lora(WHOLE, rank, 4.0, key=jax.random.key(seed), head=head, **options)
 
 
 def random_models(model: Model, count: int) -> Variables:
