@@ -45,7 +45,9 @@ class AsynchronousClients(RemoteClients):
           UserError: also if the clients have models of their own, which the server would have to test meanwhile.
         """
         if manager.policy.lost == "untrained":
-            raise UserError("asynchronous clients are never lost, as nobody waits for them: use --lost=wait")
+            raise UserError(
+                "the server does not wait for asynchronous clients, so none counts as lost: use --lost=wait"
+            )
         super().__init__(config, federated, model, manager)
         if needs_tests_of_clients(config, self.simulator.rounds) or keeps_validation(federated):
             raise UserError(

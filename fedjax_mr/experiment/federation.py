@@ -1,5 +1,7 @@
 """The federation of a configuration: its dataset, divided among its clients."""
 
+import functools
+
 from fedjax_mr import data
 from fedjax_mr.data import Dataset, FederatedData, divide
 from fedjax_mr.errors import UserError
@@ -17,17 +19,14 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
       UserError: as in `data.load` and `data.federate`, or K is more than N.
     """
     seed = config.seed if config.partition_seed is None else config.partition_seed
-    if dataset is None:
-        dataset = data.load(
-            config.dataset,
-            data_dir=config.data_dir,
-            label_mode=config.label_mode,
-            offline=config.offline,
-            tokenizer=config.pretrained,
-            text_length=config.text_length,
-        )
-    else:
-        dataset = dataset.check()
+    load = functools.partial(
+        data.load,
+        data_dir=config.data_dir,
+        offline=config.offline,
+        tokenizer=config.pretrained,
+        text_length=config.text_length,
+    )
+    dataset = load(config.dataset, label_mode=config.label_mode) if dataset is None else dataset.check()
     federated = data.federate(
         dataset,
         num_clients=config.clients,
@@ -52,14 +51,7 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
     if config.public_from:
         if federated.public is None:
             raise UserError("public_from= replaces public samples: pass public_share=0.1, too")
-        other = data.load(
-            config.public_from,
-            data_dir=config.data_dir,
-            offline=config.offline,
-            tokenizer=config.pretrained,
-            text_length=config.text_length,
-        )
-        federated = divide.with_public(federated, other, labels=config.public_labels, seed=seed)
+        federated = divide.with_public(federated, load(config.public_from), labels=config.public_labels, seed=seed)
     if config.cohort > federated.num_clients:
         raise UserError(f"cohort={config.cohort} is more than the {federated.num_clients} clients of {dataset.name}")
     return federated

@@ -134,7 +134,7 @@ class TrainedNetwork:
         scale, shift = scale_and_shift(samples.mean, samples.std, samples.dtype)
         fields = {
             field.name: getattr(module, field.name)
-            for field in (() if of_nnx else dataclasses.fields(module))  # type: ignore[arg-type]
+            for field in (() if of_nnx else dataclasses.fields(module))
             if field.init and field.name not in ("parent", "name")
         }
         ours = kind.__module__.startswith("fedjax_mr.")

@@ -277,14 +277,14 @@ def _masked(mask: jax.Array | None) -> Iterator[None]:
 
 
 @functools.cache
-def _without_padding(kind: type) -> type:
+def _without_padding(kind: Any) -> type:
     """A class of BatchNorm whose statistics exclude padding.
 
     If input and parameters have one number type, so has the output, as in Linen. In NNX it would be float32, the type
     of the statistics.
     """
 
-    class WithoutPadding(kind):  # type: ignore[misc, valid-type]
+    class WithoutPadding(kind):
         def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
             mask = _mask.get()
             if mask is not None and kwargs.get("mask") is None and x.shape[:1] == mask.shape:

@@ -128,7 +128,7 @@ def test_a_mean_is_over_those_in_time_and_the_steps_done_count(weights):
     assert report.traffic.num_bytes()[:2] == (3 * one, 2 * one)
     assert report.info["late"] == 1
     before = jax.device_get(progress.server)
-    after, report = late.run(progress, 2)  # nobody is in time
+    after, report = late.run(progress, 2)  # all uploads are late
     tree_equal(after.server, before)
     assert report.info["late"] == 3 and report.traffic.num_bytes()[1] == 0
 

@@ -173,7 +173,7 @@ def test_whole_layers_move_before_the_training(engine):
     problem, models = secure.constants.problem, secure.init().server.models
     strategy = secure.constants.strategy
     ids = jnp.arange(problem.cohort_size, dtype=jnp.int32)
-    cohort = Cohort(ids, ids)  # FedMR sends row j to the j-th client, whoever that is
+    cohort = Cohort(ids, ids)  # FedMR sends row j to the j-th client of any cohort
     sent = jax.jit(lambda models, key: dispatch(strategy, Models(models), cohort, key)["model"])
     leaves = lambda tree: [np.asarray(leaf).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(tree)]
     old, moved = leaves(models), 0

@@ -20,6 +20,7 @@ import optax
 from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Samples
 from fedjax_mr.errors import UserError
+from fedjax_mr.models import calls
 from fedjax_mr.models.base import BlockNet, Model, Variables
 
 
@@ -69,8 +70,7 @@ def decompose(model: Model, variables: Variables, *, owner: int = 0) -> tuple[Bl
       UserError: as `require_blocks`.
     """
     require_blocks(model)
-    linen: Any = model.module  # as `require_blocks` has checked
-    bound = linen.bind(variables)
+    bound = calls.bound(model.module, variables)
     shape, blocks = model.input_shape, []
     for index, name in enumerate(bound.block_names):
         module, block_variables = getattr(bound, name).unbind()
