@@ -334,7 +334,7 @@ def app(folder: str, own_code: str = "") -> Iterator[Finding]:
 
 
 def channel(folder: str, own_code: str = "") -> Iterator[str]:
-    """What the links of an app's channel do to this client's messages, one line each. Nothing for a damaged app.
+    """The effect of each link of an app's channel on this client's messages, one line each. Empty for a damaged app.
 
     Args:
       folder: as in `app`.

@@ -278,7 +278,7 @@ class Config:
         None, "Seconds after which a synchronous round ends without the clients that are late. If omitted, the server "
         "waits for all uploads", unit="seconds", low=0, open_low=True)
     late: str = _clock(
-        "drop", "What a client does that would miss the --deadline: its upload is dropped (drop), or it uploads the "
+        "drop", "Treatment of a client that would miss the --deadline: its upload is dropped (drop), or it uploads the "
         "steps that it has done by then (partial)", choices=("drop", "partial"))
     over_select: float = _clock(
         1.0, "R: a synchronous round asks R times --cohort clients, rounded up, and takes the first --cohort uploads. "

@@ -197,7 +197,7 @@ def scale_of(model: Model, path: Path) -> jax.Array:
 
 
 def changes(model: Model, variables: Variables) -> Variables:
-    """What the adapters, and earlier changes, add to each targeted kernel: a tree of leaves ``kernel`` [..., in, out].
+    """The sum of adapters and earlier changes for each targeted kernel: a tree of leaves ``kernel`` [..., in, out].
 
     ``variables`` is one model or several [K, ...].
     """

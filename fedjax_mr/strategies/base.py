@@ -142,7 +142,7 @@ class Receive(Protocol):
 
 
 class History(NamedTuple):
-    """What a server knows when it chooses clients for new jobs, besides who is busy."""
+    """The facts by which a server may choose clients for new jobs. The busy clients are passed beside it."""
 
     time: float  # seconds since the start of the run
     branches: np.ndarray  # [R] branches that wait for a client
