@@ -34,14 +34,15 @@ FREE = {"errors", "registry", "trees"}
 LIBRARY = {
     "data": {"models.platforms"},
     "models": set(),
-    "channel": {"engine.local", "models", "strategies.base", "strategies.hyper"},
-    "clock": {"channel.base", "engine.local", "strategies.base"},
+    "channel": {"engine.samples", "engine.local", "models", "strategies.base", "strategies.hyper"},
+    "clock": {"channel.base", "engine.samples", "engine.local", "strategies.base"},
     "engine": {"data", "models", "strategies.base"},
-    "engine.local": {"models"},
+    "engine.samples": set(),
+    "engine.local": {"engine.samples", "models"},
     "engine.simulator": {"data", "engine", "models", "strategies"},
-    "engine.mutual": {"engine.local", "models"},
-    "strategies": {"engine.local", "engine.mutual", "models", "secure"},
-    "strategies.base": {"engine.local", "models"},
+    "engine.mutual": {"engine.samples", "engine.local", "models"},
+    "strategies": {"engine.samples", "engine.local", "engine.mutual", "models", "secure"},
+    "strategies.base": {"engine.samples", "engine.local", "models"},
     "secure": {"data.files", "models"},
 }
 # Downwards only; a room may use its own files. The longest name that fits a module counts.

@@ -28,6 +28,7 @@ PARTS = {
             "Training and rounds",
             "The training of one client, and the rounds of the engine.",
             [
+                "fedjax_mr.engine.samples",
                 "fedjax_mr.engine.local",
                 "fedjax_mr.engine.mutual",
                 "fedjax_mr.engine.round",

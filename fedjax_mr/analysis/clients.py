@@ -13,6 +13,7 @@ import numpy as np
 from fedjax_mr.analysis import plots, runs, tables
 from fedjax_mr.engine import local
 from fedjax_mr.engine.personal import worst_tenth
+from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles
@@ -65,8 +66,8 @@ def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
     test = jax.tree.map(jnp.asarray, normalised(trained.federated.dataset, own.x, own.y))
 
     @jax.jit
-    def right(variables: Variables, test: local.Samples, rows: jax.Array) -> jax.Array:
-        logits = trained.model.apply(variables, local.gather(test, rows))
+    def right(variables: Variables, test: Samples, rows: jax.Array) -> jax.Array:
+        logits = trained.model.apply(variables, gather(test, rows))
         return jnp.argmax(logits, axis=-1) == test.y[rows]
 
     tested = np.unique(own.split.index)

@@ -19,6 +19,7 @@ import scipy.optimize
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import Samples
 from fedjax_mr.models import Model, Variables
 
 TOTAL_VARIATION = 0.1  # weight, for brightnesses in 0..1
@@ -34,7 +35,7 @@ class Pixels(NamedTuple):
     shift: jax.Array  # [channels] or [1]
 
     @classmethod
-    def of(cls, samples: local.Samples, low: float, high: float) -> "Pixels":
+    def of(cls, samples: Samples, low: float, high: float) -> "Pixels":
         """Those of samples whose raw values lie between ``low`` and ``high``."""
         scale, shift = jnp.asarray(samples.scale), jnp.asarray(samples.shift)
         return cls(scale * jnp.float32(high - low), scale * jnp.float32(low) + shift)

@@ -28,6 +28,7 @@ from fedjax_mr import trees
 from fedjax_mr.analysis import plots, runs, tables
 from fedjax_mr.data import files
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -149,7 +150,7 @@ def check(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name}={getattr(arguments, name)} is out of range: it must be {words}")
 
 
-def draw(trained: runs.Trained, *, of: str, count: int, seed: int) -> local.Samples:
+def draw(trained: runs.Trained, *, of: str, count: int, seed: int) -> Samples:
     """A random subset of at most ``count`` test or training samples. 0 uses all."""
     dataset = trained.federated.dataset
     x, y = (dataset.test_x, dataset.test_y) if of == "test" else (dataset.x, dataset.y)
@@ -181,7 +182,7 @@ def filter_normalised(key: jax.Array, params: Any) -> Any:
 class Around:
     """The loss around a model, compiled once for all directions and points."""
 
-    def __init__(self, model: Model, variables: Variables, part: local.Samples, *, batch: int = BATCH):
+    def __init__(self, model: Model, variables: Variables, part: Samples, *, batch: int = BATCH):
         """Cut the samples into batches of equal size. The last one is padded and masked."""
         count = len(part.y)
         batch = min(batch, count)
@@ -192,7 +193,7 @@ class Around:
         self._batch, self._count = batch, count
         self._others = {name: value for name, value in variables.items() if name != "params"}
 
-        def loss(params: Any, others: Variables, part: local.Samples, mask: jax.Array) -> jax.Array:
+        def loss(params: Any, others: Variables, part: Samples, mask: jax.Array) -> jax.Array:
             score = local.evaluate(model, {"params": params, **others}, part, mask, batch_size=batch)
             return score.loss / score.count
 
@@ -205,9 +206,9 @@ class Around:
 
             return jax.vmap(one)(points)
 
-        def product(params: Any, vector: Any, others: Variables, part: local.Samples, mask: jax.Array) -> Any:
+        def product(params: Any, vector: Any, others: Variables, part: Samples, mask: jax.Array) -> Any:
             def total(params: Any) -> jax.Array:
-                logits = model.apply({"params": params, **others}, local.gather(part, jnp.arange(batch)))
+                logits = model.apply({"params": params, **others}, gather(part, jnp.arange(batch)))
                 return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, part.y) * mask)
 
             # In reverse mode twice: our own gradients (windows.conv) have no forward mode. And of one batch, as

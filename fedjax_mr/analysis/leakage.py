@@ -59,6 +59,7 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -349,11 +350,11 @@ def infer_membership(victim: Victim, *, shadows: int, seed: int) -> dict[str, di
     return {view: _scores(lessons[view], real[view]) for view in real}
 
 
-def _outputs(model: Model, samples: local.Samples) -> Any:
+def _outputs(model: Model, samples: Samples) -> Any:
     """A function (K models, K arrays of rows) -> K arrays of logits [R, C]."""
 
     @jax.jit
-    def program(models: Variables, samples: local.Samples, rows: jax.Array) -> jax.Array:
+    def program(models: Variables, samples: Samples, rows: jax.Array) -> jax.Array:
         return jax.lax.map(lambda each: local.outputs(model, each[0], samples, each[1]), (models, rows))
 
     def outputs(models: Variables, rows: list[np.ndarray]) -> list[np.ndarray]:
@@ -478,7 +479,7 @@ def _inputs(federated: FederatedData, rows: np.ndarray) -> jax.Array:
     """The network inputs of training rows [K, B]."""
     dataset = federated.dataset
     flat = normalised(dataset, dataset.x[rows.reshape(-1)], dataset.y[rows.reshape(-1)])
-    inputs = local.gather(flat, jnp.arange(rows.size, dtype=jnp.int32))
+    inputs = gather(flat, jnp.arange(rows.size, dtype=jnp.int32))
     return inputs.reshape(*rows.shape, *inputs.shape[1:])
 
 

@@ -44,6 +44,7 @@ from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.engine.samples import Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
@@ -237,7 +238,7 @@ def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rou
         architectures=jnp.zeros(clients, jnp.int32),
     )
     x = np.concatenate([problem.x, problem.y[..., None]], axis=-1).reshape(clients * samples, -1).astype(np.float32)
-    pool = local.Samples(x, np.zeros(len(x), np.int32), np.ones(1, np.float32), np.zeros(1, np.float32))
+    pool = Samples(x, np.zeros(len(x), np.int32), np.ones(1, np.float32), np.zeros(1, np.float32))
     split = Split.of(np.split(np.arange(len(x)), clients))
     axis = client_axis(devices=1, lanes=clients, cohort_size=clients)
     federation = Federation(pool, split.index, split.offsets)

@@ -17,7 +17,7 @@ changes of the honest clients in the same round. An attacker's change becomes
 | ``replacement`` | s times its own | K / attackers of the round | Bagdasaryan et al., AISTATS 2020 |
 
 ``replacement`` is model replacement with a backdoor. Attackers train on their samples, some of which carry a trigger
-and have the label ``target`` (`local.backdoored`), and scale their change so that it survives the mean. If all other
+and have the label ``target`` (`backdoored`), and scale their change so that it survives the mean. If all other
 clients send back what they received, the uniform mean with s = K is the attacker's model. The success of the attack
 is the share of images with the trigger that the deployed model assigns to ``target`` (`Simulator.attacked`).
 
@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Values
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import ClientData
+from fedjax_mr.engine.samples import ClientData, backdoored
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.strategies.base import Info, Problem
 from fedjax_mr.strategies.hyper import require
@@ -102,7 +102,7 @@ def attack(
         share = jnp.where(is_attacker(context.client), poisoned, 0.0)
         key = jax.random.fold_in(_key(seed), context.client)
         rows = _some_rows(data, share, key, problem.local.max_size)
-        return data._replace(samples=local.backdoored(data.samples, rows, target))
+        return data._replace(samples=backdoored(data.samples, rows, target))
 
     def server(state: Any, values: Values, reference: Values, context: Context) -> tuple[Any, Values, Info]:
         attacker = is_attacker(context.client)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import ClientData, Samples
+from fedjax_mr.engine.samples import ClientData, Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import base
 from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, Problem, Strategy
@@ -370,7 +370,7 @@ def upload_shapes(strategy: Strategy, problem: Problem) -> Payload:
         payloads = strategy.dispatch(strategy.init(key), cohort, key)
         payload = jax.tree.map(lambda leaf: leaf[0], payloads)
         memory = None if strategy.init_memory is None else strategy.init_memory(key, jnp.int32(0))
-        data = local.one_client(samples)
+        data = one_client(samples)
         return strategy.client_update(payload, memory, data, jnp.int32(0), key)[0]
 
     return jax.eval_shape(upload)

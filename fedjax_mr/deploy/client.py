@@ -30,9 +30,9 @@ from fedjax_mr.deploy.storage import ClientStorage
 from fedjax_mr.deploy.transport import Message
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.devices import set_up_jax
-from fedjax_mr.engine.local import ClientData, Samples, one_client
 from fedjax_mr.engine.personal import part_of, test_client
 from fedjax_mr.engine.round import dispatch
+from fedjax_mr.engine.samples import ClientData, Samples, one_client
 from fedjax_mr.engine.simulator import normalised, problem_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration

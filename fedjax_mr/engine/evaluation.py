@@ -8,9 +8,10 @@ from jax.sharding import PartitionSpec
 
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
-from fedjax_mr.engine.local import Samples, Score, Trigger
+from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.placement import place, shapes_at
 from fedjax_mr.engine.program import Programs
+from fedjax_mr.engine.samples import Samples, Trigger, backdoored
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
@@ -120,7 +121,7 @@ def backdoor_test(samples: Samples, target: int) -> tuple[Samples, np.ndarray]:
     others = np.asarray(samples.y) != target
     if not others.any():
         raise UserError(f"every test sample has label {target}, so a backdoor for it cannot be tested: choose another")
-    return jax.device_get(local.backdoored(samples, np.ones(len(others), bool), target)), others
+    return jax.device_get(backdoored(samples, np.ones(len(others), bool), target)), others
 
 
 def _layout(samples: Samples, here: Any, everywhere: Any) -> Samples:

@@ -13,7 +13,8 @@ import jax
 import optax
 
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Batch, ClientData, LocalSetting, LocalStep, Loss, Metrics
+from fedjax_mr.engine.local import Batch, LocalSetting, LocalStep, Loss, Metrics
+from fedjax_mr.engine.samples import ClientData
 
 
 class Weights(NamedTuple):

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import ClientAxis, assign, positions
-from fedjax_mr.engine.local import Array, ClientData, Metrics, Samples, one_client
+from fedjax_mr.engine.local import Metrics
 from fedjax_mr.engine.placement import CohortSamples
+from fedjax_mr.engine.samples import Array, ClientData, Samples, one_client
 from fedjax_mr.strategies.base import (
     Cohort,
     Info,

@@ -26,7 +26,7 @@ from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
-from fedjax_mr.engine.local import ClientData, LocalSetting, Samples
+from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
 from fedjax_mr.engine.program import memory_needed, numbers_are_arguments
 from fedjax_mr.engine.round import (
@@ -42,6 +42,7 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.engine.rounds import Rounds
+from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
 from fedjax_mr.strategies import STRATEGIES

@@ -15,7 +15,8 @@ import numpy as np
 
 from fedjax_mr.data import files
 from fedjax_mr.data.facts import Facts, scale_and_shift
-from fedjax_mr.engine.local import Samples, evaluation_batch, gather
+from fedjax_mr.engine.local import evaluation_batch
+from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import save_arrays
 from fedjax_mr.models import Model, Variables, adapters, calls

@@ -20,7 +20,8 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import ClientData, LocalSetting, Metrics, Samples
+from fedjax_mr.engine.local import LocalSetting, Metrics
+from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Layer, Model, Variables
 

@@ -22,6 +22,7 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import one_client
 from fedjax_mr.models import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
@@ -126,7 +127,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             max_size=count,
             augment=None,
         )
-        model, _ = local.train(network, setting, memory.model, local.one_client(public), public_key, loss=collaborate)
+        model, _ = local.train(network, setting, memory.model, one_client(public), public_key, loss=collaborate)
 
         known = functools.partial(local.client_outputs, network, data=data, max_size=problem.local.max_size)
         teachers = [known(each) for each in (memory.frozen, memory.model)]

@@ -29,7 +29,7 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import ClientData
+from fedjax_mr.engine.samples import ClientData, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, kept_model, nothing, own_start, to_all
@@ -101,7 +101,7 @@ def class_means(
         rows = jnp.asarray(data.index)[data.offset + jnp.minimum(position, data.size - 1)]
         mask = (position < data.size).astype(jnp.float32)
         labels = jax.nn.one_hot(jnp.asarray(data.samples.y)[rows], num_classes) * mask[:, None]
-        z = network.features(variables, local.gather(data.samples, rows)).reshape(batch_size, -1)
+        z = network.features(variables, gather(data.samples, rows)).reshape(batch_size, -1)
         return total[0] + labels.T @ z, total[1] + jnp.sum(labels, axis=0)
 
     start = jnp.zeros((num_classes, width)), jnp.zeros(num_classes)

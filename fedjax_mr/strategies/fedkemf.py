@@ -22,6 +22,7 @@ import optax
 
 from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
+from fedjax_mr.engine.samples import one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples, to_all
@@ -140,7 +141,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         setting = local.LocalSetting(
             "adam", hyper.server_epochs, min(hyper.server_batch, count), count, lr=hyper.server_lr
         )
-        data = local.one_client(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
+        data = one_client(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
             knowledge, _ = local.train(small, setting, state.knowledge, data, key, loss=distil)
         return State(knowledge), {}

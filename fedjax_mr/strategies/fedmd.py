@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import one_client
 from fedjax_mr.strategies.base import (
     LastModel,
     Problem,
@@ -122,7 +123,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             digested = difference(logits, payload["consensus"][batch.position % subset], kind=hyper.digest_loss)
             return local.masked_mean(choose(supervised, digested), batch.mask), state
 
-        public_data = local.one_client(public)
+        public_data = one_client(public)
         rows = jnp.where(memory.trained, jnp.resize(payload["rows"], (count,)), public_data.index)
         public_data = public_data._replace(index=rows, size=choose(count, subset))
         setting = on_public(choose(hyper.public_epochs, hyper.digest_epochs))

@@ -33,6 +33,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
+from fedjax_mr.engine.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, models_sent, own_starts
@@ -202,7 +203,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     @jax.jit
     def outputs(models, samples):
-        x = local.gather(samples, jnp.arange(samples.x.shape[0]))
+        x = gather(samples, jnp.arange(samples.x.shape[0]))
         logits = jax.lax.map(lambda variables: model.apply(variables, x), models)
         return jax.nn.softmax(logits) if hyper.outputs == "probabilities" else logits
 

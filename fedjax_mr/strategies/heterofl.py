@@ -37,6 +37,7 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Layer, Model
 from fedjax_mr.models.base import Variables
@@ -161,7 +162,7 @@ def in_units(variables: Variables, unit: jax.Array) -> Variables:
     return jax.tree_util.tree_map_with_path(each, variables)
 
 
-def static_statistics(model: Model, variables: Variables, samples: local.Samples, *, batch_size: int) -> Variables:
+def static_statistics(model: Model, variables: Variables, samples: Samples, *, batch_size: int) -> Variables:
     """Replace the statistics by those of samples: the mean over batches, as with PyTorch's ``momentum=None``.
 
     In every layer a running statistic is updated to old + rate (new - old). Two updates, from old = 0 and from old = 1,
@@ -180,7 +181,7 @@ def static_statistics(model: Model, variables: Variables, samples: local.Samples
 
     def add(total: Variables, number: jax.Array) -> tuple[Variables, None]:
         rows = number * size + jnp.arange(size, dtype=jnp.int32)
-        x, mask = local.gather(samples, jnp.minimum(rows, count - 1)), (rows < count).astype(jnp.float32)
+        x, mask = gather(samples, jnp.minimum(rows, count - 1)), (rows < count).astype(jnp.float32)
         low, high = after(0.0, x, mask), after(1.0, x, mask)
         rate = jax.tree.map(lambda low, high: 1.0 + low - high, low, high)
         batch = jax.tree.map(lambda low, rate: low / jnp.where(rate > 0, rate, 1.0), low, rate)

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import ClientData, Metrics
+from fedjax_mr.engine.local import Metrics
+from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, averaging

@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_mr.analysis import landscape, runs
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import Samples
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import read_rows
 
@@ -126,7 +126,7 @@ def test_a_part_of_the_samples_is_drawn_by_seed(finished):
     (run,) = landscape.runs.read([str(finished("fedmr"))])
     trained = landscape.runs.restore(run)
     few = landscape.draw(trained, of="test", count=20, seed=1)
-    assert isinstance(few, local.Samples) and len(few.y) == 20
+    assert isinstance(few, Samples) and len(few.y) == 20
     np.testing.assert_array_equal(few.x, landscape.draw(trained, of="test", count=20, seed=1).x)
     assert not np.array_equal(few.x, landscape.draw(trained, of="test", count=20, seed=2).x)
     dataset = trained.federated.dataset

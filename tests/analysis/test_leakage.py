@@ -12,6 +12,7 @@ from fedjax_mr import trees
 from fedjax_mr.analysis import inversion, leakage, membership, runs
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import Samples, gather, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 
@@ -77,9 +78,9 @@ def test_an_overfit_model_leaks_and_a_fresh_one_does_not(federation):
     """Random images and labels: nothing can be learnt but the samples themselves."""
     model, rng = federation("perceptron").problem.model, np.random.default_rng(0)
     x, y = rng.normal(size=(400, 4, 4, 1)).astype(np.float32), rng.integers(0, 3, 400).astype(np.int32)
-    samples = local.Samples(jnp.asarray(x), jnp.asarray(y), jnp.ones(1), jnp.zeros(1))
+    samples = Samples(jnp.asarray(x), jnp.asarray(y), jnp.ones(1), jnp.zeros(1))
     setting = local.LocalSetting("sgd", 100, 10, max_size=16, lr=jnp.float32(0.3))
-    data = local.one_client(samples)._replace(size=jnp.int32(16))
+    data = one_client(samples)._replace(size=jnp.int32(16))
     fresh = jax.jit(model.init)(jax.random.key(0))
     trained = jax.jit(lambda start, data: local.train(model, setting, start, data, jax.random.key(1))[0])(fresh, data)
     areas = []
@@ -110,10 +111,10 @@ FACTORS = np.array([[0.02, 0.01, 0.03], [-1, 0, 0.5]], np.float32)  # scale and 
 
 
 def test_brightness_is_the_inverse_of_inputs():
-    samples = local.Samples(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1, np.int32), *FACTORS)
+    samples = Samples(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1, np.int32), *FACTORS)
     pixels = inversion.Pixels.of(samples, 0, 255)
     raw = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
-    inputs = local.gather(samples._replace(x=raw), jnp.array([0]))
+    inputs = gather(samples._replace(x=raw), jnp.array([0]))
     np.testing.assert_allclose(pixels.brightness(inputs), raw / 255, atol=1e-5)
     np.testing.assert_allclose(pixels.inputs(pixels.brightness(inputs)), inputs, rtol=1e-5)
 

@@ -14,7 +14,7 @@ from fedjax_mr.channel.attacks import KINDS, attack, attackers_of, largest_devia
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.engine import local
 from fedjax_mr.engine.evaluation import backdoor_test
-from fedjax_mr.engine.local import Samples
+from fedjax_mr.engine.samples import Samples, backdoored, gather, one_client
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
@@ -214,7 +214,7 @@ def test_the_chosen_samples_do_not_depend_on_where_samples_are_kept(poisoned_sam
     data = run.client(int(client))
     own = np.asarray(data.index)[int(data.offset) : int(data.offset + data.size)]
     sent = data.samples._replace(x=data.samples.x[own], y=data.samples.y[own])  # as from host memory
-    alone = local.one_client(sent, client_id=int(client))
+    alone = one_client(sent, client_id=int(client))
     here, there = (poisoned_samples(each, 1 / CLIENTS, 0.5).trigger.rows for each in (data, alone))
     np.testing.assert_array_equal(np.asarray(here)[own], there)
     assert 0 < np.sum(there) < len(own)
@@ -226,8 +226,8 @@ def test_the_trigger_is_a_white_square_in_the_corner(dtype, in_rows):
     x = np.random.default_rng(0).integers(0, 2, (4, 16, 20, 3)).astype(dtype)
     scale, shift = np.full(3, 0.5, np.float32), np.full(3, 0.25, np.float32)
     samples = Samples(x, np.arange(4, dtype=np.int32), scale, shift)
-    samples = local.backdoored(samples.in_rows() if in_rows else samples, np.array([True, False, False, True]), 7)
-    seen = local.gather(samples, jnp.array([3, 1]), change=lambda images: images[:, ::-1])
+    samples = backdoored(samples.in_rows() if in_rows else samples, np.array([True, False, False, True]), 7)
+    seen = gather(samples, jnp.array([3, 1]), change=lambda images: images[:, ::-1])
     plain = x[[3, 1]][:, ::-1].astype(np.float32)
     plain[0, -2:, -2:] = 255 if dtype == np.uint8 else 1  # an augmentation does not move it
     np.testing.assert_array_equal(seen, plain * 0.5 + 0.25)
@@ -269,7 +269,7 @@ def test_the_test_of_a_backdoor_has_the_trigger_on_all_other_images():
     triggered, counted = backdoor_test(samples, 1)
     np.testing.assert_array_equal(counted, samples.y != 1)
     assert np.all(triggered.y == 1) and triggered.x is samples.x
-    seen = np.asarray(local.gather(triggered, jnp.arange(10)))
+    seen = np.asarray(gather(triggered, jnp.arange(10)))
     assert np.all(seen[:, -1, -1] == 1) and np.all(samples.x[:, -1, -1] < 0.5)
     with pytest.raises(UserError, match="every test sample has label 1"):
         backdoor_test(triggered, 1)

@@ -21,9 +21,8 @@ from fedjax_mr.channel.privacy import (
     refusal,
     uniform_weights,
 )
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Samples
 from fedjax_mr.engine.round import client_key
+from fedjax_mr.engine.samples import Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg
 from fedjax_mr.testing.federations import constants, default_hyper, simulator
@@ -416,7 +415,7 @@ def test_an_audit_stays_below_the_claimed_epsilon(federation):
         key = jax.random.key(0)
         cohort = Cohort(jnp.arange(4, dtype=jnp.int32), problem.sizes[:4])
         payload = trees.take(strategy.dispatch(strategy.init(key), cohort, key), jnp.int32(0))
-        data = local.one_client(Samples(x, jnp.full(8, label, jnp.int32), jnp.ones(1), jnp.zeros(1)))
+        data = one_client(Samples(x, jnp.full(8, label, jnp.int32), jnp.ones(1), jnp.zeros(1)))
 
         def one(key):
             message = strategy.client_update(payload, None, data, jnp.int32(0), key)[0]

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import ClientData, Samples, gather
 
 shuffle = jax.jit(local.shuffle, static_argnums=2)
 
@@ -32,7 +33,7 @@ def test_shuffle_is_uniform():
 def one_client(federation, client):
     samples, index, offsets = jax.device_get(federation.federation)
     offset, size = np.int32(offsets[client]), np.asarray(federation.problem.sizes)[client]
-    return local.ClientData(samples, index, offset, size, np.int32(client))
+    return ClientData(samples, index, offset, size, np.int32(client))
 
 
 def train(model, setting, variables, data, key, loss=None):
@@ -115,14 +116,14 @@ def test_a_loss_that_is_not_finite_is_named_by_its_first_step(federation):
 
 
 def test_bytes_become_normalised_pixels_and_tokens_stay():
-    samples = local.Samples(
+    samples = Samples(
         np.array([[[[0, 255]]], [[[51, 0]]]], np.uint8), np.zeros(2, np.int32),
         np.array([1 / (255 * 0.5), 1 / (255 * 0.25)], np.float32), np.array([-1.0, -2.0], np.float32),
     )  # fmt: skip
-    gather = jax.jit(local.gather)
-    np.testing.assert_allclose(gather(samples, np.array([1, 0])), [[[[-0.6, -2.0]]], [[[-1.0, 2.0]]]], atol=1e-6)
+    compiled = jax.jit(gather)
+    np.testing.assert_allclose(compiled(samples, np.array([1, 0])), [[[[-0.6, -2.0]]], [[[-1.0, 2.0]]]], atol=1e-6)
     tokens = samples._replace(x=np.array([[3, 4], [5, 6]], np.int32))
-    np.testing.assert_array_equal(gather(tokens, np.array([1])), [[5, 6]])
+    np.testing.assert_array_equal(compiled(tokens, np.array([1])), [[5, 6]])
 
 
 @pytest.mark.parametrize(
@@ -138,12 +139,12 @@ def test_bytes_become_normalised_pixels_and_tokens_stay():
 )
 def test_images_in_rows_are_the_same_images(shape, arranged):
     x = np.random.default_rng(0).integers(0, 256, (6, *shape), np.uint8)
-    samples = local.Samples(x, np.arange(6, dtype=np.int32), np.full(1, 0.01, np.float32), np.full(1, -1, np.float32))
+    samples = Samples(x, np.arange(6, dtype=np.int32), np.full(1, 0.01, np.float32), np.full(1, -1, np.float32))
     rows, turned = samples.in_rows(), lambda images: images[:, ::-1]
     assert rows.x.shape == (6, *arranged)
     assert samples._replace(x=x[:0]).in_rows().x.shape == (0, *arranged)
     for change in (None, turned) if len(shape) == 3 else (None,):
-        one, other = (local.gather(each, np.array([4, 0, 4]), change=change) for each in (rows, samples))
+        one, other = (gather(each, np.array([4, 0, 4]), change=change) for each in (rows, samples))
         np.testing.assert_array_equal(one, other)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from fedjax_mr.engine import local, mutual
 from fedjax_mr.engine.mutual import Pair, Weights
+from fedjax_mr.engine.samples import ClientData
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,7 @@ def constants(federation):
 def data_of(constants, client):
     samples, index, offsets = constants.federation
     sizes = np.diff(offsets)
-    return local.ClientData(
-        samples, jnp.asarray(index), np.int32(offsets[client]), np.int32(sizes[client]), np.int32(0)
-    )
+    return ClientData(samples, jnp.asarray(index), np.int32(offsets[client]), np.int32(sizes[client]), np.int32(0))
 
 
 def start_of(model, seed):

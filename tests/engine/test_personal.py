@@ -12,6 +12,7 @@ from fedjax_mr import trees
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.engine import local, personal
 from fedjax_mr.engine.round import PERSONAL
+from fedjax_mr.engine.samples import ClientData, validation
 
 
 def federated(constants):
@@ -61,7 +62,7 @@ def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
             assert np.isnan(tested.accuracy[client]) and tested.count[client] == 0
             continue
         model = trees.take(progress.memory.model, client) if strategy == "local" else deployed
-        own = local.ClientData(samples, index, offsets[client], problem.sizes[client], np.int32(client))
+        own = ClientData(samples, index, offsets[client], problem.sizes[client], np.int32(client))
         _, tune_key = jax.random.split(jax.random.fold_in(key, client))
         for result, logits in zip(
             (tested, tuned), tune_and_apply(problem.local, model, own, tune_key, test.x), strict=True
@@ -103,8 +104,8 @@ def test_validation_rows_follow_the_training_rows(federation):
     split = data.train_and_validation()
     assert split.index.tolist() == [4, 5, 7, 9, 1, 2] and split.offsets.tolist() == [0, 3, 6]
     zero = jnp.int32(0)
-    client = local.ClientData(constants.federation.samples, split.index, zero + 3, zero + 1, zero + 1, zero + 2)
-    held = local.validation(client)
+    client = ClientData(constants.federation.samples, split.index, zero + 3, zero + 1, zero + 1, zero + 2)
+    held = validation(client)
     assert (int(held.offset), int(held.size)) == (4, 2)
-    alone = local.validation(client._replace(validation_size=zero))
+    alone = validation(client._replace(validation_size=zero))
     assert (int(alone.offset), int(alone.size)) == (3, 1)

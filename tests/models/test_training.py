@@ -14,6 +14,7 @@ from fedjax_mr import models
 from fedjax_mr.data import Split
 from fedjax_mr.engine import local, rounds
 from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.strategies import STRATEGIES, Problem
 from fedjax_mr.strategies.hyper import bind
 
@@ -42,8 +43,8 @@ def training(model):
     """The program of the training of one client."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     index = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    samples = local.Samples(shape((20, *model.input_shape)), index((20,)), shape((1,)), shape((1,)))
-    data = local.ClientData(samples, index((20,)), index(()), index(()), index(()))
+    samples = Samples(shape((20, *model.input_shape)), index((20,)), shape((1,)), shape((1,)))
+    data = ClientData(samples, index((20,)), index(()), index(()), index(()))
     setting = local.LocalSetting(optax.sgd(0.1, 0.5), epochs=2, batch_size=4, max_size=20)
 
     def train(variables, data):
@@ -99,7 +100,7 @@ def rounds_of_fedmr(model, *, lanes):
         label_counts=jnp.asarray([np.bincount(y[split.rows(i)], minlength=classes) for i in range(3)], jnp.int32),
         architectures=jnp.zeros(3, jnp.int32),
     )
-    samples = local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
+    samples = Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
     row, federation = STRATEGIES["fedmr"], rounds.Federation(samples, split.index, split.offsets)
     constants = rounds.RunConstants(bind(row.build, row.hyper()), problem, federation, jax.random.key(0))
     axis = client_axis(devices=1, lanes=lanes, cohort_size=2)

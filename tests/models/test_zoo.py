@@ -8,6 +8,7 @@ import pytest
 
 from fedjax_mr import models
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 
 
@@ -24,7 +25,7 @@ def zoo(constants):
 def data_of(constants, client):
     samples, index, offsets = constants.federation
     size = np.int32(np.diff(offsets)[client])
-    return local.ClientData(samples, jnp.asarray(index), np.int32(offsets[client]), size, np.int32(client))
+    return ClientData(samples, jnp.asarray(index), np.int32(offsets[client]), size, np.int32(client))
 
 
 def pack(zoo, variables, number):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedgh
 from fedjax_mr.strategies.fedgh import Hyper
@@ -27,7 +27,7 @@ def means_of(one, memory, client):
     problem, (samples, index, offsets) = one.constants.problem, one.constants.federation
     rows = np.asarray(index)[offsets[client] : offsets[client + 1]]
     model = jax.tree.map(lambda leaf: leaf[client], memory.model)
-    features = jax.jit(lambda model, rows: problem.model.features(model, local.gather(samples, rows)))
+    features = jax.jit(lambda model, rows: problem.model.features(model, gather(samples, rows)))
     z = np.asarray(features(model, rows))
     y = np.asarray(samples.y)[rows]
     return [(z[y == label].mean(axis=0), label) for label in range(CLASSES) if (y == label).any()]

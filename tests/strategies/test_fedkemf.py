@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedkemf
 from fedjax_mr.strategies.fedkemf import Hyper
@@ -21,7 +21,7 @@ def test_the_server_learns_the_ensemble(engine, variant):
     """Outputs after distillation are nearer to the mean of the clients' probabilities than the network before."""
     one = engine("fedkemf", "linear,perceptron", hyper=Hyper(server_epochs=40, server_lr=0.02, variant=variant))
     public, small = one.constants.problem.public, one.constants.problem.model.networks[0]
-    x = local.gather(public, np.arange(10))
+    x = gather(public, np.arange(10))
     softmax = jax.jit(lambda variables: jax.nn.softmax(small.apply(variables, x)))
     probabilities = lambda variables: np.asarray(softmax(variables))
     state = jax.tree.map(np.array, one.init().server)

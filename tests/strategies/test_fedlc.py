@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.strategies import fedavg, fedlc
 from fedjax_mr.strategies.fedlc import Hyper
 
@@ -52,7 +52,7 @@ def test_with_equal_counts_it_is_fedavg(federation, close):
     """A shift of all logits changes nothing."""
     problem, (samples, index, _), key = federation("linear")
     equal = dataclasses.replace(problem, label_counts=jnp.full_like(problem.label_counts, 4))
-    data = local.ClientData(samples, jnp.asarray(index), jnp.int32(7), jnp.int32(12), jnp.int32(1))
+    data = ClientData(samples, jnp.asarray(index), jnp.int32(7), jnp.int32(12), jnp.int32(1))
 
     @jax.jit
     def trained(key):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedmd
 from fedjax_mr.strategies.fedmd import Hyper
@@ -35,7 +35,7 @@ def test_the_consensus_is_the_mean_of_the_rounds_clients(engine, zoo):
     assert len(clients) == problem.cohort_size and not before.trained.any()
     np.testing.assert_array_equal(server.rows, rows)
     assert len(set(rows.tolist())) == 6
-    x = local.gather(problem.public, rows)
+    x = gather(problem.public, rows)
     apply, models = jax.jit(problem.model.apply), jax.device_get(memory.model)
     logits = [apply(trees.take(models, client), x) for client in clients]
     np.testing.assert_allclose(server.consensus, np.mean(logits, axis=0), rtol=1e-4, atol=1e-5)

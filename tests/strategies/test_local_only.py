@@ -6,6 +6,7 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.strategies.local_only import Hyper
 
 ROUNDS, PATIENCE = 6, 1
@@ -20,7 +21,7 @@ def test_a_client_stops_for_good_after_its_patience(engine, equal):
     @jax.jit
     def losses(models):
         def loss(client):
-            data = local.ClientData(samples, index, offsets[client], problem.sizes[client], client)
+            data = ClientData(samples, index, offsets[client], problem.sizes[client], client)
             return local.held_out_loss(problem.model, trees.take(models, client), data, batch_size=4)
 
         return jax.lax.map(loss, jnp.arange(6, dtype=jnp.int32))

@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import ClientData
+from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedavg, mapper
 from fedjax_mr.strategies.mapper import Hyper

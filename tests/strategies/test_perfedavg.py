@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.engine.local import ClientData
+from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import perfedavg
 from fedjax_mr.strategies.perfedavg import Hyper

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_mr import models
-from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.blocks import ConvBlock, DenseBlock, head
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
@@ -39,7 +39,7 @@ def samples(count=21, seed=0):
     rng = np.random.default_rng(seed)
     y = rng.integers(0, CLASSES, count).astype(np.int32)
     x = (rng.normal(size=(count, *SHAPE)) * 0.5 + y[:, None, None, None]).astype(np.float32)
-    return jax.device_put(local.Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32)))
+    return jax.device_put(Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32)))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Samples
+from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import calls
 from fedjax_mr.models.base import BlockNet, Model, Variables
@@ -282,9 +282,9 @@ def _batch(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     labels = rows if samples.y is None else jnp.asarray(samples.y)[rows]
     if views is None:
-        return local.gather(samples, rows), labels, mask
+        return gather(samples, rows), labels, mask
     one, other = jax.random.split(functools.reduce(jax.random.fold_in, key))
-    x = [local.gather(samples, rows, change=functools.partial(views, each)) for each in (one, other)]
+    x = [gather(samples, rows, change=functools.partial(views, each)) for each in (one, other)]
     return jnp.concatenate(x), jnp.tile(labels, 2), None if mask is None else jnp.tile(mask, 2)
 
 

@@ -46,7 +46,7 @@ from absl import logging
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
-from fedjax_mr.engine.local import ClientData
+from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import (
