@@ -31,7 +31,7 @@ from fedjax_mr.strategies.hyper import field
 
 platforms.skip_absent_accelerators()
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "MODELS",

@@ -7,13 +7,18 @@ import os
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-LINKS = {"../../experiments/RESULTS.md": "../results/index.md", ".ipynb)": ".md)"}  # in the repository: in the site
+LINKS = {  # in the repository: in the site
+    "../../experiments/RESULTS.md": "../results/index.md", "../../experiments/notebook/": "../results/notebook/",
+    ".ipynb)": ".md)",
+}  # fmt: skip
+ORDER = ["simulator_in_ten_lines", "fedmr_in_60_lines", "own_method_in_20_lines"]  # the first to read; then by name
 
 
 def navigation() -> list[dict[str, str]]:
     """The entries of the navigation: one per notebook."""
     titles = {page: text.partition("\n")[0].removeprefix("# ") for page, text in pages().items()}
-    return [{title: page} for page, title in titles.items()]
+    first = [f"notebooks/{name}.md" for name in ORDER]
+    return [{titles[page]: page} for page in [*first, *(page for page in titles if page not in first)]]
 
 
 def pages() -> dict[str, str]:
