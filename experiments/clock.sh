@@ -25,10 +25,13 @@ trainings() {
   local all=(--sweep_dir="$folder/$name" "$@")
   local one=(--mode=async --in_flight=10 --cohort=1 --rounds=$((10 * rounds)) --eval_every=$((10 * every)))
   local five=(--mode=async --in_flight=10 --cohort=5 --rounds=$((2 * rounds)) --eval_every=$((2 * every)))
-  sweep --strategies=fedavg,fedmr,fedcross --cohort=10 --rounds="$rounds" --eval_every="$every" "${all[@]}"
+  local synchronous=(--cohort=10 --rounds="$rounds" --eval_every="$every" "${all[@]}")
+  sweep --strategies=fedavg,fedmr,fedcross "${synchronous[@]}"
+  sweep --strategies=fedavg --deadline=350 --late=drop "${synchronous[@]}"
+  sweep --strategies=fedavg --deadline=350 --late=partial "${synchronous[@]}"
   sweep --strategies=fedmr "${five[@]}" "${all[@]}"
   sweep --strategies=fedbuff --refill=arrival "${five[@]}" "${all[@]}"
-  sweep --strategies=fedasync,fedcross "${one[@]}" "${all[@]}"
+  sweep --strategies=fedasync,fedcross,cabafl "${one[@]}" "${all[@]}"
   sweep --strategies=gitfl --gitfl_budget="$budget" "${one[@]}" "${all[@]}"
 }
 

@@ -39,6 +39,8 @@ def main(arguments: argparse.Namespace) -> None:
     federated = federated_data(config)
     model = build_model(config, federated.dataset)
     events = events_of(config, federated, model)
+    if events is None and config.mode == "async":
+        raise UserError(f"{config.strategy} selects its clients during the training, so only a run knows its jobs")
     if events is None:
         raise UserError(f"{run.path} has no simulated time: train it with --fleet, --deadline or --mode=async")
     rounds = len(events.times)

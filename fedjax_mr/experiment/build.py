@@ -23,6 +23,7 @@ from fedjax_mr.clock import (
     constant,
     fleet,
     hinge,
+    online,
     polynomial,
     simulate,
     synchronous,
@@ -128,12 +129,14 @@ def simulator_of(
     } | changes
     if (config.mode == "async" or clients_may_be_late(config)) and "cohort" not in changes:
         events = events or events_of(config, federated, model)
-        assert events is not None
-        clock = events.cohorts if events.schedule is None else _asynchrony(config, events.schedule)
-        assert clock is not None
-        arguments |= {"hyper": dataclasses.replace(arguments["hyper"], clock=clock)}
-        table = clock.clients if isinstance(clock, Cohorts) else clock.schedule.train_clients
-        arguments |= {"cohort": table.shape[1]}
+        if events is None:
+            clock, width = _online(config, federated, model), _in_flight(config)
+        elif events.schedule is None:
+            assert events.cohorts is not None
+            clock, width = events.cohorts, events.cohorts.clients.shape[1]
+        else:
+            clock, width = _asynchrony(config, events.schedule), events.schedule.train_clients.shape[1]
+        arguments |= {"hyper": dataclasses.replace(arguments["hyper"], clock=clock), "cohort": width}
     return Simulator(model=model, federated=federated, name=config.strategy, **arguments)
 
 
@@ -145,7 +148,9 @@ def events_of(
     duration: Duration | None = None,
     versions: int | None = None,
 ) -> Events | None:
-    """The events of a run in simulated time, known before it starts; None without ``fleet`` and asynchronous clients.
+    """The events of a run in simulated time, known before it starts.
+
+    None without ``fleet`` and asynchronous clients, and if the method selects asynchronous clients itself.
 
     Args:
       config: the configuration.
@@ -166,7 +171,10 @@ def events_of(
         in_flight = _in_flight(config)
         jobs = np.arange(in_flight + (config.rounds + 2) * config.cohort)
         draws, key_of = devices.draws(jobs), functools.partial(round_key, key, SELECT)
-        choose = build_chosen(chosen(config), problem).choose
+        strategy = build_chosen(chosen(config), problem)
+        if strategy.select is not None:
+            return None
+        choose = strategy.choose
 
         def of_fleet(job: int, client: int) -> float:
             return float(devices.seconds(np.array([client]), draws[job : job + 1]).total[0])
@@ -239,7 +247,7 @@ def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[
     if config.mode == "async":
         problem = dataclasses.replace(problem, in_flight=_in_flight(config))
     strategy = build_chosen(chosen(config), problem)
-    if strategy.select is not None:
+    if strategy.select is not None and not (config.mode == "async" and strategy.stale == "branches"):
         raise UserError(
             "the method selects its clients itself, so the simulated time is unknown: leave out fleet=, "
             "deadline= and over_select="
@@ -253,10 +261,22 @@ def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[
 
 
 def _asynchrony(config: Config, schedule: Schedule) -> "Asynchrony":
-    key, versions = jax.random.key(config.seed), jnp.arange(config.rounds + 1)
-    keys = Keys(*(jax.vmap(functools.partial(round_key, key, stream))(versions) for stream in (DISPATCH, CLIENT)))
     numbers = (np.float32(config.staleness_a), np.float32(config.staleness_b))
-    return Asynchrony(schedule, keys, numbers, config.staleness)
+    return Asynchrony(schedule, _keys_of_versions(config), numbers, config.staleness)
+
+
+def _online(config: Config, federated: FederatedData, model: Model) -> "Online":
+    if config.cohort != 1:
+        raise UserError(f"the method selects asynchronous clients one by one: use cohort=1, not {config.cohort}")
+    devices, _ = devices_of(config, federated, model)
+    clients, draws = np.arange(federated.num_clients), devices.draws(np.arange(_in_flight(config) + config.rounds))
+    of_job = lambda draw: devices.seconds(clients, np.tile(draw, (len(clients), 1))).total.astype(np.float32)
+    return Online(np.stack([of_job(draw) for draw in draws]), _keys_of_versions(config))
+
+
+def _keys_of_versions(config: Config) -> Keys:
+    key, versions = jax.random.key(config.seed), jnp.arange(config.rounds + 1)
+    return Keys(*(jax.vmap(functools.partial(round_key, key, stream))(versions) for stream in (DISPATCH, CLIENT)))
 
 
 def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
@@ -304,6 +324,15 @@ class Asynchrony:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Online:
+    """The asynchronous clients of a run whose method selects them itself. A pytree."""
+
+    seconds: Any  # [J, N] float32, of each job with each client
+    keys: Keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Arguments:
     """A function that makes a link, with its arguments. A pytree: the leaves are the numbers, as arrays."""
 
@@ -334,7 +363,7 @@ class Chosen:
     server: Any  # ServerOptimizer or None
     links: dict[str, Arguments]  # of the channel, by kind
     poisson: Any = None  # the probability of Poisson sampling
-    clock: Asynchrony | Cohorts | None = None
+    clock: Asynchrony | Online | Cohorts | None = None
 
 
 def chosen(config: Config) -> Chosen:
@@ -379,6 +408,9 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
     clock = chosen.clock
     if isinstance(clock, Cohorts):
         return with_late_clients(build_chosen(dataclasses.replace(chosen, clock=None), problem), problem, clock)
+    if isinstance(clock, Online):
+        inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
+        return online(inner, problem, clock.seconds, clock.keys)
     if clock is not None:
         a, b = clock.numbers
         weight = {"constant": constant, "polynomial": polynomial(a), "hinge": hinge(a, b)}[clock.weight]

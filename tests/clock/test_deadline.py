@@ -25,6 +25,7 @@ QUICK = ("fedmr", "clusamp", "heterofl")
 IMPOSSIBLE = {
     "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "fedme", "pfedhr", "fedmerge", "pfedbayes",
     "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local", "gitfl",
+    "cabafl",
 }  # fmt: skip
 
 

@@ -293,6 +293,7 @@ def test_every_other_member_sees_the_inner_state():
 REFUSED = (
     "pfedbayes",
     "gitfl",
+    "cabafl",
     "fedmerge",
     "fedme",
     "pfedhr",

@@ -21,7 +21,7 @@ METHODS = (
     "fedmerge", "fedspeed", "fedrep", "fedgamma", "fedsmoo", "mofedsam", "fedntd",
     "heterofl", "fedlc", "adaptivefl", "fedswa", "fedmoswa", "perfedavg", "pfedbayes",
     "fedproto", "fedtgp", "fedper", "fedbn", "lgfedavg", "gitfl", "fedbuff",
-    "fedasync", "fedsa",
+    "fedasync", "fedsa", "cabafl",
 )  # fmt: skip
 _OTHERS = 56  # the first look of methods that are not listed; there are 28 of them
 
