@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
@@ -17,6 +16,9 @@ from fedjax_mr.models import cnn, lstm, nnx_module, parts, pfedhr, pretrained, r
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.registry import Registry
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class ModelRow:
       pretrained: reads pretrained variables from a folder: all or all but those of the head. None: there are none.
     """
 
-    network: Callable[..., nn.Module | nnx.Module] | nn.Module | nnx.Module
+    network: "Callable[..., nn.Module | nnx.Module] | nn.Module | nnx.Module"
     input_shape: tuple[int, ...] = ()
     num_classes: int = 10
     source: str = ""
@@ -48,13 +50,17 @@ SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True
 """Variants of a small network, for experiments in which clients have different networks."""
 
 
+def _is_module(network: Any) -> bool:
+    return isinstance(network, nn.Module) or nnx_module.is_instance(network)
+
+
 def check_row(name: str, row: Any) -> None:
     """Check a user's row of `MODELS`.
 
     Raises:
       UserError: the row is not a `ModelRow`.
     """
-    if not isinstance(row, ModelRow) or not (isinstance(row.network, nn.Module | nnx.Module) or callable(row.network)):
+    if not isinstance(row, ModelRow) or not (_is_module(row.network) or callable(row.network)):
         raise UserError(f"fmr.MODELS[{name!r}] takes fmr.ModelRow(MyNetwork)")
 
 
@@ -208,7 +214,7 @@ def _network(name: str, **options: Any) -> Any:
     """The module of a row, built with the options that its function accepts; for NNX, a function of ``rngs``."""
     row = MODELS[name]
     network = getattr(row, "network", None)
-    if isinstance(network, nn.Module | nnx.Module):
+    if _is_module(network):
         return network
     if not callable(network):
         raise UserError(f"MODELS[{name!r}] is not a ModelRow: write MODELS[{name!r}] = ModelRow(MyNetwork)")

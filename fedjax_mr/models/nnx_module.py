@@ -9,22 +9,36 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
+from flax import traverse_util
 from jax.extend import core
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import parts
 
-COLLECTIONS = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
-"""The collections of variables, named as in Linen. Subclasses of these kinds are included."""
+if TYPE_CHECKING:
+    from flax import nnx
+else:
+
+    class _AtFirstUse:
+        """`flax.nnx`. Its import takes a quarter of the time of all other imports together, and few runs need it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("flax.nnx"), name)
+
+    nnx = _AtFirstUse()
+
+COLLECTIONS = {"params": "Param", "batch_stats": "BatchStat"}
+"""The collections of variables, named as in Linen, and their kinds in NNX. Subclasses of these kinds are included."""
 METHODS = ("__call__", "features", "head")
 
 _mask: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mask", default=None)
@@ -135,7 +149,7 @@ class NNXModule:
             raise UserError(f"{self.kind.__name__} draws random numbers in evaluation, which must not depend on chance")
         if mutable is None:
             return out
-        return out, {name: self.forms[name].tree(nnx.state(module, COLLECTIONS[name])) for name in mutable}
+        return out, {name: self.forms[name].tree(nnx.state(module, _kind(name))) for name in mutable}
 
     def module(self, variables: Any) -> Any:
         """The user's module in evaluation mode, with these variables. Its random streams start from key 0."""
@@ -168,12 +182,25 @@ class NNXModule:
 
 def is_nnx(module: Any) -> bool:
     """Whether an object is an NNX module, or a function or class that builds one from ``rngs``."""
-    return isinstance(module, nnx.Module | NNXModule) or takes_rngs(module)
+    return isinstance(module, NNXModule) or is_instance(module) or takes_rngs(module)
+
+
+def is_instance(module: Any) -> bool:
+    """Whether an object is an NNX module. If so, its owner has imported ``flax.nnx``."""
+    return "flax.nnx" in sys.modules and isinstance(module, nnx.Module)
+
+
+def _is_class(kind: Any) -> bool:
+    return "flax.nnx" in sys.modules and isinstance(kind, type) and issubclass(kind, nnx.Module)
+
+
+def _kind(name: str) -> Any:
+    return getattr(nnx, COLLECTIONS[name])
 
 
 def takes_rngs(function: Any) -> bool:
     """Whether an object is a function or an NNX class with an argument ``rngs``."""
-    if isinstance(function, type) and not issubclass(function, nnx.Module):
+    if isinstance(function, type) and not _is_class(function):
         return False
     known = isinstance(function, type | functools.partial) or inspect.isroutine(function)
     return known and "rngs" in parameters(function)
@@ -184,7 +211,7 @@ def parameters(function: Callable) -> dict[str, inspect.Parameter]:
     if isinstance(function, functools.partial):
         left = list(parameters(function.func).items())[len(function.args) :]
         return {name: each for name, each in left if name not in function.keywords}
-    if isinstance(function, type) and issubclass(function, nnx.Module):
+    if _is_class(function):
         return dict(list(inspect.signature(function.__init__).parameters.items())[1:])
     return dict(inspect.signature(function).parameters)
 
@@ -202,7 +229,7 @@ def split(module: Any) -> tuple[NNXModule, dict[str, Any]]:
     Raises:
       UserError: the function returns something else, or the module has a state that cannot be averaged.
     """
-    instance = isinstance(module, nnx.Module)
+    instance = is_instance(module)
     build = (lambda key: nnx.clone(module)) if instance else (lambda key: module(rngs=nnx.Rngs(key)))
     found: dict[str, Any] = {}
 
@@ -210,7 +237,7 @@ def split(module: Any) -> tuple[NNXModule, dict[str, Any]]:
         built = build(key)
         _check(built)
         built.eval()
-        evaluation, *states = nnx.split(built, *COLLECTIONS.values(), nnx.RngState)
+        evaluation, *states = nnx.split(built, *map(_kind, COLLECTIONS), nnx.RngState)
         found["kind"], found["content"] = type(built), _content(built)
         found["methods"] = tuple(each for each in METHODS if callable(getattr(built, each, None)))
         built.train()
@@ -222,7 +249,7 @@ def split(module: Any) -> tuple[NNXModule, dict[str, Any]]:
 
     *shapes, streams = jax.eval_shape(states, jax.random.key(0))
     forms = {each: Form.of(state) for each, state in zip(COLLECTIONS, shapes, strict=True) if jax.tree.leaves(state)}
-    values = lambda built: {each: form.tree(nnx.state(built, COLLECTIONS[each])) for each, form in forms.items()}
+    values = lambda built: {each: form.tree(nnx.state(built, _kind(each))) for each, form in forms.items()}
     found |= {"forms": forms, "streams": streams}
     if not instance:
         return NNXModule(source=module, init=lambda key: values(build(key)), **found), {}
@@ -243,7 +270,7 @@ def _check(built: Any) -> None:
         raise UserError(f"a function of rngs must return an instance of flax.nnx.Module, not {name}")
     for path, node in nnx.iter_graph(built):
         place = f"{name} has {'.'.join(map(str, path))}"
-        if isinstance(node, nnx.Variable) and not isinstance(node, (*COLLECTIONS.values(), nnx.RngState)):
+        if isinstance(node, nnx.Variable) and not isinstance(node, (*map(_kind, COLLECTIONS), nnx.RngState)):
             raise UserError(
                 f"{place} of the kind {type(node).__name__}, but only nnx.Param (trained) and nnx.BatchStat (the "
                 "statistics of BatchNorm) can be averaged over clients"
@@ -252,7 +279,7 @@ def _check(built: Any) -> None:
             raise UserError(f"{place}, an array that is no variable: make it an nnx.Param, or compute it in __call__")
 
 
-def _content(module: nnx.Module) -> tuple[Any, ...]:
+def _content(module: Any) -> tuple[Any, ...]:
     """The classes of a module and of all modules inside it, with their static attributes."""
     return tuple(
         (path, type(node).__qualname__, name, value)
