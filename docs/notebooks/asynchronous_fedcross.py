@@ -121,5 +121,5 @@ plt.show()
 # ## What to read next
 #
 # [Simulated time](../clock.md) has the fleets, the deadlines for synchronous rounds, and the other asynchronous
-# methods: FedAsync, FedBuff, FedSA and GitFL. [Our table](../../experiments/notebook/clock.md) compares them on two
-# seeds.
+# methods: FedAsync, FedBuff, FedSA, GitFL and CaBaFL. [Our table](../../experiments/notebook/clock.md) compares them
+# on two seeds.
