@@ -121,7 +121,7 @@ def _place(run: RunRecord, flags: str | None) -> list[tuple]:
 def _panel(run: RunRecord, flags: str | None) -> str:
     """The title of the panel of a run."""
     names = flags.split(",") if flags else []
-    known = configuration.decisive(run.config)
+    known = configuration.flag_names([run.config.strategy])
     for name in names:
         if name not in known:
             raise unknown_name("flag in --panels", name, known)

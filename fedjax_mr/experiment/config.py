@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr.data import SOURCES, files
+from fedjax_mr.data import LABEL_MODES, SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, settings
@@ -38,6 +38,7 @@ GROUPS = (
 _data, _partition, _model, _training, _federation, _channel, _clock, _evaluation, _engine = (
     functools.partial(field, group=group, affects_results=group != "Engine") for group in GROUPS
 )
+_DIRICHLET = ("partition", "dirichlet", "dirichlet_size", "bootstrap_dirichlet", "domain", "dirichlet_domain")
 _records = functools.partial(_evaluation, affects_results=False)
 
 
@@ -61,7 +62,8 @@ class Config:
         affects_results=False)
     label_mode: str = _data(
         "fine", "Labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"),
-        source="the dataset's own labels; the FedMR authors' code trains on the coarse ones")
+        source="the dataset's own labels; the FedMR authors' code trains on the coarse ones",
+        needs=("dataset", *LABEL_MODES))
     offline: bool = _data(False, "Never use the network, not even to look for data", affects_results=False)
     text_length: int = _data(
         48, "Tokens of a text. Longer texts are cut, shorter ones padded", unit="tokens", low=1, high=16_384)
@@ -73,26 +75,30 @@ class Config:
         "dirichlet", "Method that divides the training samples among the clients", source="KDD'24", names=PARTITIONS)
     alpha: float = _partition(
         0.5, "Concentration of the Dirichlet distribution. A smaller value makes the clients' labels differ more",
-        low=0, open_low=True, source="KDD'24, the middle of its three settings")
+        low=0, open_low=True, source="KDD'24, the middle of its three settings", needs=_DIRICHLET)
     clients: int = _partition(
         20, "Number of clients N. 0 uses every natural client of the dataset, or every client in --partition_file. "
         "Default with natural clients or a file: 0", unit="clients", low=0, source="our choice")
     partition_seed: int | None = _partition(
         None, "Seed of the partition alone. If omitted, --seed", low=0, high=LARGEST_INT32)
     alpha_size: float = _partition(
-        10.0, "dirichlet_size: concentration of the clients' sizes", low=0, open_low=True, source="FedMe's code")
+        10.0, "dirichlet_size: concentration of the clients' sizes", low=0, open_low=True, source="FedMe's code",
+        needs=("partition", "dirichlet_size"))
     shards_per_client: int = _partition(
-        2, "shards: label shards of each client", unit="shards", low=1, source="McMahan et al. 2017")
+        2, "shards: label shards of each client", unit="shards", low=1, source="McMahan et al. 2017",
+        needs=("partition", "shards"))
     shard_size: int | None = _partition(
         None, "shards: samples per shard. If omitted, all samples are used", unit="samples", low=1,
-        source="pFedHR's code: 225")
+        source="pFedHR's code: 225", needs=("partition", "shards"))
     classes_per_client: int = _partition(
-        2, "classes: number of classes of each client", unit="classes", low=1, source="pFedHR")
+        2, "classes: number of classes of each client", unit="classes", low=1, source="pFedHR",
+        needs=("partition", "classes"))
     quantity_power: float = _partition(
-        1.0, "quantity: the r-th largest client has about r^-power samples", low=0, source="our choice")
+        1.0, "quantity: the r-th largest client has about r^-power samples", low=0, source="our choice",
+        needs=("partition", "quantity"))
     samples_per_client: int = _partition(
         20, "bootstrap, bootstrap_dirichlet: samples that each client draws with replacement", unit="samples", low=1,
-        source="our choice")
+        source="our choice", needs=("partition", "bootstrap", "bootstrap_dirichlet"))
     partition_file: str | None = _partition(
         None, "The partition.npz of a run folder, which replaces all other settings of this group, or a JSON file of "
         "the FedMR authors, which replaces --partition", path=True)
@@ -154,21 +160,21 @@ class Config:
         "frozen: never sent, and one copy for all clients. If omitted, all train; with --adapter, the adapters do")
     adapter: str = _model(
         "none", "Adapters, which train in place of the network (lora), or none", choices=("none", "lora"))
-    lora_rank: int = _model(8, "r, rank of the adapters", low=1, high=4096, source="FedSA-LoRA")
+    lora_rank: int = _model(8, "r, rank of the adapters", low=1, high=4096, source="FedSA-LoRA", needs=("adapter",))
     lora_alpha: float = _model(
-        16.0, "alpha: adapters are scaled by alpha / r", low=0, open_low=True, source="FedSA-LoRA")
+        16.0, "alpha: adapters are scaled by alpha / r", low=0, open_low=True, source="FedSA-LoRA", needs=("adapter",))
     lora_targets: str | None = _model(
         None, "Kernels with adapters: patterns of their paths, separated by commas, such as */query/kernel. If "
         "omitted, the queries and values of attention, or without attention all dense kernels but the last",
-        source="LoRA, Hu et al. 2022: queries and values")
-    lora_head: bool = _model(True, "Train the last layer beside the adapters")
+        source="LoRA, Hu et al. 2022: queries and values", needs=("adapter",))
+    lora_head: bool = _model(True, "Train the last layer beside the adapters", needs=("adapter",))
 
     augment: str = _training(
         "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",
         choices=("none", "crop_flip"), source="KDD'24: none")
     augment_pad: int = _training(
         4, "crop_flip: width of the black border from which the crop is taken",
-        unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2")
+        unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2", needs=("augment",))
     local_epochs: int = _training(
         5, "Epochs that a client trains in each round", unit="epochs", low=1, source="KDD'24")
     batch_size: int = _training(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH)
@@ -207,21 +213,24 @@ class Config:
     server_lr: float | None = _federation(
         None, "Learning rate of --server_optimizer. If omitted, 1 (momentum; 1 - --server_momentum for methods with "
         "several models), 0.1 (adam, adagrad) or 0.01 (yogi)", low=0, open_low=True,
-        source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours")
+        source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours",
+        needs=("server_optimizer",))
     server_momentum: float = _federation(
         0.9, "beta of momentum, and beta_1 of adam, yogi and adagrad, on the server",
-        low=0, high=1, open_high=True, source="Hsu et al. 2019; Reddi et al. 2021")
+        low=0, high=1, open_high=True, source="Hsu et al. 2019; Reddi et al. 2021", needs=("server_optimizer",))
     server_beta2: float = _federation(
-        0.99, "beta_2 of adam and yogi on the server", low=0, high=1, open_high=True, source="Reddi et al. 2021")
+        0.99, "beta_2 of adam and yogi on the server", low=0, high=1, open_high=True, source="Reddi et al. 2021",
+        needs=("server_optimizer",))
     server_tau: float = _federation(
         1e-3, "tau of adam, yogi and adagrad on the server: a larger value adapts less to single weights",
-        low=0, open_low=True, source="Reddi et al. 2021")
+        low=0, open_low=True, source="Reddi et al. 2021", needs=("server_optimizer",))
 
     compress: str = _channel(
         "none", "Compression of the uploads: stochastic quantisation (qsgd), 8 bits (int8), signs, the largest changes "
         "(topk) or random ones (randk)", choices=("none", "qsgd", "int8", "sign", "topk", "randk"))
     compress_ratio: float = _channel(
-        0.01, "topk, randk: share of each tensor that is sent", low=0, high=1, open_low=True, static=True)
+        0.01, "topk, randk: share of each tensor that is sent", low=0, high=1, open_low=True, static=True,
+        needs=("compress", "topk", "randk"))
     compress_levels: int = _channel(8, "qsgd: levels s", unit="levels", low=1, high=65_535)
     compress_download: str = _channel(
         "none", "Compression of the models that the server sends", choices=("none", "qsgd", "int8"))
@@ -234,40 +243,45 @@ class Config:
         None, "User-level differential privacy: largest L2 norm C of everything that a client uploads, as a change. If "
         "omitted, no limit", low=0, open_low=True)
     dp_noise: float = _channel(
-        0.0, "Noise multiplier sigma: the standard deviation of the noise is sigma C", low=0)
+        0.0, "Noise multiplier sigma: the standard deviation of the noise is sigma C", low=0, needs=("dp_clip",))
     dp_noise_on: str = _channel(
         "upload", "Where the noise is added: to every upload (any method), or to their mean (methods with one model)",
-        choices=("upload", "mean"))
+        choices=("upload", "mean"), needs=("dp_clip",))
     dp_quantile: float | None = _channel(
         None, "Adapt the norm C, which starts at --dp_clip, to this quantile of the clients' norms. If omitted, C is "
-        "constant", low=0, high=1, source="Andrew et al., NeurIPS 2021: 0.5")
+        "constant", low=0, high=1, source="Andrew et al., NeurIPS 2021: 0.5", needs=("dp_clip",))
     dp_poisson: float | None = _channel(
         None, "Probability with which each client joins a round (Poisson sampling); --cohort is then the largest "
         "number of clients. Needs --dp_noise_on=mean. If omitted, a round has exactly --cohort clients",
-        low=0, high=1, open_low=True)
+        low=0, high=1, open_low=True, needs=("dp_clip",))
     dp_delta: float = _channel(
-        1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True)
+        1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True, needs=("dp_clip",))
     dp_target_epsilon: float | None = _channel(
-        None, "Choose --dp_noise so that epsilon has this value after --rounds", low=0, open_low=True)
+        None, "Choose --dp_noise so that epsilon has this value after --rounds", low=0, open_low=True,
+        needs=("dp_clip",))
     attack: str = _channel(
         "none", "What malicious clients do: train on wrong labels (label_flip), upload the opposite of their change "
         "(sign_flip), noise (gaussian), the negative mean (ipm), the mean a little off (alie), a copy of another "
         "client (mimic), or a model with a backdoor (replacement)",
         choices=("none", "label_flip", "sign_flip", "gaussian", "ipm", "alie", "mimic", "replacement"))
     attackers: float = _channel(
-        0.2, "Share of malicious clients. The seed of the partition decides which ones", low=0, high=1)
+        0.2, "Share of malicious clients. The seed of the partition decides which ones", low=0, high=1,
+        needs=("attack",))
     attack_scale: float | None = _channel(
-        None, "Strength of the attack. If omitted, the usual one of each attack (docs/attacks.md)", low=0)
-    attack_target: int = _channel(0, "replacement: the class that samples with the trigger shall have", low=0)
+        None, "Strength of the attack. If omitted, the usual one of each attack (docs/attacks.md)", low=0,
+        needs=("attack",))
+    attack_target: int = _channel(
+        0, "replacement: the class that samples with the trigger shall have", low=0,
+        needs=("attack", "replacement"))
     robust: str = _channel(
         "none", "Robust rule of the server: aggregation for methods with one model, screening of the uploads for "
         "methods with several",
         choices=("none", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "centered_clip"))
     robust_outliers: int = _channel(
-        1, "Malicious clients f in a round that the rule withstands", unit="clients", low=0)
+        1, "Malicious clients f in a round that the rule withstands", unit="clients", low=0, needs=("robust",))
     robust_before: str = _channel(
         "none", "Step before the rule, for methods with one model: nearest-neighbour mixing (nnm), or means of two "
-        "random uploads (bucketing)", choices=("none", "nnm", "bucketing"))
+        "random uploads (bucketing)", choices=("none", "nnm", "bucketing"), needs=("robust",))
 
     fleet: str | None = _clock(
         None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
@@ -279,7 +293,7 @@ class Config:
         "waits for all uploads", unit="seconds", low=0, open_low=True)
     late: str = _clock(
         "drop", "Treatment of a client that would miss the --deadline: its upload is dropped (drop), or it uploads the "
-        "steps that it has done by then (partial)", choices=("drop", "partial"))
+        "steps that it has done by then (partial)", choices=("drop", "partial"), needs=("deadline",))
     over_select: float = _clock(
         1.0, "R: a synchronous round asks R times --cohort clients, rounded up, and takes the first --cohort uploads. "
         "The others are dropped", low=1, high=1000, source="our choice; Bonawitz et al., MLSys 2019: 1.3")
@@ -287,17 +301,21 @@ class Config:
         "sync", "Synchronous rounds (sync), or asynchronous clients (async): a round is then an update of the server "
         "by the next --cohort uploads that arrive", choices=("sync", "async"))
     in_flight: int | None = _clock(
-        None, "async: clients M that train at the same time. If omitted, twice --cohort", unit="clients", low=1)
+        None, "async: clients M that train at the same time. If omitted, twice --cohort", unit="clients", low=1,
+        needs=("mode", "async"))
     refill: str = _clock(
         "update", "async: new clients start after each update (update), or one after each arrival (arrival)",
-        choices=("update", "arrival"), source="our choice; FedBuff and FedAsync: arrival")
+        choices=("update", "arrival"), source="our choice; FedBuff and FedAsync: arrival", needs=("mode", "async"))
     staleness: str = _clock(
         "polynomial", "async: weight of an upload that is tau updates late: 1 (constant), (1 + tau)^-a (polynomial), "
         "or 1 up to tau = b and then 1 / (a (tau - b) + 1) (hinge)",
-        choices=("constant", "polynomial", "hinge"), source="FedBuff, Nguyen et al. 2022")
+        choices=("constant", "polynomial", "hinge"), source="FedBuff, Nguyen et al. 2022", needs=("mode", "async"))
     staleness_a: float = _clock(
-        0.5, "async: a of --staleness", low=0, source="FedBuff, Nguyen et al. 2022; FedAsync's hinge: 10")
-    staleness_b: float = _clock(4.0, "async: b of --staleness=hinge", low=0, source="FedAsync, Xie et al. 2019")
+        0.5, "async: a of --staleness", low=0, source="FedBuff, Nguyen et al. 2022; FedAsync's hinge: 10",
+        needs=("mode", "async"))
+    staleness_b: float = _clock(
+        4.0, "async: b of --staleness=hinge", low=0, source="FedAsync, Xie et al. 2019",
+        needs=("mode", "async"))
 
     eval_every: int = _evaluation(
         5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1)
@@ -590,7 +608,15 @@ def portable_name(config: Config) -> str:
 
 
 def decisive(config: Config) -> dict[str, Any]:
-    """The settings that can change results, as plain values by flag."""
+    """The settings that can change the results of this run, as plain values by flag.
+
+    Settings that have no effect beside the others are left out, such as the rank of adapters without adapters. So two
+    runs that differ in such settings are the same run.
+    """
+    values, own_partition = vars(config), not PARTITIONS.is_ours(config.partition)  # which may use any setting
     return {
-        setting.flag: setting.plain(value) for setting, value in setting_values(config) if setting.info.affects_results
+        setting.flag: setting.plain(value)
+        for setting, value in setting_values(config)
+        if setting.info.affects_results
+        and (setting.info.has_effect(values) or (own_partition and setting.info.needs[0] == "partition"))
     }

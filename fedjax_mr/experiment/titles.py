@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import registry
-from fedjax_mr.data import LABEL_MODES
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.hyper import OFF
 
 SEEDS = ("seed", "partition_seed")
-# Settings that a single partition uses; the others ignore them.
-DIVISIONS = {
-    "alpha": ("dirichlet", "dirichlet_size", "bootstrap_dirichlet", "domain", "dirichlet_domain"),
-    "alpha_size": ("dirichlet_size",),
-    "shards_per_client": ("shards",), "shard_size": ("shards",), "classes_per_client": ("classes",),
-    "quantity_power": ("quantity",), "samples_per_client": ("bootstrap", "bootstrap_dirichlet"),
-}  # fmt: skip
+DIVISIONS = tuple(
+    setting.flag for setting in settings_of(Config) if setting.info.needs[:1] == ("partition",)
+)  # the settings that single partitions use
 
 DATASETS = {
     "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST",
@@ -44,17 +41,10 @@ WORDS = {
     "lr": "learning rate {}", "label_mode": "{} labels", "seed": "seed {}",
 }  # fmt: skip
 
-OFF = (0, None, "none", [])
-
 
 def facts(config: Config) -> dict[str, Any]:
-    """The settings that a run uses, by flag, without its seeds."""
-    without = SEEDS if config.dataset in LABEL_MODES else (*SEEDS, "label_mode")
-    return {
-        flag: value
-        for flag, value in configuration.decisive(config).items()
-        if flag not in without and config.partition in DIVISIONS.get(flag, (config.partition,))
-    }
+    """The settings that can change the results of a run, by flag, without its seeds."""
+    return {flag: value for flag, value in configuration.decisive(config).items() if flag not in SEEDS}
 
 
 def method(settings: Mapping[str, Any]) -> str:

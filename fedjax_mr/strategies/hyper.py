@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ LARGEST_INT32 = 2**31 - 1  # upper bound of integers, which NumPy and JAX (witho
 LARGEST_FLOAT32 = 3.4e38  # upper bound of floats; a larger number is infinite on a device
 # Bounds shared by several settings: far above practical values, far below overflow or out-of-memory.
 LARGEST_BATCH = 65_536  # samples in one step
+OFF = (0, None, "none", [])  # values of settings that switch something off
 HIGHEST = {"epochs": 10_000, "steps": 100_000}  # per round, by unit: their product is counted in 32 bits
 
 
@@ -42,6 +43,8 @@ class Info:
       flag: name of the flag if it differs from that of the field, because it is a keyword of Python.
       source: origin of the default.
       affects_results: whether the field can change the results of a run. A run folder, for example, cannot.
+      needs: another setting of the same dataclass, followed by the values of it with which this field has an effect.
+        Without values: all but 0, None and "none".
     """
 
     help: str
@@ -57,6 +60,14 @@ class Info:
     flag: str = ""
     source: str = ""
     affects_results: bool = True
+    needs: tuple[str, ...] = ()
+
+    def has_effect(self, values: Mapping[str, Any]) -> bool:
+        """Whether the field can change results beside the ``values`` of the other settings."""
+        if not self.needs:
+            return True
+        other, *wanted = self.needs
+        return values[other] in wanted if wanted else values[other] not in OFF
 
     def allowed(self) -> str:
         """The allowed range in words, or "" if there is no range."""

@@ -17,11 +17,12 @@ def test_a_run_that_was_made_twice_is_one_seed(keep):
     config = Config(strategy="fedmr", partition="iid")
     first = keep(config, [0.5, 0.5])
     keep(dataclasses.replace(config, seed=1), [0.7, 0.7])
-    keep(dataclasses.replace(config, alpha=0.1), [0.2], end=None)  # alpha means nothing to iid; not finished
     values = json.loads((first / "config.json").read_text())
     again = first.rename("runs/fedmr-of-an-earlier-version")
     del values["fedmr_unit"], values["public_max"], values["checksum"]
     (again / "config.json").write_text(json.dumps(values))
+    other = dataclasses.replace(config, alpha=0.1)  # alpha means nothing to iid
+    keep(other, [0.2], end=None).rename("runs/fedmr-not-finished")
     keep(config, [0.5, 0.5])
     (only,) = tables.accuracy_lines(groups.find(["runs"]))
     assert (only.finished, only.unfinished, only.last.mean) == (2, 0, 0.6)

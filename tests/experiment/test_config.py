@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import manual
@@ -347,3 +348,17 @@ def test_help_tells_everything():
 def test_every_flag_belongs_to_a_group():
     groups = {hyper.info(each).group for each in dataclasses.fields(Config) if hyper.info(each)}
     assert groups == set(configuration.GROUPS)
+
+
+def test_settings_without_effect_make_no_other_run(monkeypatch):
+    base = Config(strategy="fedavg", partition="iid")
+    same = dataclasses.replace(base, alpha=0.1, lora_head=False, attackers=0.5, robust_outliers=3, staleness_a=1.0)
+    assert configuration.digest(same) == configuration.digest(base)
+    assert not configuration.differences(same, base)
+    used = dict(partition="dirichlet", adapter="lora", attack="mimic", robust="krum", mode="async")
+    for flag, value in used.items():
+        one, other = (dataclasses.replace(each, **{flag: value}) for each in (same, base))
+        assert configuration.digest(one) != configuration.digest(other), flag
+    monkeypatch.setitem(PARTITIONS, "own", PARTITIONS["iid"])  # code of a user, which may use any setting
+    one, other = (dataclasses.replace(each, partition="own") for each in (same, base))
+    assert configuration.differences(one, other) == ["alpha: 0.1 (saved 0.5)"]
