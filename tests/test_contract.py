@@ -1,9 +1,12 @@
 """The contract of `fedjax_mr.testing`, of all our strategies.
 
-Two devices with two lanes need three more programs of each strategy, a third of the contract's time. The engine moves
-the rows of all strategies by the same code, and treats a strategy by the members that it has. So the quick suite has
-these layouts for one strategy of each kind of members (`OF_EACH_KIND`), and the slow suite for the others. Methods for
-adapters are slow as a whole; their identities are quick (strategies/test_lora.py).
+The quick suite has the contract of most strategies. The slow suite adds:
+
+* the layouts of most. Two devices with two lanes need three more programs of each strategy. The engine moves the rows
+  of all strategies by the same code, so a few strategies that have all members between them (`OF_EACH_KIND`) suffice;
+* the groups of `BY_EXAMPLE`, except one strategy of each: FedAvg with another training of the clients, or with
+  other weights of late uploads. The equations of most of them are quick;
+* methods for adapters; their identities are quick (strategies/test_lora.py).
 """
 
 import pytest
@@ -16,16 +19,11 @@ OF_EACH_KIND = (
     "fedmr",  # several models
     "scaffold",  # memory
     "indep",  # individual models
-    "adaptivefl",  # the same and a selection of its own, clients of several sizes
     "clusamp",  # a selection of its own, work between rounds
-    "centralized",  # a selection of its own
-    "hypcluster",  # personal models from the whole state
     "fedmerge",  # personal models from a part of the state
-    "pfedme",  # memory, personal models from the whole state, local steps of its own
-    "pfedbayes",  # memory, personal models from a part of the state, local steps of its own
-    "fedme",  # personal models, work between rounds
     "pfedhr",  # memory, personal models, work between rounds
 )
+BY_EXAMPLE = {"drift": "scaffold", "flatness": "fedsam", "asynchronous": "gitfl"}
 WITH_LAYOUTS = (
     test_contract.test_the_layout_changes_nothing,
     test_contract.test_traffic_equals_the_bytes_of_what_is_sent,
@@ -33,10 +31,16 @@ WITH_LAYOUTS = (
 )
 
 
+def in_quick_suite(name, row, *, layouts):
+    if row.adapters or BY_EXAMPLE.get(row.group, name) != name:
+        return False
+    return name in OF_EACH_KIND or not layouts
+
+
 def pytest_generate_tests(metafunc):
-    of_each_kind = OF_EACH_KIND if metafunc.function in WITH_LAYOUTS else STRATEGIES
+    layouts = metafunc.function in WITH_LAYOUTS
     names = [
-        pytest.param(name, marks=[] if name in of_each_kind and not row.adapters else pytest.mark.slow)
+        pytest.param(name, marks=[] if in_quick_suite(name, row, layouts=layouts) else pytest.mark.slow)
         for name, row in STRATEGIES.items()
     ]
     # By the module, so that all tests of one strategy follow each other and share its compiled programs.

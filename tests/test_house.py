@@ -250,6 +250,7 @@ PROTOCOLS = {  # the table of the data set, for both protocols
 }
 
 
+@pytest.mark.slow
 def test_the_flag_files_cover_every_setting_of_the_papers_tables(monkeypatch):
     """27 settings x 2 protocols; with the methods of a paper, all numbers of its table stand beside some run.
 
@@ -302,6 +303,7 @@ def test_the_two_protocols(monkeypatch):
     assert facts("femnist")[:2] == (0.5, "cnn_femnist") and facts("femnist_paper")[:2] == (0.9, "cnn_femnist")
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_figures_are_valid(monkeypatch):
     """Every sweep in experiments/README.md can be planned, and every picture's command exists."""
     monkeypatch.chdir(ROOT)

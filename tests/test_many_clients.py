@@ -28,7 +28,7 @@ def simulator(strategy, clients=MANY, **options):
     return fmr.Simulator(strategy, "logistic", federated, cohort=4, local=local, **options)
 
 
-@pytest.mark.parametrize("strategy", ["fedmr", "scaffold"])
+@pytest.mark.parametrize("strategy", [pytest.param("fedmr", marks=pytest.mark.slow), "scaffold"])
 def test_a_round_allocates_nothing_per_client(strategy):
     mine = simulator(strategy, memory="host", devices=2)
     state, _ = mine.run(mine.init(), 2)
@@ -83,6 +83,7 @@ def test_rows_are_read_and_written_at_the_right_place():
     assert len(ids) == len(set(ids.tolist())) == len(rows) == len(memory) < 50
 
 
+@pytest.mark.slow
 def test_models_of_clients_with_memory_on_the_host_are_tested():
     accuracies = []
     for memory in ("device", "host"):  # on the host a few clients at a time, also those without memory
@@ -92,7 +93,7 @@ def test_models_of_clients_with_memory_on_the_host_are_tested():
     np.testing.assert_array_equal(*accuracies)
 
 
-@pytest.mark.parametrize("later", ["host", "device"])
+@pytest.mark.parametrize("later", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_a_run_is_resumed_with_its_memories(tmp_path, later):
     config = fmr.Config(
         strategy="scaffold", partition="bootstrap", samples_per_client=5, clients=40, cohort=3, batch_size=5, lr=0.1,

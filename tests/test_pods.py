@@ -32,6 +32,7 @@ def check(rows):
         assert row["other_bytes"] <= 0.1 * moved or row["model"] == "logistic", row
 
 
+@pytest.mark.slow
 def test_a_round_moves_no_more_than_the_models():
     rows = measured(models="logistic", strategies="fedmr", devices="4", cohort=8)
     assert [(row["model"], row["devices"]) for row in rows] == [("logistic", 4)]

@@ -1,7 +1,7 @@
 """The contract: what every registered strategy must do.
 
 It names no strategy: exceptions and special hyper-parameters are in the registry's rows (`strategies.Row`). Our own
-quick suite leaves the tests with two devices to the slow one for most strategies (tests/test_contract.py).
+quick suite leaves some strategies, and the tests with two devices of most, to the slow one (tests/test_contract.py).
 """
 
 import dataclasses

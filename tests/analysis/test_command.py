@@ -62,6 +62,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, arguments, message
     assert out == "" and shown.startswith("fedjax-mr: ") and shown.count("\n") == 1 and message in shown
 
 
+@pytest.mark.slow
 def test_the_real_command_lists_all_commands():
     done = subprocess.run([sys.executable, "-m", "fedjax_mr.analysis", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""

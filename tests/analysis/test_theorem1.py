@@ -10,7 +10,7 @@ from fedjax_mr.analysis.__main__ import main
 PROBLEMS = {"quadratic": theorem1.quadratic, "logistic": theorem1.logistic}
 
 
-@pytest.fixture(scope="module", params=PROBLEMS)
+@pytest.fixture(scope="module", params=["quadratic", pytest.param("logistic", marks=pytest.mark.slow)])
 def problem(request):
     return PROBLEMS[request.param](4, seed=1, samples=12, dimension=5)
 

@@ -191,7 +191,7 @@ def poisoned_samples():
     return lambda data, attackers, poisoned: samples(data, jnp.float32(attackers), jnp.float32(poisoned))
 
 
-@pytest.mark.parametrize("poisoned", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("poisoned", [0.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.0))])
 def test_attackers_draw_triggers_on_a_share_of_their_samples(poisoned_samples, poisoned):
     run = constants()
     attacker = np.asarray(attackers_of(CLIENTS, 0.5, SEED))
@@ -344,6 +344,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kind"), PAIRS)
 def test_no_attackers_are_the_strategy_itself_bit_for_bit(engine, equal, strategy, kind):
     row = STRATEGIES[strategy]

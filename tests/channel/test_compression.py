@@ -318,7 +318,9 @@ def test_fedmr_trains_and_loses_nothing_but_the_clients_last_errors(close, tmp_p
     equal(engine.run(engine.place(restored), 1)[0], engine.run(progress, 1)[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("qsgd", "topk") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_traffic_is_the_formula_and_statistics_are_sent_whole(kind, sent):
     options = {"kind": kind, "ratio": 0.1, "levels": 8}
     engine = engine_of("fedavg", "normed", **options, download="int8")
@@ -372,6 +374,7 @@ def trains(strategy, **options):
 SLOW = [pytest.param(strategy, marks=pytest.mark.slow) for strategy in ("scaffold", "fedme")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedavg", *SLOW])  # FedMR: see above
 def test_methods_train_with_a_tenth_of_the_numbers(strategy):
     trains(strategy, kind="topk", ratio=0.1, feedback="ef")

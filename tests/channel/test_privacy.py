@@ -27,7 +27,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg
 from fedjax_mr.testing.federations import constants, default_hyper, simulator
 
-QUICK = ("fedavg", "fedmr", "scaffold", "fedme", "fedproto")
+QUICK = ("fedavg", "scaffold")
 REFUSED = ("local", "hypcluster", "pfedhr", "centralized")  # by every channel: nothing to clip against
 
 
@@ -183,7 +183,7 @@ def test_the_mean_of_clipped_changes_is_that_of_optax(federation):
     np.testing.assert_allclose(ours["model"]["a"], theirs["model"]["a"], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name, quantile", [("fedavg", 0.5), ("fedmr", None)])
+@pytest.mark.parametrize("name, quantile", [("fedavg", 0.5), pytest.param("fedmr", None, marks=pytest.mark.slow)])
 def test_without_noise_and_clipping_a_run_keeps_its_bits(engine, equal, name, quantile):
     plain = engine(name, "linear", cohort=4, seed=1)
     wrapped = private_engine(name, quantile)

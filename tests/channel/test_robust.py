@@ -415,6 +415,7 @@ def run(build, rounds=10, **options):
     return simulation.test(state).accuracy, state, report
 
 
+@pytest.mark.slow
 def test_fedmr_without_outliers_is_fedmr_bit_for_bit(equal):
     ours, theirs = run(screened_without_outliers, 2), run(plain, 2)
     equal(ours[1].server.inner, theirs[1].server)

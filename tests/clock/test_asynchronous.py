@@ -21,7 +21,7 @@ from fedjax_mr.testing.federations import default_hyper, make_engine, simulator,
 SIZES = (7, 12, 1, 5, 9, 4, 3, 8, 6, 2, 5, 7)
 FEDERATION = {"network": "normed", "sizes": SIZES, "seed": 1, "devices": 1, "lanes": 1}
 KEY, E = jax.random.key(1), 6
-QUICK = ("fedavg", "fedmr", "fedcross", "scaffold")
+QUICK = ("scaffold",)
 IMPOSSIBLE = {"centralized", "adaptivefl", "clusamp", "pfedhr", "hypcluster", "fedme", "cabafl"}
 
 
@@ -264,6 +264,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow  # quick: experiment/test_channel_and_clock.py
 @pytest.mark.parametrize(
     "setting",
     [
@@ -292,6 +293,7 @@ def test_fresh_uploads_count_and_old_ones_fade():
     np.testing.assert_allclose(hinge(10.0, 4.0)(tau), [1, 1, 1, 1 / 11, 1 / 101], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_traffic_counts_starts_and_arrivals():
     """M + E K models are sent by the end of E versions, except those that start after the last one."""
     late = engine("fedavg", 6, 3, "update")

@@ -87,6 +87,7 @@ def engine(strategy, work, *, hyper=None, **options):
     return simulator((build, hyper), **FEDERATION | options).rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in on_any_network()],
@@ -134,6 +135,7 @@ def test_a_mean_is_over_those_in_time_and_the_steps_done_count(weights):
     assert report.info["late"] == 3 and report.traffic.num_bytes()[1] == 0
 
 
+@pytest.mark.slow
 def test_a_late_model_stays_as_it_was_sent():
     late = engine("indep", [[1, 0, 1]] * E)
     start = jax.device_get(late.init().server.models)

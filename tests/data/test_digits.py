@@ -37,6 +37,7 @@ def test_a_version_that_keeps_its_file_elsewhere_is_imported(monkeypatch):
     np.testing.assert_array_equal(load("digits").x, expected)
 
 
+@pytest.mark.slow
 def test_the_digits_need_no_import_of_scikit_learn():
     script = "import sys; from fedjax_mr import data; data.load('digits'); assert 'sklearn' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

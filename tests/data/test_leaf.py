@@ -155,6 +155,7 @@ class TestBadInput:
             data.federate(dataset, partition="natural", num_clients=0)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_files(write_leaf, handwriting):
     """A file of 200 samples needs about 6 MB as text and Python objects, and 0.16 MB as bytes."""
     sample = functools.cache(lambda user, part, count: handwriting("f", part, count))

@@ -77,9 +77,9 @@ class TestDirichlet:
         ("num_classes", "alpha", "reference"),
         [
             (10, 0.1, (15, 2848, 474.9)),
-            (10, 0.5, (125, 1007, 171.2)),
+            pytest.param(10, 0.5, (125, 1007, 171.2), marks=pytest.mark.slow),
             pytest.param(10, 1.0, (230, 735, 96.8), marks=pytest.mark.slow),
-            (20, 0.1, (76, 1064, 235.0)),
+            pytest.param(20, 0.1, (76, 1064, 235.0), marks=pytest.mark.slow),
             pytest.param(20, 0.5, (222, 785, 106.9), marks=pytest.mark.slow),
             pytest.param(20, 1.0, (294, 641, 57.1), marks=pytest.mark.slow),
         ],
@@ -90,7 +90,8 @@ class TestDirichlet:
         assert (reference <= high).all()
 
     @pytest.mark.parametrize(
-        ("alpha", "deviation"), [(0.1, 396), (0.5, 159), pytest.param(1.0, 108, marks=pytest.mark.slow)]
+        ("alpha", "deviation"),
+        [(0.1, 396), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.5, 159), (1.0, 108)))],
     )
     def test_median_deviation_of_sizes(self, alpha, deviation):
         # Three standard errors of a median of 300 draws are below 3 %.

@@ -112,7 +112,7 @@ def test_compressed_messages_are_small_on_the_wire(tmp_path):
     """One bit per weight in place of 32: bytes of the clients' answers, and the simulator's bits."""
     sizes = {}
     for name, flags in {"plain": [], "signs": ["--compress=sign", "--error_feedback=ef"]}.items():
-        one = Real(tmp_path / name, ["--strategy=fedmr", *flags])
+        one = Real(tmp_path / name, ["--strategy=fedmr", "--model=logistic", *flags])
         mailed = one.mailed()
         progress, reports = after(mailed.simulator, 1)
         sizes[name] = sum(each.nbytes for each in jax.tree.leaves(one.uploads))

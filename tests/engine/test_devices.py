@@ -52,7 +52,7 @@ for warning in caught:
 """
 
 
-@pytest.mark.parametrize(("chosen", "count"), [(None, 1), ("1", 0)])
+@pytest.mark.parametrize(("chosen", "count"), [(None, 1), pytest.param("1", 0, marks=pytest.mark.slow)])
 def test_a_program_that_started_jax_before_is_warned_of_idle_cores(chosen, count):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment |= {} if chosen is None else {"JAX_NUM_CPU_DEVICES": chosen}

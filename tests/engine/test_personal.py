@@ -42,7 +42,7 @@ def tuning(model):
     ("strategy", "devices"),
     [
         ("local", 2),
-        ("fedavg", 1),
+        pytest.param("fedavg", 1, marks=pytest.mark.slow),
         pytest.param("local", 1, marks=pytest.mark.slow),
         pytest.param("fedavg", 2, marks=pytest.mark.slow),
     ],

@@ -7,7 +7,7 @@ import pytest
 from fedjax_mr.engine import placement
 
 LAYOUTS = [
-    ("fedmr", 1, 1),
+    pytest.param("fedmr", 1, 1, marks=pytest.mark.slow),
     pytest.param("fedmr", 1, 3, marks=pytest.mark.slow),
     pytest.param("scaffold", 2, 1, marks=pytest.mark.slow),
     ("clusamp", 2, 1),  # who comes next depends on the round before: nothing can be sent ahead

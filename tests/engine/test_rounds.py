@@ -64,7 +64,7 @@ def engines(strategy, federation, devices, lanes, network="linear"):
     ("strategy", "devices", "lanes"),
     [
         ("scaffold", 1, 4),
-        ("fedmr", 2, 1),
+        pytest.param("fedmr", 2, 1, marks=pytest.mark.slow),
         pytest.param("fedmr", 1, 1, marks=pytest.mark.slow),
         pytest.param("scaffold", 2, 2, marks=pytest.mark.slow),
     ],

@@ -155,6 +155,7 @@ def check_after_a_kill(folder, *, after):
     assert all(path.name.isdecimal() for path in checkpoints.folder.iterdir())  # nothing half-written is left over
 
 
+@pytest.mark.slow  # quick: test_death_at_every_step
 def test_kill_while_writing(tmp_path):
     kill_a_writer(tmp_path, after=3, delay=random.uniform(0, 0.05))
     check_after_a_kill(tmp_path, after=3)

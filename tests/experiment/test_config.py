@@ -222,7 +222,7 @@ def configs(draw):
     return draw(st.builds(Config, **(values_of(Config) | fixed)))
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(config=configs())
 def test_round_trip_through_flags_and_json(config, tmp_path_factory):
     elsewhere = dataclasses.replace(

@@ -87,7 +87,13 @@ def test_only_commands_change_what_ctrl_c_does(monkeypatch, first, command_line,
     assert (signal.getsignal(signal.SIGINT) is interrupts._exit_at_once) == expected
 
 
-@pytest.mark.parametrize("words", ["main --help", "sweep --help", "analysis", "deploy --help"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "main --help",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("sweep --help", "analysis", "deploy --help")),
+    ],
+)
 def test_a_reader_that_leaves_ends_a_command_without_a_traceback(words):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", *f"fedjax_mr.{words}".split()]

@@ -48,7 +48,7 @@ def without_time(result):
 # --- Validation accuracy ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("placement", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_withheld_samples_are_always_tested(placement):
     """The deployed model's, with each client's own samples in NumPy; the same for samples that the host keeps."""
     result = run(rounds=2, data_placement=placement, run_dir="a")
@@ -162,6 +162,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_loaded(monkeypatch, 
             fmr.load(**arguments)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_outlives_a_resumption(monkeypatch, equal):
     forced(monkeypatch, [1.0] * 8, ACCURACIES)
     straight = run(rounds=8, keep_best=True, keep_checkpoints=1, run_dir="a")

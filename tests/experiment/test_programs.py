@@ -78,7 +78,9 @@ def test_a_run_like_one_before_compiles_nothing_and_has_the_same_bits(made, forg
     assert first.summary["compile_seconds"] > 0 == second.summary["compile_seconds"]  # its own, not the first one's
 
 
-@pytest.mark.parametrize("shared", [dict(seed=1, partition_seed=0), dict(dataset="changed")])
+@pytest.mark.parametrize(
+    "shared", [pytest.param(dict(seed=1, partition_seed=0), marks=pytest.mark.slow), dict(dataset="changed")]
+)
 def test_what_programs_take_as_arguments_is_never_baked_in(made, forget, equal, shared):
     """Another seed, or changed samples in equal shapes: the same programs, and the results of a run alone."""
     rng = np.random.default_rng(0)
@@ -98,7 +100,7 @@ def test_what_programs_take_as_arguments_is_never_baked_in(made, forget, equal, 
 
 @pytest.mark.parametrize(
     "other",
-    [dict(local_epochs=2), dict(clients=5), dict(lanes=2)],
+    [dict(local_epochs=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (dict(clients=5), dict(lanes=2)))],
     ids=str,
 )
 def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, forget, equal, other):
@@ -109,7 +111,14 @@ def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, forge
     equal(second.variables, run(**other).variables)
 
 
-@pytest.mark.parametrize("other", [dict(seed=1), dict(alpha=0.7), dict(partition="shards")], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(seed=1),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (dict(alpha=0.7), dict(partition="shards"))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "strategy",
     ["fedmr", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scaffold", "fedrep", "centralized"))],
@@ -126,7 +135,9 @@ def test_seeds_and_partitions_share_programs(made, forget, equal, strategy, othe
     equal(second.variables, run(**base | other).variables)
 
 
-@pytest.mark.parametrize("server", [{}, dict(server_optimizer="adam", server_lr=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "server", [pytest.param({}, marks=pytest.mark.slow), dict(server_optimizer="adam", server_lr=0.1)], ids=str
+)
 def test_numbers_share_programs(made, forget, equal, server):
     base = dict(strategy="fedprox", weight_decay=1e-4, clip_norm=2.0, partition_seed=0) | server
     other = dict(lr=0.07, momentum=0.4, weight_decay=1e-3, clip_norm=1.0) | ({"server_lr": 0.02} if server else {})
@@ -139,6 +150,7 @@ def test_numbers_share_programs(made, forget, equal, server):
     equal(second.variables, run(**base | other, hyper=hyper).variables)
 
 
+@pytest.mark.slow
 def test_settings_of_jax_belong_to_the_key(made):
     run()
     with jax.default_matmul_precision("highest"):
@@ -173,6 +185,7 @@ def test_code_of_ones_own_is_traced_anew(made, monkeypatch):
     assert len({id(rounds.programs["rounds"]) for rounds in made}) == 4
 
 
+@pytest.mark.slow
 def test_networks_of_ones_own_are_traced_anew(made):
     class Mine(nn.Module):
         @nn.compact
@@ -184,6 +197,7 @@ def test_networks_of_ones_own_are_traced_anew(made):
     assert made[1].programs["rounds"] is not made[0].programs["rounds"]
 
 
+@pytest.mark.slow
 def test_few_programs_are_kept(made, forget, monkeypatch):
     """The oldest sets go, and with them what they hold."""
     forget()

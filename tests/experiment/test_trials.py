@@ -39,6 +39,7 @@ def test_folders_are_those_of_single_runs(tmp_path):
     assert [result.rows for result in again] == [result.rows for result in results]  # nothing was left to do
 
 
+@pytest.mark.slow
 def test_trials_may_differ_in_numbers_and_partition(tmp_path):
     """Every trial equals the same run alone; and the numbers do matter."""
     folder = lambda name: str(tmp_path / name)

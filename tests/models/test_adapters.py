@@ -87,6 +87,7 @@ def rotated(models):
     return {"params": params}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hyper", [fedmr.Hyper(), pytest.param(fedmr.Hyper(unit="segment", segment_of="leaves"), marks=SLOW)]
 )
@@ -103,6 +104,7 @@ def test_recombination_does_not_depend_on_the_factors(hyper):
         np.testing.assert_allclose(flat(kernel), flat(before), rtol=1e-3, atol=1e-4)  # the same K kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cosine", pytest.param("printed", marks=SLOW)])
 def test_similarity_compares_products(kind):
     model, models = adapted(), random_models(adapted(), K)

@@ -99,7 +99,12 @@ def test_mcmahan_s_network_without_padding():
     assert models.Model(module, CIFAR).num_parameters() == 878_538
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+OF_EACH_FAMILY = ("logistic", "lenet5", "cnn2", "resnet20", "vgg_femnist", "pfedhr_m3", "lstm1", "vit_tiny")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OF_EACH_FAMILY else pytest.param(name, marks=pytest.mark.slow) for name in models.MODELS]
+)
 def test_layers_hold_every_leaf_once_and_the_head_comes_last(name):
     model = make(name)
     leaves = [leaf for layer in model.layers() for leaf in layer.leaves]
@@ -205,6 +210,7 @@ def block_of(network, name):
     return jax.device_get(init(jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_initialisation_of_the_residual_network():
     params = block_of(resnet.ResNet20(10), "stage2_block1")
     kernel = params["conv2"]["kernel"]
@@ -218,6 +224,7 @@ def test_initialisation_of_the_residual_network():
     assert_array_equal(params["norm1"]["scale"], 1.0)
 
 
+@pytest.mark.slow
 def test_initialisation_of_fedme_s_networks():
     params = block_of(vgg.VGGFedMA(10, depth=11, width=16), "conv8")["conv"]
     assert_allclose(np.std(params["kernel"]), (2 / (9 * 128)) ** 0.5, rtol=0.05)
@@ -275,6 +282,7 @@ def test_padding_has_no_vector_and_never_learns():
     assert_array_equal(gradient[:, 0], [0, 1, 0, 0, 1])
 
 
+@pytest.mark.slow
 def test_lstm_inside_shard_map():
     model = models.Model(lstm.CharacterLSTM(5, depth=2, hidden=3), (6,), np.int32)
     variables = jax.jit(model.init)(jax.random.key(0))

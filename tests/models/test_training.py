@@ -107,6 +107,7 @@ def rounds_of_fedmr(model, *, lanes):
     return rounds.Rounds(constants, axis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "mlp" else pytest.mark.slow) for name in models.MODELS]
 )

@@ -43,7 +43,7 @@ def network(build):
     return model, jax.jit(model.init)(jax.random.key(0))
 
 
-@pytest.mark.parametrize("build", [causal, bert])
+@pytest.mark.parametrize("build", [causal, pytest.param(bert, marks=pytest.mark.slow)])
 def test_padding_changes_nothing(build):
     model, variables = network(build)
     x = tokens(3, 8)

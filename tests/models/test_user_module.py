@@ -124,6 +124,7 @@ def test_ordinary_modules_train_and_are_tested(module):
         assert np.ptp(np.asarray(model.apply(variables, x)), axis=0).max() == 0
 
 
+@pytest.mark.slow
 def test_any_keywords_are_offered_the_switch():
     """A module with ``**kwargs`` trains like the same module with a switch, and is tested without dropout."""
     twin, x, mask = user_module.bind(Net(), **FACTS), jnp.linspace(0, 1, 16).reshape(4, 4), jnp.ones(4)

@@ -77,7 +77,9 @@ def test_vmap_over_kernels_of_clients_inside_a_loop_equals_one_client_at_a_time(
     )
 
 
-@pytest.mark.parametrize("size", [6, 2])  # a small image goes the way of a product
+@pytest.mark.parametrize(
+    "size", [pytest.param(6, marks=pytest.mark.slow), 2]
+)  # a small image goes the way of a product
 def test_convolution_inside_shard_map(size):
     devices = jax.devices()
     mesh = jax.sharding.Mesh(np.array(devices), ("clients",))
@@ -115,7 +117,7 @@ def test_pooling_is_reduce_window(window, strides, padding):
     jax.tree.map(functools.partial(assert_allclose, rtol=1e-5, atol=1e-6), own, plain)
 
 
-@pytest.mark.parametrize("window", [2, (3, 2)])
+@pytest.mark.parametrize("window", [2, pytest.param((3, 2), marks=pytest.mark.slow)])
 def test_second_derivatives_of_pooling(window):
     x = images(2, 7, 6, 3)
 

@@ -86,6 +86,7 @@ def test_training_equals_that_of_the_network_itself(zoo, constants, close, numbe
     close(score, its_score)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices, lanes", [(2, 1), pytest.param(1, 6, marks=pytest.mark.slow)])
 def test_clients_of_different_networks_train_alike_on_every_layout(engine, close, devices, lanes):
     one, other = (

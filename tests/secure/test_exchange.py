@@ -108,7 +108,10 @@ def test_receivers_are_uniform_among_the_others_and_orders_among_those_who_met()
     assert (abs(counts - len(together) / 6) <= 5 * np.sqrt(len(together) * 5 / 36)).all()
 
 
-@pytest.mark.parametrize("count, share, repetitions", [(2, 0.5, 1), (5, 0.5, 1), (5, 1.0, 1), (10, 0.8, 3)])
+@pytest.mark.parametrize(
+    "count, share, repetitions",
+    [(10, 0.8, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 0.5, 1), (5, 0.5, 1), (5, 1.0, 1)))],
+)
 def test_shares_are_the_derived_ones(count, share, repetitions):
     """The share of layers that are sent, and the share that is unmoved."""
     outcome = exchanged(7, num_units=UNITS, count=count, share=share, repetitions=repetitions)
@@ -134,6 +137,7 @@ def after(engine, count=2):
     return engine.run(engine.init(), count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when", ["both", *(pytest.param(each, marks=pytest.mark.slow) for each in ("before_upload", "before_training"))]
 )
@@ -188,6 +192,7 @@ def test_whole_layers_move_before_the_training(engine):
     assert moved
 
 
+@pytest.mark.slow
 def test_layouts_and_calls_change_nothing_with_secure_recombination(engine, equal, close):
     hyper = fedmr.Hyper(secure=True)
     one = engine("fedmr", "perceptron", hyper=hyper)
@@ -197,7 +202,10 @@ def test_layouts_and_calls_change_nothing_with_secure_recombination(engine, equa
     close(whole, after(engine("fedmr", "perceptron", hyper=hyper, devices=2), 3)[0])
 
 
-@pytest.mark.parametrize("share, repetitions, factor", [(0.5, 1, 1), (0.25, 4, 2), (0.0, 1, 0)])
+@pytest.mark.parametrize(
+    "share, repetitions, factor",
+    [(0.25, 4, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.5, 1, 1), (0.0, 1, 0)))],
+)
 def test_traffic_among_clients_is_counted_apart(engine, sent, share, repetitions, factor):
     """The expected traffic is 2 q K S for each exchange."""
     down, up, _ = sent(engine("fedmr", "linear"))

@@ -183,7 +183,8 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
         np.testing.assert_allclose(np.asarray(server.distributions).sum(axis=0), 3 * sizes / sizes.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_equal_clients_who_all_take_part_are_fedavg(engine, close, network):
     """Every client fills a distribution of its own."""
     federation = dict(sizes=(8, 8, 8, 8), cohort=4)

@@ -55,7 +55,8 @@ def test_the_frozen_teacher_is_the_client_after_its_first_round(engine, zoo):
     assert np.isfinite(np.asarray(progress.server.consensus)).all()
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_without_its_terms_it_is_local_only(engine, close, network):
     without = Hyper(public_epochs=0, teachers=0.0, private_epochs=2)
     alone, one = engine("local", network), engine("fccl", network, hyper=without)

@@ -39,6 +39,7 @@ def test_five_rounds_with_swa_equal_the_equations(transcription):
     assert int(by_hand.progress.server.cycles) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start, cycle, rounds", [(2, 2, 7), pytest.param(0, 3, 5, marks=pytest.mark.slow)])
 def test_released_swa_equals_the_released_loop(transcription, start, cycle, rounds):
     """As released: the rate cycles from round 0 on, the mean from the start; until its first model a copy is tested."""
@@ -63,7 +64,8 @@ def test_released_swa_equals_the_released_loop(transcription, start, cycle, roun
     assert int(by_hand.progress.server.cycles) == averaged == (rounds - 1 - start) // cycle
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_radius_zero_is_fedavg(engine, close, network):
     flat, average = engine("fedasam", network, hyper=Hyper(rho=0.0)), engine("fedavg", network)
     close(flat.run(flat.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)

@@ -32,7 +32,8 @@ def test_alpha_one_is_indep(engine, close, selection):
     close(alone.server.models, after(engine("indep", "perceptron"), 3).server.models)
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close, network):
     crossing = engine("fedcross", network, cohort=2, hyper=Hyper(alpha=0.5))
     crossed = after(crossing, 3)
@@ -41,6 +42,7 @@ def test_two_models_and_alpha_one_half_are_uniform_fedavg(engine, close, network
     close(trees.take(crossed.server.models, 1), averaged)
 
 
+@pytest.mark.slow
 def test_warmup_is_uniform_fedavg(engine, close):
     warming = engine("fedcross", "perceptron", hyper=Hyper(warmup_rounds=2))
     close(

@@ -13,8 +13,10 @@ EPSILON = 1e-4
 
 @pytest.mark.parametrize(
     "hyper",
-    [Hyper(EPSILON), Hyper(EPSILON, weights="uniform", variant="authors")],
-    ids=["paper", "authors"],
+    [
+        pytest.param(Hyper(EPSILON), id="paper"),
+        pytest.param(Hyper(EPSILON, weights="uniform", variant="authors"), id="authors", marks=pytest.mark.slow),
+    ],
 )
 def test_three_rounds_equal_the_equations(transcription, hyper):
     by_hand = transcription("fedexp", hyper)
@@ -37,7 +39,8 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
     assert max(steps) > 1.01  # else this would have tested FedAvg
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_an_infinite_epsilon_gives_fedavg(engine, close, network):
     exp, average = engine("fedexp", network, hyper=Hyper(1e30)), engine("fedavg", network)
     close(exp.run(exp.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)

@@ -167,7 +167,8 @@ def test_label_shares_count_for_their_own_samples_unless_released(released):
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["perceptron", "thin"])
 def test_without_both_terms_it_is_fedavg(engine, close, network):
     without = Hyper(gamma_teacher=0.0, gamma_latent=0.0, steps=1, batch_size=2, hidden=4)
     free, average = engine("fedgen", network, hyper=without), engine("fedavg", network)
@@ -178,12 +179,17 @@ def test_without_both_terms_it_is_fedavg(engine, close, network):
     "name, num_classes, latent, parameters",
     [
         ("lenet5", 10, 84, 100_948),
-        ("lenet5", 20, 84, 106_068),
-        ("cnn_femnist", 62, 256, 215_808),
-        ("resnet20", 10, 256, 189_184),
-        ("resnet20", 20, 256, 194_304),
-        ("vgg16", 10, 4096, 2_159_104),
-        ("vgg_femnist", 62, 256, 215_808),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("lenet5", 20, 84, 106_068),
+                ("cnn_femnist", 62, 256, 215_808),
+                ("resnet20", 10, 256, 189_184),
+                ("resnet20", 20, 256, 194_304),
+                ("vgg16", 10, 4096, 2_159_104),
+                ("vgg_femnist", 62, 256, 215_808),
+            )
+        ),
     ],
 )
 def test_the_generator_is_as_wide_as_the_networks_representation(federation, name, num_classes, latent, parameters):
@@ -202,7 +208,8 @@ def test_alike_representations_cost_one_and_different_ones_less():
     assert float(diversity(noise, 10 * noise)) < 0.9
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("perceptron", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "perceptron"])
 def test_no_label_that_several_hold_is_no_nan(engine, network):
     """Clients with one sample each: no label is held twice, and some are held by no client of the cohort."""
     alone = engine("fedgen", network, sizes=(1, 1, 1, 1), cohort=2, hyper=Hyper(**TINY))

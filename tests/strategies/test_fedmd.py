@@ -41,6 +41,7 @@ def test_the_consensus_is_the_mean_of_the_rounds_clients(engine, zoo):
     np.testing.assert_allclose(server.consensus, np.mean(logits, axis=0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_digest_of_a_far_consensus_pulls(engine):
     """The same round with two consensuses: each pulls the clients' outputs to its side."""
     one = engine("fedmd", "perceptron", cohort=6, hyper=Hyper(digest_epochs=5, digest_loss="mse"))
@@ -56,7 +57,8 @@ def test_a_digest_of_a_far_consensus_pulls(engine):
     assert gap[0] > 0.1 and gap[1] < -0.1
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_without_public_epochs_it_is_local_only(engine, close, network):
     alone, one = (
         engine("local", network),

@@ -153,6 +153,7 @@ def test_two_clients_exchange_with_each_other():
     assert draw_partners(jax.random.key(3), jnp.zeros(2, jnp.int32)).tolist() == [1, 0]
 
 
+@pytest.mark.slow
 def test_without_tuning_no_client_switches_its_network(engine):
     engine = engine("fedme", "linear,perceptron", hyper=fedme.Hyper(tuning=False, clustering=False), cohort=6)
     progress, report = engine.run(engine.init(), 2)
@@ -172,6 +173,7 @@ def test_networks_spread_in_one_trace_with_clusters(engine):
     assert len(set(np.asarray(progress.server.clusters).tolist())) > 1
 
 
+@pytest.mark.slow
 def test_equal_networks_count_the_traffic_of_what_is_sent(engine):
     engine = engine("fedme", "perceptron")
     _, report = engine.run(engine.init(), 2)

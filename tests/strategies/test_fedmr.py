@@ -48,7 +48,7 @@ hypers = st.one_of(
         segment_of=st.sampled_from(["layers", "leaves"]),
     ),
 )
-few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+examples = functools.partial(hypothesis.settings, deadline=None, derandomize=True)  # each one compiles a program
 
 
 def copies(leaves, unit, count):
@@ -64,9 +64,20 @@ def recombined(models, key, *, units):
     return new, trees.mean(models), trees.mean(new)
 
 
-@few
+@examples(max_examples=12)
 @hypothesis.given(stacked_models(), hypers, st.integers(0, 2**31 - 1))
 def test_each_unit_keeps_its_copies_and_every_sum(drawn, hyper, seed):
+    check_recombination(drawn, hyper, seed)
+
+
+@pytest.mark.slow
+@examples(max_examples=100)
+@hypothesis.given(stacked_models(), hypers, st.integers(0, 2**31 - 1))
+def test_each_unit_keeps_its_copies_and_every_sum_of_many_models(drawn, hyper, seed):
+    check_recombination(drawn, hyper, seed)
+
+
+def check_recombination(drawn, hyper, seed):
     models, layers, count = drawn
     units = fedmr.recombination_units(hyper, layers)
     mixed, deployed, kept = jax.device_get(recombined(models, jax.random.key(seed), units=units))

@@ -40,14 +40,18 @@ def test_three_rounds_equal_the_equations(transcription):
         by_hand.check(by_hand.progress.server.model, model)
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_radius_zero_is_uniform_fedavg(engine, close, network):
     still = engine("fedmut", network, hyper=Hyper(radius=0.0))
     average = engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"))
     close(still.run(still.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)
 
 
-@pytest.mark.parametrize("variant, mutated", [("paper", ["params"]), ("authors", ["batch_stats", "params"])])
+@pytest.mark.parametrize(
+    "variant, mutated",
+    [("paper", ["params"]), pytest.param("authors", ["batch_stats", "params"], marks=pytest.mark.slow)],
+)
 def test_statistics_are_mutated_only_by_the_authors(federation, variant, mutated):
     problem = federation().problem
     strategy = fedmut.build(Hyper(variant=variant), problem)

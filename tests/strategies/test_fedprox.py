@@ -20,7 +20,8 @@ def test_three_rounds_equal_the_equations(transcription):
         by_hand.check(by_hand.progress.server.model, model)
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_without_the_proximal_term_it_is_fedavg(engine, close, network):
     free, average = engine("fedprox", network, hyper=fedprox.Hyper(mu=0.0)), engine("fedavg", network)
     close(free.run(free.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)

@@ -9,7 +9,7 @@ from fedjax_mr.strategies import fedavg
 from fedjax_mr.strategies.fml import Hyper
 
 
-@pytest.mark.parametrize("variant", ["original", "authors"])
+@pytest.mark.parametrize("variant", ["original", pytest.param("authors", marks=pytest.mark.slow)])
 def test_two_rounds_equal_the_equations(transcription, variant):
     """Both networks are written as one list of weights, whose halves move at once."""
     by_hand = transcription("fml", Hyper(alpha=0.3, beta=0.8, variant=variant))
@@ -44,7 +44,8 @@ def test_two_rounds_equal_the_equations(transcription, variant):
             by_hand.check(trees.take(by_hand.progress.memory, i), weights)
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("perceptron", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "perceptron"])
 def test_without_mutual_terms_it_is_local_and_fedavg_side_by_side(engine, close, network):
     federation = {"cohort": 6}  # everybody, so that all three train the same clients
     both = engine("fml", network, hyper=Hyper(alpha=1.0, beta=1.0), **federation)
@@ -55,6 +56,7 @@ def test_without_mutual_terms_it_is_local_and_fedavg_side_by_side(engine, close,
     close(progress.server.model, average.run(average.init(), 3)[0].server.model)
 
 
+@pytest.mark.slow
 def test_personal_networks_of_different_architectures_and_one_that_is_sent(engine, sent):
     zoo = engine("fml", "linear,perceptron")
     progress, report = zoo.run(zoo.init(), 3)

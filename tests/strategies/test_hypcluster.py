@@ -34,7 +34,8 @@ def test_three_rounds_equal_the_equations(transcription):
             by_hand.check(trees.take(by_hand.progress.server.models, number), model)
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_one_cluster_is_fedavg(engine, close, network):
     one, average = engine("hypcluster", network, hyper=Hyper(clusters=1)), engine("fedavg", network)
     progress, expected = one.init(), average.init()
@@ -69,6 +70,7 @@ def test_a_cluster_that_nobody_chose_stays_and_the_mean_is_weighted_by_samples(p
     }
 
 
+@pytest.mark.slow
 def test_equal_losses_are_decided_for_the_lowest_number(engine, equal):
     one = engine("hypcluster", "linear", hyper=Hyper(clusters=2))
     progress = one.init()
@@ -79,6 +81,7 @@ def test_equal_losses_are_decided_for_the_lowest_number(engine, equal):
     equal(trees.take(progress.server.models, 1), trees.take(before, 1))
 
 
+@pytest.mark.slow
 def test_farthest_first_opens_one_cluster_in_each_of_the_first_rounds(transcription):
     """Each is the model, trained from the common start, of the client that the clusters so far serve worst."""
     by_hand = transcription("hypcluster", Hyper(clusters=2, start="farthest"))

@@ -19,7 +19,8 @@ def after(engine, count):
     return engine.run(engine.init(), count)[0]
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_fedmr_that_never_leaves_stage_one_is_fedavg_with_equal_clients(engine, close, network):
     never = fedmr.Hyper(stage1_rounds=5)
     averaged = after(engine("fedavg", network, sizes=EQUAL_SIZES), 5).server.model
@@ -34,6 +35,7 @@ def test_fedmr_in_stage_one_is_uniform_fedavg_whatever_the_sizes(engine, close):
     close(averaged, trees.take(models, 1))
 
 
+@pytest.mark.slow
 def test_fedmr_of_whole_models_is_indep_up_to_relabelling(engine, close):
     """After one round the K models are the same in another order, and so is their mean."""
     whole = after(engine("fedmr", "perceptron", hyper=fedmr.Hyper(unit="segment", segment=1.0)), 1).server.models
@@ -53,7 +55,9 @@ def test_every_unit_of_fedmr_starts_from_one_model_and_then_spreads(engine):
     assert not np.allclose(kernels[0], kernels[1])
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedmr", pytest.param("indep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["fedavg", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fedmr", "indep"))]
+)
 def test_one_client_alone_is_plain_sgd(engine, close, strategy):
     """N = K = 1 on a convex model, full batches: the same as gradient descent written by hand, momentum restarted."""
     rate, momentum, epochs, count = 0.1, 0.5, 3, 2

@@ -79,7 +79,8 @@ def test_two_rounds_equal_the_equations(transcription, mode):
     assert len(set(shares.values())) > 1  # the clients differ
 
 
-@pytest.mark.parametrize("mode", ["paper", pytest.param("fedme", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paper", "fedme"])
 def test_with_lambda_0_alone_a_client_does_what_fedavgs_does_on_the_third_part(federation, close, mode):
     constants = federation("perceptron", batch_size=12)  # full batches: their order does not matter
     problem, key = constants.problem, jax.random.key(5)
@@ -109,6 +110,7 @@ def test_the_parts_are_disjoint_random_and_the_same_in_every_round(federation):
     assert list(itertools.chain(*parts)) != rows_of(data)
 
 
+@pytest.mark.slow
 def test_every_training_is_counted(engine):
     one = engine("mapper", "linear", hyper=Hyper(mode="fedme", grid=GRID), cohort=6)
     _, report = one.run(one.init(), 1)
@@ -117,6 +119,7 @@ def test_every_training_is_counted(engine):
     assert int(report.steps) == 2 * sum(2 * -(-a // 4) - (-g // 4) for a, g in thirds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode, cohort", [("paper", 3), ("fedme", 6)])  # of the paper, who did not train counts too
 def test_a_clients_own_model(engine, close, mode, cohort):
     one = engine("mapper", "linear", hyper=Hyper(mode=mode, grid=GRID), cohort=cohort)

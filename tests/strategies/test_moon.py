@@ -39,7 +39,8 @@ def test_three_rounds_equal_the_equations(transcription):
     assert returned > 0  # somebody had a previous model
 
 
-@pytest.mark.parametrize("network", ["perceptron", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["perceptron", "thin"])
 def test_without_the_contrastive_term_it_is_fedavg(engine, close, network):
     free, average = engine("moon", network, hyper=Hyper(mu=0.0)), engine("fedavg", network)
     close(free.run(free.init(), 4)[0].server.model, average.run(average.init(), 4)[0].server.model)

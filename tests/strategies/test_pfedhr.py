@@ -21,9 +21,7 @@ QUICK = dict(groups=2, max_candidates=2, server_epochs=1)
 # A client learns from no teacher; the server makes them all the same.
 UNWEIGHTED = Hyper(distillation_weight=0.0, teachers="latest", **QUICK)
 ZOO = "thin,linear,perceptron"
-# Without convolutions there are no candidates, so that nothing is compiled for them.
-WITHOUT_CANDIDATES = "linear"
-SOME_CANDIDATES = [pytest.param(each, marks=pytest.mark.slow) for each in ("linear,perceptron", "thin", ZOO)]
+NETWORKS = ("linear", "linear,perceptron", "thin", ZOO)  # without convolutions there are no candidates
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def key(taught):
     return round_key(one.constants.key, HOST, 1)
 
 
-@pytest.mark.slow  # a weight of 0 is quick beside PyTorch
+@pytest.mark.slow
 def test_without_weight_it_is_local_only(engine, close):
     alone, reassembled = engine("local", "thin"), engine("pfedhr", hyper=UNWEIGHTED)
     expected, _ = alone.run(alone.init(), 2)
@@ -60,7 +58,7 @@ def test_without_weight_it_is_local_only(engine, close):
     close(progress.memory.model, expected.memory.model)
 
 
-@pytest.mark.parametrize("weight", [0.7, 0.0])
+@pytest.mark.parametrize("weight", [0.7, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_client_learns_labels_and_teacher(transcription, weight):
     """Cross-entropy + lambda KL(teacher || student), beside PyTorch; a client without teacher learns labels only."""
     ours = transcription("pfedhr", Hyper(distillation_weight=weight, **QUICK))
@@ -181,6 +179,7 @@ def test_one_warning_of_teachers_near_chance(federation, caplog):
     assert "in round 8" in line and "40.0 %" in line and "33.3 %" in line and "\n" not in line
 
 
+@pytest.mark.slow
 def test_paused_clients_start_anew_if_asked(transcription):
     """Beside PyTorch: from the first network unless the client took part in the round before; tested is the last."""
     ours = transcription("pfedhr", Hyper(paused="restart", distillation_weight=0.0, **QUICK))
@@ -197,7 +196,8 @@ def test_paused_clients_start_anew_if_asked(transcription):
     assert restarted
 
 
-@pytest.mark.parametrize("network", [WITHOUT_CANDIDATES, *SOME_CANDIDATES])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
 def test_a_restart_from_the_hosts_memory_and_from_a_checkpoint(engine, network, tmp_path):
     hyper = Hyper(paused="restart", distillation_weight=0.0, **QUICK)
     memories = []
@@ -214,7 +214,8 @@ def test_a_restart_from_the_hosts_memory_and_from_a_checkpoint(engine, network, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *memories)
 
 
-@pytest.mark.parametrize("network", [WITHOUT_CANDIDATES, *SOME_CANDIDATES])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
 def test_the_first_network_is_the_one_that_memory_starts_with(engine, close, network):
     kept, restarted = (
         engine("pfedhr", network, hyper=Hyper(paused=each, distillation_weight=0.0, **QUICK))

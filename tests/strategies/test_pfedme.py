@@ -15,7 +15,7 @@ from fedjax_mr.strategies.pfedme import Hyper
 SETTING = Hyper(strength=4.0, inner_steps=3, eta=0.05, personal_lr=0.1, beta=0.5)
 
 
-@pytest.mark.parametrize("evaluate", ["theta", "w_local"])
+@pytest.mark.parametrize("evaluate", ["theta", pytest.param("w_local", marks=pytest.mark.slow)])
 def test_three_rounds_equal_the_equations(transcription, evaluate):
     strength, steps, eta, lr, beta = (
         getattr(SETTING, name) for name in ("strength", "inner_steps", "eta", "personal_lr", "beta")
@@ -59,6 +59,7 @@ def distance(models, other):
     )
 
 
+@pytest.mark.slow
 def test_a_strong_pull_leaves_theta_at_w(engine):
     """|theta - w| = |gradient| / lambda, and w moves by eta times the gradient: here by very little."""
     free, _, start = own_models(engine, strength=1.0, personal_lr=0.05, eta=1e-6)
@@ -67,6 +68,7 @@ def test_a_strong_pull_leaves_theta_at_w(engine):
     assert distance(free, start) > 0.01
 
 
+@pytest.mark.slow
 def test_without_the_pull_and_with_one_inner_step_theta_is_trained_by_plain_sgd(engine, close):
     theta, model, start = own_models(engine, strength=0.0, inner_steps=1, personal_lr=0.05)
     plain = engine("local", "linear", cohort=6, momentum=0.0)
@@ -77,6 +79,7 @@ def test_without_the_pull_and_with_one_inner_step_theta_is_trained_by_plain_sgd(
     close(model, start)  # w is not drawn anywhere
 
 
+@pytest.mark.slow
 def test_what_is_tested_is_theta_and_not_w(transcription):
     """In the released code the former is overwritten with the latter."""
     result = []
@@ -87,6 +90,7 @@ def test_what_is_tested_is_theta_and_not_w(transcription):
     assert distance(*result) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_global_model_can_be_tested(engine):
     one = engine("pfedme", "linear", hyper=Hyper(evaluate="global"))
     progress, _ = one.run(one.init(), 1)

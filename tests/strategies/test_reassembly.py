@@ -365,6 +365,7 @@ def test_training_learns_and_changes_nothing_else(zoo, programs):
     equal([piece.variables for piece in trained], [piece.variables for piece in again])
 
 
+@pytest.mark.slow
 def test_stitches_alone(zoo, programs):
     public, chain = samples(), stitched(zoo, programs)
     trained = programs.train(chain, public, jax.random.key(0), epochs=2, batch_size=8, stitches_only=True)
@@ -389,7 +390,8 @@ def test_nt_xent_is_the_formula_and_ignores_padding():
     np.testing.assert_allclose(nt_xent(jnp.asarray(padded), mask), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_views_are_random_and_stay_in_range(channels):
     x = jnp.asarray(np.random.default_rng(0).integers(0, 256, (32, 8, 8, channels)), jnp.uint8)
     view = jax.jit(functools.partial(contrastive.view, low=0.0, high=255.0))
@@ -410,6 +412,7 @@ def test_a_view_without_change_is_the_image(monkeypatch):
     np.testing.assert_allclose(jax.jit(contrastive._jitter)(jax.random.key(0), x), x, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_training_without_labels(zoo, programs):
     public = samples()._replace(y=None)
     trained = programs.train(

@@ -14,7 +14,7 @@ from fedjax_mr.strategies.base import Cohort
 from fedjax_mr.strategies.scaffold import Hyper
 
 
-@pytest.mark.parametrize("variant", ["paper", "authors"])
+@pytest.mark.parametrize("variant", ["paper", pytest.param("authors", marks=pytest.mark.slow)])
 def test_three_rounds_equal_the_equations(transcription, monkeypatch, variant):
     authors, longest = variant == "authors", 0.2
     monkeypatch.setattr(scaffold, "AUTHORS_CLIP_NORM", longest)  # so that it matters
@@ -53,7 +53,8 @@ def test_three_rounds_equal_the_equations(transcription, monkeypatch, variant):
             by_hand.check(trees.take(by_hand.progress.memory, i), own[i])
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_the_clients_variates_sum_to_n_times_the_servers(engine, close, network):
     """Whoever takes part: the server moves by 1/N of what its clients move by."""
     trained = engine("scaffold", network)
@@ -63,7 +64,8 @@ def test_the_clients_variates_sum_to_n_times_the_servers(engine, close, network)
     assert sum(np.sum(leaf**2) for leaf in jax.tree.leaves(control)) > 1e-4
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_with_variates_held_at_zero_it_is_uniform_fedavg(engine, close, network):
     frozen, average = engine("scaffold", network), engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"))
     progress = frozen.init()

@@ -83,6 +83,10 @@ def cohort_of(problem):
     return Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
 
 
+def slow(*parameters):
+    return pytest.param(*parameters, marks=pytest.mark.slow)
+
+
 # --- The optimizers against their papers ------------------------------------------------------------------------------
 
 
@@ -117,10 +121,10 @@ class ByHand:
 @pytest.mark.parametrize(
     "hyper",
     [
-        Optimized(optimizer="momentum", lr=0.7, momentum=0.8),
         Optimized(optimizer="adam", lr=0.05, momentum=0.7, beta2=0.6, tau=0.02),
-        Optimized(optimizer="yogi", lr=0.05, momentum=0.7, beta2=0.6, tau=0.02),
-        Optimized(optimizer="adagrad", lr=0.05, momentum=0.7, tau=0.02),
+        slow(Optimized(optimizer="momentum", lr=0.7, momentum=0.8)),
+        slow(Optimized(optimizer="yogi", lr=0.05, momentum=0.7, beta2=0.6, tau=0.02)),
+        slow(Optimized(optimizer="adagrad", lr=0.05, momentum=0.7, tau=0.02)),
     ],
     ids=lambda hyper: hyper.optimizer,
 )
@@ -135,6 +139,7 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
         by_hand.check(by_hand.engine.deployed(by_hand.progress), model)
 
 
+@pytest.mark.slow
 def test_fedcross_with_momentum_is_momentum_per_model(transcription):
     """v_j = beta v_j + (mixed_j - w_j) and w_j = w_j + v_j, for each of the K models; their mean is deployed."""
     own = fedcross.Hyper(alpha=0.8, selection="in_order")
@@ -164,7 +169,8 @@ def test_the_default_learning_rates_are_those_of_the_help():
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("inner, rate", [("fedavg", 1.0), ("fedcross", 0.25), ("fedmr", 0.25)])
+@pytest.mark.slow
+@pytest.mark.parametrize("inner, rate", [slow("fedavg", 1.0), ("fedcross", 0.25), slow("fedmr", 0.25)])
 def test_momentum_of_k_models_keeps_the_length_of_a_step(problem, inner, rate):
     """Each of K models moves by one client's change; momentum beta adds up 1 / (1 - beta) of them."""
     chosen = Config(strategy=inner, server_optimizer="momentum", server_momentum=0.75)
@@ -183,7 +189,7 @@ def test_momentum_of_k_models_keeps_the_length_of_a_step(problem, inner, rate):
 # --- What is the inner strategy's -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner", ["fedavg", "fedcross", "fedmr"])
+@pytest.mark.parametrize("inner", ["fedavg", "fedcross", slow("fedmr")])
 def test_plain_sgd_of_rate_one_is_the_identity(problem, equal, inner):
     """To one unit in the last place of the larger number: w + (new - w) is rounded twice where w is not near new."""
     plain = inner_strategy(inner, problem)
@@ -208,7 +214,7 @@ def test_plain_sgd_of_rate_one_is_the_identity(problem, equal, inner):
     equal(wrapped.global_model(result), plain.global_model(result.inner))
 
 
-@pytest.mark.parametrize("optimizer", LEARNING_RATES)
+@pytest.mark.parametrize("optimizer", [name if name == "adam" else slow(name) for name in LEARNING_RATES])
 def test_statistics_are_those_of_the_inner_strategy(problem, equal, optimizer):
     plain = inner_strategy("fedavg", problem)
     wrapped = server_optimizer(plain, make_server_optimizer(optimizer))
@@ -329,6 +335,7 @@ def test_others_are_refused_in_one_line(problem, inner):
     assert "no server models" in message and "server_optimizer=none" in message and "\n" not in message
 
 
+@pytest.mark.slow
 def test_control_variates_stay_those_of_the_inner_server(engine, close):
     """With plain SGD of rate 1/2 the model goes half the way of SCAFFOLD's, and c is what SCAFFOLD's is."""
     plain = engine("scaffold", "perceptron")
@@ -362,6 +369,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hyper", SETTINGS, ids=lambda hyper: f"{hyper.inner}-{hyper.optimizer}")
 def test_variances_stay_positive_and_models_finite(engine, hyper):
     engine = engine("optimized", hyper=hyper)
@@ -375,6 +383,7 @@ def test_variances_stay_positive_and_models_finite(engine, hyper):
     assert bool(trees.all_finite(engine.deployed(progress)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_bit_for_bit(engine, equal, tmp_path):
     engine = engine("optimized", hyper=CROSSED)
     progress, _ = engine.run(engine.init(), 2)
@@ -433,6 +442,7 @@ def test_an_exchange_around_fedcross_keeps_every_sum_and_whole_layers(problem, c
     assert 0 <= float(info["layers_unmoved"]) <= 1 and 0 <= float(info["layers_held_by_others"]) <= 1
 
 
+@pytest.mark.slow
 def test_equal_clients_exchange_and_average_to_the_same_model(engine, problem, close, sent):
     """And the traffic among clients comes beside what the inner strategy counts."""
     average = inner_strategy("fedavg", problem, fedavg.Hyper(weights="uniform"))
@@ -465,7 +475,7 @@ def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation
 
 def test_the_command_runs_fedcross_with_server_momentum(tmp_path, capsys):
     flags = ["--strategy=fedcross", "--server_optimizer=momentum", "--server_lr=0.5", "--rounds=2", "--noprogress"]
-    flags += ["--model=mlp", "--local_epochs=1", "--clients=6", "--cohort=3"]
+    flags += ["--model=logistic", "--local_epochs=1", "--clients=6", "--cohort=3"]
     assert main.main([*flags, f"--run_dir={tmp_path / 'run'}"]) == 0
     assert "--server_optimizer=momentum" in (tmp_path / "run" / "run.flags").read_text()
     assert "accuracy" in capsys.readouterr().out

@@ -99,6 +99,7 @@ def test_a_diverged_run_is_not_tried_again(trained, capsys):
     assert "remove its folder to train it again" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_remains_of_a_removed_folder_do_not_block_a_sweep(monkeypatch):
     """With the real command: checkpoints alone were taken for a run to go on with, in vain and for ever."""
 
@@ -116,7 +117,11 @@ def test_the_remains_of_a_removed_folder_do_not_block_a_sweep(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("hold", "place"), [("lock", "{}"), ("lock_file", "{}.log")], ids=["training", "about to start it"]
+    ("hold", "place"),
+    [
+        pytest.param("lock", "{}", id="training"),
+        pytest.param("lock_file", "{}.log", id="about to start it", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_of_another_process_is_left_to_it(hold, place, trained, capsys):
     asked = trained()
@@ -325,6 +330,14 @@ def in_a_worker(monkeypatch, tmp_path):
     return train
 
 
+def test_runs_share_a_process(in_a_worker):
+    codes, ids, logs = in_a_worker("ok", "3")
+    assert codes == [0, 3]
+    assert ids[0] == ids[1] and len(ids[0]) == 1
+    assert [log.count("its words") for log in logs] == [1, 1]
+
+
+@pytest.mark.slow
 def test_runs_share_a_process_and_one_that_dies_takes_no_other_with_it(in_a_worker):
     codes, ids, logs = in_a_worker("ok", "3", "abort", "ok", "2", "ok", "fails beside others")
     assert codes == [0, 3, 1, 0, 2, 0, 0]
