@@ -115,6 +115,7 @@ def compiled_anew():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+@pytest.mark.slow
 def test_the_local_step_is_found(engine, compiled_anew):
     rounds = engine("fedavg", "linear", epochs=3)
     rounds.run(rounds.init(), 1)

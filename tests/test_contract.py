@@ -4,6 +4,7 @@ The quick suite has the contract of most strategies. The slow suite adds:
 
 * the layouts of most. Two devices with two lanes need three more programs of each strategy. The engine moves the rows
   of all strategies by the same code, so a few strategies that have all members between them (`OF_EACH_KIND`) suffice;
+* strategies of a file that has several, except the first: they are variants of each other;
 * the groups of `BY_EXAMPLE`, except one strategy of each: FedAvg with another training of the clients, or with
   other weights of late uploads. The equations of most of them are quick;
 * methods for adapters; their identities are quick (strategies/test_lora.py).
@@ -24,6 +25,7 @@ OF_EACH_KIND = (
     "pfedhr",  # memory, personal models, work between rounds
 )
 BY_EXAMPLE = {"drift": "scaffold", "flatness": "fedsam", "asynchronous": "gitfl"}
+FIRST_OF_EACH_FILE = {row.build.__module__: name for name, row in reversed(STRATEGIES.items())}
 WITH_LAYOUTS = (
     test_contract.test_the_layout_changes_nothing,
     test_contract.test_traffic_equals_the_bytes_of_what_is_sent,
@@ -32,7 +34,7 @@ WITH_LAYOUTS = (
 
 
 def in_quick_suite(name, row, *, layouts):
-    if row.adapters or BY_EXAMPLE.get(row.group, name) != name:
+    if row.adapters or BY_EXAMPLE.get(row.group, name) != name or FIRST_OF_EACH_FILE[row.build.__module__] != name:
         return False
     return name in OF_EACH_KIND or not layouts
 

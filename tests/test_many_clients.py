@@ -28,7 +28,8 @@ def simulator(strategy, clients=MANY, **options):
     return fmr.Simulator(strategy, "logistic", federated, cohort=4, local=local, **options)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("fedmr", marks=pytest.mark.slow), "scaffold"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fedmr", "scaffold"])
 def test_a_round_allocates_nothing_per_client(strategy):
     mine = simulator(strategy, memory="host", devices=2)
     state, _ = mine.run(mine.init(), 2)

@@ -436,6 +436,7 @@ def controlled(rule, hyper, problem):
     return channel(inner, problem, [robust(problem, rule, outliers=1, stacked=False)])
 
 
+@pytest.mark.slow
 def test_clients_whose_message_was_refused_are_as_if_they_had_not_trained():
     """SCAFFOLD's invariant: the server's control variate is the mean of the clients'."""
     options = dict(ALL_EIGHT, cohort=5)

@@ -108,6 +108,7 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
         tree_equal(mailed.simulator.personal(ours), simulated.personal(theirs))
 
 
+@pytest.mark.slow
 def test_compressed_messages_are_small_on_the_wire(tmp_path):
     """One bit per weight in place of 32: bytes of the clients' answers, and the simulator's bits."""
     sizes = {}

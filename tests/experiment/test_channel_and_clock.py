@@ -24,10 +24,14 @@ def numbers(result, names=("accuracy", "loss", "bytes_up")):
     return np.array([[row[name] for name in names] for row in result.rows])
 
 
-def test_links_change_the_columns_and_the_bytes(tmp_path):
+def test_compression_changes_the_bytes(tmp_path):
     plain = run(tmp_path / "plain")
     signs = run(tmp_path / "signs", compress="sign", error_feedback="ef")
     assert signs.rows[-1]["bytes_up"] < plain.rows[-1]["bytes_up"] / 25
+
+
+@pytest.mark.slow
+def test_links_have_columns(tmp_path):
     attacked = run(
         tmp_path / "attacked", attack="sign_flip", attackers=0.34, robust="median", robust_outliers=1, dp_clip=0.1
     )

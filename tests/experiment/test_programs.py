@@ -111,6 +111,7 @@ def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, forge
     equal(second.variables, run(**other).variables)
 
 
+@pytest.mark.slow  # quick in the contract
 @pytest.mark.parametrize(
     "other",
     [
@@ -135,6 +136,7 @@ def test_seeds_and_partitions_share_programs(made, forget, equal, strategy, othe
     equal(second.variables, run(**base | other).variables)
 
 
+@pytest.mark.slow  # quick in the contract
 @pytest.mark.parametrize(
     "server", [pytest.param({}, marks=pytest.mark.slow), dict(server_optimizer="adam", server_lr=0.1)], ids=str
 )

@@ -229,7 +229,9 @@ CASES = [
         for depth, plan in [(11, VGG11), (16, torch_networks.VGG16_PLAN)]
     ),
     pytest.param(
-        Case(vgg.VGGFEMNIST(CLASSES, width=4), (28, 28, 1), lambda: vgg_femnist(4), (7, 7, 32)), id="vgg_femnist"
+        Case(vgg.VGGFEMNIST(CLASSES, width=4), (28, 28, 1), lambda: vgg_femnist(4), (7, 7, 32)),
+        id="vgg_femnist",
+        marks=slow,
     ),
     *(
         pytest.param(

@@ -23,7 +23,7 @@ CONVOLUTIONAL = [
     for name, row in models.MODELS.items()
     if len(row.input_shape) == 3 and name not in ("mlp", "logistic", "vit_tiny")
 ]
-QUICK = ("lenet5", "pfedhr_m4")
+QUICK = ("lenet5",)
 THIN = {"width": 4, "heads": 2, "hidden": 16}
 """Smaller values of attributes, which change sizes but no operation."""
 
