@@ -55,9 +55,10 @@ from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.samples import Samples
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, events_of, simulator_of
+from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.experiment import peak_memory_bytes
 from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.simulated_time import events_of
 from fedjax_mr.models import MODELS, windows
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.strategies import fedme

@@ -18,7 +18,7 @@ import fedjax_mr as fmr
 from fedjax_mr import trees
 from fedjax_mr.clock import Events
 from fedjax_mr.engine.round import INIT, client_key
-from fedjax_mr.experiment.build import strategy_of
+from fedjax_mr.experiment.method import strategy_of
 
 SETTINGS = {
     "sync K=10": {"cohort": 10, "fleet": None},

@@ -14,8 +14,9 @@ from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.build import Devices, build_model, devices_of, events_of
+from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.simulated_time import Devices, devices_of, events_of
 
 MOST_JOBS = 120  # drawn by default
 

@@ -27,10 +27,10 @@ from fedjax_mr.deploy.protocol import RemoteData
 from fedjax_mr.deploy.remote import RemoteClients
 from fedjax_mr.engine.round import ClientRow, CohortPlan
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import events_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import keeps_validation, needs_tests_of_clients
 from fedjax_mr.experiment.folder import ARRIVALS
+from fedjax_mr.experiment.simulated_time import events_of
 from fedjax_mr.models import Model
 from fedjax_mr.strategies.base import Cohort, Info
 

@@ -38,8 +38,8 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.architectures import architectures as architectures_of
-from fedjax_mr.experiment.build import local_setting, strategy_of
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.method import local_setting, strategy_of
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.models import Model
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy

@@ -31,8 +31,9 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import Chosen, build_chosen, simulator_of, strategy_of
+from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.method import Chosen, build_chosen, strategy_of
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import Problem, Strategy
 from fedjax_mr.strategies.base import Info, LayerExchange

@@ -26,7 +26,6 @@ from fedjax_mr.engine.round import Progress
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
-from fedjax_mr.experiment.build import clients_may_be_late
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
@@ -34,6 +33,7 @@ from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import Interrupted, RunLoop
 from fedjax_mr.experiment.settings import values_of
+from fedjax_mr.experiment.simulated_time import clients_may_be_late
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.hyper import field
 

@@ -8,8 +8,8 @@ from fedjax_mr.channel import accounting, privacy
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.simulator import problem_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import build_chosen, chosen, local_setting
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import Problem
 

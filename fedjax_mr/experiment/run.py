@@ -22,7 +22,7 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import checkpoint, guarantee, imports, interrupts
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import events_of, simulator_of
+from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.federation import federated_data
@@ -31,6 +31,7 @@ from fedjax_mr.experiment.logs import OnRow
 from fedjax_mr.experiment.processes import Processes, join_processes
 from fedjax_mr.experiment.report import ProgressBar
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.experiment.simulated_time import events_of
 from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # approximate duration of a compiled call; between calls, progress is shown and Ctrl-C works

@@ -10,8 +10,9 @@ import fedjax_mr as fmr
 from fedjax_mr.analysis import timeline
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, devices_of, events_of
+from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.simulated_time import devices_of, events_of
 
 CONFIG = fmr.Config(strategy="fedavg", model="logistic", clients=12, cohort=3, rounds=6, fleet="classes")
 LATE = {"deadline": 400.0, "over_select": 1.5, "late": "partial"}

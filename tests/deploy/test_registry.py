@@ -14,7 +14,7 @@ from fedjax_mr.deploy.asynchronous import AsynchronousClients
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import build
+from fedjax_mr.experiment import build, simulated_time
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
@@ -284,7 +284,7 @@ def test_a_slow_client_does_not_hold_the_others(strategy, tmp_path):
     assert again.manager.now() < 50 and report.info["staleness_max"] >= 1
     seconds = json.loads((tmp_path / "run" / ARRIVALS).read_text())["seconds"]
     durations = lambda job, client: seconds.get(str(job), np.inf)
-    events = build.events_of(one.config, one.federated, one.model, duration=durations)
+    events = simulated_time.events_of(one.config, one.federated, one.model, duration=durations)
     assert not np.isin(events.jobs["client"][events.jobs["used"] > 0], 2).any()
     simulated = build.simulator_of(one.config, one.federated, one.model, events=events, devices=1, lanes=1)
     tree_equal(progress.server.inner, after(simulated, 4)[0].server.inner)

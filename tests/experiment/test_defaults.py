@@ -6,9 +6,10 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.build import build_model, simulator_of, strategy_of
+from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.method import strategy_of
 from fedjax_mr.experiment.resolve import public_share, resolve
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.strategies import fedme, on_any_network

@@ -13,9 +13,9 @@ import pytest
 from fedjax_mr import main, trees
 from fedjax_mr.engine.round import dispatch, receive
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import strategy_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.method import strategy_of
 from fedjax_mr.strategies import (
     STRATEGIES,
     Cohort,
