@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -221,6 +222,57 @@ def federation(folder: Path, **options: Any) -> Iterator[Federation]:
         yield one
     finally:
         one.stop()
+
+
+class Forwarder:
+    """A port that forwards connections to another port of the loopback address, and counts their bytes.
+
+    Attributes:
+      port: a free port.
+      sent: bytes from the connecting side so far.
+    """
+
+    def __init__(self, to: int) -> None:
+        self.sent = 0
+        self._to = to
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+
+    def __enter__(self) -> "Forwarder":
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                threading.Thread(target=self._forward, args=(near,), daemon=True).start()
+
+    def _forward(self, near: socket.socket) -> None:
+        with near, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as far:
+            back = threading.Thread(target=_copy, args=(far, near), daemon=True)
+            back.start()
+            for size in _copied(near, far):
+                self.sent += size
+            back.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    for _ in _copied(source, target):
+        pass
+
+
+def _copied(source: socket.socket, target: socket.socket) -> Iterator[int]:
+    """Copy until the source ends, and yield the size of each part."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+            yield len(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def wait_for(condition: Any, seconds: float, what: str, *, pause: float = 0.2) -> None:

@@ -92,6 +92,27 @@ def test_two_nodes(trial):
     one.check(one.go())
 
 
+def test_int8_uploads_are_a_quarter_of_the_bytes_on_the_wire(tmp_path):
+    """Bytes that the nodes send to the SuperLink, of a run without and of one with --compress=int8."""
+    settings, sent, counted = [*FLAGS.split(), "--model=mlp", "--rounds=1"], {}, {}
+    with deployment.federation(tmp_path) as one, deployment.Forwarder(one.port) as forwarder:
+        one.superlink()
+        for client in range(2):
+            own = {"data": f"{tmp_path}/plain/data/client-{client}.npz", "state": f"{tmp_path}/state-{client}"}
+            one.supernode(client, {"client-id": client, **own}, port=forwarder.port)
+        for name, flags in {"plain": [], "int8": ["--compress=int8"]}.items():
+            for command in (["new", f"{tmp_path}/{name}"], ["divide", f"{tmp_path}/{name}/data"]):
+                assert main([*command, *settings, *flags]) == 0
+            before = forwarder.sent
+            assert one.finish(one.run(name, name=name), 1500, name=name) == "finished:completed", one.log(name)
+            sent[name] = forwarder.sent - before
+            counted[name] = deployment.metrics(tmp_path / name / "run")[-1]["bytes_up"]
+            assert sent[name] > counted[name]  # there are also gRPC's headers, answers without a model, and polling
+    print(sent, counted)
+    assert 0.25 < counted["int8"] / counted["plain"] < 0.251  # one byte per number, and four per array
+    assert abs((sent["plain"] - sent["int8"]) / (counted["plain"] - counted["int8"]) - 1) < 0.3  # polling differs
+
+
 def test_killed_clients(trial):
     """A ClientApp dies at its work, and then a SuperNode, which comes back with another number."""
     one = trial()
