@@ -17,7 +17,6 @@ from record.command import main
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
-@pytest.mark.slow
 def test_the_page_and_the_flag_files_are_those_of_the_kept_runs(capsys):
     assert main(["--check"]) == 0
     assert "are up to date" in capsys.readouterr().out
