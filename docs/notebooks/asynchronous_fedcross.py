@@ -21,7 +21,7 @@
 #
 # FedCross (Hu et al., 2022) keeps K models. A model that returns is mixed a little with another one, its
 # collaborator: w_i = alpha v_i + (1 - alpha) v_j. In the asynchronous form, which is our own, this happens as soon as
-# one model returns. Then the model is sent to the next client, and nobody waits.
+# one model returns. Then the model is sent to the next client. No client waits for another.
 
 # %% [markdown]
 # The next cell installs the package if it is missing, for example on Colab.

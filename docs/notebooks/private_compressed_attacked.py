@@ -113,7 +113,7 @@ train("attacked, Multi-Krum", lambda problem, stacked: [screened(problem, stacke
 #
 # ## Private
 #
-# With **differential privacy for clients**, nobody who sees the messages can tell with certainty whether a client
+# With **differential privacy for clients**, a reader of all messages cannot be certain whether a client
 # took part. Each client shortens its change to the length C and adds Gaussian noise of standard deviation s C to
 # every number. FedAvg may add less noise to each message, so that only the *mean* carries the noise s C / K
 # (`noise_on="mean"`). FedMR hands every single model on, so each one needs the full noise, and no mean ever reduces

@@ -52,7 +52,7 @@ for _ in range(rounds // 10):
 # The first call compiles the program, which takes a few seconds. Later calls only run it. The simulator does not
 # change in a round. **Everything that changes is in `state`**: `run` takes a state and returns the next one.
 #
-# ## What is in a state?
+# ## What a state holds
 #
 # `state.server` is what the server keeps. FedMR keeps K = 5 models, so every array has a first axis of length 5. The
 # model that is tested is their mean. `deployed` returns it.

@@ -155,19 +155,6 @@ def asynchronous(
         sent = trees.take(state.starts, jnp.minimum(at(schedule.train_slots, state.version), num_slots - 1))
         return sent | {VERSION: at(schedule.train_versions, state.version)}
 
-    def client_update(payload: Payload, memory: Any, data: Any, round: jax.Array, key: jax.Array) -> Any:
-        version = payload[VERSION]
-        sent = {name: each for name, each in payload.items() if name != VERSION}
-        own_key = jax.random.fold_in(jax.random.fold_in(keys.client[version], data.client_id), 0)
-        train = lambda: inner.client_update(sent, memory, data, version, own_key)
-
-        def skip() -> Any:
-            """An empty row. Many rows of a wave are empty, and many rounds train nothing."""
-            upload, kept, metrics = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(train))
-            return upload, kept, metrics._replace(bad_step=jnp.full((), -1, jnp.int32))
-
-        return jax.lax.cond(data.client_id < problem.num_clients, train, skip)
-
     def receive(
         state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
     ) -> tuple[State, Payload, Info]:
@@ -204,12 +191,33 @@ def asynchronous(
     return base.lifted(inner)._replace(
         init=init,
         dispatch=dispatch,
-        client_update=client_update,
+        client_update=client_of_version(inner, problem, keys),
         server_update=server_update,
         receive=receive,
         select=select,
         traffic=traffic,
     )
+
+
+def client_of_version(inner: Strategy, problem: Problem, keys: Keys) -> Callable[..., Any]:
+    """The ``client_update`` of jobs that received different versions, each with the key of its own version.
+
+    A row without a client returns zeros: many rows of a wave are empty, and many rounds train nothing.
+    """
+
+    def client_update(payload: Payload, memory: Any, data: Any, round: jax.Array, key: jax.Array) -> Any:
+        version = payload[VERSION]
+        sent = {name: each for name, each in payload.items() if name != VERSION}
+        own_key = jax.random.fold_in(jax.random.fold_in(keys.client[version], data.client_id), 0)
+        train = lambda: inner.client_update(sent, memory, data, version, own_key)
+
+        def skip() -> Any:
+            upload, kept, metrics = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(train))
+            return upload, kept, metrics._replace(bad_step=jnp.full((), -1, jnp.int32))
+
+        return jax.lax.cond(data.client_id < problem.num_clients, train, skip)
+
+    return client_update
 
 
 def rebased(uploads: Payload, sent: Payload, now: Payload, tau: jax.Array, weights: jax.Array) -> Payload:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.channel.base import upload_shapes
-from fedjax_mr.clock.asynchronous import VERSION, Keys
+from fedjax_mr.clock.asynchronous import VERSION, Keys, client_of_version
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import base
 from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic
@@ -105,18 +105,6 @@ def online(build: Callable[[Problem], Strategy], problem: Problem, seconds: Any,
         sent = inner.dispatch(state.inner, cohort_of(clients(state), branches), key)
         return sent | {VERSION: state.version}
 
-    def client_update(payload: Payload, memory: Any, data: Any, round: jax.Array, key: jax.Array) -> Any:
-        version = payload[VERSION]
-        sent = {name: each for name, each in payload.items() if name != VERSION}
-        own_key = jax.random.fold_in(jax.random.fold_in(keys.client[version], data.client_id), 0)
-        train = lambda: inner.client_update(sent, memory, data, version, own_key)
-
-        def skip() -> Any:
-            upload, kept, metrics = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(train))
-            return upload, kept, metrics._replace(bad_step=jnp.full((), -1, jnp.int32))
-
-        return jax.lax.cond(data.client_id < problem.num_clients, train, skip)
-
     def receive(
         state: State, messages: Payload, payloads: Payload, cohort: Cohort, round: jax.Array, key: jax.Array
     ) -> tuple[State, Payload, Info]:
@@ -161,7 +149,7 @@ def online(build: Callable[[Problem], Strategy], problem: Problem, seconds: Any,
     return base.lifted(inner)._replace(
         init=init,
         dispatch=dispatch,
-        client_update=client_update,
+        client_update=client_of_version(inner, problem, keys),
         server_update=server_update,
         receive=receive,
         select=select,
