@@ -151,7 +151,7 @@ def set_up(
     folder = open_folder(config, processes)
     cleanup.callback(folder.withdraw)
     if config.progress and processes.writes:
-        notes = [*notes, *federated.notes]
+        notes = list(notes)  # those of the partition are logged already
         if federated.holdout is not None and simulator.rounds.strategy.global_model is None:
             notes.append(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 import urllib.parse
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
+from tqdm import tqdm
 
 from fedjax_mr.data import files
 from fedjax_mr.data.cache import cached
@@ -249,7 +251,10 @@ def _read_array_record(builder: Any, split: str, labels: list[str]) -> tuple[np.
     x = np.zeros((len(source), *builder.info.features["image"].shape), np.uint8)
     y = {label: np.zeros(len(source), np.int32) for label in labels}
     ids = []
-    for row, record in enumerate(_records(source)):
+    bar = tqdm(
+        _records(source), f"reading {builder.name}, {split}", len(source), leave=False, disable=not sys.stderr.isatty()
+    )
+    for row, record in enumerate(bar):
         x[row] = np.asarray(Image.open(io.BytesIO(record["image"]))).reshape(x.shape[1:])
         for label in labels:
             y[label][row] = record[label]
