@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 sweep() {
   "${PYTHON:-python}" -m fedjax_mr.sweep --dataset=sentiment --data_dir="$data" --text_length=32 --model=minilm \
     --pretrained="$network" --partition=domain --alpha=0.5 --clients=100 --cohort=5 --local_epochs=1 --batch_size=16 \
-    --optimizer=adam --lr=0.001 --rounds=30 --seeds=0 --devices=1 --sweep_dir="$folder" "$@" ${SWEEP_FLAGS:-} \
+    --optimizer=adam --lr=0.001 --rounds=30 --eval_every=10 --seeds=0 --devices=1 --sweep_dir="$folder" "$@" ${SWEEP_FLAGS:-} \
     || echo "code $?"
 }
 

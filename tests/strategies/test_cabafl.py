@@ -137,7 +137,7 @@ def test_it_equals_a_plain_event_loop():
 
 
 @pytest.mark.slow
-def test_rounds_and_a_checkpoint_in_the_middle_of_waves_change_nothing():
+def test_calls_layouts_and_a_checkpoint_in_the_middle_of_waves_change_nothing():
     rounds = asynchronous()
     whole, report = rounds.run(rounds.init(), E)
     parts = rounds.init()
@@ -145,6 +145,9 @@ def test_rounds_and_a_checkpoint_in_the_middle_of_waves_change_nothing():
         parts = rounds.place(jax.device_get(parts))  # as a checkpoint does
         parts, _ = rounds.run(parts, count)
     tree_equal(whole, parts)
+    other = asynchronous(devices=2, lanes=2)
+    laid_out, _ = other.run(other.place(rounds.init()), E)
+    tree_close(jax.device_get(whole), jax.device_get(laid_out))
     clients = np.asarray(whole.server.inner.clients)
     assert len(set(clients.tolist())) == M  # no client is twice in flight
     size, width = trees.num_bytes(rounds.constants.problem.model.shapes()), whole.server.inner.features.shape[1]
