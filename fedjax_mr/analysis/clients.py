@@ -2,9 +2,13 @@
 
 The clients' test samples are those of ``python -m fedjax_mr.data``: their natural ones, or parts of the test set in the
 proportions of their labels. Every client counts the same, whatever its size. Clients without test samples do not count.
+
+If a method deploys no model, the accuracies are those of the clients' personal models at the end of the run
+(``clients.csv``). With ``--partition=domain``, a second table has the mean over the clients of each domain.
 """
 
 import argparse
+import csv
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Plot the clients' accuracies and print their distribution."""
     chosen = runs.read(arguments.runs)
-    accuracies = {
-        run.name: per_client(run, runs.restore(run, data_dir=arguments.data_dir, trust=arguments.trust))
-        for run in chosen
-    }
+    accuracies, domains = {}, {}
+    for run in chosen:
+        trained = runs.restore(run, data_dir=arguments.data_dir, trust=arguments.trust)
+        accuracies[run.name] = per_client(run, trained)
+        domains[run.name] = per_domain(trained, accuracies[run.name])
     names = titles.runs([run.config for run in chosen])
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"clients.{arguments.format}"
@@ -50,16 +55,23 @@ def main(arguments: argparse.Namespace) -> None:
         rows.append([name, f"{len(values)}", *(f"{number:.4f}" for number in numbers)])
     print(tables.aligned(rows))
     print(f"drawn in {path}")
+    for columns in dict.fromkeys(tuple(each) for each in domains.values() if each):
+        rows = [["run", *columns, "mean", "worst"]]
+        for name, each in zip(names, domains.values(), strict=True):
+            if tuple(each) == columns:
+                numbers = (*each.values(), np.mean(list(each.values())), min(each.values()))
+                rows.append([name, *(f"{number:.4f}" for number in numbers)])
+        print(f"\n{tables.aligned(rows)}")
 
 
 def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
-    """Accuracies [clients with test samples] of the deployed model, in the order of the clients.
+    """Accuracies [clients with test samples] of the deployed or the personal models, in the order of the clients.
 
     Raises:
-      UserError: the method deploys no model, or no client has test samples.
+      UserError: the method deploys no model and the run has no ``clients.csv``, or no client has test samples.
     """
     if trained.deployed is None:
-        raise UserError(f"{run.path}: {run.config.strategy} deploys no model")
+        return _of_personal_models(run)
     own = trained.federated.client_test
     if not own.split.index.size:
         raise UserError(f"the clients of {run.path} have no test samples of their own")
@@ -76,3 +88,27 @@ def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
     hits = np.zeros(len(own.y))
     hits[padded.reshape(-1)] = np.concatenate([right(trained.deployed, test, rows) for rows in padded])
     return np.array([hits[rows].mean() for rows in own.split.parts() if len(rows)])
+
+
+def _of_personal_models(run: runs.RunRecord) -> np.ndarray:
+    path = run.path / "clients.csv"
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return np.array([float(row["accuracy"]) for row in csv.DictReader(file) if int(row["test_samples"])])
+    except OSError as error:
+        raise UserError(
+            f"{run.path}: {run.config.strategy} deploys no model, and there is no {path.name} ({error.strerror}): let "
+            "the run end"
+        ) from None
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+
+
+def per_domain(trained: runs.Trained, accuracies: np.ndarray) -> dict[str, float]:
+    """The mean of ``accuracies`` over the clients of each domain. Empty if clients have no or several domains."""
+    federated = trained.federated
+    domain_of = [name.rpartition("/")[0] for name in federated.names]
+    if not domain_of or not set(domain_of) <= set(federated.dataset.domain_names):
+        return {}
+    tested = np.array(domain_of)[[len(rows) > 0 for rows in federated.client_test.split.parts()]]
+    return {name: float(accuracies[tested == name].mean()) for name in dict.fromkeys(tested.tolist())}
