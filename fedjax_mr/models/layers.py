@@ -130,16 +130,17 @@ class BatchNorm(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
         """Normalise maps [B, ..., channels]; only samples whose ``mask`` [B] is 1 enter the statistics.
 
-        Maps of another number type are normalised in float32.
+        Maps of a shorter number type are normalised in float32.
         """
         channels, dtype = x.shape[-1], x.dtype
-        x = x.astype(jnp.float32)
+        wide = dtype if dtype == jnp.float64 else jnp.float32
+        x = x.astype(wide)
         scale = self.param("scale", nn.initializers.constant(self.scale_init), (channels,), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (channels,), jnp.float32)
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, (channels,), jnp.float32)
         running_var = self.variable("batch_stats", "var", jnp.ones, (channels,), jnp.float32)
 
-        scale, bias = scale.astype(jnp.float32), bias.astype(jnp.float32)
+        scale, bias = scale.astype(wide), bias.astype(wide)
         seen = self.variable("batch_stats", "count", jnp.zeros, (), jnp.float32) if self.counted else None
 
         weight = jnp.ones(x.shape[:1], x.dtype) if mask is None else mask.astype(x.dtype)

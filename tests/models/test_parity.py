@@ -16,7 +16,7 @@ import optax
 import pytest
 from numpy.testing import assert_allclose
 
-from fedjax_mr.models import BlockNet, Model, cnn, lstm, pfedhr, resnet, vgg
+from fedjax_mr.models import BlockNet, Model, cnn, layers, lstm, pfedhr, resnet, vgg
 
 torch = pytest.importorskip("torch", reason="parity with PyTorch needs the extra: pip install 'fedjax-mr[parity]'")
 t = torch.nn
@@ -374,3 +374,19 @@ def test_network_trains_like_pytorch_s(case):
     logits = twin.logits(x).detach().numpy()
     single = jax.tree.map(lambda leaf: leaf.astype(np.float32), expected)
     assert_allclose(jax.jit(model.apply)(single, x), logits, rtol=0, atol=1e-5 * np.abs(logits).max())
+
+
+@jax.enable_x64(True)
+def test_batchnorm_equals_pytorch_s_in_double_precision():
+    """All numbers stay double: a detour through float32 would show from the eighth digit."""
+    twin, rng = t.BatchNorm2d(3).double(), np.random.default_rng(0)
+    layer, x = layers.BatchNorm(), rng.standard_normal((6, 4, 4, 3))
+    variables = {
+        "params": {"scale": np.ones(3), "bias": np.zeros(3)},
+        "batch_stats": {"mean": np.zeros(3), "var": np.ones(3)},
+    }
+    out, new = jax.jit(lambda x: layer.apply(variables, x, train=True, mutable=["batch_stats"]))(x)
+    expected = twin(torch.tensor(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).detach().numpy()
+    assert_allclose(out, expected, rtol=0, atol=1e-13)
+    assert_allclose(new["batch_stats"]["mean"], twin.running_mean.numpy(), rtol=0, atol=1e-14)
+    assert_allclose(new["batch_stats"]["var"], twin.running_var.numpy(), rtol=0, atol=1e-14)
