@@ -34,15 +34,16 @@ FREE = {"errors", "registry", "trees"}
 LIBRARY = {
     "data": {"models.platforms"},
     "models": set(),
-    "channel": {"engine.samples", "engine.local", "models", "strategies.base", "strategies.hyper"},
+    "channel": {"engine.samples", "engine.local", "models", "secure", "strategies.base", "strategies.hyper"},
     "clock": {"channel.base", "engine.samples", "engine.local", "strategies.base"},
     "engine": {"data", "models", "strategies.base"},
     "engine.samples": set(),
     "engine.local": {"engine.samples", "models"},
     "engine.simulator": {"data", "engine", "models", "strategies"},
     "engine.mutual": {"engine.samples", "engine.local", "models"},
-    "strategies": {"engine.samples", "engine.local", "engine.mutual", "models", "secure"},
+    "strategies": {"engine.samples", "engine.local", "engine.mutual", "models"},
     "strategies.base": {"engine.samples", "engine.local", "models"},
+    "strategies.fedmr": {"channel.base", "channel.exchange", "models", "strategies"},  # its paper has an exchange
     "secure": {"data.files", "models"},
 }
 # Downwards only; a room may use its own files. The longest name that fits a module counts.

@@ -1,7 +1,7 @@
 """The channel: what happens to messages between a client's training and the server's update.
 
-Compression, clipping and noise, attacks and robust screening are *links* of a channel. `channel` adds them to any
-strategy, also to those with several models, and returns a strategy.
+Compression, clipping and noise, attacks, robust screening and an exchange of layers among clients are *links* of a
+channel. `channel` adds them to any strategy, also to those with several models, and returns a strategy.
 
 What a link sees. Of everything that a client uploads, the *values* are the floating-point arrays that training
 produced: the parameters of models, and all other float arrays (control variates, prototypes, logits). The
@@ -12,9 +12,8 @@ is rounded or extrapolated could become negative.
 Order. A channel lists its links from the server to the network: robust rules, attacks, privacy, compression. The
 clients' sides run in this order, and the servers' sides in the opposite order, like the layers of a network protocol.
 So messages are compressed last and decompressed first, attackers need not clip or add noise, and robust rules see what
-the server sees. An exchange of layers (`transforms.secure_exchange`) is no link, because a link has a side at a client
-and one at the server, and an exchange happens among the clients of a round, also before they train. The engine performs
-it between the two sides; real clients send each other envelopes that the server relays and cannot read.
+the server sees. An exchange of layers happens between the two sides, and before the training, too, if asked for: the
+engine simulates it, and real clients send each other envelopes that the server relays and cannot read.
 
 With neutral numbers (no attackers, no outliers, zero noise, a norm that is never reached), a link returns the values
 bit for bit.
@@ -36,9 +35,9 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData, Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, Problem, Strategy
+from fedjax_mr.strategies.base import Cohort, Info, LayerExchange, Memory, Payload, Problem, Strategy, Traffic
 
-ORDER = ("robust", "attack", "privacy", "compression")
+ORDER = ("robust", "attack", "privacy", "compression", "exchange")
 """The kinds of links, from the server to the network. A channel has at most one of each."""
 NOTES = "channel"  # entry of payloads and uploads with what the links tell each other beside the values
 ENCODED = "encoded"  # entry of uploads that replaces the values after compression
@@ -98,6 +97,8 @@ class Link(NamedTuple):
     """Encode the payload of ONE client on the server. Default: it is sent as it is."""
     open: Callable[[Payload], Payload] | None = None
     """The inverse of ``down``, at the client."""
+    exchange: LayerExchange | None = None
+    """What the K clients exchange among themselves, without the server. Such a link has neither of the two sides."""
     check: Callable[[Strategy, Problem], None] | None = None
     """Raise a `UserError` if the link cannot work with a strategy. Default: it works with every strategy."""
     excludes: tuple[tuple[str, str], ...] = ()
@@ -147,13 +148,26 @@ def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strateg
         raise UserError(f"a channel has at most one link of each kind, but there are several for {twice[0]}")
     if len(problem.model.networks) > 1:
         raise UserError("clients with different networks have no channel: pass a single network in model=")
-    for link in links:
+    for link in reversed(links):  # the exchange first, because others may refuse a strategy with one
         for kind, reason in link.excludes:
             if kind in kinds:
                 raise UserError(reason)
         if link.check is not None:
             link.check(inner, problem)
-    return _Channel(inner, problem, links).strategy()
+        if link.exchange is not None:
+            inner = _exchanging(inner, link.exchange)
+    links = tuple(link for link in links if link.exchange is None)
+    return _Channel(inner, problem, links).strategy() if links else inner
+
+
+def _exchanging(inner: Strategy, exchange: LayerExchange) -> Strategy:
+    """The strategy whose clients exchange layers, with the traffic of the exchange beside its own."""
+
+    def traffic(usual: Traffic, state: base.State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Traffic:
+        counted = inner.traffic(usual, state, uploads, cohort, round) if inner.traffic else usual
+        return counted._replace(peer=(*counted.peer, exchange.parcels(uploads["model"])))
+
+    return inner._replace(exchange=exchange, traffic=traffic)
 
 
 class _Channel:

@@ -2,7 +2,8 @@
 
 from fedjax_mr.channel.attacks import attack
 from fedjax_mr.channel.compression import compression
+from fedjax_mr.channel.exchange import exchange
 from fedjax_mr.channel.privacy import privacy
 from fedjax_mr.channel.robust import robust
 
-__all__ = ["attack", "compression", "privacy", "robust"]
+__all__ = ["attack", "compression", "exchange", "privacy", "robust"]

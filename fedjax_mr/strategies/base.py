@@ -236,6 +236,15 @@ class LayerExchange(NamedTuple):
         """Whether the clients exchange layers of the models that they send."""
         return self.when != "before_training"
 
+    def parcels(self, models: Variables) -> "Parcels":
+        """Each selected layer is sent and another one received: expected bytes, without the overhead of encryption.
+
+        Args:
+          models: the models of the K clients, leaves [K, ...].
+        """
+        exchanges = self.repetitions * (2 if self.when == "both" else 1)
+        return Parcels.of(1, int(2 * self.share * exchanges * trees.num_bytes(models) + 0.5))
+
 
 class Strategy(NamedTuple):
     """A federated method as pure functions. Only the four members without a default are required."""

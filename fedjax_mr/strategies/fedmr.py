@@ -18,7 +18,7 @@ Asynchronous clients (``mode=async``) are ours, without a paper: M models circul
 recombined among themselves, and they are sent again. With M = K this is FedMR. With K = 1 nothing is recombined.
 
 Secure recombination (``secure``; KDD'24, Appendix B): the K clients also exchange whole layers among themselves. The
-models of the next round have the same distribution with and without it. See `secure_exchange` in transforms.py.
+models of the next round have the same distribution with and without it. It is a link, see channel/exchange.py.
 """
 
 import dataclasses
@@ -27,6 +27,8 @@ import math
 import jax
 
 from fedjax_mr import trees
+from fedjax_mr.channel.base import channel
+from fedjax_mr.channel.exchange import exchange
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.strategies.base import (
     Problem,
@@ -38,7 +40,6 @@ from fedjax_mr.strategies.base import (
     unit_permutations,
 )
 from fedjax_mr.strategies.hyper import field
-from fedjax_mr.strategies.transforms import secure_exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,4 +163,4 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     if not hyper.secure:
         return strategy
     when, share, repetitions = hyper.secure_when, hyper.secure_share, hyper.secure_repetitions
-    return secure_exchange(strategy, problem, when=when, share=share, repetitions=repetitions)
+    return channel(strategy, problem, [exchange(problem, when=when, share=share, repetitions=repetitions)])

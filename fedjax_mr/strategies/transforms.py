@@ -1,15 +1,8 @@
-"""Transforms of strategies: an optimizer on the server, and an exchange of layers among the clients of a round.
+"""An optimizer on the server of any strategy: `server_optimizer` takes a strategy and returns one.
 
-Each function takes a strategy and returns a strategy that differs in a few members. Transforms can be composed, as in
-``server_optimizer(secure_exchange(fedcross, problem), optax.sgd(1.0))``.
-
-Server optimizer. Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-Classification, arXiv 1909.06335, 2019 (FedAvgM). Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan:
-Adaptive Federated Optimization, ICLR 2021, Algorithm 2 (FedAdagrad, FedYogi, FedAdam).
-
-Secure exchange. Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice? Federated Learning via
-Layer-wise Model Recombination, KDD 2024, Appendix B (secure recombination). secure/exchange.py describes the protection
-of owners and its limits. secure/messages.py implements the encrypted messages.
+Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification, arXiv
+1909.06335, 2019 (FedAvgM). Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan: Adaptive Federated
+Optimization, ICLR 2021, Algorithm 2 (FedAdagrad, FedYogi, FedAdam).
 
 Momentum with K models. Momentum beta accumulates about 1 / (1 - beta) updates of the parameters. The update of FedAvgM
 is a mean over the clients of a round. In FedMR and FedCross the update of one of the K models is that of a single
@@ -19,7 +12,7 @@ a server with a single model.
 
 Deviations. The papers of the optimizers have one global model; here each of K models has its own optimizer. These
 papers do not mention BatchNorm. Here its statistics are those of the inner strategy, because a variance extrapolated
-beyond the mean could be negative. The paper of the exchange applies it only to FedMR.
+beyond the mean could be negative.
 """
 
 from typing import NamedTuple
@@ -30,12 +23,8 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
-from fedjax_mr.models.base import Variables
-from fedjax_mr.secure.exchange import exchange
 from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Info, LayerExchange, Parcels, Payload, Problem, Strategy
-
-# --- An optimizer on the server --------------------------------------------------------------------------------------
+from fedjax_mr.strategies.base import Strategy
 
 LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
 """Default learning rate of each optimizer for a server with one model. Sources: Hsu et al. 2019; the others: Flower."""
@@ -150,77 +139,3 @@ def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.Grad
         return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + tau), first, second), Moments(first, second)
 
     return optax.GradientTransformation(init, update)
-
-
-# --- An exchange of layers among the clients --------------------------------------------------------------------------
-
-
-def secure_exchange(
-    inner: Strategy, problem: Problem, *, when: str = "before_upload", share: float = 0.5, repetitions: int = 1
-) -> Strategy:
-    """Add an exchange of layers among the K clients of a round, so that an upload mixes layers of several clients.
-
-    The copies of each layer are permuted, so means and sums over the K models do not change. Whole layers are
-    exchanged, as in the paper. Before the upload, layers are encrypted for the server. Before the training they are not
-    encrypted, because a client must read the model that it trains. If all clients receive the same model, an exchange
-    before the training changes only the traffic.
-
-    The strategy only declares the exchange (`LayerExchange`): the engine simulates it, and real clients perform it.
-
-    The server assigns an upload to the client that sent it. Weights by numbers of samples then belong to the senders of
-    layers, not to their owners. So an exchange should be combined with uniform weights.
-
-    Information of a round with an exchange before the upload: ``layers_unmoved``, the share of layers that their owners
-    upload, and ``layers_held_by_others``, the share of layers that another client received.
-
-    Args:
-      inner: a strategy whose payloads and uploads have a ``model`` for each client [K, ...], all of one network.
-      problem: the problem of the inner strategy.
-      when: ``before_upload``, ``before_training`` or ``both``.
-      share: probability that a client sends a given layer, in 0..1.
-      repetitions: number of exchanges in a row.
-
-    Raises:
-      UserError: the cohort has a single client; clients have different networks; ``inner`` already exchanges layers; or
-        a payload or upload has no ``model`` (raised in a round).
-    """
-    if problem.cohort_size < 2:
-        raise UserError("layers are exchanged among the clients of a round: cohort= must be at least 2")
-    if not problem.layers:
-        raise UserError("clients with different networks cannot exchange layers: pass a single network in model=")
-    if inner.exchange is not None:
-        raise UserError("the clients already exchange layers: increase repetitions instead of adding an exchange")
-    layers, count = tuple(layer.leaves for layer in problem.layers), problem.cohort_size
-
-    def mix(sent: Payload, key: jax.Array) -> tuple[Payload, Info]:
-        outcome = exchange(key, num_units=len(layers), count=count, share=share, repetitions=repetitions)
-        owners, others = jnp.arange(count)[None, :], ~jnp.eye(count, dtype=bool)[None]
-        info = {
-            "layers_unmoved": jnp.mean(outcome.permutations == owners),
-            "layers_held_by_others": jnp.mean(jnp.any(outcome.held & others, axis=1)),
-        }
-        models = trees.permute(_model_of(sent), units=layers, permutations=outcome.permutations)
-        return sent | {"model": models}, info
-
-    def traffic(usual, state, uploads, cohort, round):
-        """Each selected layer is sent and another one received: expected bytes, without the overhead of encryption."""
-        counted = inner.traffic(usual, state, uploads, cohort, round) if inner.traffic else usual
-        exchanges = repetitions * (2 if when == "both" else 1)
-        size = 2 * share * exchanges * trees.num_bytes(_model_of(uploads))
-        return counted._replace(peer=(*counted.peer, Parcels.of(1, int(size + 0.5))))
-
-    return inner._replace(traffic=traffic, exchange=LayerExchange(mix, when, share, repetitions))
-
-
-def _model_of(sent: Payload) -> Variables:
-    """The models [K, ...] of a payload or upload.
-
-    Raises:
-      UserError: it has no ``model``.
-    """
-    if "model" not in sent:
-        raise UserError(
-            "an exchange of layers needs payloads and uploads with a model for each client ('model'), but this "
-            f"strategy sends {', '.join(sent) or 'nothing'}"
-        )
-    return sent["model"]

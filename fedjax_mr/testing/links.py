@@ -28,6 +28,7 @@ LINKS: dict[str, MakeLink] = {
     "label flip": lambda problem, several: links.attack(problem, "label_flip", attackers=0.3, seed=0),
     "sign flip": lambda problem, several: links.attack(problem, "sign_flip", attackers=0.3, seed=0),
     "ALIE": lambda problem, several: links.attack(problem, "alie", attackers=0.3, seed=0),
+    "exchange of layers": lambda problem, several: links.exchange(problem, share=0.5),
     "median": lambda problem, several: links.robust(problem, "median", outliers=1, stacked=several),
     "Multi-Krum": lambda problem, several: links.robust(problem, "multi_krum", outliers=1, stacked=several),
 }

@@ -16,6 +16,7 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.channel import Context, channel
 from fedjax_mr.channel.attacks import attack
+from fedjax_mr.channel.exchange import exchange
 from fedjax_mr.channel.robust import (
     BEFORE,
     RULES,
@@ -29,7 +30,6 @@ from fedjax_mr.channel.robust import (
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import averaging
-from fedjax_mr.strategies.transforms import secure_exchange
 from fedjax_mr.testing.federations import constants, simulator
 
 COUNT, OUTLIERS = 7, 2
@@ -339,7 +339,7 @@ def test_messages_that_are_not_finite_are_dropped(rule, several, bad):
 def refusal(rule, *, cohort=5, outliers=1, before="none", secure=False):
     problem = dataclasses.replace(constants().problem, cohort_size=cohort)
     inner = averaging(problem)
-    inner = secure_exchange(inner, problem) if secure else inner
+    inner = channel(inner, problem, [exchange(problem)]) if secure else inner
     with pytest.raises(UserError) as caught:
         channel(inner, problem, [robust(problem, rule, outliers=outliers, before=before, stacked=False)])
     message = str(caught.value)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.strategies import fedavg, fedlc
 from fedjax_mr.strategies.fedlc import Hyper
 
@@ -50,9 +49,9 @@ def test_margins_are_alike_where_counts_are_and_absent_classes_leave_at_every_ta
 @pytest.mark.slow
 def test_with_equal_counts_it_is_fedavg(federation, close):
     """A shift of all logits changes nothing."""
-    problem, (samples, index, _), key = federation("linear")
+    known = federation("linear")
+    problem, data = known.problem, known.client(1)
     equal = dataclasses.replace(problem, label_counts=jnp.full_like(problem.label_counts, 4))
-    data = ClientData(samples, jnp.asarray(index), jnp.int32(7), jnp.int32(12), jnp.int32(1))
 
     @jax.jit
     def trained(key):
@@ -60,4 +59,4 @@ def test_with_equal_counts_it_is_fedavg(federation, close):
         sent = {"model": problem.model.init(key)}
         return [each.client_update(sent, None, data, jnp.int32(0), key)[0]["model"] for each in strategies]
 
-    close(*trained(key))
+    close(*trained(known.key))

@@ -1,7 +1,6 @@
 """Transforms of strategies: server optimizers against their papers, the exchange of layers, refusals."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,6 @@ import optax
 import pytest
 
 from fedjax_mr import main, trees
-from fedjax_mr.engine.round import dispatch, receive
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
@@ -23,13 +21,12 @@ from fedjax_mr.strategies import (
     Row,
     Strategy,
     Traffic,
-    fedavg,
     fedcross,
     indep,
     on_any_network,
 )
 from fedjax_mr.strategies.base import view
-from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, secure_exchange, server_optimizer
+from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, server_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,80 +394,7 @@ def test_a_checkpoint_continues_bit_for_bit(engine, equal, tmp_path):
     assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(velocity)) > 0
 
 
-# --- The exchange of layers -----------------------------------------------------------------------------------------
-
-
-def rows_of_layers(models, problem):
-    """Each layer's copies as rows of numbers: arrays [K, numbers]."""
-    leaves = [np.asarray(leaf, np.float64).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(models)]
-    return [np.concatenate([leaves[leaf] for leaf in layer.leaves], axis=1) for layer in problem.layers]
-
-
-def server_update(strategy, state, messages, cohort, round, key):
-    """The server's part of a round: the clients' exchange, then the update."""
-    state, uploads, exchanged, key = receive(strategy, state, messages, {}, cohort, round, key)
-    state, info = strategy.server_update(state, uploads, cohort, round, key)
-    return state, info | exchanged
-
-
-@pytest.fixture(scope="module")
-def crossing(federation):
-    """FedCross without and with an exchange of layers; its programs, compiled once for all seeds."""
-    problem = federation().problem
-    crossed = inner_strategy("fedcross", problem, fedcross.Hyper(selection="in_order"))
-    secure = secure_exchange(crossed, problem, when="both", share=0.9, repetitions=2)
-    compiled = lambda one: one._replace(
-        init=jax.jit(one.init),
-        dispatch=jax.jit(functools.partial(dispatch, one)),
-        server_update=jax.jit(functools.partial(server_update, one)),
-    )
-    return compiled(crossed), compiled(secure)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_exchange_around_fedcross_keeps_every_sum_and_whole_layers(problem, crossing, close, seed):
-    crossed, secure = crossing
-    state, key = crossed.init(jax.random.key(seed)), jax.random.key(100 + seed)
-    state = state._replace(models=random_like(state.models, seed))
-    sent = secure.dispatch(state, cohort_of(problem), key)["model"]
-    for before, after in zip(rows_of_layers(state.models, problem), rows_of_layers(sent, problem), strict=True):
-        assert sorted(map(tuple, before)) == sorted(map(tuple, after))
-    arguments = {"model": sent}, cohort_of(problem), jnp.int32(seed), key
-    ours, info = secure.server_update(state, *arguments)
-    theirs, _ = crossed.server_update(state, *arguments)
-    close(crossed.global_model(ours), crossed.global_model(theirs))  # mixing in order keeps the sums, too
-    assert 0 <= float(info["layers_unmoved"]) <= 1 and 0 <= float(info["layers_held_by_others"]) <= 1
-
-
-@pytest.mark.slow
-def test_equal_clients_exchange_and_average_to_the_same_model(engine, problem, close, sent):
-    """And the traffic among clients comes beside what the inner strategy counts."""
-    average = inner_strategy("fedavg", problem, fedavg.Hyper(weights="uniform"))
-    counts = average._replace(traffic=lambda usual, state, uploads, cohort, round: Traffic(peer=(Parcels.of(1, 5),)))
-    secure = secure_exchange(counts, problem, share=0.5, repetitions=3)
-    state, key = jax.jit(average.init)(jax.random.key(0)), jax.random.key(1)
-    arguments = {"model": random_like(repeated(state.model))}, cohort_of(problem), jnp.int32(0), key
-    update = lambda each: jax.jit(functools.partial(server_update, each))
-    ours, theirs = (update(each)(state, *arguments)[0] for each in (secure, average))
-    close(ours, theirs)
-    peer = 3 * 3 * trees.num_bytes(state.model)  # half of the layers of 3 clients go and come, 3 times
-    assert secure.traffic(Traffic(), state, *arguments[:3]).num_bytes() == (0, 0, peer + 5)
-
-
-def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation, problem):
-    for name in ("fccl", "hypcluster"):  # logits; k models for every client
-        secure = secure_exchange(inner_strategy(name, problem), problem, when="both")
-        with pytest.raises(UserError, match=r"a model for each client.*this strategy sends"):
-            jax.eval_shape(
-                lambda key, secure=secure: dispatch(secure, secure.init(key), cohort_of(problem), key),
-                jax.random.key(0),
-            )
-    several = federation("thin,perceptron").problem
-    with pytest.raises(UserError, match="different networks"):
-        secure_exchange(inner_strategy("fml", several), several)
-
-
-# --- Both, as flags -------------------------------------------------------------------------------------------------
+# --- As flags ----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_runs_fedcross_with_server_momentum(tmp_path, capsys):

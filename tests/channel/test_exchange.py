@@ -1,0 +1,135 @@
+"""The exchange of layers among clients: every layer keeps its copies, and other links know of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.channel import channel, links
+from fedjax_mr.channel.links import exchange
+from fedjax_mr.engine.round import dispatch, receive
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import STRATEGIES, fedavg, fedcross, fedmr
+from fedjax_mr.strategies.base import Cohort, Parcels, Traffic
+
+
+def inner_strategy(name, problem, hyper=None):
+    row = STRATEGIES[name]
+    return row.build(hyper or (row.hyper() if row.hyper else None), problem)
+
+
+@pytest.fixture
+def problem(federation):
+    """A federation whose network has BatchNorm."""
+    return federation().problem
+
+
+def random_like(models, seed=0, *, scale=0.1):
+    """K different models near some; their running variances stay positive."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: np.asarray(leaf) * (1 + scale * rng.random(leaf.shape, np.float32)), models)
+
+
+def cohort_of(problem):
+    return Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
+
+
+def rows_of_layers(models, problem):
+    """Each layer's copies as rows of numbers: arrays [K, numbers]."""
+    leaves = [np.asarray(leaf, np.float64).reshape(problem.cohort_size, -1) for leaf in jax.tree.leaves(models)]
+    return [np.concatenate([leaves[leaf] for leaf in layer.leaves], axis=1) for layer in problem.layers]
+
+
+def server_update(strategy, state, messages, cohort, round, key):
+    """The server's part of a round: the clients' exchange, then the update."""
+    state, uploads, exchanged, key = receive(strategy, state, messages, {}, cohort, round, key)
+    state, info = strategy.server_update(state, uploads, cohort, round, key)
+    return state, info | exchanged
+
+
+@pytest.fixture(scope="module")
+def crossing(federation):
+    """FedCross without and with an exchange of layers; its programs, compiled once for all seeds."""
+    problem = federation().problem
+    crossed = inner_strategy("fedcross", problem, fedcross.Hyper(selection="in_order"))
+    secure = channel(crossed, problem, [exchange(problem, when="both", share=0.9, repetitions=2)])
+    compiled = lambda one: one._replace(
+        init=jax.jit(one.init),
+        dispatch=jax.jit(functools.partial(dispatch, one)),
+        server_update=jax.jit(functools.partial(server_update, one)),
+    )
+    return compiled(crossed), compiled(secure)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_exchange_around_fedcross_keeps_every_sum_and_whole_layers(problem, crossing, close, seed):
+    crossed, secure = crossing
+    state, key = crossed.init(jax.random.key(seed)), jax.random.key(100 + seed)
+    state = state._replace(models=random_like(state.models, seed))
+    sent = secure.dispatch(state, cohort_of(problem), key)["model"]
+    for before, after in zip(rows_of_layers(state.models, problem), rows_of_layers(sent, problem), strict=True):
+        assert sorted(map(tuple, before)) == sorted(map(tuple, after))
+    arguments = {"model": sent}, cohort_of(problem), jnp.int32(seed), key
+    ours, info = secure.server_update(state, *arguments)
+    theirs, _ = crossed.server_update(state, *arguments)
+    close(crossed.global_model(ours), crossed.global_model(theirs))  # mixing in order keeps the sums, too
+    assert 0 <= float(info["layers_unmoved"]) <= 1 and 0 <= float(info["layers_held_by_others"]) <= 1
+
+
+@pytest.mark.slow
+def test_equal_clients_exchange_and_average_to_the_same_model(engine, problem, close, sent):
+    """And the traffic among clients comes beside what the inner strategy counts."""
+    average = inner_strategy("fedavg", problem, fedavg.Hyper(weights="uniform"))
+    counts = average._replace(traffic=lambda usual, state, uploads, cohort, round: Traffic(peer=(Parcels.of(1, 5),)))
+    secure = channel(counts, problem, [exchange(problem, share=0.5, repetitions=3)])
+    state, key = jax.jit(average.init)(jax.random.key(0)), jax.random.key(1)
+    equal = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], 3, axis=0), state.model)
+    arguments = {"model": random_like(equal)}, cohort_of(problem), jnp.int32(0), key
+    update = lambda each: jax.jit(functools.partial(server_update, each))
+    ours, theirs = (update(each)(state, *arguments)[0] for each in (secure, average))
+    close(ours, theirs)
+    peer = 3 * 3 * trees.num_bytes(state.model)  # half of the layers of 3 clients go and come, 3 times
+    assert secure.traffic(Traffic(), state, *arguments[:3]).num_bytes() == (0, 0, peer + 5)
+
+
+def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation, problem):
+    for name in ("fccl", "hypcluster"):  # logits; k models for every client
+        secure = channel(inner_strategy(name, problem), problem, [exchange(problem, when="both")])
+        with pytest.raises(UserError, match=r"a model for each client.*this strategy sends"):
+            jax.eval_shape(
+                lambda key, secure=secure: dispatch(secure, secure.init(key), cohort_of(problem), key),
+                jax.random.key(0),
+            )
+    several = federation("thin,perceptron").problem
+    with pytest.raises(UserError, match="different networks"):
+        exchange(several)
+
+
+# --- With other links -------------------------------------------------------------------------------------------------
+
+
+def test_other_links_and_a_second_exchange_are_refused(problem):
+    """In one channel or in two."""
+    plain, secure = fedmr.build(fedmr.Hyper(), problem), fedmr.build(fedmr.Hyper(secure=True), problem)
+    for other, reason in (
+        (links.compression(problem, "topk", ratio=0.1), "cannot compress"),
+        (links.robust(problem, "median", outliers=1, stacked=True), "mixes the layers"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            channel(plain, problem, [other, exchange(problem)])
+        with pytest.raises(UserError, match=reason):
+            channel(secure, problem, [other])
+    with pytest.raises(UserError, match="increase repetitions"):
+        channel(secure, problem, [exchange(problem)])
+    with pytest.raises(UserError, match="at most one link of each kind"):
+        channel(plain, problem, [exchange(problem), exchange(problem)])
+
+
+def test_noise_and_an_exchange_go_together(federation):
+    problem = federation("linear").problem
+    noise = links.privacy(problem, clip=1.0, noise=1.0)
+    both = channel(fedmr.build(fedmr.Hyper(), problem), problem, [noise, exchange(problem, share=0.5)])
+    assert both.exchange is not None and both.exchange.before_upload
