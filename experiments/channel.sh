@@ -29,6 +29,7 @@ models=fedavg,fedmr,fedcross # SCAFFOLD refuses the median
 digits --strategies=$models --attack=sign_flip --attackers=0.2 --robust=median --robust_outliers=3
 digits --attack=alie --attackers=0.2
 digits --strategies=$models --attack=alie --attackers=0.2 --robust=median --robust_outliers=3
+digits --attack=alie --attackers=0.2 --robust=multi_krum --robust_outliers=3
 digits --compress=topk --compress_ratio=0.01
 digits --compress=topk --compress_ratio=0.01 --error_feedback=ef
 digits --compress=int8 --compress_download=int8

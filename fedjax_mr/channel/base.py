@@ -9,11 +9,11 @@ produced: the parameters of models, and all other float arrays (control variates
 what compression, clipping and robust rules work on. BatchNorm statistics and integers pass unchanged: a variance that
 is rounded or extrapolated could become negative.
 
-Order. A channel lists its links from the server to the network: robust rules, attacks, privacy, compression. The
-clients' sides run in this order, and the servers' sides in the opposite order, like the layers of a network protocol.
-So messages are compressed last and decompressed first, attackers need not clip or add noise, and robust rules see what
-the server sees. An exchange of layers happens between the two sides, and before the training, too, if asked for: the
-engine simulates it, and real clients send each other envelopes that the server relays and cannot read.
+Order. A channel lists its links from the server to the network: robust rules, attacks, privacy, compression, exchange.
+The clients' sides run in this order, and the servers' sides in the opposite order, like the layers of a network
+protocol. So messages are compressed last and decompressed first, attackers need not clip or add noise, and robust rules
+see what the server sees. An exchange of layers happens between the two sides, and before the training, too, if asked
+for: the engine simulates it, and real clients send each other envelopes that the server relays and cannot read.
 
 With neutral numbers (no attackers, no outliers, zero noise, a norm that is never reached), a link returns the values
 bit for bit.
