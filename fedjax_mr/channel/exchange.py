@@ -42,7 +42,7 @@ def exchange(problem: Problem, *, when: str = "before_upload", share: float = 0.
 
     Raises:
       UserError: the cohort has a single client, or clients have different networks. `Link.check` raises it if the
-        strategy already exchanges layers, and a round if a payload or upload has no ``model``.
+        strategy already exchanges layers, and a round if a payload or upload has no ``model``, or a part of one.
     """
     if problem.cohort_size < 2:
         raise UserError("layers are exchanged among the clients of a round: cohort= must be at least 2")
@@ -57,7 +57,7 @@ def exchange(problem: Problem, *, when: str = "before_upload", share: float = 0.
             "layers_unmoved": jnp.mean(outcome.permutations == owners),
             "layers_held_by_others": jnp.mean(jnp.any(outcome.held & others, axis=1)),
         }
-        models = trees.permute(_model_of(sent), units=layers, permutations=outcome.permutations)
+        models = trees.permute(_model_of(sent, layers), units=layers, permutations=outcome.permutations)
         return sent | {"model": models}, info
 
     def check(strategy: Strategy, problem: Problem) -> None:
@@ -67,15 +67,17 @@ def exchange(problem: Problem, *, when: str = "before_upload", share: float = 0.
     return Link("exchange", exchange=LayerExchange(mix, when, share, repetitions), check=check)
 
 
-def _model_of(sent: Payload) -> Variables:
+def _model_of(sent: Payload, layers: trees.Units) -> Variables:
     """The models [K, ...] of a payload or upload.
 
     Raises:
-      UserError: it has no ``model``.
+      UserError: it has no ``model``, or a part of one.
     """
     if "model" not in sent:
         raise UserError(
             "an exchange of layers needs payloads and uploads with a model for each client ('model'), but this "
             f"strategy sends {', '.join(sent) or 'nothing'}"
         )
+    if len(jax.tree.leaves(sent["model"])) != sum(map(len, layers)):
+        raise UserError("an exchange of layers needs whole models, but this strategy sends a part of each")
     return sent["model"]

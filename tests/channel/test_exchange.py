@@ -103,6 +103,10 @@ def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation
                 lambda key, secure=secure: dispatch(secure, secure.init(key), cohort_of(problem), key),
                 jax.random.key(0),
             )
+    with pytest.raises(UserError, match="whole models"):
+        adapted = federation("adapted").problem  # FFA-LoRA sends one factor of each adapter
+        half = channel(inner_strategy("ffalora", adapted), adapted, [exchange(adapted, when="before_training")])
+        jax.eval_shape(lambda key: dispatch(half, half.init(key), cohort_of(adapted), key), jax.random.key(0))
     several = federation("thin,perceptron").problem
     with pytest.raises(UserError, match="different networks"):
         exchange(several)
