@@ -5,12 +5,19 @@ from kept import Line
 
 
 def page() -> str:
-    """The tables. Settings of papers come first; within each kind, settings with the most runs come first."""
+    """The tables. Settings of papers come first; within each kind, settings with the most runs come first.
+
+    A setting in which every method diverged has no board.
+    """
     jobs: dict[str, list[Line]] = {}
     for line in kept.lines():
         if line.by_seed or line.diverged:
             jobs.setdefault(kept.same_job(line.job), []).append(line)
-    boards = [lines for lines in jobs.values() if len({each.strategy for each in lines}) > 1]
+    boards = [
+        lines
+        for lines in jobs.values()
+        if len({each.strategy for each in lines}) > 1 and any(each.by_seed for each in lines)
+    ]
     boards.sort(key=_papers_first)
     differences = kept.particulars([lines[0]._replace(own={}) for lines in boards])
     return "\n\n".join(map(_board, boards, differences))
