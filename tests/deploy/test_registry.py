@@ -21,7 +21,7 @@ from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import ARRIVALS
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.testing.federations import tree_equal
+from fedjax_mr.testing.federations import tree_close, tree_equal
 
 N, ROUNDS = 4, 2
 SLOW = [
@@ -98,14 +98,18 @@ def after(simulator, count=ROUNDS):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", SLOW)
 def test_real_clients_have_the_simulators_bits(flags, tmp_path):
-    """The server's state, what a round reports, and the test of the clients' own models."""
+    """The server's state, what a round reports, and the test of the clients' own models.
+
+    Convolutions may differ in the last digit: a CPU's library may add their products in another order.
+    """
     one = Real(tmp_path, shlex.split(f"--strategy={flags}"))
     simulated, mailed = one.simulated(), one.mailed()
     (theirs, reports), (ours, mailed_reports) = after(simulated), after(mailed.simulator)
-    tree_equal(ours.server, theirs.server)
-    tree_equal(mailed_reports, reports)
+    same = tree_close if "cnn" in flags else tree_equal
+    same(ours.server, theirs.server)
+    same(mailed_reports, reports)
     if simulated.rounds.strategy.personal_model is not None:
-        tree_equal(mailed.simulator.personal(ours), simulated.personal(theirs))
+        same(mailed.simulator.personal(ours), simulated.personal(theirs))
 
 
 @pytest.mark.slow
