@@ -8,7 +8,6 @@ If a method deploys no model, the accuracies are those of the clients' personal 
 """
 
 import argparse
-import csv
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles
+from fedjax_mr.experiment.folder import read_clients
 from fedjax_mr.models import Variables
 
 
@@ -91,17 +91,10 @@ def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
 
 
 def _of_personal_models(run: runs.RunRecord) -> np.ndarray:
-    path = run.path / "clients.csv"
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return np.array([float(row["accuracy"]) for row in csv.DictReader(file) if int(row["test_samples"])])
-    except OSError as error:
-        raise UserError(
-            f"{run.path}: {run.config.strategy} deploys no model, and there is no {path.name} ({error.strerror}): let "
-            "the run end"
-        ) from None
+        return np.array([float(row["accuracy"]) for row in read_clients(run.path) if int(row["test_samples"])])
     except (KeyError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error})") from None
+        raise UserError(f"{run.path / 'clients.csv'} is damaged ({error})") from None
 
 
 def per_domain(trained: runs.Trained, accuracies: np.ndarray) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """The initial network of each client: by a rule, by a list, or the best network for its samples (FedMe)."""
 
-import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.folder import read_rows, read_summary, run_state
+from fedjax_mr.experiment.folder import read_clients, read_rows, read_summary, run_state
 
 RANDOM_STREAM = 1  # stream of the seed for the rule ``random``
 
@@ -27,15 +26,9 @@ def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarra
     """
     columns = []
     for folder in folders:
-        path = Path(folder) / "clients.csv"
-        if run_state(folder) == "finished":
-            read_summary(folder)  # raises if clients.csv does not match the checksum
+        path, rows = Path(folder) / "clients.csv", read_clients(folder)
         try:
-            with path.open(encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
             columns.append([float(row["validation_accuracy"] or row["accuracy"] or 0.0) for row in rows])
-        except OSError as error:
-            raise UserError(f"{folder} has no results per client ({path.name}: {error.strerror})") from None
         except (KeyError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error})") from None
         num_clients = len(rows) if num_clients is None else num_clients

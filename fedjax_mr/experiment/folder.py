@@ -1,6 +1,7 @@
 """The folder of a run: its choice, its lock, its metrics (jsonl and csv), its summary."""
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import os
@@ -32,7 +33,7 @@ from fedjax_mr.experiment.rows import (
     next_checksum,
     plain_numbers,
     read_rows,
-    read_summary,  # noqa: F401 (for those who read run folders)
+    read_summary,
     require_counted,
     write_summary,
 )
@@ -341,6 +342,22 @@ def damaged_files(folder: Path, meta: Mapping[str, Any]) -> list[str]:
     known = meta.get("checksums")
     known = known if isinstance(known, dict) else {}
     return [name for name in FIXED if name in known and files.checksum(folder / name) != known[name]]
+
+
+def read_clients(folder: Path | str) -> list[dict[str, str]]:
+    """The rows of ``clients.csv``, one per client, with values by column.
+
+    Raises:
+      UserError: the folder has no such file, or the file has changed since the run ended.
+    """
+    path = Path(folder) / "clients.csv"
+    if run_state(folder) == "finished":
+        read_summary(folder)  # raises if the file does not match the checksum
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    except OSError as error:
+        raise UserError(f"{folder} has no results per client ({path.name}: {error.strerror})") from None
 
 
 def run_state(folder: Path | str) -> str:

@@ -15,7 +15,7 @@ from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import Flatten
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import averaging, usual_traffic
+from fedjax_mr.strategies.base import Cohort, averaging, usual_traffic
 from fedjax_mr.testing.adapted import adapted
 
 # The tests' programs are small and run for milliseconds, so optimising them would take longer than running them.
@@ -168,6 +168,17 @@ def default_hyper(strategy):
     """The hyper-parameters with which the contract trains a strategy; None if it has none."""
     row = STRATEGIES[strategy]
     return row.small if row.small is not None or row.hyper is None else row.hyper()
+
+
+def random_like(models, seed=0, *, scale=0.1):
+    """K different models near some; their running variances stay positive."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: np.asarray(leaf) * (1 + scale * rng.random(leaf.shape, np.float32)), models)
+
+
+def first_cohort(problem):
+    """The cohort of the clients 0 to K - 1."""
+    return Cohort(np.arange(problem.cohort_size, dtype=np.int32), problem.sizes[: problem.cohort_size])
 
 
 def make_engine(strategy, network="thin", *, devices=1, lanes=1, hyper=None, **federation):

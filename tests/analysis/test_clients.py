@@ -61,6 +61,6 @@ def test_domains_have_a_table_of_their_own(tmp_path, capsys):
     cold, warm, mean, worst = map(float, fedavg.split()[-4:])
     assert worst == min(cold, warm) < 0.7 and mean == pytest.approx((cold + warm) / 2, abs=1e-4)
     (tmp_path / "local" / "clients.csv").unlink()
-    with pytest.raises(UserError, match=r"local deploys no model, and there is no clients\.csv"):
+    with pytest.raises(UserError, match=r"local has no results per client .clients\.csv"):
         (run,) = runs.read(folders[1:])
         clients.per_client(run, runs.restore(run))

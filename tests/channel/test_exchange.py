@@ -13,7 +13,8 @@ from fedjax_mr.channel.links import exchange
 from fedjax_mr.engine.round import dispatch, receive
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, fedavg, fedcross, fedmr
-from fedjax_mr.strategies.base import Cohort, Parcels, Traffic
+from fedjax_mr.strategies.base import Parcels, Traffic
+from fedjax_mr.testing.federations import first_cohort, random_like
 
 
 def inner_strategy(name, problem, hyper=None):
@@ -25,16 +26,6 @@ def inner_strategy(name, problem, hyper=None):
 def problem(federation):
     """A federation whose network has BatchNorm."""
     return federation().problem
-
-
-def random_like(models, seed=0, *, scale=0.1):
-    """K different models near some; their running variances stay positive."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: np.asarray(leaf) * (1 + scale * rng.random(leaf.shape, np.float32)), models)
-
-
-def cohort_of(problem):
-    return Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
 
 
 def rows_of_layers(models, problem):
@@ -69,10 +60,10 @@ def test_an_exchange_around_fedcross_keeps_every_sum_and_whole_layers(problem, c
     crossed, secure = crossing
     state, key = crossed.init(jax.random.key(seed)), jax.random.key(100 + seed)
     state = state._replace(models=random_like(state.models, seed))
-    sent = secure.dispatch(state, cohort_of(problem), key)["model"]
+    sent = secure.dispatch(state, first_cohort(problem), key)["model"]
     for before, after in zip(rows_of_layers(state.models, problem), rows_of_layers(sent, problem), strict=True):
         assert sorted(map(tuple, before)) == sorted(map(tuple, after))
-    arguments = {"model": sent}, cohort_of(problem), jnp.int32(seed), key
+    arguments = {"model": sent}, first_cohort(problem), jnp.int32(seed), key
     ours, info = secure.server_update(state, *arguments)
     theirs, _ = crossed.server_update(state, *arguments)
     close(crossed.global_model(ours), crossed.global_model(theirs))  # mixing in order keeps the sums, too
@@ -87,7 +78,7 @@ def test_equal_clients_exchange_and_average_to_the_same_model(engine, problem, c
     secure = channel(counts, problem, [exchange(problem, share=0.5, repetitions=3)])
     state, key = jax.jit(average.init)(jax.random.key(0)), jax.random.key(1)
     equal = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], 3, axis=0), state.model)
-    arguments = {"model": random_like(equal)}, cohort_of(problem), jnp.int32(0), key
+    arguments = {"model": random_like(equal)}, first_cohort(problem), jnp.int32(0), key
     update = lambda each: jax.jit(functools.partial(server_update, each))
     ours, theirs = (update(each)(state, *arguments)[0] for each in (secure, average))
     close(ours, theirs)
@@ -100,13 +91,13 @@ def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation
         secure = channel(inner_strategy(name, problem), problem, [exchange(problem, when="both")])
         with pytest.raises(UserError, match=r"a model for each client.*this strategy sends"):
             jax.eval_shape(
-                lambda key, secure=secure: dispatch(secure, secure.init(key), cohort_of(problem), key),
+                lambda key, secure=secure: dispatch(secure, secure.init(key), first_cohort(problem), key),
                 jax.random.key(0),
             )
     with pytest.raises(UserError, match="whole models"):
         adapted = federation("adapted").problem  # FFA-LoRA sends one factor of each adapter
         half = channel(inner_strategy("ffalora", adapted), adapted, [exchange(adapted, when="before_training")])
-        jax.eval_shape(lambda key: dispatch(half, half.init(key), cohort_of(adapted), key), jax.random.key(0))
+        jax.eval_shape(lambda key: dispatch(half, half.init(key), first_cohort(adapted), key), jax.random.key(0))
     several = federation("thin,perceptron").problem
     with pytest.raises(UserError, match="different networks"):
         exchange(several)

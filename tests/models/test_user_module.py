@@ -122,6 +122,8 @@ def test_ordinary_modules_train_and_are_tested(module):
     assert jax.tree.structure(new) == jax.tree.structure(state)
     if isinstance(module, Net | Deterministic | ByField | Keywords | Handing | nnx.bridge.ToLinen):
         assert float(jnp.abs(trained - train(2)[0]).max()) > 0  # other masks of dropout
+        alike = np.asarray(model.apply(variables, jnp.ones((8, 4))))
+        assert np.ptp(alike, axis=0).max() == 0  # equal samples, and no dropout in testing
 
 
 @pytest.mark.slow

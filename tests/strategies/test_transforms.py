@@ -16,7 +16,6 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import strategy_of
 from fedjax_mr.strategies import (
     STRATEGIES,
-    Cohort,
     Parcels,
     Row,
     Strategy,
@@ -27,6 +26,7 @@ from fedjax_mr.strategies import (
 )
 from fedjax_mr.strategies.base import view
 from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, server_optimizer
+from fedjax_mr.testing.federations import first_cohort, random_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +65,9 @@ def problem(federation):
     return federation().problem
 
 
-def random_like(models, seed=0, *, scale=0.1):
-    """K different models near some; their running variances stay positive."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: np.asarray(leaf) * (1 + scale * rng.random(leaf.shape, np.float32)), models)
-
-
 def repeated(model, count=3):
     """K equal models."""
     return jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], count, axis=0), model)
-
-
-def cohort_of(problem):
-    return Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
 
 
 def slow(*parameters):
@@ -174,7 +164,7 @@ def test_momentum_of_k_models_keeps_the_length_of_a_step(problem, inner, rate):
     plain, wrapped = inner_strategy(inner, problem), strategy_of(chosen)(problem)
     state = jax.jit(plain.init)(jax.random.key(0))
     uploads = {"model": random_like(repeated(jax.jit(problem.model.init)(jax.random.key(1))), scale=5.0)}
-    arguments = uploads, cohort_of(problem), jnp.int32(1), jax.random.key(2)
+    arguments = uploads, first_cohort(problem), jnp.int32(1), jax.random.key(2)
     new, _ = jax.jit(plain.server_update)(state, *arguments)
     result, _ = jax.jit(wrapped.server_update)(jax.jit(wrapped.init)(jax.random.key(0)), *arguments)
     (name,) = [name for name, value in state._asdict().items() if value is not None]
@@ -194,7 +184,7 @@ def test_plain_sgd_of_rate_one_is_the_identity(problem, equal, inner):
     state = jax.jit(plain.init)(jax.random.key(0))
     (name,) = [name for name, value in state._asdict().items() if value is not None]
     uploads = {"model": random_like(repeated(jax.jit(problem.model.init)(jax.random.key(1))), scale=5.0)}
-    arguments = uploads, cohort_of(problem), jnp.int32(1), jax.random.key(2)
+    arguments = uploads, first_cohort(problem), jnp.int32(1), jax.random.key(2)
     expected, info = jax.jit(plain.server_update)(state, *arguments)
     start = jax.jit(wrapped.init)(jax.random.key(0))
     equal(start.inner, state)
@@ -219,7 +209,7 @@ def test_statistics_are_those_of_the_inner_strategy(problem, equal, optimizer):
     inner_update, update = jax.jit(plain.server_update), jax.jit(wrapped.server_update)
     for round in range(3):
         uploads = {"model": random_like(repeated(state.inner.model), round)}
-        arguments = uploads, cohort_of(problem), jnp.int32(round), jax.random.key(round)
+        arguments = uploads, first_cohort(problem), jnp.int32(round), jax.random.key(round)
         expected = inner_update(state.inner, *arguments)[0].model
         state = update(state, *arguments)[0]
         equal(state.inner.model["batch_stats"], expected["batch_stats"])
@@ -240,7 +230,7 @@ def test_each_of_k_models_has_an_optimizer_of_its_own(problem):
         lambda leaf: leaf + (lengths / np.sqrt(count)).reshape(-1, *(1,) * (leaf.ndim - 1)).astype(leaf.dtype), old
     )
     uploads = {"model": state.inner.models | {"params": new}}
-    after = jax.jit(wrapped.server_update)(state, uploads, cohort_of(problem), jnp.int32(0), jax.random.key(0))[0]
+    after = jax.jit(wrapped.server_update)(state, uploads, first_cohort(problem), jnp.int32(0), jax.random.key(0))[0]
     changes = jax.tree.map(lambda a, b: (np.asarray(a) - b).reshape(3, -1), after.inner.models["params"], old)
     changes = np.linalg.norm(np.concatenate(jax.tree.leaves(changes), axis=1), axis=1)
     np.testing.assert_allclose(changes, [0.5, 1.0, 1.0], rtol=1e-4)
