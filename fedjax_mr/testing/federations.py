@@ -5,6 +5,7 @@ import gc
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import models
@@ -178,7 +179,8 @@ def random_like(models, seed=0, *, scale=0.1):
 
 def first_cohort(problem):
     """The cohort of the clients 0 to K - 1."""
-    return Cohort(np.arange(problem.cohort_size, dtype=np.int32), problem.sizes[: problem.cohort_size])
+    ids = jnp.arange(problem.cohort_size, dtype=jnp.int32)
+    return Cohort(ids, problem.sizes[: problem.cohort_size])
 
 
 def make_engine(strategy, network="thin", *, devices=1, lanes=1, hyper=None, **federation):
