@@ -7,8 +7,11 @@
 FedAvg with LeNet-5 (62,006 parameters) on synthetic images of CIFAR-10's shape: 100 clients of 500 samples, 10 of them
 per round, five local epochs, batch 50, SGD with learning rate 0.01 and momentum 0.5, on the CPU. ``ours`` is this
 project; ``torch_loop`` PyTorch's plain loop through a DataLoader, ``torch_best`` the same without; ``pfl``
-pfl-research's simulation; ``flower`` Flower's, ``fedjax`` FedJAX's. On two cores and more, every arrangement of
-processes and threads that a peer offers is a row of its own.
+pfl-research's simulation; ``flower`` Flower's, ``fedjax`` FedJAX's, ``flgo`` FLGo's. On two cores and more, every
+arrangement of processes and threads that a peer offers is a row of its own.
+
+``ours_async`` and ``flgo_async`` train with FedBuff, 20 clients in flight, in simulated time.
+Their round is one update of the server by 10 clients, so all rows train equally many clients per round.
 
 Each contestant is a process bound to the cores of its table; its driver is a file in ``experiments/peers``. After two
 rounds of warming up all train one round in turn, ``--repeats`` times. Printed are the medians of the seconds and of
@@ -53,6 +56,7 @@ ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this s
     "flower": (TORCH, "flwr[simulation]==1.41.0"),
     # With JAX 0.10.2 its jit backend takes a third longer, and pmap no longer has what FedJAX calls.
     "fedjax": ("fedjax==0.0.17", "jax==0.5.3", "jaxlib==0.5.3", "dm-haiku==0.0.14"),
+    "flgo": (TORCH, "flgo==0.4.4"),
 }
 
 
@@ -82,6 +86,11 @@ def threads_or_processes(variant: str = "") -> Arrange:
     )
 
 
+def threads_alone(variant: str = "") -> Arrange:
+    """Return the only arrangement: one process with a thread per core."""
+    return lambda cores: (Arrangement("process", 1, cores, variant),)
+
+
 def jit_or_pmap(cores: int) -> tuple[Arrangement, ...]:
     """Return FedJAX's backends: all cores for one client, and a device per core."""
     devices = Arrangement("device", cores, 1, "pmap")
@@ -95,6 +104,9 @@ CONTESTANTS: dict[str, tuple[str, Arrange]] = {  # environment (and driver), arr
     "pfl": ("pfl", threads_or_processes()),
     "flower": ("flower", lambda cores: (Arrangement("actor", cores, 1),)),
     "fedjax": ("fedjax", jit_or_pmap),
+    "flgo": ("flgo", threads_alone()),
+    "ours_async": ("ours", lambda cores: (Arrangement("device", cores, 1, "async"),)),
+    "flgo_async": ("flgo", threads_alone("async")),
 }
 
 

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # what libraries print goes with their errors
+
 
 @dataclasses.dataclass
 class Job:
@@ -93,9 +96,7 @@ def serve(
       rank: of this process; only rank 0 is asked and answers.
       share: called by all ranks with rank 0's command (the others pass 0): returns it.
     """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes with their errors
-    answer = lambda **facts: rank or print(json.dumps(facts), file=answers)
+    answer = lambda **facts: rank or print(json.dumps(facts), file=ANSWERS)
     answer(parameters=parameters, versions=versions)
     commands = _commands()
     while (command := share(0 if rank else next(commands))) >= 0:

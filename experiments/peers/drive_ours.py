@@ -1,10 +1,14 @@
-"""This project's engine, as its users run it: CPU cores are devices, all rounds asked for in one call."""
+"""This project's engine, as its users run it: CPU cores are devices, all rounds asked for in one call.
+
+FedAvg, or with the variant ``async`` FedBuff with 20 clients in flight on devices of different speed.
+"""
 
 import contest
 import jax
 
 import fedjax_mr as fmr
 from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.experiment.build import build_model, simulator_of
 
 job = contest.job()
 set_up_jax(devices=None, cohort_size=job.cohort)
@@ -12,8 +16,12 @@ x, y, test_x, test_y = contest.load(job)
 half = (0.5,) * 3
 dataset = fmr.Dataset("synthetic", x.reshape(-1, *x.shape[2:]), y.reshape(-1), test_x, test_y, 10, mean=half, std=half)
 federated = fmr.data.federate(dataset, num_clients=len(y), partition="iid", seed=0)
-training = fmr.local.setting(lr=job.lr, momentum=job.momentum, epochs=job.epochs, batch_size=job.batch)
-simulator = fmr.Simulator("fedavg", "lenet5", federated, cohort=job.cohort, local=training)
+clock = {"mode": "async", "in_flight": 2 * job.cohort, "fleet": "lognormal"} if job.variant == "async" else {}
+config = fmr.Config(
+    strategy="fedbuff" if clock else "fedavg", model="lenet5", clients=len(y), partition="iid", cohort=job.cohort,
+    lr=job.lr, momentum=job.momentum, local_epochs=job.epochs, batch_size=job.batch, rounds=1_000, **clock,
+)  # fmt: skip
+simulator = simulator_of(config, federated, build_model(config, dataset))
 state = simulator.init()
 
 

@@ -402,6 +402,9 @@ class _Shapes:
         return self.strategy.dispatch(state, cohort, key)
 
     def _server_update(self, state: Any, cohort: Cohort, key: Any, round: Any, uploads: Any) -> Any:
+        if self.strategy.receive is not None:  # a compressed upload must be decoded first
+            payloads = self.strategy.dispatch(state, cohort, key)
+            state, uploads, _ = self.strategy.receive(state, uploads, payloads, cohort, round, key)
         return self.strategy.server_update(state, uploads, cohort, round, key)[0]
 
 

@@ -72,5 +72,7 @@ def _settings(config: Config, problem: Problem) -> dict[str, Any]:
     }
     if config.dp_poisson is not None:
         return settings | {"sampling": "poisson", "probability": config.dp_poisson}
-    hidden = privacy.hides_cohorts(build_chosen(chosen(config), problem), problem)
+    whole = chosen(config)
+    honest = {kind: link for kind, link in whole.links.items() if kind != "attack"}  # no server knows who attacks
+    hidden = privacy.hides_cohorts(build_chosen(dataclasses.replace(whole, links=honest), problem), problem)
     return settings | {"sampling": "without_replacement" if hidden else "public"}

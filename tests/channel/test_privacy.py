@@ -356,6 +356,23 @@ def test_cohorts_are_hidden_without_memory_and_client_ids(federation, name, hidd
     assert hides_cohorts(inner_strategy(name, problem), problem) == hidden
 
 
+@pytest.mark.parametrize("kind", ["int8", "qsgd", "sign", "topk", "randk"])
+@pytest.mark.parametrize("name", ["fedmr", "fedcross", "fedavg"])
+def test_compression_hides_cohorts_as_well(federation, name, kind):
+    problem = problem_of(federation)
+    both = [privacy(problem, clip=1.0, noise=1.0), links.compression(problem, kind=kind, ratio=0.5)]
+    assert hides_cohorts(channel(inner_strategy(name, problem), problem, both), problem)
+
+
+@pytest.mark.parametrize("name", ["fedmr", "fedavg"])
+def test_error_feedback_reveals_cohorts(federation, name):
+    """A client's memory shows whether it took part before."""
+    problem = problem_of(federation)
+    inner = inner_strategy(name, problem)
+    memory = links.compression(problem, kind="topk", ratio=0.5, feedback="ef")
+    assert not hides_cohorts(channel(inner, problem, [memory]), problem)
+
+
 def test_batchnorm_is_refused_by_the_channel(federation):
     problem = federation("normed", cohort=4, seed=1).problem
     with pytest.raises(UserError, match="norm=group"):
