@@ -33,12 +33,14 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "{!r}") -> str:
-    """The hint to the most similar name, or "" if none is similar.
+    """The hint to the most similar name, or "" if none is similar. Only letters, without their case, and digits count.
 
     Args:
       name: the unknown name.
       known: the names that exist.
       form: the format of the name in the hint.
     """
-    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.4)
-    return f"; did you mean {form.format(nearest[0])}?" if nearest else ""
+    plain = lambda text: "".join(filter(str.isalnum, text)).lower()
+    names = {plain(each): each for each in sorted(known, reverse=True)}
+    nearest = difflib.get_close_matches(plain(name), names, n=1, cutoff=0.4)
+    return f"; did you mean {form.format(names[nearest[0]])}?" if nearest else ""

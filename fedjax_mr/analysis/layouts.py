@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list the rounds, bytes and simulated seconds until this test accuracy is reached",
     )
     parser.add_argument(
+        "--round",
+        type=int,
+        metavar="R",
+        help="compare runs after round R, whatever came after. R must be a round after which they were evaluated",
+    )
+    parser.add_argument(
         "--layout",
         choices=("lines", "paper"),
         default="lines",
@@ -60,9 +66,11 @@ def accuracy_text(arguments: argparse.Namespace) -> str:
     if arguments.layout == "lines":
         if options := [name for name in ("value", "papers") if getattr(arguments, name)]:
             raise UserError(f"--{options[0]} needs --layout=paper")
-        return tables.accuracy_table(arguments.runs, format=arguments.format, target=arguments.target)
-    if arguments.target is not None:
-        raise UserError("--target needs --layout=lines")
+        return tables.accuracy_table(
+            arguments.runs, format=arguments.format, target=arguments.target, until=arguments.round
+        )
+    if options := [name for name in ("target", "round") if getattr(arguments, name) is not None]:
+        raise UserError(f"--{options[0]} needs --layout=lines")
     value = arguments.value or "last_10"
     return paper_table(arguments.runs, format=arguments.format, value=value, with_papers=arguments.papers)
 

@@ -15,8 +15,11 @@ from fedjax_mr.analysis import groups, papers
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import MetricsRow
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
+
+USUAL_ROUNDS = 500  # of our flag files; the papers state none
 
 # --- Cells -----------------------------------------------------------------------------------------------------------
 
@@ -128,25 +131,34 @@ class Line:
 
 
 def accuracy_lines(
-    chosen: Sequence[RunRecord], *, target: float | None = None, published: Sequence[Mapping[str, str]] = ()
+    chosen: Sequence[RunRecord],
+    *,
+    target: float | None = None,
+    until: int | None = None,
+    published: Sequence[Mapping[str, str]] = (),
 ) -> list[Line]:
     """The lines of the table of accuracies.
 
     Args:
       chosen: runs, as `groups.find` returns them.
       target: accuracy to reach, a fraction.
+      until: a round at which all runs are taken to end, whatever came after. Default: the end of each run.
       published: rows of the papers' tables, as `papers.rows` returns them.
     """
-    return [_line(setting, members, target, published) for setting, members in groups.by_setting(chosen)]
+    return [_line(setting, members, target, until, published) for setting, members in groups.by_setting(chosen)]
 
 
 def _line(
-    setting: dict, chosen: Sequence[RunRecord], target: float | None, published: Sequence[Mapping[str, str]]
+    setting: dict,
+    chosen: Sequence[RunRecord],
+    target: float | None,
+    until: int | None,
+    published: Sequence[Mapping[str, str]],
 ) -> Line:
     chosen = sorted(chosen, key=lambda run: run.config.seed)
-    states = [run.state for run in chosen]
+    states = [_state(run, until) for run in chosen]
     ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]
-    histories = [run.rows() for run in ended]
+    histories = [[row for row in run.rows() if until is None or row["round"] <= until] for run in ended]
     summaries = [summarise(rows, target) for rows in histories]
     reached = [_first_at(rows, target) for rows in histories]
     return Line(
@@ -160,7 +172,7 @@ def _line(
         last_10=Statistic.of(each["accuracy_mean_last_10"] for each in summaries),
         evaluations=(min(map(len, histories), default=0), max(map(len, histories), default=0)),
         personal=Statistic.of(rows[-1].get("personal_accuracy") for rows in histories),
-        finetuned=Statistic.of(run.summary().get("finetuned_accuracy") for run in ended),
+        finetuned=Statistic.of(run.summary().get("finetuned_accuracy") if until is None else None for run in ended),
         rounds=max((each["rounds"] for each in summaries), default=0),
         reached=sum(row is not None for row in reached),
         rounds_to_target=Statistic.of(row["round"] if row else None for row in reached),
@@ -169,6 +181,13 @@ def _line(
         clocked=any("clock" in rows[-1] for rows in histories),
         published=papers.lookup(chosen[0].config, published),
     )
+
+
+def _state(run: RunRecord, until: int | None) -> str:
+    """The state of a run, or what it was after a round."""
+    if until is not None and any(row["round"] == until for row in run.rows_so_far()):
+        return "finished"
+    return "started" if until is not None and run.state == "finished" else run.state
 
 
 def _first_at(rows: Iterable[MetricsRow], target: float | None) -> MetricsRow | None:
@@ -187,7 +206,8 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
     """The table of accuracies as cells, its head first. Empty columns are left out.
 
     Accuracies are in percent. The difference is in percentage points: the mean of the last ten evaluations minus the
-    paper's value. If a run has at most ten evaluations, the cell says that the mean is of all.
+    paper's value; the cell names a number of rounds below 500. If a run has at most ten evaluations, the cell says that
+    the mean is of all.
     """
     columns: dict[str, Callable[[Line], str]] = {
         "setting": lambda line: groups.name(line.setting),
@@ -216,9 +236,11 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
 
 
 def seeds(line: Line) -> str:
-    """Number of finished seeds and, if there are others, of diverged and unfinished ones: ``2, 1 diverged``."""
-    others = {"diverged": line.diverged, "unfinished": line.unfinished}
-    return ", ".join([str(line.finished), *(f"{count} {word}" for word, count in others.items() if count)])
+    """Number of finished seeds; if there are others, ``2 finished, 1 diverged``."""
+    counts = {"finished": line.finished, "diverged": line.diverged, "unfinished": line.unfinished}
+    if line.finished and line.finished == sum(counts.values()):
+        return str(line.finished)
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
 
 def _last_10(line: Line) -> str:
@@ -239,19 +261,25 @@ def _paper(number: Published | None) -> str:
 def _difference(line: Line) -> str:
     if line.published is None or line.last_10.mean is None:
         return ""
-    return f"{100 * line.last_10.mean - line.published.mean:+.2f}"
+    difference = f"{100 * line.last_10.mean - line.published.mean:+.2f}"
+    return difference if line.rounds >= USUAL_ROUNDS else f"{difference} after {line.rounds} rounds"
 
 
-def accuracy_table(paths: Iterable[Path | str], *, format: str = "text", target: float | None = None) -> str:
+def accuracy_table(
+    paths: Iterable[Path | str], *, format: str = "text", target: float | None = None, until: int | None = None
+) -> str:
     """The table of accuracies of some runs as text.
 
     Args:
       paths: run folders, tables of kept runs, or folders that hold some.
       format: a key of `FORMATS`.
       target: accuracy to reach, a fraction.
+      until: a round at which all runs are taken to end.
 
     Raises:
-      UserError: a path holds no run, or its files cannot be read.
+      UserError: a path holds no run, its files cannot be read, or no run was evaluated after round ``until``.
     """
-    lines = accuracy_lines(groups.find(paths), target=target, published=papers.rows())
+    lines = accuracy_lines(groups.find(paths), target=target, until=until, published=papers.rows())
+    if until is not None and not any(line.finished for line in lines):
+        raise UserError(f"no run was evaluated after round {until}: choose another --round")
     return FORMATS[format](accuracy_cells(lines, target=target))

@@ -227,7 +227,7 @@ def _dp_accounting() -> Any:
         from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
-            "epsilon needs dp-accounting: pip install -c constraints-privacy.txt 'fedjax_mr[privacy]' in an "
-            "environment of its own"
+            "epsilon needs dp-accounting, which refuses newer versions of attrs and needs an environment of its own: "
+            "in a checkout, pip install -c constraints-privacy.txt -e '.[privacy]'"
         ) from None
     return SimpleNamespace(dp_accounting=dp_accounting, pld=pld, rdp=rdp, relation=dp_accounting.NeighboringRelation)

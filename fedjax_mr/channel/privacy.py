@@ -197,8 +197,8 @@ def _other_collections(problem: Problem) -> str | None:
     if not others:
         return None
     return (
-        f"the network has {', '.join(others)} (BatchNorm), which would be sent without noise: pass norm=group, or a "
-        "network without BatchNorm"
+        f"the network has {', '.join(others)} (BatchNorm), which would be sent without noise: use GroupNorm, which is "
+        "norm='group' of the built-in networks"
     )
 
 

@@ -111,6 +111,11 @@ def federate(
         owned = _natural(dataset, num_clients, holdout_clients, public_size, min_samples_per_client, seed)
     else:
         row = PARTITIONS[partition]
+        if dataset.client is not None:
+            notes.append(
+                f"partition={partition!r} ignores the {len(dataset.client_names)} natural clients of {dataset.name}; "
+                "partition='natural' with clients=0 takes all of them"
+            )
         if "domain" in row.settings and dataset.domain is None:
             raise UserError(f"partition {partition!r} needs domains, but {dataset.name} has none")
         public = np.sort(_stream(seed, "public").choice(len(dataset.y), public_size, replace=False))
@@ -219,10 +224,11 @@ def _natural(
     large = np.flatnonzero(sizes >= min_samples)
     total = num_clients + holdout_clients if num_clients else len(large)
     if not len(large) or total > len(large) or total <= holdout_clients:
-        hint = "; request 0 clients to use all" if num_clients and not holdout_clients and len(large) else ""
+        least = f" of at least {min_samples} samples" if min_samples else ""
+        hint = "; clients=0 takes all" if num_clients and not holdout_clients and len(large) else ""
         raise UserError(
-            f"{dataset.name} has {len(large)} natural clients of at least {min_samples} samples, too few for "
-            f"{num_clients} clients and {holdout_clients} held-out ones (the largest has {sizes.max()} samples){hint}"
+            f"{dataset.name} has {len(large)} natural clients{least}, too few for {num_clients} "
+            f"clients and {holdout_clients} held-out ones (the largest has {sizes.max()} samples){hint}"
         )
     chosen = np.sort(_stream(seed, "clients").choice(large, total, replace=False))
     others = np.concatenate(

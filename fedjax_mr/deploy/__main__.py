@@ -65,7 +65,7 @@ def new(arguments: Sequence[str]) -> None:
             path.write_text("run/\ndata/\nstate-*/\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write into {folder} ({error.strerror})") from None
-    print(_commands(folder, config, server_data=server_data, run_dir=run_dir))
+    print(_commands(folder, config, setting, server_data=server_data, run_dir=run_dir))
 
 
 def divide(arguments: Sequence[str]) -> None:
@@ -117,9 +117,15 @@ def _app(name: str, config: Config, setting: ServerOptions, *, run_dir: Path, se
     return "\n".join(lines) + "\n"
 
 
-def _commands(folder: Path, config: Config, *, server_data: Path, run_dir: Path) -> str:
+def _commands(folder: Path, config: Config, setting: ServerOptions, *, server_data: Path, run_dir: Path) -> str:
     """Flower's commands for a trial on one machine."""
-    name, data = _plain(folder.absolute().name), server_data.parent
+    # Flower takes a name that is also a folder here for an app.
+    name, data = f"{_plain(folder.absolute().name)}-server", server_data.parent
+    trial = [
+        f"# Once, for a trial: the samples of {config.clients} clients and of the server",
+        f"{COMMAND} divide {shlex.quote(str(data))} {' '.join(_about_data(config))}",
+        "",
+    ]
     # A client only runs code that its operator names.
     code = f' import="{",".join(config.imports)}"' if config.imports else ""
     node = lambda client: (
@@ -134,9 +140,7 @@ def _commands(folder: Path, config: Config, *, server_data: Path, run_dir: Path)
         [
             f"The app is {folder / 'pyproject.toml'}. Results will be in {run_dir}.",
             "",
-            f"# Once, for a trial: the samples of {config.clients} clients and of the server",
-            f"{COMMAND} divide {shlex.quote(str(data))} {' '.join(_about_data(config))}",
-            "",
+            *([] if setting.server_data else trial),
             "# Once: the address of the server, in ~/.flwr/config.toml (or $FLWR_HOME/config.toml)",
             f"[superlink.{name}]",
             f'address = "127.0.0.1:{PORT}"',

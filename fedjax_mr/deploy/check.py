@@ -29,6 +29,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.channel import compression
 from fedjax_mr.deploy.protocol import common_versions, digest, disagreement, trusted_flags
+from fedjax_mr.deploy.samples import ClientSamples, ServerSamples
 from fedjax_mr.deploy.server import check_deployable
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         findings += app(options.app, options.own_code or _settings(options.node_config or "").get("import", ""))
     if options.node_config is not None:
         findings += node(options.node_config)
+    findings += samples_here(options.app, options.node_config or "")
     if options.certificate:
         findings += certificate(options.certificate, options.host, datetime.datetime.now(datetime.UTC))
     for path in options.private_key:
@@ -258,6 +260,36 @@ def node(settings: str) -> Iterator[Finding]:
         yield from _readable(values["key"])
     if values.get("choices") == "simulated":
         yield Finding("the server can compute this client's choices (choices=simulated)", "remove choices")
+
+
+def samples_here(folder: str | None, settings: str) -> Iterator[Finding]:
+    """Check the files of samples that are on this machine, the client's against the server's if both are.
+
+    Args:
+      folder: folder of the app, or None.
+      settings: the settings of a SuperNode, or "".
+    """
+    server, client = _server_file(folder), Path(_settings(settings).get("data", ""))
+    kind = None
+    if server is not None and server.is_file():
+        try:
+            kind = ServerSamples.read(server).facts
+        except UserError as error:
+            yield Finding(str(error), "write test_x and test_y into it, see docs/recipes/real_clients.md")
+    if client.is_file():
+        try:
+            ClientSamples.read(client, kind)
+        except UserError as error:
+            yield Finding(str(error), "write x and y of the federation's kind into it")
+
+
+def _server_file(folder: str | None) -> Path | None:
+    """The server's file of samples that an app names; None for a damaged app."""
+    try:
+        content = tomllib.loads((Path(folder or "") / "pyproject.toml").read_text(encoding="utf-8"))
+        return Path(content["tool"]["flwr"]["app"]["config"]["server-data"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _settings(text: str) -> dict[str, str]:

@@ -30,8 +30,12 @@ class ClientSamples(NamedTuple):
     test_y: np.ndarray
 
     @classmethod
-    def read(cls, path: Path | str, facts: Facts) -> "ClientSamples":
+    def read(cls, path: Path | str, facts: Facts | None) -> "ClientSamples":
         """Read a client's file.
+
+        Args:
+          path: the file.
+          facts: the kind of the federation's samples. None: that of the file itself.
 
         Raises:
           UserError: the file is missing or damaged, or its samples are not of the federation's kind.
@@ -42,6 +46,7 @@ class ClientSamples(NamedTuple):
             x, y = (arrays.get(before + name) for name in ("x", "y"))
             if (x is None) != (y is None) or (x is None and not before):
                 raise UserError(f"{path} needs arrays {before}x and {before}y, of samples and labels")
+            facts = facts or _kind(path, x, y)
             if x is None or y is None:
                 x, y = np.zeros((0, *facts.shape), facts.dtype), np.zeros(0, np.int32)
             parts += checked_samples(path, before, x, y, facts)
@@ -80,7 +85,7 @@ class ServerSamples(NamedTuple):
                 facts = Facts.parse(str(arrays["facts"].item()))
             else:
                 kind = {name: arrays[name].tolist() for name in ("num_classes", "mean", "std") if name in arrays}
-                facts = Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
+                facts = _kind(path, x, y, **kind)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a file of a server: it needs test_x and test_y ({error})") from None
         public = None
@@ -91,6 +96,18 @@ class ServerSamples(NamedTuple):
                 public = Public(facts.samples(arrays["public_x"]), None)
         x, y = checked_samples(path, "test_", x, y, facts)
         return cls(facts, x, y, public)
+
+
+def _kind(path: Path | str, x: Any, y: Any, **kind: Any) -> Facts:
+    """The kind of the samples of a file, as `from_arrays` takes them.
+
+    Raises:
+      UserError: they are no samples and labels.
+    """
+    try:
+        return Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _read(path: Path | str) -> dict[str, np.ndarray]:
@@ -127,7 +144,14 @@ def checked_samples(path: Path | str, before: str, x: np.ndarray, y: np.ndarray,
 
 
 def divide(federated: FederatedData, folder: Path) -> list[Path]:
-    """Write the files of the server and of all clients; return their paths, the server's first."""
+    """Write the files of the server and of all clients; return their paths, the server's first.
+
+    Raises:
+      UserError: a file exists. It may hold somebody's own samples.
+    """
+    names = ["server.npz", *(f"client-{client}.npz" for client in range(federated.num_clients))]
+    if existing := [name for name in names if (folder / name).exists()]:
+        raise UserError(f"{folder / existing[0]} exists: choose another folder, or remove the files of a trial")
     dataset, owned = federated.dataset, federated.client_test if federated.test is not None else None
     written = []
 

@@ -3,6 +3,9 @@
 import dataclasses
 import hashlib
 import re
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +20,9 @@ from fedjax_mr.models import calls, nnx_module
 from fedjax_mr.models.base import Model, Variables, describe
 
 BATCH = 2  # samples in the check, which is traced and never computed
+INSTALLED = (str(Path(__file__).parents[1]), *sysconfig.get_paths().values())  # folders of code that is not the user's
+# In exceptions of a module that needs to know whether it trains. Linen's variables are immutable in evaluation.
+MODE = re.compile(rf"\b(use_running_average|immutable|{'|'.join(calls.SWITCHES)})\b")
 STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
 
 
@@ -186,14 +192,33 @@ def _check_statistics(model: Model, shapes: Variables, x: Any, mask: Any, key: A
 
 
 def _traced(function: Any, what: str, hint: str = "") -> Any:
-    """Call a function that runs code of the user. Every exception becomes a UserError of one line."""
+    """Call a function that runs code of the user. Every exception becomes a UserError of one line.
+
+    ``hint`` is added if the exception is about the mode, training or evaluation.
+    """
     try:
         return function()
     except UserError:
         raise
     except Exception as error:
         reason = re.sub(r" \(https?://\S+\)", "", " ".join(str(error).split()))
-        raise UserError(f"{what} ({type(error).__name__}: {reason[:300]})" + (f"; {hint}" if hint else "")) from error
+        about_mode = MODE.search(reason)
+        place = _place(error)
+        raise UserError(
+            f"{what} ({type(error).__name__}: {reason[:300]})"
+            + (f"; see {place}" if place else "")
+            + (f"; {hint}" if hint and about_mode else "")
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the user's code that raised an exception, "" if all of it is installed code."""
+    own = [
+        f"{Path(frame.filename).name}, line {frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(INSTALLED)
+    ]
+    return own[-1] if own else ""
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:

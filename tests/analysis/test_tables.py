@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fedjax_mr.analysis import groups, papers, tables
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import fedmr
 
@@ -76,11 +77,11 @@ def test_the_text_beside_the_paper(some_runs):
         "rounds to 50 %": "13 ± 3",
         "MB to it": "0.0 ± 0.0",
         "paper %": "59.81 ± 0.60",
-        "difference": "-8.81",
+        "difference": "-8.81 after 60 rounds",
         "paper": "FedMR KDD'24, Table 1",
     }
     assert cells["fedavg"]["rounds to 50 %"] == "0 of 2 reach it"
-    assert cells["fedavg"]["difference"] == "-19.42"  # 35 - 54.42
+    assert cells["fedavg"]["difference"] == "-19.42 after 60 rounds"  # 35 - 54.42
 
 
 def test_one_seed_has_no_deviation_and_other_data_no_paper(keep):
@@ -97,7 +98,22 @@ def test_only_finished_runs_count(keep):
     keep(dataclasses.replace(config, seed=2), [0.2], end=None)
     (only,) = tables.accuracy_lines(groups.find(["runs"]))
     assert (only.finished, only.diverged, only.unfinished, only.last.mean) == (1, 1, 1, 0.5)
-    assert tables.accuracy_cells([only])[1][1] == "1, 1 diverged, 1 unfinished"
+    assert tables.accuracy_cells([only])[1][1] == "1 finished, 1 diverged, 1 unfinished"
+
+
+def test_runs_after_a_round(some_runs, keep):
+    """A run that goes on or diverges later counts; one without an evaluation after that round does not."""
+    config = next(run.config for run in some_runs if run.config.strategy == "fedmr" and run.config.seed == 2)
+    config = dataclasses.replace(config, seed=3)
+    keep(config, [0.1, 0.2, 0.3], end="diverged.txt")
+    ours = line(tables.accuracy_lines(groups.find(["runs"]), until=15), "fedmr")
+    assert (ours.finished, ours.diverged, ours.unfinished, ours.rounds) == (4, 0, 0, 15)
+    assert ours.evaluations == (3, 3)
+    assert ours.last.mean == pytest.approx(0.45)  # three of 0.5 and one of 0.3
+    after = line(tables.accuracy_lines(groups.find(["runs"]), until=60), "fedmr")
+    assert (after.finished, after.diverged) == (3, 1)
+    with pytest.raises(UserError, match="after round 7"):
+        tables.accuracy_table(["runs"], until=7)
 
 
 def test_formats():

@@ -375,7 +375,7 @@ def test_error_feedback_reveals_cohorts(federation, name):
 
 def test_batchnorm_is_refused_by_the_channel(federation):
     problem = federation("normed", cohort=4, seed=1).problem
-    with pytest.raises(UserError, match="norm=group"):
+    with pytest.raises(UserError, match="use GroupNorm"):
         channel(inner_strategy("fedavg", problem), problem, [privacy(problem, clip=1.0)])
 
 

@@ -52,7 +52,8 @@ def test_all_natural_clients_are_the_default(tmp_path, capsys, monkeypatch):
     assert main([f"--dataset={path}", f"--partition_file={tmp_path / 'partition.npz'}", f"--run_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.startswith("mine: 7 clients, ")
     assert main([*natural, "--clients=20"]) == 2
-    assert "mine has 7 natural clients" in (line := capsys.readouterr().err) and "request 0 clients to use all" in line
+    line = capsys.readouterr().err
+    assert "mine has 7 natural clients, too few" in line and "--clients=0 takes all" in line
 
 
 def test_table_counts_samples_and_classes():

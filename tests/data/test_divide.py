@@ -90,6 +90,12 @@ class TestShares:
         assert (federated.sizes == 288).all() and (federated.test.sizes == 90).all() and federated.own_test
         assert len(federated.notes) == 1 and "1800 of 7200 samples unused" in federated.notes[0]
 
+    def test_a_note_says_that_natural_clients_are_ignored(self):
+        x, y = np.zeros((60, 3), np.float32), np.arange(60) % 4
+        dataset = data.from_arrays(x, y, client=np.arange(60) // 10)
+        assert any("ignores the 6 natural clients" in note for note in data.federate(dataset, num_clients=3).notes)
+        assert not data.federate(dataset, num_clients=0, partition="natural").notes
+
     def test_a_single_sample_serves_for_training_and_validation(self):
         federated = data.federate(
             numbered(5), partition="iid", num_clients=5, validation_share=0.3, client_test_share=0.3
@@ -345,7 +351,7 @@ def test_refuses(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_clients": 31}, "has 30 natural clients of at least 0 samples, too few for 31 clients and 0 held-out"),
+        ({"num_clients": 31}, "has 30 natural clients, too few for 31 clients and 0 held-out"),
         ({"num_clients": 29, "holdout_clients": 2}, "too few for 29 clients and 2 held-out"),
         ({"num_clients": 0, "min_samples_per_client": 500}, "has 0 natural clients of at least 500 samples"),
         ({"num_clients": 0, "holdout_clients": 30}, "too few for 0 clients and 30 held-out"),

@@ -10,10 +10,11 @@ from importlib import metadata
 
 import deployment
 import jax
+import numpy as np
 import pytest
 
 from fedjax_mr.deploy import check
-from fedjax_mr.deploy.__main__ import new
+from fedjax_mr.deploy.__main__ import divide, new
 from fedjax_mr.deploy.check import Process
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.envelopes import Identity
@@ -32,6 +33,45 @@ NODE = (
 
 def mistakes(findings):
     return [finding.mistake for finding in findings]
+
+
+def write(path, *, samples=30, numbers=4, largest=1, **names):
+    """A file of samples with labels from 0 to ``largest``; ``names`` renames the arrays."""
+    arrays = {"x": np.ones((samples, numbers), np.float32), "y": np.arange(samples) % (largest + 1)}
+    np.savez(path, **{names.get(name, name): array for name, array in arrays.items()})
+    return path
+
+
+def test_the_files_of_samples_are_opened(tmp_path, capsys):
+    app = tmp_path / "app"
+    (tmp_path / "own").mkdir()
+    server = write(tmp_path / "own" / "server.npz", x="test_x", y="test_y")
+    new([str(app), "--clients=2", "--cohort=2", f"--server_data={server}", "--model=logistic"])
+    assert "divide" not in capsys.readouterr().out  # it would replace the user's own file
+    good = write(tmp_path / "good.npz")
+    settings = lambda path: f"client-id=0 data={path} state={tmp_path}"
+    assert not [*check.samples_here(str(app), settings(good))]
+    (tmp_path / "table.csv").write_text("1,2\n")
+    for path, words in (
+        (write(tmp_path / "wide.npz", numbers=5), "[30, 5]"),
+        (write(tmp_path / "label.npz", largest=7), "labels from 0 to 1"),
+        (write(tmp_path / "names.npz", x="samples"), "needs arrays x and y"),
+        (tmp_path / "table.csv", "cannot be read"),
+    ):
+        for folder in (str(app), None) if words[0] in "nc" else (str(app),):  # without the server's file, its own kind
+            (line,) = mistakes(check.samples_here(folder, settings(path)))
+            assert words in line and path.name in line and "\n" not in line
+    write(server)
+    (line,) = mistakes(check.samples_here(str(app), ""))
+    assert "needs test_x and test_y" in line
+
+
+def test_a_trial_never_replaces_files(tmp_path):
+    server = write(tmp_path / "server.npz", x="test_x", y="test_y")
+    before = server.read_bytes()
+    with pytest.raises(UserError, match="exists: choose another folder"):
+        divide([str(tmp_path), "--clients=2", "--cohort=2"])
+    assert server.read_bytes() == before and os.listdir(tmp_path) == ["server.npz"]
 
 
 @pytest.mark.parametrize(

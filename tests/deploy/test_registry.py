@@ -302,6 +302,6 @@ def test_bad_settings_have_one_line(tmp_path):
         AsynchronousClients(
             one.config, protocol.remote_data(one.manager.wait_for_all(), one.samples), one.model, one.manager
         )
-    for flags, words in ((["--refill=arrival"], "remove --refill"), (["--fleet=classes"], "remove --fleet")):
+    for flag, words in (("--refill=arrival", "remove --refill"), ("--fleet=classes", "remove --fleet")):
         with pytest.raises(UserError, match=words):
-            server.check_deployable(Real(tmp_path / "other", ["--mode=async", "--strategy=fedavg", *flags]).config)
+            server.check_deployable(Real(tmp_path / words, ["--mode=async", "--strategy=fedavg", flag]).config)

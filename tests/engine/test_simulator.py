@@ -92,6 +92,7 @@ def test_the_data_of_one_client():
     ("options", "message"),
     [
         ({"strategy": "fedmrr"}, "did you mean 'fedmr'"),
+        ({"strategy": "FedMR"}, "did you mean 'fedmr'"),
         ({"model": "logistics"}, "did you mean 'logistic'"),
         ({"strategy": lambda problem: None}, "build(hyper, problem)"),
         ({"model": Network}, "instance of flax.linen.Module or flax.nnx.Module"),

@@ -1,6 +1,7 @@
 """Flax modules of users: their calls, their errors, and their hash."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn
@@ -169,6 +170,14 @@ class Unswitched(nn.Module):
         return nn.Dense(3)(nn.BatchNorm(use_running_average=False)(x))
 
 
+class Misspelt(nnx.Module):
+    def __init__(self, rngs):
+        self.last = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.lost(x)
+
+
 class NeverMoving(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -205,7 +214,8 @@ REFUSED = {
     "too few classes": (nn.Dense(2), "Dense returns 2 of float32 for a sample, but the data need 3 logits"),
     "a tuple": (Softmaxes(), "returns a tuple for a sample, but the data need 3 logits"),
     "another input": (nn.Conv(3, (3, 3, 3)), "Conv cannot be initialised for samples 4 of float32 (ValueError"),
-    "no switch": (Unswitched(), "cannot be evaluated (ModifyScopeVariableError"),
+    "no switch": (Unswitched(), "does it need a switch between training and evaluation"),
+    "a misspelt name": (Misspelt, f"see test_user_module.py, line {inspect.getsourcelines(Misspelt.__call__)[1] + 1}"),
     "statistics that never move": (
         NeverMoving(),
         "does not update its batch_stats['BatchNorm_0']['mean'] in training",
@@ -233,6 +243,7 @@ def test_what_cannot_be_trained_is_one_line(case):
     with pytest.raises(UserError) as error:
         user_module.bind(module, **FACTS)
     assert message in str(error.value) and "\n" not in str(error.value)
+    assert ("does it need a switch" in str(error.value)) == (case == "no switch")
 
 
 def test_the_hash_sees_class_fields_and_shapes():
