@@ -54,7 +54,8 @@ class ServerOptions:
     )
     server_data: str | None = field(
         None,
-        "The server's .npz file: the test set, the public set if there is one, and the kind of all samples",
+        "The server's .npz file: the test set, the public set if there is one, and the kind of all samples. Default: "
+        "data/server.npz in the app's folder",
         path=True,
     )
 
