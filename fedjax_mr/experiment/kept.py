@@ -105,7 +105,9 @@ def find(path: Path | str) -> list[Path]:
         return sorted(path / name for name in read(path))
     if is_table(path.parent):
         if not (names := fnmatch.filter(read(path.parent), path.name)):
-            raise UserError(f"{path.parent} has no run {path.name}")
+            known = sorted(read(path.parent))
+            example = f"; it has {len(known)}, the first is {known[0]}" if known else ""
+            raise UserError(f"{path.parent} has no run {path.name}{example}")
         return sorted(path.parent / name for name in names)
     folders = [each.parent for each in path.rglob("config.json")]
     return sorted([*folders, *(run for table in path.rglob(f"*{SUFFIX}") for run in find(table))])

@@ -17,7 +17,7 @@ from fedjax_mr.strategies import STRATEGIES
 
 _CALL = r"\w\([^()]*\)"  # Python, such as fmr.run(config, model=...), and no setting
 _VALUE = r"'[^']*'|\([^()]*\)|[^\s,;:()]*[^\s,;:().]"
-_ARGUMENT = re.compile(rf"{_CALL}|(?<![\w.:=/-])(hyper\.)?([a-z]\w*)(=?)((?<==)(?:{_VALUE}))?")
+_ARGUMENT = re.compile(rf"{_CALL}|(?<![\w.:=/*-])(hyper\.)?([a-z]\w*)(=?)((?<==)(?:{_VALUE}))?")
 
 
 @contextlib.contextmanager

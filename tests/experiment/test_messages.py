@@ -34,6 +34,7 @@ def test_arguments_become_flags(strategy: str, message: str, shown: str):
         "start such a run by fmr.run(config, model=...), resume it by fmr.load('runs/a').resume(model=...)",
         "num_classes=10 and hyper.unheard=3 are no settings",
         "runs/cohort=3/lr=0.1 is no folder",
+        "runs/table.jsonl.gz has no run fedmr*lr=0.1*",
         "--dataset=given:cohort=5",
     ],
 )
