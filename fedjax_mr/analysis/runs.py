@@ -202,11 +202,17 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False,
       changes: arguments of `Simulator` that replace those of the run.
 
     Raises:
-      UserError: the code is not trusted, a file of the run is missing, or the run is a kept one, which has no models.
+      UserError: the code is not trusted, a file of the run is missing, objects of the run came from Python, or the run
+        is a kept one, which has no models.
     """
     if kept.is_kept(run.path):
         raise UserError(f"{run.path} has no models: a table of kept runs holds metrics alone; name a run folder")
     config = configuration.load_code(run.path, trust=trust)
+    if needed := configuration.needed_objects(config):
+        raise UserError(
+            f"{run.path} was trained with {needed} from Python, which this command does not have: use "
+            f"fmr.load({str(run.path)!r}, {needed})"
+        )
     config = config if data_dir is None else with_data_dir(config, data_dir)
     set_up_jax(devices=1, cohort_size=1)
     federated = federated_data(config)

@@ -17,7 +17,7 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import export
 from fedjax_mr import main as command
-from fedjax_mr.analysis import groups, tables
+from fedjax_mr.analysis import groups, runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.experiment import Experiment
@@ -157,6 +157,11 @@ def test_it_is_recorded_and_loaded_without_its_samples(trained):
 
 
 @pytest.mark.slow
+def test_an_analysis_says_how_to_load_it(trained):
+    line = refusal(runs.rebuild, *groups.find([trained.folder]))
+    assert "trained with dataset=..., model=... from Python" in line and f"fmr.load({str(trained.folder)!r}, " in line
+
+
 def test_it_goes_on_where_it_was_stopped(trained, monkeypatch, equal):
     ordinary = RunLoop._advance
 
