@@ -37,8 +37,9 @@ COMMANDS = {
 SHORT = (  # the flags of the short page
     "strategy", "import", "dataset", "data_dir", "partition", "alpha", "clients", "public_share", "model",
     "local_epochs", "batch_size", "optimizer", "lr", "momentum", "clip_norm", "cohort", "rounds", "seed",
-    "server_optimizer", "server_lr", "eval_every", "eval_clients", "finetune_epochs", "target_accuracy", "run_dir",
-    "resume", "overwrite", "compare_to", "lanes", "devices",
+    "server_optimizer", "server_lr", "compress", "dp_clip", "attack", "robust", "fleet", "mode", "eval_every",
+    "eval_clients", "finetune_epochs", "target_accuracy", "run_dir", "resume", "overwrite", "compare_to", "lanes",
+    "devices",
 )  # fmt: skip
 
 
