@@ -20,7 +20,8 @@ from fedjax_mr.models import calls, nnx_module
 from fedjax_mr.models.base import Model, Variables, describe
 
 BATCH = 2  # samples in the check, which is traced and never computed
-INSTALLED = (str(Path(__file__).parents[1]), *sysconfig.get_paths().values())  # folders of code that is not the user's
+# Folders of code that is not the user's.
+INSTALLED = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 # In exceptions of a module that needs to know whether it trains. Linen's variables are immutable in evaluation.
 MODE = re.compile(rf"\b(use_running_average|immutable|{'|'.join(calls.SWITCHES)})\b")
 STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
