@@ -47,7 +47,7 @@ for clients in 10000 100; do
 done
 [ "${3:-}" = digits ] && exit
 
-# The most telling runs come first: 24 in all, 11 to 24 minutes of one core each
+# The most telling runs come first: 27 in all, 11 to 24 minutes of one core each
 # 1. 20 % of the clients upload the opposite of their change; without and with Multi-Krum (f = 3 of 10)
 sweep --strategies=$models --attack=sign_flip --attackers=0.2
 sweep --strategies=$models --attack=sign_flip --attackers=0.2 --robust=multi_krum --robust_outliers=3
