@@ -236,11 +236,10 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
 
 
 def seeds(line: Line) -> str:
-    """Number of finished seeds; if there are others, ``2 finished, 1 diverged``."""
-    counts = {"finished": line.finished, "diverged": line.diverged, "unfinished": line.unfinished}
-    if line.finished and line.finished == sum(counts.values()):
-        return str(line.finished)
-    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    """Number of finished seeds, if any, and of the others: ``3``, ``2, 1 diverged``, ``1 unfinished``."""
+    others = {"diverged": line.diverged, "unfinished": line.unfinished}
+    finished = [str(line.finished)] if line.finished else []
+    return ", ".join([*finished, *(f"{count} {word}" for word, count in others.items() if count)])
 
 
 def _last_10(line: Line) -> str:

@@ -98,7 +98,7 @@ def test_only_finished_runs_count(keep):
     keep(dataclasses.replace(config, seed=2), [0.2], end=None)
     (only,) = tables.accuracy_lines(groups.find(["runs"]))
     assert (only.finished, only.diverged, only.unfinished, only.last.mean) == (1, 1, 1, 0.5)
-    assert tables.accuracy_cells([only])[1][1] == "1 finished, 1 diverged, 1 unfinished"
+    assert tables.accuracy_cells([only])[1][1] == "1, 1 diverged, 1 unfinished"
 
 
 def test_runs_after_a_round(some_runs, keep):
