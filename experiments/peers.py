@@ -10,8 +10,8 @@ project; ``torch_loop`` PyTorch's plain loop through a DataLoader, ``torch_best`
 pfl-research's simulation; ``flower`` Flower's, ``fedjax`` FedJAX's, ``flgo`` FLGo's. On two cores and more, every
 arrangement of processes and threads that a peer offers is a row of its own.
 
-``ours_async`` and ``flgo_async`` train with FedBuff, 20 clients in flight, in simulated time.
-Their round is one update of the server by 10 clients, so all rows train equally many clients per round.
+``ours_async`` and ``flgo_async`` train with FedBuff: 20 clients train at the same simulated time, and the server
+updates its model with every 10 uploads. Such an update counts as a round, so all rows train 10 clients per round.
 
 Each contestant is a process bound to the cores of its table; its driver is a file in ``experiments/peers``. After two
 rounds of warming up all train one round in turn, ``--repeats`` times. Printed are the medians of the seconds and of

@@ -1,4 +1,4 @@
-"""FLGo's simulation: FedAvg, or with the variant ``async`` FedBuff with 20 clients in flight on its virtual clock."""
+"""FLGo's simulation: FedAvg, or with the variant ``async`` FedBuff with 20 clients at the same simulated time."""
 
 import importlib
 import importlib.metadata
@@ -8,6 +8,10 @@ import tempfile
 from pathlib import Path
 
 import contest
+import flgo
+import flgo.algorithm.fedavg
+import flgo.algorithm.fedbuff
+import flgo.benchmark.partition
 import torch
 import torch_parts
 
@@ -16,11 +20,6 @@ torch.set_num_threads(job.threads)
 folder = tempfile.TemporaryDirectory()
 os.chdir(folder.name)  # FLGo imports a benchmark from the current folder, and writes its records there
 sys.path.insert(0, folder.name)
-
-import flgo  # noqa: E402
-import flgo.algorithm.fedavg  # noqa: E402
-import flgo.algorithm.fedbuff  # noqa: E402
-import flgo.benchmark.partition  # noqa: E402
 
 BENCHMARK = """
 import contest

@@ -1,6 +1,6 @@
 """This project's engine, as its users run it: CPU cores are devices, all rounds asked for in one call.
 
-FedAvg, or with the variant ``async`` FedBuff with 20 clients in flight on devices of different speed.
+FedAvg, or with the variant ``async`` FedBuff with 20 clients at the same simulated time.
 """
 
 import contest

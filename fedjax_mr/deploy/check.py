@@ -37,6 +37,7 @@ from fedjax_mr.secure.envelopes import Identity, read_roster
 
 FLOWER = (1, 41)
 _TENSOR = 10_000
+_NOT_AN_APP = (OSError, ValueError, KeyError, TypeError)  # what reading an app raises if it is none
 _SOON = datetime.timedelta(days=30)
 
 
@@ -286,9 +287,8 @@ def samples_here(folder: str | None, settings: str) -> Iterator[Finding]:
 def _server_file(folder: str | None) -> Path | None:
     """The server's file of samples that an app names; None for a damaged app."""
     try:
-        content = tomllib.loads((Path(folder or "") / "pyproject.toml").read_text(encoding="utf-8"))
-        return Path(content["tool"]["flwr"]["app"]["config"]["server-data"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Path(_app_tables(folder or "")[0]["server-data"])
+    except _NOT_AN_APP:
         return None
 
 
@@ -349,9 +349,9 @@ def app(folder: str, own_code: str = "") -> Iterator[Finding]:
     """
     path = Path(folder) / "pyproject.toml"
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]
-        flags, agreed = content["flwr"]["app"]["config"]["flags"], dict(content["fedjax_mr"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        run, agreed = _app_tables(folder)
+        flags = run["flags"]
+    except _NOT_AN_APP as error:
         yield Finding(f"{path} is not an app of this package ({error})", "copy the folder that `deploy new` wrote")
         return
     try:
@@ -365,6 +365,15 @@ def app(folder: str, own_code: str = "") -> Iterator[Finding]:
         yield Finding(difference, "pip install the server's versions here, and use the same files for --import")
 
 
+def _app_tables(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two tables of an app's ``pyproject.toml``: the settings of its run, and the versions on which all machines agree.
+
+    Raises one of `_NOT_AN_APP` if the file is missing or damaged.
+    """
+    tables = tomllib.loads((Path(folder) / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    return dict(tables["flwr"]["app"]["config"]), dict(tables["fedjax_mr"])
+
+
 def channel(folder: str, own_code: str = "") -> Iterator[str]:
     """The effect of each link of an app's channel on this client's messages, one line each. Empty for a damaged app.
 
@@ -373,9 +382,8 @@ def channel(folder: str, own_code: str = "") -> Iterator[str]:
       own_code: as in `app`.
     """
     try:
-        content = tomllib.loads((Path(folder) / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-        config = configuration.parse(trusted_flags(content["flwr"]["app"]["config"]["flags"], own_code))
-    except (OSError, ValueError, KeyError, TypeError, UserError):
+        config = configuration.parse(trusted_flags(_app_tables(folder)[0]["flags"], own_code))
+    except (*_NOT_AN_APP, UserError):
         return
     for flag, kind in (("compress", config.compress), ("compress_download", config.compress_download)):
         ratio, levels = config.compress_ratio, config.compress_levels

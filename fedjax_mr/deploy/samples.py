@@ -35,7 +35,8 @@ class ClientSamples(NamedTuple):
 
         Args:
           path: the file.
-          facts: the kind of the federation's samples. None: that of the file itself.
+          facts: shape, type and number of classes that all samples of the federation have. None: the file is only
+            checked by itself.
 
         Raises:
           UserError: the file is missing or damaged, or its samples are not of the federation's kind.

@@ -22,7 +22,7 @@ from fedjax_mr.models.base import Model, Variables, describe
 BATCH = 2  # samples in the check, which is traced and never computed
 # Folders of code that is not the user's.
 INSTALLED = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-# In exceptions of a module that needs to know whether it trains. Linen's variables are immutable in evaluation.
+# Words of an exception which show that the module must be told whether it trains or is evaluated.
 MODE = re.compile(rf"\b(use_running_average|immutable|{'|'.join(calls.SWITCHES)})\b")
 STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
 

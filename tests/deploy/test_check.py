@@ -52,15 +52,18 @@ def test_the_files_of_samples_are_opened(tmp_path, capsys):
     settings = lambda path: f"client-id=0 data={path} state={tmp_path}"
     assert not [*check.samples_here(str(app), settings(good))]
     (tmp_path / "table.csv").write_text("1,2\n")
-    for path, words in (
+    beside_the_server = (
         (write(tmp_path / "wide.npz", numbers=5), "[30, 5]"),
         (write(tmp_path / "label.npz", largest=7), "labels from 0 to 1"),
+    )
+    alone = (
         (write(tmp_path / "names.npz", x="samples"), "needs arrays x and y"),
         (tmp_path / "table.csv", "cannot be read"),
-    ):
-        for folder in (str(app), None) if words[0] in "nc" else (str(app),):  # without the server's file, its own kind
-            (line,) = mistakes(check.samples_here(folder, settings(path)))
-            assert words in line and path.name in line and "\n" not in line
+    )
+    cases = [(str(app), *case) for case in (*beside_the_server, *alone)] + [(None, *case) for case in alone]
+    for folder, path, words in cases:
+        (line,) = mistakes(check.samples_here(folder, settings(path)))
+        assert words in line and path.name in line and "\n" not in line
     write(server)
     (line,) = mistakes(check.samples_here(str(app), ""))
     assert "needs test_x and test_y" in line
