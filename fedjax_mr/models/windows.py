@@ -3,11 +3,16 @@
 XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC. It rewrites other orders to this one
 only outside loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so the
 gradients here are written in the fast order. That order is still slow for the few channels of small networks. On CPU,
-therefore, blocks of neighbouring pixels of the image are folded into the channels. Pooling avoids ``reduce_window``,
-whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
+therefore, blocks of neighbouring pixels of the image are folded into the channels.
+
+On GPU, a convolution with a kernel per client is a grouped one, and cuDNN computes its groups one after the other. Small
+convolutions are therefore batched products there: rows of pixels times a banded matrix of the kernel.
+
+Pooling avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -31,7 +36,8 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
     """Convolution [B, H', W', O] of images [B, H, W, I] with a kernel [h, w, I, O].
 
     The value is that of ``lax.conv_general_dilated``. The gradients (of any order, in reverse mode) are ordinary
-    convolutions in the order NHWC, HWIO, NHWC, on CPU with blocks folded into the channels, or products. Inside
+    convolutions in the order NHWC, HWIO, NHWC, on CPU with blocks folded into the channels, or products. Small
+    convolutions on GPU are products, too. Inside
     ``shard_map``, gradients require that images and kernel vary over the same mesh axes; JAX checks it. Second
     derivatives through ``lax.scan`` fail in jax 0.10, which passes wrong arrays to the backward pass.
 
@@ -44,6 +50,8 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
     if kernel.shape[:2] == (1, 1) and not any(map(any, pads)):
         # Strides only skip pixels here; without them the weight gradient is one product.
         x, strides = x[:, :: strides[0], :: strides[1]], (1, 1)
+    if platforms.current() == "gpu" and _multiply_adds(x, kernel, strides, pads) <= BANDED_WORK:
+        return _banded(_pad(x, pads), kernel, strides)
     return _conv(x, kernel, strides, pads, (1, 1), (1, 1))
 
 
@@ -167,12 +175,13 @@ def _counts(extent: Sequence[int], window: Sequence[int], block: Pair) -> tuple[
     return pair(outputs), pair(reach)
 
 
-def _band(kernel: jax.Array, block: Pair, extent: Sequence[int]) -> jax.Array:
+def _band(kernel: jax.Array, block: Pair, extent: Sequence[int], *, strides: Pair = (1, 1)) -> jax.Array:
     """The banded matrix [H, W, I, rows, columns, O] that maps an ``extent`` of H x W inputs to a block of outputs."""
-    height, width = (size - wide for size, wide in zip(extent, kernel.shape[:2], strict=True))
+    spare = [size - wide for size, wide in zip(extent, kernel.shape[:2], strict=True)]
+    shifts = [[number * step for number in range(count)] for count, step in zip(block, strides, strict=True)]
     shifted = [
-        jnp.pad(kernel, ((row, height - row), (column, width - column), (0, 0), (0, 0)))
-        for row, column in np.ndindex(*block)
+        jnp.pad(kernel, ((down, spare[0] - down), (right, spare[1] - right), (0, 0), (0, 0)))
+        for down, right in itertools.product(*shifts)
     ]
     return jnp.stack(shifted, axis=3).reshape(*extent, kernel.shape[2], *block, kernel.shape[3])
 
@@ -225,6 +234,49 @@ def _scattered(gradient: jax.Array, kernel: jax.Array) -> jax.Array:
         current = lax.dynamic_slice(total, corner, (batch, rows, reach * channels))
         total = lax.dynamic_update_slice(total, current + parts[:, :, run, row], corner)
     return total.reshape(batch, rows + h - 1, -1, channels)[:, :, : width + w - 1]
+
+
+# ---- Convolution on GPUs
+
+BANDED_WORK = 800_000_000
+"""Multiply-adds of one client up to which its convolution is a product with a banded matrix, on GPU. A larger one fills
+the device alone."""
+BANDED_FEATURES = 256
+"""Outputs of a row of pixels in such a product: enough for tiles of a matrix unit, few enough that zeros cost little."""
+
+
+def _multiply_adds(x: jax.Array, kernel: jax.Array, strides: Pair, pads: Sequence[Pair]) -> int:
+    """Number of multiply-adds of a convolution of the images of one client."""
+    sizes = zip(x.shape[1:3], kernel.shape[:2], strides, pads, strict=True)
+    outputs = math.prod((size + sum(pad) - wide) // step + 1 for size, wide, step, pad in sizes)
+    return x.shape[0] * outputs * math.prod(kernel.shape)
+
+
+def _banded(x: jax.Array, kernel: jax.Array, strides: Pair) -> jax.Array:
+    """Compute the unpadded convolution as one product, batched over the clients if ``vmap`` adds them.
+
+    A run of neighbouring outputs of a row depends on h rows of pixels, which are contiguous in memory. Patches of single
+    outputs would be w times as large, and slow to copy, pixel by pixel. The zeros of the band cost less than both.
+    """
+    (h, w, channels, features), (down, right) = kernel.shape, strides
+    height, width = ((size - wide) // step + 1 for size, wide, step in zip(x.shape[1:3], (h, w), strides, strict=True))
+    runs = -(-width // max(1, BANDED_FEATURES // features)) if w > 1 else width
+    columns = -(-width // runs)
+    step, reach = columns * right, (columns - 1) * right + w  # of the inputs of a run
+    pieces = -(-reach // step)
+    x = _pad(x, ((0, 0), (0, (runs + pieces - 1) * step - x.shape[2])))
+    x = x.reshape(*x.shape[:2], runs + pieces - 1, step * channels)
+    bottom = (height - 1) * down + 1
+    rows = jnp.concatenate(
+        [
+            x[:, row : row + bottom : down, piece : piece + runs, : (reach - piece * step) * channels]
+            for row, piece in np.ndindex(h, pieces)
+        ],
+        axis=-1,
+    )
+    band = _band(kernel, (1, columns), (h, reach), strides=strides)
+    y = rows @ band.reshape(-1, columns * features)
+    return y.reshape(*y.shape[:2], runs * columns, features)[:, :, :width]
 
 
 def _dilated(extent: Sequence[int], dilation: Pair) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import windows
+from fedjax_mr.models import platforms, windows
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -46,6 +46,28 @@ def test_convolution_and_its_gradients_are_the_plain_ones(strides, padding, kern
     own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
     plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
     jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), own, plain)
+
+
+@pytest.mark.parametrize(("extent", "window", "padding", "strides"), [
+    ((9, 14), 5, "VALID", 1), ((8, 13), 3, "SAME", 1), ((8, 16), 3, 1, 2), ((7, 9), 1, 0, 1), ((6, 6), 5, 2, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("features", [4, 40, 300])  # runs of all columns, of a few, and of one
+def test_the_convolution_of_gpus_is_the_plain_one(extent, window, padding, strides, features):
+    x, w = images(2, *extent, 3), images(window, window, 3, features, seed=1)
+    options = {"strides": strides, "padding": padding}
+    with platforms.tracing_for("gpu"):
+        own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
+        program = str(jax.make_jaxpr(functools.partial(windows.conv, **options))(x, w))
+    plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), own, plain)
+    assert "conv_general_dilated" not in program
+
+
+def test_a_large_convolution_of_gpus_is_that_of_the_library():
+    x, w = jnp.zeros((50, 32, 32, 64)), jnp.zeros((3, 3, 64, 64))
+    with platforms.tracing_for("gpu"):
+        assert "conv_general_dilated" in str(jax.make_jaxpr(windows.conv)(x, w))
+        assert "conv_general_dilated" not in str(jax.make_jaxpr(windows.conv)(x[:10], w))
 
 
 def test_second_derivatives_of_the_convolution():
