@@ -41,6 +41,7 @@ PARTS = {  # the most important first: the last ones are lost if time runs out
     "race": Part(60, "race", "pfl-research's race (exp/pfl_race.flags), 100 rounds"),
     "together": Part(90, "together", "1, 4 and 16 trials in one program"),
     "lanes": Part(90, "lanes", "LeNet-5 with 1, 2, 5 and 10 lanes"),
+    "kernels": Part(90, "kernels", "the longest kernels of a local step of three networks"),
     "resnet20": Part(120, "resnet20", "as lenet5, for ResNet-20"),
     "vgg16": Part(120, "vgg16", "as lenet5, for VGG-16"),
     "graphs": Part(30, "graphs", f"{GRAPHS}: XLA's default"),

@@ -7,7 +7,9 @@ limit and its XLA flags. With --dry_run everything runs on the CPU with tiny siz
 import argparse
 import dataclasses
 import functools
+import gzip
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -52,6 +54,7 @@ class Sizes:
     trials: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (4, 4))  # seeds and learning rates
     trial_rounds: int = 50
     lanes: tuple[int, ...] = (10, 5, 2, 1)
+    kernels: int = 20
 
 
 REAL = Sizes(dry=False)
@@ -352,6 +355,40 @@ def lanes(emit: Emit, sizes: Sizes) -> None:
         emit(lanes=count, images_per_second=engine.speed(), MB=needed / 1e6, compile_seconds=engine.compile_seconds)
 
 
+def kernels(emit: Emit, sizes: Sizes) -> None:
+    """Emit the kernels in which the local steps of a round spend their time, by JAX's profiler."""
+    import jax
+
+    for name in ("lenet5", "cnn_mcmahan", "resnet20"):
+        engine = timed(name, sizes)
+        engine.rounds = 1
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                engine.race()
+            (file,) = Path(folder).rglob("*.trace.json.gz")
+            events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        steps = engine.config.local_epochs * math.ceil(sizes.samples / engine.config.batch_size)
+        for kernel, (calls, microseconds) in itertools.islice(longest_kernels(events), sizes.kernels):
+            emit(network=name, kernel=kernel[:70], calls_per_step=calls / steps, us_per_step=microseconds / steps)
+
+
+def longest_kernels(events: Sequence[dict[str, Any]]) -> Iterator[tuple[str, tuple[int, float]]]:
+    """Yield the kernels of a trace as (name, (calls, microseconds)), the longest first."""
+    named = [event for event in events if event.get("ph") == "M" and "name" in event.get("args", {})]
+    devices = {event["pid"] for event in named if event["name"] == "process_name" and "GPU" in event["args"]["name"]}
+    streams = {
+        (event["pid"], event["tid"])
+        for event in named
+        if event["name"] == "thread_name" and event["pid"] in devices and "Stream" in event["args"]["name"]
+    }
+    durations: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            durations.setdefault(event["name"], []).append(event["dur"])
+    for kernel in sorted(durations, key=lambda name: -sum(durations[name])):
+        yield kernel, (len(durations[kernel]), sum(durations[kernel]))
+
+
 def race(emit: Emit, sizes: Sizes) -> None:
     """Emit the seconds of pfl-research's race."""
     import benchmark
@@ -412,6 +449,7 @@ PARTS: dict[str, Callable[[Emit, Sizes], None]] = {
     "race": race,
     "together": together,
     "lanes": lanes,
+    "kernels": kernels,
     "graphs": graphs,
 }
 

@@ -104,6 +104,22 @@ def test_the_program_compiled_ahead_is_known_for_every_network():
         assert row["kernels"] > 20 and row["launches"] < row["kernels"] and row["roofline_ms"] > 0
 
 
+def test_the_longest_kernels_of_a_trace_are_those_of_the_gpu():
+    name = lambda kind, pid, tid, name: {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+    kernel = lambda pid, tid, name, dur: {"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": dur}
+    events = [
+        name("process_name", 1, 0, "/device:GPU:0"),
+        name("process_name", 2, 0, "/host:CPU"),
+        name("thread_name", 1, 7, "Stream #7(Compute)"),
+        name("thread_name", 1, 8, "XLA Modules"),
+        name("thread_name", 2, 7, "Stream of lines"),
+        kernel(1, 7, "gemm", 3.0), kernel(1, 7, "add", 4.0), kernel(1, 7, "gemm", 2.0),
+        kernel(1, 8, "jit_round", 99.0), kernel(2, 7, "python", 99.0),
+        {"ph": "X", "pid": 3, "tid": 7, "name": "elsewhere", "dur": 9.0}, {"ph": "C", "name": "counter"},
+    ]  # fmt: skip
+    assert list(gpu_parts.longest_kernels(events)) == [("gemm", (2, 5.0)), ("add", (1, 4.0))]
+
+
 @pytest.mark.parametrize("loss, accuracy, fine", [(2.0, 0.5, [True, True]), (2.1, 0.5, [False, True])])
 def test_differences_from_the_cpu(loss, accuracy, fine):
     cpu = [{"loss": 2.0, "accuracy": 0.5}] * 12
