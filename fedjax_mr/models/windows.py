@@ -5,8 +5,8 @@ only outside loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868)
 gradients here are written in the fast order. That order is still slow for the few channels of small networks. On CPU,
 therefore, blocks of neighbouring pixels of the image are folded into the channels.
 
-On GPU, a convolution with a kernel per client is a grouped one, and cuDNN computes its groups one after the other. Small
-convolutions are therefore batched products there: rows of pixels times a banded matrix of the kernel.
+On GPU, a convolution with a kernel per client is a grouped one, and cuDNN computes its groups one after the other.
+Small convolutions are therefore batched products there: rows of pixels times a banded matrix of the kernel.
 
 Pooling avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
 """
@@ -256,8 +256,8 @@ def _multiply_adds(x: jax.Array, kernel: jax.Array, strides: Pair, pads: Sequenc
 def _banded(x: jax.Array, kernel: jax.Array, strides: Pair) -> jax.Array:
     """Compute the unpadded convolution as one product, batched over the clients if ``vmap`` adds them.
 
-    A run of neighbouring outputs of a row depends on h rows of pixels, which are contiguous in memory. Patches of single
-    outputs would be w times as large, and slow to copy, pixel by pixel. The zeros of the band cost less than both.
+    A run of neighbouring outputs of a row depends on h rows of pixels, which are contiguous in memory. Patches of
+    single outputs would be larger and slow to copy, pixel by pixel. The zeros of the band cost less than both.
     """
     (h, w, channels, features), (down, right) = kernel.shape, strides
     height, width = ((size - wide) // step + 1 for size, wide, step in zip(x.shape[1:3], (h, w), strides, strict=True))
