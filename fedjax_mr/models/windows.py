@@ -37,9 +37,9 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
 
     The value is that of ``lax.conv_general_dilated``. The gradients (of any order, in reverse mode) are ordinary
     convolutions in the order NHWC, HWIO, NHWC, on CPU with blocks folded into the channels, or products. Small
-    convolutions on GPU are products, too. Inside
-    ``shard_map``, gradients require that images and kernel vary over the same mesh axes; JAX checks it. Second
-    derivatives through ``lax.scan`` fail in jax 0.10, which passes wrong arrays to the backward pass.
+    convolutions on GPU are products, too. Inside ``shard_map``, gradients require that images and kernel vary over the
+    same mesh axes; JAX checks it. Second derivatives through ``lax.scan`` fail in jax 0.10, which passes wrong arrays
+    to the backward pass.
 
     Raises:
       UserError: the images are smaller than the kernel.
