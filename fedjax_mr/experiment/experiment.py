@@ -57,11 +57,11 @@ class Result:
     """
 
     summary: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]] = dataclasses.field(repr=False)
     folder: Path
     model: Model
-    variables: Any
-    state: Any
+    variables: Any = dataclasses.field(repr=False)
+    state: Any = dataclasses.field(repr=False)
     writes: bool = True
 
 
