@@ -26,6 +26,10 @@ BATCH = 2  # samples in the check, which is traced and never computed
 INSTALLED = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 # Words of an exception which show that the module must be told whether it trains or is evaluated.
 MODE = re.compile(rf"\b(use_running_average|immutable|{'|'.join(calls.SWITCHES)})\b")
+# NNX's error about an attribute that holds modules or variables in one of Python's containers, and its own containers.
+CONTAINER = re.compile(r"Found data on value of type '<class '(\w+)'>' assigned to static attribute '(\w+)'")
+CONTAINERS = {"list": "nnx.List([...])", "tuple": "nnx.List([...])", "dict": "nnx.Dict({...})"}
+LONGEST_REASON = 300  # characters of an exception that a message repeats
 SAME_VALUES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "stop_gradient")  # of JAX
 STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
 
@@ -240,8 +244,16 @@ def _traced(function: Any, what: str, hint: str = "") -> Any:
         reason = re.sub(r" \(https?://\S+\)", "", " ".join(str(error).split()))
         about_mode = MODE.search(reason)
         place = _place(error)
+        if container := CONTAINER.search(reason):
+            kind, name = container.groups()
+            reason = (
+                f"self.{name} is a {kind} with modules or variables, which NNX does not see in it; write self.{name} = "
+                f"{CONTAINERS.get(kind, 'nnx.data(...)')}"
+            )
+        elif len(reason) > LONGEST_REASON:
+            reason = f"{reason[:LONGEST_REASON]}..."
         raise UserError(
-            f"{what} ({type(error).__name__}: {reason[:300]})"
+            f"{what} ({type(error).__name__}: {reason})"
             + (f"; see {place}" if place else "")
             + (f"; {hint}" if hint and about_mode else "")
         ) from error

@@ -221,6 +221,14 @@ class Misspelt(nnx.Module):
         return self.lost(x)
 
 
+class Listed(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = [nnx.Linear(4, 3, rngs=rngs)]
+
+    def __call__(self, x):
+        return self.layers[0](x)
+
+
 class NeverMoving(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -258,6 +266,11 @@ REFUSED = {
     "a tuple": (Softmaxes(), "returns a tuple for a sample, but the data need 3 logits"),
     "another input": (nn.Conv(3, (3, 3, 3)), "Conv cannot be initialised for samples 4 of float32 (ValueError"),
     "no switch": (Unswitched(), "does it need a switch between training and evaluation"),
+    "a plain list in NNX": (
+        Listed,
+        "(ValueError: self.layers is a list with modules or variables, which NNX does not see in it; write self.layers "
+        "= nnx.List([...])); see test_user_module.py, line ",
+    ),
     "a misspelt name": (Misspelt, f"see test_user_module.py, line {inspect.getsourcelines(Misspelt.__call__)[1] + 1}"),
     "statistics that never move": (
         NeverMoving(),
