@@ -59,7 +59,7 @@ class Result:
     summary: dict[str, Any]
     rows: list[dict[str, Any]] = dataclasses.field(repr=False)
     folder: Path
-    model: Model
+    model: Model = dataclasses.field(repr=False)
     variables: Any = dataclasses.field(repr=False)
     state: Any = dataclasses.field(repr=False)
     writes: bool = True
