@@ -197,7 +197,7 @@ def _state(run: RunRecord, until: int | None) -> str:
 def _of_best(run: RunRecord, rows: Sequence[MetricsRow]) -> float | None:
     """The accuracy of the best checkpoint of a run, or None if the run does not keep it."""
     best = best_row(rows) if run.config.keep_best else None
-    return best and best["accuracy"]
+    return None if best is None else best["accuracy"]
 
 
 def _first_at(rows: Iterable[MetricsRow], target: float | None) -> MetricsRow | None:

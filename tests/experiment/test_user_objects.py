@@ -119,7 +119,10 @@ def test_the_kept_flags_and_the_last_line_say_what_they_need():
     assert "In Python: fmr.run(config, dataset=..., model=...)" in Path("run.flags").read_text().splitlines()[0]
     assert configuration.to_json(configuration.load(Path())) == configuration.to_json(config)
     experiment: Any = types.SimpleNamespace(config=config, folder=types.SimpleNamespace(path=Path("runs/a b")))
-    assert "go on with: fmr.load('runs/a b').resume(dataset=..., model=...)" in str(interrupted(experiment, "stopped", 2))
+    line = str(interrupted(experiment, "stopped", 2))
+    assert line == "stopped; go on with: " + (
+        "fmr.load('runs/a b').resume(dataset=..., model=...) in Python, with the same objects in place of the dots"
+    )
 
 
 def test_tables_keep_them_apart():
