@@ -4,8 +4,8 @@ Runs that differ only in their seeds form one curve, up to the last round that a
 number of these seeds. As in the table, a seed that diverged is not part of the mean: a cross marks its last evaluation,
 and the legend counts it. --best=lr draws, for each setting, only the runs with the learning rate of the best validation
 accuracy (see the command best). --x=clock draws simulated time (runs with --fleet), --x=bytes everything that was sent.
-Seeds are averaged at the same round, their x too. A method has the same colour and marker in all plots. If all curves
-are of one method, its settings have different colours.
+Seeds are averaged at the same round, their x too. A method has the same colour and marker in all plots. Its settings
+differ in their strokes and in the shades of this colour.
 """
 
 import argparse

@@ -20,6 +20,7 @@ VALUES: dict[str, tuple[str, Callable[[Line], Statistic]]] = {
     "last_10": ("mean of {} evaluations", lambda line: line.last_10),
     "last": ("last evaluation", lambda line: line.last),
     "best": ("best evaluation", lambda line: line.best),
+    "checkpoint": ("best checkpoint", lambda line: line.checkpoint),
     "personal": ("mean over the clients' own models", lambda line: line.personal),
     "finetuned": ("mean over the clients' fine-tuned models", lambda line: line.finetuned),
 }

@@ -81,7 +81,10 @@ def lookup_all(config: Config, published: Iterable[Mapping[str, str]]) -> list[P
         same = all(str(own.get(f"{config.strategy}_{name}")) == value for name, value in pairs)
         return same and (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) == wanted
 
-    row_of = {row["paper"]: row for row in published if fits(row)}
+    row_of: dict[str, Mapping[str, str]] = {}
+    for row in published:  # the main tables come first; an ablation of the same paper may repeat their values
+        if row["paper"] not in row_of and fits(row):
+            row_of[row["paper"]] = row
     numbers: dict[tuple[float, float | None], Published] = {}
     for paper, row in ((paper, row_of[paper]) for paper in PAPERS if paper in row_of):
         mean, deviation = float(row["mean"]), float(row["std"]) if row["std"] else None

@@ -20,7 +20,7 @@ from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
-from fedjax_mr.experiment.folder import MetricsRow, read_rows, read_summary, run_state
+from fedjax_mr.experiment.folder import RUNS, MetricsRow, read_rows, read_summary, run_state
 from fedjax_mr.models import Model, Variables
 
 
@@ -141,7 +141,8 @@ def add_out_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FOLDER",
-        help="folder of the results. Default: analysis/ in the run folder, or beside several runs or a table",
+        help=f"folder of the results. Default: analysis/ in the run folder, or in the folder that holds several runs "
+        f"or a table; {RUNS}/analysis/ if that is the current folder",
     )
 
 
@@ -150,7 +151,8 @@ def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
     """Yield the folder of the results. If the block fails, folders that were created for it are removed.
 
     Args:
-      out: the requested folder. Default: ``analysis`` in the run folder, or in the deepest folder that holds all runs.
+      out: the requested folder. Default: ``analysis`` in the run folder, or in the deepest folder that holds all runs,
+        or in `RUNS` if the current folder is in that folder, too.
       runs: the runs that the results describe.
 
     Raises:
@@ -163,8 +165,12 @@ def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
     elif len(places) == 1:
         folder = places[0] / "analysis"
     else:
-        folder = Path(os.path.commonpath([path.absolute() for path in places])) / "analysis"
-        folder = Path(os.path.relpath(folder)) if not any(path.is_absolute() for path in places) else folder
+        common = Path(os.path.commonpath(list(map(os.path.abspath, places))))
+        if Path.cwd().is_relative_to(common):
+            common = Path(RUNS)
+        elif not any(path.is_absolute() for path in places):
+            common = Path(os.path.relpath(common))
+        folder = common / "analysis"
     try:
         created = files.make_folder(folder)
     except OSError as error:

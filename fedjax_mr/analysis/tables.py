@@ -18,6 +18,7 @@ from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import MetricsRow
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
+from fedjax_mr.experiment.rows import best_row
 
 USUAL_ROUNDS = 500  # of our flag files; the papers state none
 
@@ -98,6 +99,7 @@ class Line:
       runs: its runs, sorted by seed.
       finished, diverged, unfinished: number of runs. Only finished runs enter the statistics.
       last, best, last_10: accuracy of the last evaluation, of the best one, and mean of the last ten.
+      checkpoint: accuracy of the checkpoint that ``keep_best`` keeps, known if all runs have this setting.
       evaluations: the smallest and the largest number of evaluations of a finished run. With at most ten, ``last_10``
         is the mean of all.
       personal, finetuned: mean over the clients of the final accuracy on their own test samples, before and after
@@ -118,6 +120,7 @@ class Line:
     last: Statistic
     best: Statistic
     last_10: Statistic
+    checkpoint: Statistic
     evaluations: tuple[int, int]
     personal: Statistic
     finetuned: Statistic
@@ -170,6 +173,7 @@ def _line(
         last=Statistic.of(each["accuracy_last"] for each in summaries),
         best=Statistic.of(each["accuracy_best"] for each in summaries),
         last_10=Statistic.of(each["accuracy_mean_last_10"] for each in summaries),
+        checkpoint=Statistic.of(_of_best(run, rows) for run, rows in zip(ended, histories, strict=True)),
         evaluations=(min(map(len, histories), default=0), max(map(len, histories), default=0)),
         personal=Statistic.of(rows[-1].get("personal_accuracy") for rows in histories),
         finetuned=Statistic.of(run.summary().get("finetuned_accuracy") if until is None else None for run in ended),
@@ -188,6 +192,12 @@ def _state(run: RunRecord, until: int | None) -> str:
     if until is not None and any(row["round"] == until for row in run.rows_so_far()):
         return "finished"
     return "started" if until is not None and run.state == "finished" else run.state
+
+
+def _of_best(run: RunRecord, rows: Sequence[MetricsRow]) -> float | None:
+    """The accuracy of the best checkpoint of a run, or None if the run does not keep it."""
+    best = best_row(rows) if run.config.keep_best else None
+    return None if best is None else best["accuracy"]
 
 
 def _first_at(rows: Iterable[MetricsRow], target: float | None) -> MetricsRow | None:
@@ -216,6 +226,7 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
         "last %": lambda line: percent(line.last),
         "best %": lambda line: percent(line.best),
         "last 10 %": _last_10,
+        "best checkpoint %": lambda line: percent(line.checkpoint),
         "clients' own %": lambda line: percent(line.personal),
         "fine-tuned %": lambda line: percent(line.finetuned),
     }

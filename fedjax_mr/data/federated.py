@@ -72,6 +72,14 @@ class Dataset:
     test_domain: np.ndarray | None = None
     domain_names: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.x.shape[1:])) or "scalars"
+        clients = f", {len(self.client_names)} clients" if self.client_names else ""
+        return (
+            f"Dataset({self.name}: {len(self.y)} training and {len(self.test_y)} test samples, {shape} of "
+            f"{self.x.dtype}, {self.num_classes} classes{clients})"
+        )
+
     def check(self) -> "Dataset":
         """Check that the dataset can be trained on, and return it.
 
@@ -151,6 +159,9 @@ class Split(NamedTuple):
 
     index: np.ndarray  # [sum of sizes] int32
     offsets: np.ndarray  # [N + 1] int32
+
+    def __repr__(self) -> str:
+        return f"Split({len(self.offsets) - 1} clients, {len(self.index)} rows)"
 
     @property
     def sizes(self) -> np.ndarray:
@@ -265,6 +276,9 @@ class FederatedData:
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     plan: PartitionPlan | None = None
+
+    def __repr__(self) -> str:
+        return f"FederatedData({self.num_clients} clients, {len(self.train.index)} rows of {self.dataset!r})"
 
     @classmethod
     def of_sizes(

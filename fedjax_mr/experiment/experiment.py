@@ -29,15 +29,17 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee, titles
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows
+from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows, read_summary
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
 from fedjax_mr.experiment.rows import best_row, without_better_loss
-from fedjax_mr.models import Model, parts
+from fedjax_mr.models import Model, Variables, parts
 
 # The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
 _META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
+# The settings that may change the files of a finished run.
+_OF_THE_END = ("rounds", "target_accuracy", "keep_best", "compare_to", "picture_format", "log", "tensorboard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +57,11 @@ class Result:
     """
 
     summary: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]] = dataclasses.field(repr=False)
     folder: Path
-    model: Model
-    variables: Any
-    state: Any
+    model: Model = dataclasses.field(repr=False)
+    variables: Any = dataclasses.field(repr=False)
+    state: Any = dataclasses.field(repr=False)
     writes: bool = True
 
 
@@ -118,6 +120,7 @@ class Experiment:
         self.logs = Logs()
         self.on_row = on_row
         self.pictures = record and folder.writes
+        self.ended_before: dict[str, Any] | None = None  # the summary of a resumed run with nothing left to do
 
     @functools.cached_property
     def frozen(self) -> str | None:
@@ -154,12 +157,27 @@ class Experiment:
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
+        self.processes.on_first(lambda: self._repair(meta))
+        self.ended_before = self.processes.on_first(lambda: self._summary_before(done))
+        if self.ended_before is not None:
+            return self.rounds.place(progress), done
         due = functools.partial(self._due, every=self.config.eval_every)
         self.processes.together(lambda: self.folder.cut(done, meta, due=due))
         self.processes.together(lambda: self.folder.extend(self.config.rounds))
-        self.processes.on_first(lambda: self._repair(meta))
         self.processes.on_first(self._open_logs)
         return self.rounds.place(progress), done
+
+    def _summary_before(self, done: int) -> dict[str, Any] | None:
+        """The summary of a run that has ended with these settings after ``done`` rounds, or None."""
+        try:
+            saved, summary = configuration.load(self.folder.path), read_summary(self.folder.path)
+        except UserError:  # unfinished, or the summary is damaged and will be written again
+            return None
+        if summary["rounds"] != done or any(getattr(saved, name) != getattr(self.config, name) for name in _OF_THE_END):
+            return None
+        longer = f" (a --rounds above {done} continues it)" if summary.get("ended_by") == "rounds" else ""
+        print(f"{self.folder.path} is a finished run, so nothing was changed{longer}", file=sys.stderr)
+        return summary
 
     def _open_logs(self) -> None:
         self.logs.open(self.config.logs, configuration.to_json(self.config), self.folder)
@@ -326,7 +344,17 @@ class Experiment:
         self.logs.close()
 
     def finish(self, progress: Progress, done: int) -> Result:
-        """Run the final tests, write the summary and the figures, and return the result."""
+        """Run the final tests, write the summary and the figures, and return the result.
+
+        If the run has ended before, nothing is tested and written.
+        """
+        variables = self.rounds.deployed(progress)
+        summary = self.ended_before or self._conclude(progress, done, variables)
+        rows, path = self.folder.rows(), self.folder.path
+        return Result(summary, rows, path, self.model, variables, progress.server, writes=self.folder.writes)
+
+    def _conclude(self, progress: Progress, done: int, variables: Variables | None) -> dict[str, Any]:
+        """Run the final tests, write the summary and the figures, and return the summary."""
         config, rows = self.config, self.folder.rows()
         if self.checkpoints.latest() != done:
             self._save(progress, done)
@@ -350,7 +378,6 @@ class Experiment:
             "lanes": self.rounds.axis.lanes,
             "versions": versions(),
         }
-        variables = self.rounds.deployed(progress)
         if variables is not None and (holdout := self.federated.holdout) is not None:
             test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
             model = self.rounds.constants.problem.model
@@ -361,9 +388,7 @@ class Experiment:
         if self.folder.writes:
             self.folder.write_summary(summary)
         self.draw()
-        return Result(
-            summary, rows, self.folder.path, self.model, variables, progress.server, writes=self.folder.writes
-        )
+        return summary
 
     def _picture(self, name: str) -> Path:
         return self.folder.path / f"{name}.{self.config.picture_format}"

@@ -52,6 +52,12 @@ def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None
         or as `imports.load`.
     """
     user_objects = UserObjects.of(dataset, model, variables)
+    for name in registry.USER_OBJECTS:
+        if not isinstance(value := getattr(config, name), str | None):
+            raise UserError(
+                f"{name}= of a Config is a name, not a {type(value).__name__}: pass the object as "
+                f"fmr.run(config, {name}=...)"
+            )
     imports.load(config.imports)
     config = dataclasses.replace(config, hyper=_hyper(config))
     for setting, value in settings.values_of(config):

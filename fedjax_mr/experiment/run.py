@@ -3,10 +3,11 @@
 import contextlib
 import json
 import shlex
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ PER_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was stopped by a signal, and a checkpoint was saved. Not an `Exception`: ``except Exception`` ignores it.
+    """The run was stopped by a signal, and has a checkpoint. Not an `Exception`: ``except Exception`` ignores it.
 
     Attributes:
       exit_code: 128 plus the number of the signal.
@@ -212,11 +213,13 @@ class RunLoop:
             for experiment in self.experiments:
                 cleanup.callback(experiment.close)
             progress, done = self._start()
-            bar = ProgressBar(config.rounds, done, quiet=not (config.progress and first.processes.writes))
+            self._finish(progress, done)  # experiments that had ended before
+            shown = config.progress and first.processes.writes and self.alive
+            bar = ProgressBar(config.rounds, done, quiet=not shown)
             cleanup.callback(bar.close)
+            cleanup.enter_context(self._stopped_at_once())
             rounds_per_call = 1
             compiled, started = self._compile_seconds(), time.perf_counter()
-            self._finish(progress, done)  # experiments that had ended before
             while self.alive:
                 before, count = done, min(rounds_per_call, first.next_event(done) - done)
                 progress, report, seconds = self._train(progress, count)
@@ -231,8 +234,22 @@ class RunLoop:
                 self._finish(progress, done)
                 if stop and self.alive:
                     self._draw(self.alive)
-                    raise interrupted(self.experiments[self.alive[0]], done, stop)
+                    words = f"stopped after round {done} of {config.rounds}, saved"
+                    raise interrupted(self.experiments[self.alive[0]], words, stop)
         return [self.ended[number] for number in range(len(self.experiments))]
+
+    @contextlib.contextmanager
+    def _stopped_at_once(self) -> Iterator[None]:
+        """Say which checkpoint is kept if a second Ctrl-C ends the body."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            experiment = self.experiments[(self.alive or [0])[0]]
+            saved = experiment.checkpoints.latest()
+            words = f"stopped at once; the checkpoint of round {saved} of {experiment.config.rounds} is kept"
+            raise interrupted(experiment, words, signal.SIGINT) from None
 
     # --- one experiment, or several that advance in the same calls
 
@@ -298,11 +315,11 @@ class RunLoop:
         return images / seconds
 
 
-def interrupted(experiment: Experiment, done: int, number: int) -> Interrupted:
-    """The exception of a run that the signal ``number`` stopped after ``done`` rounds."""
+def interrupted(experiment: Experiment, words: str, number: int) -> Interrupted:
+    """The exception of a run that the signal ``number`` stopped: ``words``, and how to go on."""
     config, path = experiment.config, experiment.folder.path
     flags = shlex.join([f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"])
     command = f"{configuration.COMMAND} {flags}"
     if needed := configuration.needed_objects(config):
         command = f"fmr.load({str(path)!r}).resume({needed}) in Python, with the same objects in place of the dots"
-    return Interrupted(f"stopped after round {done} of {config.rounds}, saved; go on with: {command}", 128 + number)
+    return Interrupted(f"{words}; go on with: {command}", 128 + number)

@@ -22,6 +22,7 @@ from fedjax_mr.errors import UserError, did_you_mean
 from fedjax_mr.strategies.hyper import LARGEST_FLOAT32, LARGEST_INT32, Info, field, info
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with room for the files in a folder
+LONGEST_SHOWN = 120  # characters of a value of the wrong type
 OTHER_NAMES = {name: ("patience",) for name in ("early_stop", "early_stopping", "early_stopping_patience")}
 """Names in other libraries of flags that have a different name here."""
 DEEPEST_FLAG_FILES = 16  # of flag files that include each other
@@ -75,11 +76,11 @@ class Setting:
         label = label or f"--{self.flag}"
         if self.repeated:
             if not isinstance(value, tuple | list):
-                raise UserError(f"{label}={value!r} is not a tuple")
+                raise UserError(f"{label}={_shown(value)} is not a tuple")
             for each in value:
                 self._single().check(each, label)
         elif not self._fits(value):
-            raise UserError(f"{label}={value!r} is not {_KINDS[self.kind][1]}")
+            raise UserError(f"{label}={_shown(value)} is not {_KINDS[self.kind][1]}")
         elif isinstance(value, str):
             self._check_text(value, label)
         elif value is not None and not isinstance(value, bool):
@@ -153,6 +154,12 @@ class Setting:
                     f"{label}={value[:40]}... is too long for a path: names have at most {LONGEST_NAME} bytes, "
                     f"the whole path {LONGEST_PATH}"
                 )
+
+
+def _shown(value: Any) -> str:
+    """A value of the wrong type, such as an array, as one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 # --- The settings of a dataclass -------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class TrainedNetwork:
     """
 
     model: Model
-    variables: Variables
+    variables: Variables = dataclasses.field(repr=False)
     samples: Facts
     origin: dict[str, Any]
 

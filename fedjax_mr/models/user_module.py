@@ -5,6 +5,7 @@ import hashlib
 import re
 import sysconfig
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
+from jax.extend import core
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError
@@ -24,6 +26,11 @@ BATCH = 2  # samples in the check, which is traced and never computed
 INSTALLED = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 # Words of an exception which show that the module must be told whether it trains or is evaluated.
 MODE = re.compile(rf"\b(use_running_average|immutable|{'|'.join(calls.SWITCHES)})\b")
+# NNX's error about an attribute that holds modules or variables in one of Python's containers, and its own containers.
+CONTAINER = re.compile(r"Found data on value of type '<class '(\w+)'>' assigned to static attribute '(\w+)'")
+CONTAINERS = {"list": "nnx.List([...])", "tuple": "nnx.List([...])", "dict": "nnx.Dict({...})"}
+LONGEST_REASON = 300  # characters of an exception that a message repeats
+SAME_VALUES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "stop_gradient")  # of JAX
 STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
 
 
@@ -39,6 +46,8 @@ def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_d
       num_classes: C.
       input_dtype: float32 for images and vectors, int32 for token sequences.
       name: name in messages. Default: the name of the class.
+
+    Warns if the module ends in a softmax.
 
     Raises:
       UserError: the object is not such a module, cannot be called on the samples, or does not return logits [B, C].
@@ -142,10 +151,17 @@ def _check(model: Model, num_classes: int) -> None:
                 f"{name} has variables of {leaf.dtype} ({jax.tree_util.keystr(path)}), but all variables are averaged "
                 f"over clients and must be float32{remedy}"
             )
-    out = _traced(lambda: jax.eval_shape(model.apply, shapes, x), f"{name} cannot be evaluated", switch)
+    trace = jax.make_jaxpr(model.apply, return_shape=True)
+    closed, out = _traced(lambda: trace(shapes, x), f"{name} cannot be evaluated", switch)
     if getattr(out, "shape", None) != (BATCH, num_classes) or not jnp.issubdtype(out.dtype, jnp.floating):
         output = describe(out.shape[1:], out.dtype) if hasattr(out, "shape") else f"a {_kind(out)}"
         raise UserError(f"{name} returns {output} for a sample, but the data need {num_classes} logits, one per class")
+    if _ends_in_softmax(closed.jaxpr, closed.jaxpr.outvars[0]):
+        warnings.warn(
+            f"{name} returns probabilities, but the loss applies a softmax itself: return the logits, which are the "
+            "input of the module's last softmax",
+            stacklevel=3,
+        )
     train = lambda params, state, x, mask, key: model.train_apply(params, state, x, mask=mask, key=key)
     trained = _traced(lambda: jax.eval_shape(train, params, state, x, mask, key), f"{name} cannot be trained")
     if jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), trained) != jax.tree.map(
@@ -153,6 +169,29 @@ def _check(model: Model, num_classes: int) -> None:
     ):
         raise UserError(f"{name} returns other shapes or other variables in training than in evaluation")
     _check_statistics(model, shapes, x, mask, key)
+
+
+def _ends_in_softmax(jaxpr: core.Jaxpr, out: Any) -> bool:
+    """Whether a program computes the variable ``out`` as exponentials divided by their sum."""
+    made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+    def made(var: Any) -> Any:
+        """The equation that computes the values of a variable, whatever its shape and dtype."""
+        equation = made_by.get(var) if isinstance(var, core.Var) else None
+        return made(equation.invars[0]) if equation is not None and equation.primitive.name in SAME_VALUES else equation
+
+    last = made(out)
+    if last is None:
+        return False
+    for inner in (getattr(each, "jaxpr", each) for each in last.params.values()):
+        if isinstance(inner, core.Jaxpr) and len(inner.outvars) == len(last.outvars) == 1:
+            return _ends_in_softmax(inner, inner.outvars[0])
+    if last.primitive.name != "div":
+        return False
+    exponentials, total = map(made, last.invars)
+    if exponentials is None or total is None or total.primitive.name != "reduce_sum":
+        return False
+    return exponentials.primitive.name == "exp" and made(total.invars[0]) is exponentials
 
 
 def _check_statistics(model: Model, shapes: Variables, x: Any, mask: Any, key: Any) -> None:
@@ -205,8 +244,16 @@ def _traced(function: Any, what: str, hint: str = "") -> Any:
         reason = re.sub(r" \(https?://\S+\)", "", " ".join(str(error).split()))
         about_mode = MODE.search(reason)
         place = _place(error)
+        if container := CONTAINER.search(reason):
+            kind, name = container.groups()
+            reason = (
+                f"self.{name} is a {kind} with modules or variables, which NNX does not see in it; write self.{name} = "
+                f"{CONTAINERS.get(kind, 'nnx.data(...)')}"
+            )
+        elif len(reason) > LONGEST_REASON:
+            reason = f"{reason[:LONGEST_REASON]}..."
         raise UserError(
-            f"{what} ({type(error).__name__}: {reason[:300]})"
+            f"{what} ({type(error).__name__}: {reason})"
             + (f"; see {place}" if place else "")
             + (f"; {hint}" if hint and about_mode else "")
         ) from error

@@ -146,6 +146,23 @@ def test_a_picture_of_many_runs_goes_beside_them(root, capsys):
     assert list((root / "analysis").iterdir()) == [root / "analysis" / "accuracy.svg"]
 
 
+def test_without_a_folder_of_the_runs_it_goes_where_runs_go(root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    one, two, *_ = sorted(path.name for path in root.iterdir())
+    (root / "runs").mkdir()
+    (root / one).rename(root / "runs" / one)
+    for places, folder in (
+        ((f"runs/{one}", two), "runs/analysis"),
+        ((f"{root}/runs/{one}", f"{root}/{two}"), "runs/analysis"),
+        ((two,), f"{two}/analysis"),
+        ((f"runs/{one}", two, "--out=mine"), "mine"),
+    ):
+        assert main(["curves", *places, "--format=svg"]) == 0
+        assert capsys.readouterr().out == f"drawn in {folder}/accuracy.svg\n"
+        assert (root / folder / "accuracy.svg").exists()
+    assert not (root / "analysis").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

@@ -68,6 +68,13 @@ def test_papers_that_disagree_all_stand_beside_a_run(strategy, expected):
     assert [number[:2] for number in found] == expected
 
 
+def test_a_value_that_an_ablation_repeats_is_that_of_the_main_table():
+    config = dataclasses.replace(CIFAR, strategy="fedcross", alpha=1.0)
+    assert papers.lookup(config, papers.rows()) == ("fedcross", 62.16, 0.42, "FedCross, Table 1")
+    other = dataclasses.replace(config, hyper=fedcross.Hyper(selection="in_order"))
+    assert papers.lookup(other, papers.rows()) == ("fedcross", 59.86, 0.40, "FedCross, Table 2")
+
+
 def test_the_papers_tables_are_complete():
     rows = papers.rows()
     count = lambda source: sum(row["source"].startswith(source) for row in rows)

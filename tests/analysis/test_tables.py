@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fedjax_mr.analysis import groups, papers, tables
+from fedjax_mr.analysis import groups, layouts, papers, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import fedmr
@@ -89,6 +89,22 @@ def test_one_seed_has_no_deviation_and_other_data_no_paper(keep):
     rows = tables.accuracy_cells(tables.accuracy_lines(groups.find(["runs"]), published=papers.rows()))
     assert rows == [["setting", "seeds", "rounds", "last %", "best %", "last 10 %"],
                     ["fedavg", "1", "10", "75.00", "75.00", "50.00 (all 2)"]]  # fmt: skip
+
+
+def test_the_accuracy_of_the_best_checkpoint(keep):
+    """Chosen by the validation accuracy of the runs that have one; the first of equals. Others keep no checkpoint."""
+    config = Config(strategy="fedmr", hyper=fedmr.Hyper(), keep_best=True)
+    for seed, validation in enumerate(([0.1, 0.9, 0.9], [0.9, 0.1, 0.2])):
+        folder = keep(dataclasses.replace(config, seed=seed), [0.8, 0.3, 0.7])
+        rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {"validation_accuracy": value} for row, value in zip(rows, validation, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keep(Config(strategy="fedprox", keep_best=True), [0.8, 0.3])
+    keep(Config(strategy="fedavg"), [0.8, 0.3])
+    head, *cells = tables.accuracy_cells(tables.accuracy_lines(groups.find(["runs"])))
+    shown = {row[0]: row[head.index("best checkpoint %")] for row in cells}
+    assert shown == {"fedavg": "", "fedmr": "55.00 ± 35.36", "fedprox": "80.00"}  # of 0.3 and 0.8
+    assert "55.00 ± 35.36" in layouts.paper_table(["runs"], value="checkpoint")
 
 
 def test_only_finished_runs_count(keep):

@@ -59,6 +59,16 @@ def test_given_test_part_and_statistics():
     assert dataset.client_names == ("0", "1", "2", "3")
 
 
+def test_samples_are_shown_in_one_short_line():
+    dataset = data.from_arrays(IMAGES, LABELS, client=np.arange(60) % 4, name="mine")
+    line = "Dataset(mine: 48 training and 12 test samples, 6x5x1 of uint8, 3 classes, 4 clients)"
+    assert repr(dataset) == line
+    assert "clients" not in repr(data.from_arrays(IMAGES, LABELS))
+    federated = data.federate(dataset, partition="natural", num_clients=0, validation_share=0.25)
+    assert repr(federated) == f"FederatedData(4 clients, 36 rows of {line})"
+    assert repr(federated.validation) == "Split(4 clients, 12 rows)"
+
+
 def test_from_a_file_by_its_path(tmp_path):
     np.savez(tmp_path / "mine.npz", x=IMAGES, y=LABELS, client=np.arange(60) % 6)
     dataset = data.load(str(tmp_path / "mine.npz"))

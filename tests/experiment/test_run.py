@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,8 @@ from fedjax_mr.experiment import logs
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
-from fedjax_mr.experiment.folder import run_state
+from fedjax_mr.experiment.folder import read_summary, run_state
+from fedjax_mr.experiment.report import summary_table
 from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
 
 SMALL = dict(
@@ -166,16 +168,49 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
     resumed = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))
     assert numbers("a") == numbers(straight.folder)
     equal(resumed.variables, straight.variables)
-    again = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))  # finished: nothing is left to do
-    assert again.summary["rounds"] == 6
-    assert numbers("a") == numbers(straight.folder)
+
+
+def test_a_second_ctrl_c_says_what_is_kept(straight, monkeypatch, capsys, equal):
+    ordinary = RunLoop._advance
+
+    def interrupt(self, progress, count):
+        if int(progress.round) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return ordinary(self, progress, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLoop, "_advance", interrupt)
+        assert command.main([*FLAGS, "--run_dir=a"]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    said, _, going_on = last.partition("; go on with: python -m fedjax_mr.main ")
+    assert said == "fedjax-mr: stopped at once; the checkpoint of round 2 of 6 is kept"
+    assert command.main(shlex.split(going_on)) == 0
+    equal(fmr.load("a").variables, straight.variables)
+
+
+def test_resuming_a_finished_run_changes_nothing(straight, monkeypatch, capsys, equal):
+    shutil.copytree(straight.folder, "a")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path("a").rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Experiment, "draw", lambda self: pytest.fail("drawn again"))
+        assert command.main([*FLAGS, "--run_dir=a", "--resume"]) == 0
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
+    out, err = capsys.readouterr()
+    assert "a is a finished run, so nothing was changed (a --rounds above 6 continues it)\n" in err
+    assert out == f"{summary_table(straight.summary)}\nrun folder: a\n"
+    again = fmr.run(fmr.Config(**SMALL, run_dir="a", resume=True))
+    assert (again.summary, again.rows) == (read_summary("a"), straight.rows)
+    equal(again.variables, straight.variables)
+    assert command.main([*FLAGS, "--run_dir=a", "--resume", "--target_accuracy=0.01"]) == 0
+    assert read_summary("a")["rounds_to_target"] == 2  # another question: the summary is written again
 
 
 @pytest.mark.parametrize("name", ["a b", "a;b", "$(a)", "'[a]' \\"])
 def test_the_command_that_goes_on_can_be_pasted_into_a_shell(name):
     path = Path("runs", name)
     experiment: Any = types.SimpleNamespace(config=fmr.Config(), folder=types.SimpleNamespace(path=path))
-    _, _, command = str(interrupted(experiment, 3, 2)).partition("go on with: ")
+    _, _, command = str(interrupted(experiment, "stopped", 2)).partition("go on with: ")
     said = ["python", "-m", "fedjax_mr.main", f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"]
     assert shlex.split(command) == said
 

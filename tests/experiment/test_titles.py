@@ -75,8 +75,10 @@ def test_looks():
     assert (blue, orange) == (plots.Look("#0072B2", "-", "o"), plots.Look("#D55E00", "-", "s"))
     several = plots.looks(["a", "b", "c", "d"], {"a": "fedavg", "b": "fedmr", "c": "fedmr"})
     assert several["a"] == orange and several["b"] == blue
-    assert several["c"] == blue._replace(stroke="--") and several["d"] == ("#7F7F7F", "-", "")
-    alone = plots.looks(["a", "b"], dict.fromkeys(["a", "b"], "fedmr"))
-    assert alone["a"] == blue and alone["b"].colour != blue.colour  # where all are of one method, colours tell apart
+    assert several["c"] == plots.Look("#80B8D8", "--", "o") and several["d"] == ("#7F7F7F", "-", "")
+    alone = plots.looks("abcdef", dict.fromkeys("abcdef", "fedmr"))
+    assert alone["a"] == blue and len({look.colour for look in alone.values()}) == len(set(alone.values())) == 6
+    parts = [[int(look.colour[place : place + 2], 16) for place in (1, 3, 5)] for look in alone.values()]
+    assert sorted(parts) == parts and all(part[0] < part[1] < part[2] for part in parts)  # lighter and lighter blues
     outside = plots.looks(map(str, range(20)), {str(number): f"mine {number}" for number in range(20)})
     assert len(set(outside.values())) == 20 and not set(outside.values()) & {blue, orange}

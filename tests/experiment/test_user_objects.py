@@ -103,6 +103,15 @@ def test_other_things_are_refused(case):
     assert message in refusal(fmr.run, fmr.Config(**SMALL), **given)
 
 
+def test_objects_in_a_configuration_are_refused_in_one_line():
+    for name, value in (("dataset", MINE), ("model", Net([4])), ("variables", {"params": X})):
+        line = refusal(fmr.run, fmr.Config(**SMALL | {name: value}))
+        assert line.endswith(f"not a {type(value).__name__}: pass the object as fmr.run(config, {name}=...)")
+    line = refusal(fmr.run, fmr.Config(**SMALL | {"rounds": X}))
+    assert line.startswith("rounds=array([[") and line.endswith("... is not a whole number")
+    assert len(line) < 200 and "\n" not in line
+
+
 def test_the_kept_flags_and_the_last_line_say_what_they_need():
     config, user_objects, _ = resolve(fmr.Config(**SMALL), dataset=MINE, model=Net([4]))
     config, _ = user_objects.build(config, federated_data(config, dataset=MINE))
@@ -110,7 +119,10 @@ def test_the_kept_flags_and_the_last_line_say_what_they_need():
     assert "In Python: fmr.run(config, dataset=..., model=...)" in Path("run.flags").read_text().splitlines()[0]
     assert configuration.to_json(configuration.load(Path())) == configuration.to_json(config)
     experiment: Any = types.SimpleNamespace(config=config, folder=types.SimpleNamespace(path=Path("runs/a b")))
-    assert "go on with: fmr.load('runs/a b').resume(dataset=..., model=...)" in str(interrupted(experiment, 3, 2))
+    line = str(interrupted(experiment, "stopped", 2))
+    assert line == "stopped; go on with: " + (
+        "fmr.load('runs/a b').resume(dataset=..., model=...) in Python, with the same objects in place of the dots"
+    )
 
 
 def test_tables_keep_them_apart():

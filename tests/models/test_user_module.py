@@ -128,6 +128,49 @@ def test_ordinary_modules_train_and_are_tested(module):
 
 
 @pytest.mark.slow
+class Ends(nn.Module):
+    """A softmax in the middle, and another function at the end."""
+
+    last: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        return self.last(nn.Dense(3)(nn.softmax(nn.Dense(4)(x))))
+
+
+class EndsNNX(nnx.Module):
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.softmax(self.dense(x))
+
+
+def by_hand(x):
+    powers = jnp.exp(x / 2)
+    return powers / jnp.sum(powers, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential([nn.Dense(3), nn.softmax]), Ends(nn.softmax), Ends(jax.jit(nn.softmax)), Ends(by_hand), EndsNNX,
+        Ends(jax.checkpoint(lambda x: nn.softmax(x[:, None])[:, 0].astype(jnp.float32))),
+    ],
+)  # fmt: skip
+def test_a_module_that_returns_probabilities_is_warned_about(module):
+    with pytest.warns(UserWarning, match="returns probabilities, but the loss .*: return the logits") as seen:
+        user_module.bind(module, **FACTS)
+    assert len(seen) == 1 and "\n" not in str(seen[0].message)
+
+
+@pytest.mark.parametrize(
+    "last", [lambda x: x, nn.log_softmax, jnp.exp, nn.sigmoid, lambda x: x / jnp.sum(x), lambda x: x / jnp.exp(x).sum()]
+)
+def test_a_softmax_elsewhere_is_no_reason_to_warn(last):
+    user_module.bind(Ends(last), **FACTS)  # a warning would be an error
+
+
 def test_any_keywords_are_offered_the_switch():
     """A module with ``**kwargs`` trains like the same module with a switch, and is tested without dropout."""
     twin, x, mask = user_module.bind(Net(), **FACTS), jnp.linspace(0, 1, 16).reshape(4, 4), jnp.ones(4)
@@ -178,6 +221,14 @@ class Misspelt(nnx.Module):
         return self.lost(x)
 
 
+class Listed(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = [nnx.Linear(4, 3, rngs=rngs)]
+
+    def __call__(self, x):
+        return self.layers[0](x)
+
+
 class NeverMoving(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -215,6 +266,11 @@ REFUSED = {
     "a tuple": (Softmaxes(), "returns a tuple for a sample, but the data need 3 logits"),
     "another input": (nn.Conv(3, (3, 3, 3)), "Conv cannot be initialised for samples 4 of float32 (ValueError"),
     "no switch": (Unswitched(), "does it need a switch between training and evaluation"),
+    "a plain list in NNX": (
+        Listed,
+        "(ValueError: self.layers is a list with modules or variables, which NNX does not see in it; write self.layers "
+        "= nnx.List([...])); see test_user_module.py, line ",
+    ),
     "a misspelt name": (Misspelt, f"see test_user_module.py, line {inspect.getsourcelines(Misspelt.__call__)[1] + 1}"),
     "statistics that never move": (
         NeverMoving(),

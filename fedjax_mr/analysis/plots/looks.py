@@ -8,6 +8,7 @@ from typing import NamedTuple
 # Okabe and Ito's colours for all kinds of colour vision (jfly.uni-koeln.de/color, 2008), the pale yellow left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 GREY = "#7F7F7F"
+LIGHTEST = 0.5  # share of white in the lightest shade of a colour
 STROKES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h")  # 12 and 7 colours make 84 different pairs
 
@@ -34,10 +35,20 @@ class Look(NamedTuple):
     marker: str
 
 
-def look(number: int, *, variant: int = 0) -> Look:
-    """The look of a number. Pairs of colour and marker repeat after 84 numbers; variants differ in their strokes."""
+def look(number: int, *, variant: int = 0, variants: int = 1) -> Look:
+    """The look of a number. Pairs of colour and marker repeat after 84 numbers.
+
+    The variants of a number have shades of its colour, which become lighter, and different strokes.
+    """
     stroke = STROKES[(number // len(COLOURS) + variant) % len(STROKES)]
-    return Look(COLOURS[number % len(COLOURS)], stroke, MARKERS[(number + variant // len(STROKES)) % len(MARKERS)])
+    colour = _lighter(COLOURS[number % len(COLOURS)], LIGHTEST * variant / max(1, variants - 1))
+    return Look(colour, stroke, MARKERS[(number + variant // len(STROKES)) % len(MARKERS)])
+
+
+def _lighter(colour: str, share: float) -> str:
+    """A colour, mixed with a share of white."""
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part + share * (255 - part)):02X}" for part in parts)
 
 
 def number_of(method: str) -> int:
@@ -48,9 +59,8 @@ def number_of(method: str) -> int:
 def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dict[str, Look]:
     """The look of each line of a plot.
 
-    Several lines of one method share its colour and marker and differ in their strokes. If all lines are of one method,
-    they differ in their colours, and the first has the method's own. Lines without a method are grey if others have
-    one; otherwise they have the looks in order.
+    Several lines of one method share its marker and differ in their strokes and in the shades of its colour; the first
+    has the colour itself. Lines without a method are grey if others have one; otherwise they have the looks in order.
 
     Args:
       names: names of the lines.
@@ -58,16 +68,18 @@ def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dic
     """
     names, methods = list(names), methods or {}
     own = {name: methods[name] for name in names if name in methods}
-    if not own or (len(own) == len(names) and len(set(own.values())) == 1):
-        first = number_of(next(iter(own.values()))) if own else 0
-        return {name: look(first + place) for place, name in enumerate(names)}
-    numbers = _numbers(list(own.values()))
+    if not own:
+        return {name: look(place) for place, name in enumerate(names)}
+    numbers, lines = _numbers(list(own.values())), collections.Counter(own.values())
     count: collections.Counter[str | None] = collections.Counter()
     chosen = {}
     for name in names:
         method = own.get(name)
         variant = count[method]
-        chosen[name] = _neutral(variant) if method is None else look(numbers[method], variant=variant)
+        if method is None:
+            chosen[name] = _neutral(variant)
+        else:
+            chosen[name] = look(numbers[method], variant=variant, variants=lines[method])
         count[method] += 1
     return chosen
 
