@@ -177,10 +177,11 @@ class ClientManager:
         """Admit a node's client, or print why not."""
         try:
             if isinstance(reply, NoReply):
-                raise UserError(reply.reason)
+                self._pause(node, f"node {node} does not join: {reply.reason}")
+                return
             member, owner = self._member(node, reply)
         except UserError as error:
-            self._pause(node, f"node {node} does not join: {one_line(str(error))}")
+            self._reject(node, str(error))
             return
         other = self._nodes.get(member.client)
         if other is None or other not in self._messenger.nodes():
@@ -192,8 +193,9 @@ class ClientManager:
             if isinstance(reply, NoReply):
                 self._enter(node, member, owner)
             else:
-                claim = f"node {other} already is client {member.client}; each node needs a client-id of its own"
-                self._pause(node, f"node {node} does not join: {claim}")
+                self._reject(
+                    node, f"node {other} already is client {member.client}; each node needs a client-id of its own"
+                )
 
         self._claiming.add(node)
         message = Message("join", other, 0, 1, {"run": self._record})
@@ -220,6 +222,13 @@ class ClientManager:
           UserError: the reply is malformed, or the node is not the client that it claims to be.
         """
         try:
+    def _reject(self, node: int, reason: str) -> None:
+        """Print why a node's client is not admitted, here and at the node."""
+        reason = one_line(reason)
+        message = Message("rejected", node, 0, 0, {"run": self._record, "why": {"line": reason}})
+        self._open.append((self._messenger.send([message], self.policy.join_reply_timeout), lambda *_: None))
+        self._pause(node, f"node {node} does not join: {reason}")
+
             member = Member.of(
                 reply,
                 num_clients=self._num_clients,
