@@ -106,9 +106,8 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
         traceback.print_tb(error.__traceback__)
         what = imports.blame(error) or f"{type(error).__name__}: {error}"
         line = f"{who} cannot answer the request to {message.kind}: {what}"
-    line = wire.one_line(line)
-    print(f"fedjax-mr: {line}", file=sys.stderr, flush=True)
-    raise UserError(line)
+    print(wire.one_line(f"fedjax-mr: {line}", 5 * wire.LONGEST_LINE), file=sys.stderr, flush=True)
+    raise UserError(wire.one_line(line))
 
 
 class Client:

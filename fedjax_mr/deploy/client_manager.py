@@ -188,10 +188,10 @@ class ClientManager:
 
     def _admit(self, node: int, reply: Content | NoReply) -> None:
         """Admit a node's client, or print why not."""
+        if isinstance(reply, NoReply):
+            self._pause(node, f"node {node} does not join: {reply.reason}")
+            return
         try:
-            if isinstance(reply, NoReply):
-                self._pause(node, f"node {node} does not join: {reply.reason}")
-                return
             member, owner = self._member(node, reply)
         except UserError as error:
             self._reject(node, str(error))

@@ -150,6 +150,13 @@ def test_wrong_samples_of_a_node_are_one_line_of_its_own_log(place, capsys, tmp_
     assert said == f"fedjax-mr: client 0: y in {tmp_path}/mine.npz must be 2 labels from 0 to 9, one per sample\n"
 
 
+def test_the_line_in_a_nodes_own_log_keeps_the_remedy_of_a_long_path(place, capsys):
+    path = "/".join(["a_long_name"] * 20)
+    with pytest.raises(UserError):
+        ask(place, "join", {"run": place[1]}, data=path)
+    assert capsys.readouterr().err.endswith("correct data in --node-config and restart the SuperNode\n")
+
+
 @pytest.mark.parametrize("why", [{}, {"why": 5}, {"why": {"line": "\x1b[2J\nfedjax-mr: all is well" + "x" * 10**6}}])
 def test_a_client_that_is_not_admitted_says_why(place, capsys, why):
     with pytest.raises(UserError, match="client 0: the server does not admit it: "):
