@@ -78,20 +78,22 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
     """Answer a message of the server.
 
     Args:
-      message: message of the kind ``join``, ``begin``, ``train``, ``evaluate`` or ``relay``.
+      message: message of the kind ``join``, ``rejected``, ``begin``, ``train``, ``evaluate`` or ``relay``.
       node_settings: settings of this node (`NodeSettings`).
       run_settings: configuration of the app: ``flags`` for the run.
 
     Raises:
-      UserError: any error, as one line for the server's log.
+      UserError: any error, as one line for the server's log. It is also printed, for the log of this node.
     """
-    node = NodeSettings.of(node_settings)
+    who = f"client {node_settings.get('client-id', 'without client-id')}"
     try:
+        node = NodeSettings.of(node_settings)
         manifest, flags = RunManifest.of(message.content), str(run_settings["flags"])
         set_up_jax(devices=1, cohort_size=1)
         client = Client(node, manifest, protocol.trusted_flags(flags, node.imports))
         answers: dict[str, Callable[[Message], Content]] = {
             "join": client.join, "begin": client.begin, "train": client.train, "evaluate": client.evaluate,
+            "rejected": client.rejected,
             relay.KIND: functools.partial(client.relay, settings=node_settings),
         }  # fmt: skip
         if message.kind not in answers:
@@ -99,14 +101,13 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
         with client.storage:
             return answers[message.kind](message)
     except UserError as error:
-        named = str(error).startswith(f"client {node.client} ")
-        raise UserError(str(error) if named else f"client {node.client}: {error}") from None
+        line = str(error) if str(error).startswith(f"{who} ") else f"{who}: {error}"
     except Exception as error:  # broad: for any message, the server gets one line, and this node's log the traceback
         traceback.print_tb(error.__traceback__)
         what = imports.blame(error) or f"{type(error).__name__}: {error}"
-        line = f"client {node.client} cannot answer the request to {message.kind}: {what}"
-        print(wire.one_line(line), file=sys.stderr)
-        raise UserError(wire.one_line(line)) from None
+        line = f"{who} cannot answer the request to {message.kind}: {what}"
+    print(wire.one_line(f"fedjax-mr: {line}", 5 * wire.LONGEST_LINE), file=sys.stderr, flush=True)
+    raise UserError(wire.one_line(line))
 
 
 class Client:
@@ -119,10 +120,12 @@ class Client:
           UserError: the samples are missing, damaged or of another kind, or the configuration cannot be read.
         """
         self.node, self.manifest, self.flags = node, manifest, flags
-        self.samples = _share(node.data, node.data.stat().st_mtime_ns if node.data.exists() else 0, manifest.facts)
+        if not node.data.is_file():
+            raise UserError(f"there is no file {node.data}: correct data in --node-config and restart the SuperNode")
+        self.samples = _share(node.data, node.data.stat().st_mtime_ns, manifest.facts)
         self.storage = ClientStorage(node.state, manifest.run)
 
-    # --- the four messages
+    # --- the messages
 
     def join(self, message: Message) -> Content:
         """Report the numbers of samples, after checking that client and server run the same.
@@ -132,18 +135,30 @@ class Client:
         """
         ours = protocol.agreement(_config(self.flags), _model(self.flags, self.manifest.facts))
         if different := protocol.disagreement(ours, self.manifest.agreement):
-            raise UserError(f"it does not match the server: {different}")
+            raise UserError(f"it does not match the server; install the same versions and code: {different}")
         share, same = self.samples, np.frombuffer(self.samples.fingerprint().encode(), np.uint8)
         if (self.storage.folder / "samples.npz").exists() and not np.array_equal(
             self.storage.read("samples")["of"], same
         ):
-            raise UserError(f"the samples in {self.node.data} have changed since this client joined the run")
+            raise UserError(
+                f"the samples in {self.node.data} have changed since this client joined the run: restore the file, or "
+                "start a new run"
+            )
         self.storage.write("samples", {"of": same})
         counts = np.bincount(share.y, minlength=self.manifest.facts.num_classes) if self.manifest.label_counts else []
         member = Member(
             self.node.client, len(share.y), len(share.validation_y), len(share.test_y), tuple(map(int, counts))
         )
         return {"member": member.record()}
+
+    def rejected(self, message: Message) -> Content:
+        """Report why the server does not admit this client; only the server knows the other clients.
+
+        Raises:
+          UserError: always, with the server's reason.
+        """
+        why = message.content.get("why")
+        raise UserError(f"the server does not admit it: {why.get('line') if isinstance(why, Mapping) else 'no reason'}")
 
     def begin(self, message: Message) -> Content:
         """Store the facts of the federation.

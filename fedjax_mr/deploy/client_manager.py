@@ -24,6 +24,7 @@ from fedjax_mr.experiment.folder import REAL_CLIENTS
 from fedjax_mr.strategies.hyper import LARGEST_INT32
 
 SECONDS_BETWEEN_POLLS = transport.POLL_SECONDS
+SECONDS_BETWEEN_LINES = 5.0  # while the server waits for the clients of a run to join
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds until a node that failed to join is asked again; doubled each time
 Handler = Callable[[int, Content | NoReply], None]  # (node, reply) -> None
 MAX_INVALID_REPLIES = 3  # invalid replies of one client in one round; then the run ends
@@ -107,10 +108,13 @@ class ClientManager:
     def _gather(self, clients: Collection[int], patience: float | None) -> None:
         """Wait until these clients are ready; ``patience`` None waits without limit.
 
+        At the start of a run, which has a limit, lines say how many clients are there.
+
         Raises:
           UserError: clients are missing after ``patience`` seconds.
         """
         started = reported = self._messenger.now()
+        said, silent_until, done = "", started, "have joined" if self._begin is None else "are ready"
         while missing := sorted(set(clients) - self._ready(clients)):
             now = self._messenger.now()
             if patience is not None and now - started > patience:
@@ -119,10 +123,19 @@ class ClientManager:
                     f"missing: {', '.join(map(str, missing))} (client-id of their nodes; --join_timeout sets how long "
                     f"to wait)"
                 )
+            line = (
+                f"{len(clients) - len(missing)} of {len(clients)} clients {done}; waiting for client-id "
+                f"{_listed(missing)}; connected nodes: {len(self._messenger.nodes())}"
+            )
+            if patience is not None and line != said and now >= silent_until:
+                said, silent_until = line, now + SECONDS_BETWEEN_LINES
+                self._say(line, again=True)
             if patience is None and now - reported >= self.policy.reply_timeout:
                 reported = now
                 self._say(f"still waiting for client {', '.join(map(str, missing))}", again=True)
             self._messenger.wait(SECONDS_BETWEEN_POLLS)
+        if said:
+            self._say(f"all {len(clients)} clients {done}", again=True)
 
     def _ready_soon(self, clients: Collection[int]) -> set[int]:
         """The clients among these that are ready, after a wait for the replies of new nodes.
@@ -175,12 +188,13 @@ class ClientManager:
 
     def _admit(self, node: int, reply: Content | NoReply) -> None:
         """Admit a node's client, or print why not."""
+        if isinstance(reply, NoReply):
+            self._pause(node, f"node {node} does not join: {reply.reason}")
+            return
         try:
-            if isinstance(reply, NoReply):
-                raise UserError(reply.reason)
             member, owner = self._member(node, reply)
         except UserError as error:
-            self._pause(node, f"node {node} does not join: {one_line(str(error))}")
+            self._reject(node, str(error))
             return
         other = self._nodes.get(member.client)
         if other is None or other not in self._messenger.nodes():
@@ -192,8 +206,9 @@ class ClientManager:
             if isinstance(reply, NoReply):
                 self._enter(node, member, owner)
             else:
-                claim = f"node {other} already is client {member.client}; each node needs a client-id of its own"
-                self._pause(node, f"node {node} does not join: {claim}")
+                self._reject(
+                    node, f"node {other} already is client {member.client}; each node needs a client-id of its own"
+                )
 
         self._claiming.add(node)
         message = Message("join", other, 0, 1, {"run": self._record})
@@ -206,6 +221,13 @@ class ClientManager:
             else:
                 self._pauses.pop(node, None)
                 self._begun.add((client, node))
+
+    def _reject(self, node: int, reason: str) -> None:
+        """Print why a node's client is not admitted, here and at the node."""
+        reason = one_line(reason)
+        message = Message("rejected", node, 0, 0, {"run": self._record, "why": {"line": reason}})
+        self._open.append((self._messenger.send([message], self.policy.join_reply_timeout), lambda *_: None))
+        self._pause(node, f"node {node} does not join: {reason}")
 
     def _pause(self, node: int, line: str) -> None:
         """Print what is wrong with a node, and do not ask it again for a pause that doubles each time."""
@@ -462,6 +484,12 @@ class ClientManager:
                 self.members[member.client], self._owners[member.client] = member, owner
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({error})") from None
+
+
+def _listed(clients: Sequence[int]) -> str:
+    """The first ten clients in words, and how many more there are."""
+    more = f" and {len(clients) - 10} more" if len(clients) > 10 else ""
+    return ", ".join(map(str, clients[:10])) + more
 
 
 def _malformed(error: Exception) -> UserError:

@@ -71,6 +71,7 @@ class ServerSamples(NamedTuple):
     test_x: np.ndarray
     test_y: np.ndarray
     public: Public | None
+    divided: bool  # whether `divide` wrote the file, from the dataset and the partition of the flags
 
     @classmethod
     def read(cls, path: Path | str) -> "ServerSamples":
@@ -96,7 +97,7 @@ class ServerSamples(NamedTuple):
             else:
                 public = Public(facts.samples(arrays["public_x"]), None)
         x, y = checked_samples(path, "test_", x, y, facts)
-        return cls(facts, x, y, public)
+        return cls(facts, x, y, public, divided="facts" in arrays)
 
 
 def _kind(path: Path | str, x: Any, y: Any, **kind: Any) -> Facts:

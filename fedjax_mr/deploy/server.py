@@ -134,6 +134,10 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
     assert options.server_data is not None
     samples = ServerSamples.read(options.server_data)
     set_up_jax(devices=1, cohort_size=1)
+    model = network_of(config, samples.facts)
+    agreed = agreement(config, model)
+    if not samples.divided:
+        config = _with_own_samples(config, options.server_data)
     config = dataclasses.replace(
         config, devices=1, lanes=1, memory="device", data_placement="device", checkpoint_every=1
     )
@@ -142,11 +146,10 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
     folder = RunFolder.open(config)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(folder.withdraw)
-        model = network_of(config, samples.facts)
         manifest = RunManifest(
             (name_of_run(folder.path) if folder.resumed else None) or secrets.token_hex(8),
             samples.facts,
-            agreement(config, model),
+            agreed,
             label_counts=STRATEGIES[config.strategy].label_counts,
         )
         policy = ClientPolicy(options.lost, options.reply_timeout, config.join_timeout, options.node_keys)
@@ -163,6 +166,15 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
     if isinstance(end, DivergedError):
         raise end
     return end
+
+
+def _with_own_samples(config: Config, server_data: str) -> Config:
+    """The configuration of a run whose clients have their own samples, as the run folder records it.
+
+    The dataset is the server's file, and the clients are natural ones. The flags about data and partition, and their
+    defaults, describe only the files that ``divide`` writes.
+    """
+    return dataclasses.replace(config, dataset=server_data, partition="natural", partition_file=None)
 
 
 def _say(row: Mapping[str, Any]) -> None:

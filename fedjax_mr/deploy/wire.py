@@ -66,10 +66,10 @@ def size_limit(like: Any) -> int:
     return SMALL + sum(_ARRAY + math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def one_line(text: str) -> str:
-    """Turn a text from the other side into one printable line of at most 200 characters, for terminals and logs."""
-    printable = "".join(each if each.isprintable() else "?" for each in " ".join(text[: 10 * LONGEST_LINE].split()))
-    return printable if len(printable) <= LONGEST_LINE else printable[: LONGEST_LINE - 3] + "..."
+def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """Turn a text from the other side into one printable line of limited length, for terminals and logs."""
+    printable = "".join(each if each.isprintable() else "?" for each in " ".join(text[: 10 * longest].split()))
+    return printable if len(printable) <= longest else printable[: longest - 3] + "..."
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -127,6 +127,44 @@ def test_a_malformed_order_is_one_line(place, numbers):
         ask(place, "train", {"run": run, "payload": {}, "key": {}, "numbers": numbers})
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"data": "gone.npz"}, "client 0: there is no file gone.npz: correct data in --node-config and"),
+        ({"client-id": "0"}, "client 0: the node settings need client-id, a whole number: flower-supernode --node-con"),
+        ({"state": 5}, "client 0: the node settings need state, a text: flower-supernode --node-config 'client-id=3 d"),
+    ],
+)
+def test_wrong_settings_of_a_node_are_one_line_of_its_own_log(place, capsys, settings, line):
+    with pytest.raises(UserError) as error:
+        ask(place, "join", {"run": place[1]}, **settings)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == f"fedjax-mr: {error.value}" and str(error.value).startswith(line)
+
+
+def test_wrong_samples_of_a_node_are_one_line_of_its_own_log(place, capsys, tmp_path):
+    np.savez(tmp_path / "mine.npz", x=np.zeros((2, 8, 8, 1), np.float32), y=np.array([0, 10]))
+    with pytest.raises(UserError):
+        ask(place, "join", {"run": place[1]}, data=str(tmp_path / "mine.npz"))
+    said = capsys.readouterr().err
+    assert said == f"fedjax-mr: client 0: y in {tmp_path}/mine.npz must be 2 labels from 0 to 9, one per sample\n"
+
+
+def test_the_line_in_a_nodes_own_log_keeps_the_remedy_of_a_long_path(place, capsys):
+    path = "/".join(["a_long_name"] * 20)
+    with pytest.raises(UserError):
+        ask(place, "join", {"run": place[1]}, data=path)
+    assert capsys.readouterr().err.endswith("correct data in --node-config and restart the SuperNode\n")
+
+
+@pytest.mark.parametrize("why", [{}, {"why": 5}, {"why": {"line": "\x1b[2J\nfedjax-mr: all is well" + "x" * 10**6}}])
+def test_a_client_that_is_not_admitted_says_why(place, capsys, why):
+    with pytest.raises(UserError, match="client 0: the server does not admit it: "):
+        ask(place, "rejected", {"run": place[1], **why})
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("fedjax-mr: client 0: the server does not admit it") and said.isprintable()
+
+
 def test_what_nobody_thought_of_is_one_line_too(place, monkeypatch, capsys):
     """The server gets one line; the place is in the node's own log, without the words of the server."""
 
@@ -185,7 +223,7 @@ def test_the_code_of_the_nodes_own_settings_runs(place, tmp_path, registries):
     own = run | {"agreement": json.dumps(agreed)}
     assert "member" in ask(place, "join", {"run": own}, flags=flags, **{"import": str(code)})
     other = run | {"agreement": json.dumps(agreed | {"settings": "0" * 16})}
-    with pytest.raises(UserError, match="it does not match the server: settings"):
+    with pytest.raises(UserError, match="install the same versions and code: settings"):
         ask(place, "join", {"run": other}, flags=flags, **{"import": str(code)})
     with pytest.raises(UserError, match="import in the node settings must be a text"):
         ask(place, "join", {"run": own}, flags=flags, **{"import": 3})

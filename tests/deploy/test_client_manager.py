@@ -297,6 +297,47 @@ def test_without_all_clients_the_run_does_not_begin(nodes, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_while_clients_are_missing_the_server_says_how_many_are_there(capsys):
+    """A line when the number changes, at most one in five seconds."""
+    seconds = {0: 20.0, 1: 21.0, 2: 22.0, **dict.fromkeys(range(3, 12), 40.0)}
+    messenger = transport.fake_messenger(
+        {client: node(client) for client in seconds},
+        lambda message, before: seconds[message.node] if message.kind == "join" else None,
+    )
+    policy = Policy(reply_timeout=90.0, join_timeout=270.0)
+    ClientManager(messenger, MANIFEST, num_clients=12, policy=policy).wait_for_all()
+    assert capsys.readouterr().err.splitlines() == [
+        "fedjax-mr: 0 of 12 clients have joined; waiting for client-id 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more; "
+        "connected nodes: 12",
+        "fedjax-mr: 1 of 12 clients have joined; waiting for client-id 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 1 more; "
+        "connected nodes: 12",
+        "fedjax-mr: 3 of 12 clients have joined; waiting for client-id 3, 4, 5, 6, 7, 8, 9, 10, 11; connected nodes: "
+        "12",
+        "fedjax-mr: all 12 clients have joined",
+    ]
+
+
+def test_a_node_that_is_not_admitted_is_told_why():
+    """The server alone knows that a client-id is too large or taken."""
+    told = []
+
+    def listening(client):
+        def handle(message):
+            if message.kind == "rejected":
+                told.append((message.node, message.content["why"]["line"]))
+            return node(client)(message)
+
+        return handle
+
+    manager = manager_of([listening(0), listening(0), listening(7)], lost="wait")
+    with pytest.raises(UserError, match="1 of 3 clients have joined"):
+        manager.wait_for_all()
+    assert sorted(told) == [
+        (101, "node 100 already is client 0; each node needs a client-id of its own"),
+        (102, "it has the client-id 7; clients are numbered 0 to 2"),
+    ]
+
+
 def test_a_client_of_other_sizes_or_another_node_is_not_the_one_of_the_run(tmp_path, capsys):
     manager = manager_of(map(node, range(3)))
     manager.wait_for_all()

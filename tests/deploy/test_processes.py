@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import ssl
+import sys
 from pathlib import Path
 
 import deployment
@@ -143,26 +144,77 @@ def test_a_killed_superlink_on_a_database(trial):
     one.check(one.go("again"), name="again")
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "real_clients.md"
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+PAGE = RECIPES / "real_clients.md"
 
 
-def test_the_pages_three_terminals(tmp_path):
-    """What a new user reads, in order: long-lived commands each in a terminal of its own, on ports that are free."""
-    section = PAGE.read_text(encoding="utf-8").split("## Three terminals on one laptop")[1].split("\n## ")[0]
-    with deployment.federation(tmp_path) as one:
+def follow(text, folder):
+    """Run what a new user reads, in order: long-lived commands each in a terminal of its own, on ports that are free.
+
+    Return the logs of all blocks.
+    """
+    with deployment.federation(folder) as one:
         one.environment["HOME"] = one.environment.pop("FLWR_HOME")
         ports = {"8000": one.port, "9094": deployment.free_port(), "9095": deployment.free_port()}
-        for number, code in enumerate(re.findall(r"```(?:console|sh)\n(.*?)```", section, flags=re.DOTALL)):
+        blocks = re.findall(r"```(console|sh|python)(?: title=\"(.*?)\")?\n(.*?)```", text, flags=re.DOTALL)
+        for number, (language, file, code) in enumerate(blocks):
+            if file:
+                (folder / file).write_text(code)
+                continue
             for printed, own in ports.items():
                 code = code.replace(printed, str(own))
             code = re.sub(r"(?m)^\$ ", "", code)
-            process = one.start(f"block {number}", "bash", "-euo", "pipefail", "-c", code)
+            command = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
+            process = one.start(f"block {number}", *command, code)
             if code.startswith("flower-superlink"):
                 deployment.wait_for(lambda: deployment.answers(one.port), 120, "the SuperLink")
             elif not code.startswith("flower-"):
                 assert process.wait(900) == 0, one.log(f"block {number}")
+        return "".join(one.log(f"block {number}") for number in range(len(blocks)))
+
+
+def test_the_pages_three_terminals(tmp_path):
+    section = PAGE.read_text(encoding="utf-8").split("## Three terminals on one laptop")[1].split("\n## ")[0]
+    follow(section, tmp_path)
     real, simulated = (fmr.load(tmp_path / each) for each in ("fed/run", "simulated"))
     jax.tree.map(np.testing.assert_array_equal, real.variables, simulated.variables)
+
+
+def test_the_page_of_two_hospitals(tmp_path):
+    """All pixels together have the mean and the standard deviation by which the server and both clients divide."""
+    logs = follow((RECIPES / "two_hospitals.md").read_text(encoding="utf-8"), tmp_path)
+    assert logs.count("no problems found") == 3 and "client-id 0, 1; connected nodes" in logs
+    assert int(re.search(r"(\d+) of 60 images of the server are classified correctly", logs)[1]) > 48, logs
+    pixels = np.concatenate([np.load(tmp_path / f"hospital-{client}" / "scans.npz")["x"] for client in range(2)]) / 255
+    saved = fmr.load(tmp_path / "scans" / "run")
+    np.testing.assert_allclose([saved.samples.mean[0], saved.samples.std[0]], [pixels.mean(), pixels.std()], rtol=1e-6)
+    assert saved.config.dataset == str(tmp_path / "server" / "scans.npz")
+
+
+def test_a_client_with_a_wrong_path_says_so_in_its_own_terminal(tmp_path):
+    """The server says meanwhile for which client it waits, and continues when the path is right."""
+    flags = [*FLAGS.split(), "--model=logistic", "--rounds=1"]
+    for command in (["new", f"{tmp_path}/fed", *flags], ["divide", f"{tmp_path}/fed/data", *flags]):
+        assert main(command) == 0
+    own = {
+        client: {
+            "client-id": client,
+            "data": f"{tmp_path}/fed/data/client-{client}.npz",
+            "state": f"{tmp_path}/{client}",
+        }
+        for client in range(2)
+    }
+    with deployment.federation(tmp_path) as one:
+        one.superlink()
+        one.supernode(0, own[0])
+        one.supernode(1, own[1] | {"data": "gone.npz"})
+        run = one.run("fed")
+        line = "fedjax-mr: client 1: there is no file gone.npz: correct data in --node-config"
+        deployment.wait_for(lambda: line in one.log("node-1"), 300, "the client's line")
+        deployment.wait_for(lambda: "1 of 2 clients have joined; waiting for client-id 1" in one.log("run"), 100, "it")
+        one.kill("node-1")
+        one.supernode(1, own[1])
+        assert one.finish(run, 600) == "finished:completed", one.log("run")
 
 
 ECHO = """\
