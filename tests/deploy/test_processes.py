@@ -20,6 +20,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.deploy.__main__ import main
+from fedjax_mr.testing.federations import tree_close
 
 pytestmark = [
     pytest.mark.slow,
@@ -174,10 +175,11 @@ def follow(text, folder):
 
 
 def test_the_pages_three_terminals(tmp_path):
+    """The simulator's weights but for the last digits, because the network has convolutions."""
     section = PAGE.read_text(encoding="utf-8").split("## Three terminals on one laptop")[1].split("\n## ")[0]
     follow(section, tmp_path)
     real, simulated = (fmr.load(tmp_path / each) for each in ("fed/run", "simulated"))
-    jax.tree.map(np.testing.assert_array_equal, real.variables, simulated.variables)
+    tree_close(real.variables, simulated.variables, rtol=1e-5, atol=1e-6)
 
 
 def test_the_page_of_two_hospitals(tmp_path):
