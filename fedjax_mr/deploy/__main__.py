@@ -136,6 +136,7 @@ def _commands(folder: Path, config: Config, setting: ServerOptions, *, server_da
         f"--node-config {shlex.quote(node(client))}"
         for client in range(config.clients)
     ]
+    own_file = "; put the path of its own file after data=" if setting.server_data else ""
     return "\n".join(
         [
             f"The app is {folder / 'pyproject.toml'}. Results will be in {run_dir}.",
@@ -151,7 +152,7 @@ def _commands(folder: Path, config: Config, setting: ServerOptions, *, server_da
             f"{QUIET} flower-superlink --insecure --host 127.0.0.1 --port {PORT} "
             "--disable-runtime-dependency-installation",
             "",
-            "# Each client's terminal",
+            f"# Each client's terminal{own_file}",
             *nodes,
             "",
             "# The run; the same command resumes it",

@@ -47,7 +47,9 @@ def test_the_files_of_samples_are_opened(tmp_path, capsys):
     (tmp_path / "own").mkdir()
     server = write(tmp_path / "own" / "server.npz", x="test_x", y="test_y")
     new([str(app), "--clients=2", "--cohort=2", f"--server_data={server}", "--model=logistic"])
-    assert "divide" not in capsys.readouterr().out  # it would replace the user's own file
+    printed = capsys.readouterr().out
+    assert "divide" not in printed  # it would replace the user's own file
+    assert "# Each client's terminal; put the path of its own file after data=" in printed
     good = write(tmp_path / "good.npz")
     settings = lambda path: f"client-id=0 data={path} state={tmp_path}"
     assert not [*check.samples_here(str(app), settings(good))]
