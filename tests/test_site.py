@@ -84,6 +84,14 @@ def test_sections_of_documents_keep_their_links_and_change_their_level():
         documents.section("BUILD.md", "Nothing")
 
 
+def test_links_are_rewritten_also_where_their_text_is_wrapped():
+    linked = hook("documents").linked
+    assert linked("see [the\nresults](../experiments/RESULTS.md#a)", "docs/a.md", "a.md") == (
+        "see [the\nresults](results/index.md#a)"
+    )
+    assert linked("a list [\n\nb](../BUILD.md)", "docs/a.md", "a.md") == "a list [\n\nb](../BUILD.md)"
+
+
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 

@@ -16,7 +16,7 @@ PAGES = {
     },
 }
 CODE = {"fedjax_mr/strategies/base.py": "api/strategies.md"}  # pages of the site that are made from code
-LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[((?:[^\]\n]|\n(?!\n))*)\]\(([^)\s]+)\)")  # its text may be wrapped, but not over a blank line
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 
 
