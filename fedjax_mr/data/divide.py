@@ -68,10 +68,15 @@ def federate(
         arguments except ``num_clients`` and ``public_labels``; a .json file replaces the partition alone.
 
     Raises:
-      UserError: the partition is unknown, a setting is out of range, there are more clients than samples, a client has
-        no samples, clients that share samples would be tested on training samples of others, or the partition file does
-        not match.
+      UserError: the dataset is not a `Dataset`, the partition is unknown, a setting is out of range, there are more
+        clients than samples, a client has no samples, clients that share samples would be tested on training samples of
+        others, or the partition file does not match.
     """
+    if not isinstance(dataset, Dataset):
+        raise UserError(
+            f"federate() divides a Dataset, not {type(dataset).__name__}: load one by its name with data.load(), or "
+            "make one with fmr.Dataset() or fmr.from_texts()"
+        )
     if partition not in PARTITIONS:
         raise unknown_name("partition", partition, PARTITIONS)
     if alpha <= 0 or alpha_size <= 0:

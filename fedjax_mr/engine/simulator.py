@@ -114,9 +114,14 @@ class Simulator:
           name: name of the strategy in messages. Default: its registered name, or the module of its function.
 
         Raises:
-          UserError: unknown name, a function with other arguments, a network that does not fit the samples, K > N, or
-            more devices than available.
+          UserError: unknown name, data that are not divided, a function with other arguments, a network that does not
+            fit the samples, K > N, or more devices than available.
         """
+        if not isinstance(federated, FederatedData):
+            raise UserError(
+                f"a Simulator needs the clients' data, not {type(federated).__name__}: divide a dataset with "
+                "data.federate()"
+            )
         self.federated = federated
         self.model = network_of(model, federated.dataset)
         if trainable is not None or variables is not None:

@@ -348,6 +348,11 @@ def test_refuses(settings, message):
     assert message in str(caught.value)
 
 
+def test_the_name_of_a_dataset_is_no_dataset():
+    with pytest.raises(UserError, match=r"divides a Dataset, not str: load one by its name with data\.load\(\)"):
+        data.federate("digits")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

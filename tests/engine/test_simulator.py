@@ -146,3 +146,8 @@ def test_it_writes_nothing(tmp_path, monkeypatch):
     one = simulator(fedavg.build, hyper=fedavg.Hyper())
     one.test(one.run(one.init(), 1)[0])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataset_must_be_divided():
+    with pytest.raises(fmr.UserError, match=r"not Dataset: divide a dataset with data\.federate\(\)"):
+        fmr.Simulator("fedmr", "mlp", fmr.data.load("digits"), cohort=5)
