@@ -450,7 +450,7 @@ def _from_run_dir(config: Config, created: list[Path]) -> Path:
     if not names:
         return path
     if not config.overwrite:
-        raise UserError(f"{path} is not empty: --resume continues the run in it, --overwrite replaces it")
+        raise UserError(f"{path} is not empty: resume=True continues the run in it, overwrite=True replaces it")
     if "run.flags" not in names and not is_leftover(path):
         raise UserError(f"{path} does not look like a run folder (no run.flags), so it is not overwritten")
     return path

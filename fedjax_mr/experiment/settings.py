@@ -76,7 +76,7 @@ class Setting:
         label = label or f"--{self.flag}"
         if self.repeated:
             if not isinstance(value, tuple | list):
-                raise UserError(f"{label}={_shown(value)} is not a tuple")
+                raise UserError(f"{label}={_shown(value)} is not a tuple; a single value is ({value!r},)")
             for each in value:
                 self._single().check(each, label)
         elif not self._fits(value):

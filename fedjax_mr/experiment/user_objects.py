@@ -1,6 +1,7 @@
 """User-supplied samples and networks of a run, and their names in the configuration."""
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ class UserObjects(NamedTuple):
         Raises:
           UserError: an object of another kind.
         """
+        if isinstance(dataset, str):
+            raise UserError(f"dataset= takes samples; a dataset by name or file is fmr.Config(dataset={dataset!r})")
         if dataset is not None and not isinstance(dataset, Dataset):
             raise UserError(f"dataset= takes what fmr.from_arrays(x, y) returns, not a {type(dataset).__name__}")
         several = isinstance(model, Sequence) and not isinstance(model, str)
@@ -49,6 +52,11 @@ class UserObjects(NamedTuple):
             if isinstance(module, str):
                 raise UserError(f"model= takes a Flax module; a network by name is fmr.Config(model={module!r})")
             if not (isinstance(module, nn.Module | Model) or nnx_module.is_nnx(module)):
+                if inspect.isfunction(module):
+                    raise UserError(
+                        "model= takes a function only if its argument is rngs: "
+                        "model=lambda rngs: MyNetwork(..., rngs=rngs)"
+                    )
                 kind = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
                 raise UserError(
                     f"model= takes an instance of flax.linen.Module or flax.nnx.Module, such as MyNetwork(), not {kind}"

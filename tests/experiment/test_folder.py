@@ -112,7 +112,7 @@ def test_a_folder_with_something_in_it_is_refused():
     path = a_run(Config(run_dir="a"))
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     message = error_of(RunFolder.open, Config(run_dir="a"))
-    assert "a is not empty" in message and "--resume" in message and "--overwrite" in message
+    assert "a is not empty" in message and "resume=True" in message and "overwrite=True" in message
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
 
 
@@ -175,7 +175,7 @@ def test_the_remains_of_a_removed_folder_can_be_overwritten():
         if each.name not in (".lock", "checkpoints"):
             each.unlink()
     assert run_state("a") == "new"
-    assert "--overwrite replaces it" in error_of(RunFolder.open, Config(run_dir="a"))
+    assert "overwrite=True replaces it" in error_of(RunFolder.open, Config(run_dir="a"))
     (path / "checkpoints" / "best.ckpt").touch()  # of another program, perhaps
     assert run_state("a") == "started"
     assert "does not look like a run folder" in error_of(RunFolder.open, Config(run_dir="a", overwrite=True))

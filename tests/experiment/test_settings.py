@@ -223,7 +223,7 @@ def test_a_bad_line_in_a_flag_file_is_named(tmp_path):
         ({"resume": "yes"}, ["--resume='yes' is not True or False"]),
         ({"rounds": None}, ["--rounds=None is not"]),
         ({"model": 3}, ["--model=3 is not a text"]),
-        ({"compare_to": "a"}, ["--compare_to='a' is not a tuple"]),
+        ({"compare_to": "a"}, ["--compare_to='a' is not a tuple; a single value is ('a',)"]),
         ({"compare_to": (1,)}, ["--compare_to=1 is not"]),
         ({"run_dir": "two\nlines"}, ["--run_dir", "unprintable"]),
         ({"run_dir": " x"}, ["--run_dir", "spaces at an end"]),

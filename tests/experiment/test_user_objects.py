@@ -89,6 +89,8 @@ def test_no_command_line_can_stand_for_them(flag, capsys):
 
 
 WRONG = {
+    "a name of samples": (dict(dataset="x.npz"), "a dataset by name or file is fmr.Config(dataset='x.npz')"),
+    "a function": (dict(model=lambda: nn.Dense(2)), "only if its argument is rngs: model=lambda rngs: MyNetwork("),
     "arrays": (dict(dataset=X), "dataset= takes what fmr.from_arrays(x, y) returns, not a ndarray"),
     "a class": (dict(model=Net), "flax.linen.Module or flax.nnx.Module, such as MyNetwork(), not the class Net"),
     "a name": (dict(model="mlp"), "a network by name is fmr.Config(model='mlp')"),
