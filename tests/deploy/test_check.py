@@ -51,6 +51,7 @@ def test_the_files_of_samples_are_opened(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "divide" not in printed  # it would replace the user's own file
     assert "# Each client's terminal; put the path of its own file after data=" in printed
+    assert 'client-id=1 data="PATH/OF/CLIENT-1.npz"' in printed and f"{server.parent}/" not in printed
     good = write(tmp_path / "good.npz")
     settings = lambda path: f"client-id=0 data={path} state={tmp_path}"
     assert not [*check.samples_here(str(app), settings(good))]
@@ -70,6 +71,13 @@ def test_the_files_of_samples_are_opened(tmp_path, capsys):
     write(server)
     (line,) = mistakes(check.samples_here(str(app), ""))
     assert "needs test_x and test_y" in line
+
+
+def test_no_app_without_the_servers_file(tmp_path):
+    missing = tmp_path / "nowhere.npz"
+    with pytest.raises(UserError, match=r"nowhere\.npz: there is no such file: create it first"):
+        new([str(tmp_path / "app"), "--clients=2", "--cohort=2", f"--server_data={missing}", "--model=logistic"])
+    assert not (tmp_path / "app").exists()
 
 
 def test_a_trial_never_replaces_files(tmp_path):
