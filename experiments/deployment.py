@@ -170,6 +170,12 @@ class Federation:
         """Kill a program and what it started, without a warning."""
         self._end(self._processes.pop(name), signal.SIGKILL)
 
+    def interrupt(self, name: str) -> None:
+        """End a program as Ctrl-C in its terminal does, and wait until it has ended."""
+        process = self._processes.pop(name)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+
     def children(self, name: str, command: str) -> list[int]:
         """Return the processes under a program whose command line holds ``command``."""
         return self.children_of(self._processes[name].pid, command)

@@ -42,7 +42,8 @@ def new(arguments: Sequence[str]) -> None:
     """Write the app of a federation and print the commands that run it.
 
     Raises:
-      UserError: real clients cannot run the configuration, or the folder holds other files.
+      UserError: real clients cannot run the configuration, the server's file is missing, or the folder holds other
+        files.
     """
     folder, flags = _folder("new", arguments)
     requested, setting = configuration.parse_command(flags, ServerOptions)
@@ -55,6 +56,11 @@ def new(arguments: Sequence[str]) -> None:
     if folder.exists() and not app.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} holds other files: choose another folder")
     server_data = Path(setting.server_data or folder / "data" / "server.npz").absolute()
+    if setting.server_data and not server_data.is_file():
+        raise UserError(
+            f"--server_data={setting.server_data}: there is no such file: create it first, with test_x and test_y, or "
+            "correct the path"
+        )
     run_dir = Path(config.run_dir or folder / "run").absolute()
     text = _app(folder.absolute().name, config, setting, run_dir=run_dir, server_data=server_data)
     try:
@@ -128,9 +134,8 @@ def _commands(folder: Path, config: Config, setting: ServerOptions, *, server_da
     ]
     # A client only runs code that its operator names.
     code = f' import="{",".join(config.imports)}"' if config.imports else ""
-    node = lambda client: (
-        f'client-id={client} data="{data}/client-{client}.npz" state="{folder.absolute()}/state-{client}"{code}'
-    )
+    file = lambda client: f"PATH/OF/CLIENT-{client}.npz" if setting.server_data else f"{data}/client-{client}.npz"
+    node = lambda client: f'client-id={client} data="{file(client)}" state="{folder.absolute()}/state-{client}"{code}'
     nodes = [
         f"{QUIET} flower-supernode --insecure --superlink 127.0.0.1:{PORT} --port {NODE_PORT + client} "
         f"--node-config {shlex.quote(node(client))}"

@@ -64,10 +64,12 @@ def main(arguments: Sequence[str]) -> None:
     """
     options = _parser().parse_args(arguments)
     findings = [*environment(os.environ), *versions(), *commands(), *running(processes())]
+    own_code = options.own_code or _settings(options.node_config or "").get("import", "")
     if options.app:
-        findings += app(options.app, options.own_code or _settings(options.node_config or "").get("import", ""))
+        findings += app(options.app, own_code)
     if options.node_config is not None:
-        findings += node(options.node_config)
+        config = _config(options.app, own_code) if options.app else None
+        findings += node(options.node_config, config.clients if config else None)
     findings += samples_here(options.app, options.node_config or "")
     if options.certificate:
         findings += certificate(options.certificate, options.host, datetime.datetime.now(datetime.UTC))
@@ -234,16 +236,27 @@ def processes() -> list[Process]:
     return found
 
 
-def node(settings: str) -> Iterator[Finding]:
-    """Check the settings of a SuperNode: its client's number and files."""
+def node(settings: str, clients: int | None = None) -> Iterator[Finding]:
+    """Check the settings of a SuperNode: its client's number and files.
+
+    Args:
+      settings: the text of ``--node-config``.
+      clients: number of clients of the app, or None if it is not known.
+    """
     values = _settings(settings)
     if not values:
         yield Finding(
             f"--node-config={settings!r} is not a list of NAME=VALUE", "separate entries by spaces, and quote texts"
         )
         return
-    if not values.get("client-id", "").isdecimal():
+    number = values.get("client-id", "")
+    if not number.isdecimal():
         yield Finding("client-id in the node settings is not a number", "give each node a different number, from 0")
+    elif clients and int(number) >= clients:
+        yield Finding(
+            f"client-id={number} in the node settings, but the app has {clients} client{'s' * (clients > 1)}",
+            f"give each node a different number, from 0 to {clients - 1}",
+        )
     if not Path(values.get("data", "")).is_file():
         yield Finding(f"data={values.get('data', '')!r} is not a file", "set data to the file of the client's samples")
     state = Path(values.get("state", ""))
@@ -374,6 +387,14 @@ def _app_tables(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(tables["flwr"]["app"]["config"]), dict(tables["fedjax_mr"])
 
 
+def _config(folder: str, own_code: str) -> configuration.Config | None:
+    """The configuration of an app; None for a damaged app. The arguments are those of `app`."""
+    try:
+        return configuration.parse(trusted_flags(_app_tables(folder)[0]["flags"], own_code))
+    except (*_NOT_AN_APP, UserError):
+        return None
+
+
 def channel(folder: str, own_code: str = "") -> Iterator[str]:
     """The effect of each link of an app's channel on this client's messages, one line each. Empty for a damaged app.
 
@@ -381,9 +402,8 @@ def channel(folder: str, own_code: str = "") -> Iterator[str]:
       folder: as in `app`.
       own_code: as in `app`.
     """
-    try:
-        config = configuration.parse(trusted_flags(_app_tables(folder)[0]["flags"], own_code))
-    except (*_NOT_AN_APP, UserError):
+    config = _config(folder, own_code)
+    if config is None:
         return
     for flag, kind in (("compress", config.compress), ("compress_download", config.compress_download)):
         ratio, levels = config.compress_ratio, config.compress_levels

@@ -75,6 +75,7 @@ class ClientManager:
         self.members: dict[int, Member] = {}
         self._owners: dict[int, str] = {}  # the authenticated key of each client's node
         self._messenger, self._record = messenger, manifest.record()
+        messenger.on_unsent = self._say_unsent
         self._num_clients = num_clients
         self._nodes: dict[int, int] = {}  # the node of each client
         self._begin: Content | None = None
@@ -447,6 +448,15 @@ class ClientManager:
                     invalid[client] += lost.refused
                     if self.policy.lost == "stop" or invalid[client] >= MAX_INVALID_REPLIES:
                         raise UserError(f"round {round + 1}: client {client} is lost ({lost.reason})") from None
+
+    def _say_unsent(self, message: Message) -> None:
+        """Print that a message to a client cannot be sent now, and the remedy."""
+        for client in [client for client, node in self._nodes.items() if node == message.node]:
+            self._say(
+                f"client {client}: a message to its node cannot be sent, trying again: start its SuperNode again if it "
+                "has ended",
+                again=True,
+            )
 
     def _message(self, kind: str, client: int, round: int, attempt: int, content: Content) -> Message:
         return Message(kind, self._nodes[client], round, attempt, {"run": self._record, **content})

@@ -23,7 +23,7 @@ from fedjax_mr.deploy.samples import ServerSamples
 from fedjax_mr.deploy.transport import Messenger
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress
-from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.errors import DivergedError, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.config import Config
@@ -143,7 +143,13 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
     )
     if config.run_dir is not None and run_state(config.run_dir) != "new":
         config = dataclasses.replace(config, resume=not config.overwrite)
-    folder = RunFolder.open(config)
+    try:
+        folder = RunFolder.open(config)
+    except TakenError as error:
+        raise TakenError(
+            f"{error}; if it is an earlier run, which goes on in the SuperLink: flwr ls FEDERATION shows its RUN_ID, "
+            "flwr log RUN_ID FEDERATION follows it, flwr stop RUN_ID FEDERATION ends it"
+        ) from None
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(folder.withdraw)
         manifest = RunManifest(

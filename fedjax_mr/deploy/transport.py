@@ -86,10 +86,15 @@ class Transport(Protocol):
 
 
 class Messenger:
-    """Sends the server's messages to nodes and collects their replies."""
+    """Sends the server's messages to nodes and collects their replies.
+
+    Attributes:
+      on_unsent: called with a message when it cannot be sent for the first time; later attempts follow.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self.on_unsent: Callable[[Message], None] = lambda message: None
 
     def nodes(self) -> list[int]:
         """The nodes that are connected now."""
@@ -121,18 +126,26 @@ class Messenger:
 
     def send(self, messages: Sequence[Message], timeout: float, max_bytes: int = SMALL) -> "PendingReplies":
         """Send messages without waiting for the replies; the arguments are those of `PendingReplies`."""
-        return PendingReplies(self._transport, messages, timeout, max_bytes)
+        return PendingReplies(self._transport, messages, timeout, max_bytes, self.on_unsent)
 
 
 class PendingReplies:
     """Messages whose replies are awaited until a deadline.
 
-    A message is sent again if its node was unavailable or the client's process crashed. It is not sent again if the
-    client refused it (a `UserError` there) or its program raised another error, nor if the node has disconnected and a
-    new node has connected since: a SuperNode without a key of its own gets a new number when it restarts.
+    A message is sent again if it could not be sent, if its node was unavailable or the client's process crashed. It is
+    not sent again if the client refused it (a `UserError` there) or its program raised another error, nor if the node
+    has disconnected and a new node has connected since: a SuperNode without a key of its own gets a new number when it
+    restarts. A SuperNode that ends by Ctrl-C is removed from the SuperLink, so messages to it cannot be sent at all.
     """
 
-    def __init__(self, transport: Transport, messages: Sequence[Message], timeout: float, max_bytes: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        messages: Sequence[Message],
+        timeout: float,
+        max_bytes: int,
+        on_unsent: Callable[[Message], None],
+    ) -> None:
         """Prepare the messages; `poll` sends them.
 
         Args:
@@ -140,6 +153,7 @@ class PendingReplies:
           messages: at most one per node.
           timeout: seconds allowed for a reply.
           max_bytes: bytes allowed in one reply.
+          on_unsent: called with a message when it cannot be sent for the first time.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
@@ -150,6 +164,7 @@ class PendingReplies:
         self._due = {message.node: (now, message) for message in messages}  # when to send each message
         self._sent: dict[str, Message] = {}
         self._open = set(self._due)
+        self._on_unsent, self._unsent = on_unsent, set[int]()  # nodes to which sending has failed
 
     @property
     def nodes(self) -> set[int]:
@@ -158,8 +173,7 @@ class PendingReplies:
 
     def poll(self) -> dict[int, Content | NoReply]:
         """Send the messages that are due, and return the replies that have arrived since the last call, by node."""
-        answers: dict[int, Content | NoReply] = {}
-        self._send()
+        answers: dict[int, Content | NoReply] = {**self._send()}
         for name, reply in self._transport.pull(list(self._sent), self._most).items():
             message = self._sent.pop(name, None)
             if message is None:  # a reply to another message
@@ -177,17 +191,23 @@ class PendingReplies:
         self._open -= answers.keys()
         return answers
 
-    def _send(self) -> None:
-        now = self._transport.now()
+    def _send(self) -> dict[int, NoReply]:
+        """Send the messages that are due, and return the nodes that are not tried again, with the reason."""
+        now, given_up = self._transport.now(), {}
         ready = [message for when, message in self._due.values() if when <= now]
         names = self._transport.push(ready, max(self._deadline - now, 1.0))
         for message, name in zip(ready, names, strict=True):
             del self._due[message.node]
             if name:
                 self._sent[name] = message
+            elif found := self._failed(message, DeliveryFailure("the message could not be sent", passing=True)):
+                given_up[message.node] = found
             else:
-                self._reasons[message.node] = "the message could not be sent"
                 self._due[message.node] = (now + PAUSE_SECONDS, message)
+                if message.node not in self._unsent:
+                    self._unsent.add(message.node)
+                    self._on_unsent(message)
+        return given_up
 
     def _failed(self, message: Message, failure: DeliveryFailure) -> NoReply | None:
         """The consequence of an error for its message: None to send it again."""
@@ -256,8 +276,9 @@ def fake_messenger(
     Args:
       handlers: the function of each node that answers messages.
       faults: (message, how often it was sent before: 0, 1, ...) -> what happens to it: None, "lose" (no reply ever),
-        "gone" (an error instead of a reply), "crash" (the node did its work, then an error), "double" (the node does
-        its work twice), a number (the reply comes so many seconds later), or a function that corrupts the reply.
+        "unsent" (it cannot be sent), "gone" (an error instead of a reply), "crash" (the node did its work, then an
+        error), "double" (the node does its work twice), a number (the reply comes so many seconds later), or a function
+        that corrupts the reply.
     """
     return Messenger(_FakeTransport(handlers, faults or (lambda message, before: None)))
 
@@ -283,6 +304,9 @@ class _FakeTransport:
             which = (message.kind, message.node, message.round, message.attempt)
             before = self._sent[which] = self._sent.get(which, -1) + 1
             fault = self._faults(message, before)
+            if fault == "unsent":
+                names[-1] = ""
+                continue
             if fault == "lose":
                 continue
             if fault == "gone":

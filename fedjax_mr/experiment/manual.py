@@ -32,6 +32,7 @@ COMMANDS = {
     "data": "show a partition, or prepare a dataset",
     "models": "the table of all networks",
     "export": "the trained network of a run, for Flax and orbax alone",
+    "deploy": "a federation of real clients, through Flower",
     "testing": "the contract that every method must pass",
 }
 SHORT = (  # the flags of the short page

@@ -1,5 +1,6 @@
 """Every finding of `deploy check`, and no finding where all is well."""
 
+import contextlib
 import datetime
 import os
 import socket
@@ -50,6 +51,7 @@ def test_the_files_of_samples_are_opened(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "divide" not in printed  # it would replace the user's own file
     assert "# Each client's terminal; put the path of its own file after data=" in printed
+    assert 'client-id=1 data="PATH/OF/CLIENT-1.npz"' in printed and f"{server.parent}/" not in printed
     good = write(tmp_path / "good.npz")
     settings = lambda path: f"client-id=0 data={path} state={tmp_path}"
     assert not [*check.samples_here(str(app), settings(good))]
@@ -69,6 +71,13 @@ def test_the_files_of_samples_are_opened(tmp_path, capsys):
     write(server)
     (line,) = mistakes(check.samples_here(str(app), ""))
     assert "needs test_x and test_y" in line
+
+
+def test_no_app_without_the_servers_file(tmp_path):
+    missing = tmp_path / "nowhere.npz"
+    with pytest.raises(UserError, match=r"nowhere\.npz: there is no such file: create it first"):
+        new([str(tmp_path / "app"), "--clients=2", "--cohort=2", f"--server_data={missing}", "--model=logistic"])
+    assert not (tmp_path / "app").exists()
 
 
 def test_a_trial_never_replaces_files(tmp_path):
@@ -170,6 +179,13 @@ GOOD = 'client-id=3 data="{0}/mine.npz" state="{0}/state" key="{0}/3.key" roster
 def test_a_nodes_settings(folder, change, found):
     lines = mistakes(check.node(GOOD.format(folder).replace(*change)))
     assert len(lines) == len(found) and all(word in line for word, line in zip(found, lines, strict=True))
+
+
+def test_a_clients_number_that_the_app_does_not_have(folder):
+    assert not [*check.node(GOOD.format(folder), 4)]
+    (finding,) = check.node(GOOD.format(folder), 3)
+    assert finding.mistake == "client-id=3 in the node settings, but the app has 3 clients"
+    assert finding.remedy == "give each node a different number, from 0 to 2"
 
 
 def test_private_keys_that_others_can_read(folder):
@@ -365,14 +381,19 @@ def test_a_superlink_out_of_reach(certified, monkeypatch):
         assert "is not HOST:PORT" in mistakes(check.superlink(address, None))[0]
 
 
-def test_the_command_prints_findings_and_remedies(monkeypatch, capsys):
+def test_the_command_prints_findings_and_remedies(monkeypatch, capsys, made, tmp_path):
     monkeypatch.setattr(check, "processes", list)
     for name in ("versions", "commands"):
         monkeypatch.setattr(check, name, lambda: [])
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     check.main([])
-    assert capsys.readouterr().out == "no problems found\n"
+    assert capsys.readouterr().out.endswith("\nno problems found\n")
+    settings = f"data={write(tmp_path / 'mine.npz')} state={tmp_path / 'state'}"
+    for number, found in ((3, "no problems found"), (4, "client-id=4 in the node settings, but the app has 4 clients")):
+        with contextlib.suppress(UserError):
+            check.main([f"--app={made}", f"--node-config=client-id={number} {settings}"])
+        assert capsys.readouterr().out.splitlines()[0] == found
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
     with pytest.raises(UserError, match="1 finding on this machine"):
         check.main([])

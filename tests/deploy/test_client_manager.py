@@ -242,6 +242,25 @@ def test_a_node_that_comes_back_with_another_number_is_no_lost_client(lost, caps
     assert asked(manager) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
 
 
+def test_a_client_whose_message_cannot_be_sent_is_named_once(capsys):
+    nodes = {100 + client: node(client) for client in range(3)}
+
+    def faults(message, before):
+        if message.kind != "train" or message.node != 102:
+            return None
+        nodes.pop(102, None)
+        if before == 2:
+            nodes[105] = node(2)
+        return "unsent"
+
+    manager = ClientManager(
+        transport.fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy("wait", 500.0, 9.0)
+    )
+    assert asked(manager) == {0: 0, 2: 20} and manager.now() < 30
+    said = capsys.readouterr().err
+    assert said.count("client 2: a message to its node cannot be sent, trying again: start") == 1 and "lost" not in said
+
+
 @pytest.mark.parametrize("fault", AT_FAULT, ids=FAULTS)
 def test_without_waiting_a_lost_client_is_named_and_left_out(fault, capsys):
     assert asked(manager_of(map(node, range(3)), faults=once(fault[0]), lost="untrained")) == {0: 0}

@@ -3,9 +3,11 @@
 import json
 
 import numpy as np
+import pytest
 
 from fedjax_mr.deploy import client, server, transport
 from fedjax_mr.deploy.samples import divide
+from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.federation import federated_data
@@ -43,6 +45,17 @@ def test_the_dataset_of_the_record_is_the_servers_file(tmp_path):
     assert (summary["dataset"], summary["rounds"]) == (str(tmp_path / "scans.npz"), 2)
     saved = configuration.load(tmp_path / "run")
     assert titles.run(saved) == "FedAvg: scans, natural clients, logistic regression, seed 0"
+
+
+def test_a_run_that_still_goes_on_is_named(tmp_path, monkeypatch):
+    divide(federated_data(configuration.parse(FLAGS.split())), tmp_path)
+
+    def taken(config):
+        raise TakenError(f"another process is at work in {config.run_dir}")
+
+    monkeypatch.setattr(server.RunFolder, "open", taken)
+    with pytest.raises(TakenError, match=r"at work in .*run; .*flwr ls .*flwr log RUN_ID .*flwr stop RUN_ID "):
+        serve(tmp_path, 1, tmp_path / "server.npz")
 
 
 def test_the_files_of_divide_keep_their_dataset_and_partition(tmp_path):

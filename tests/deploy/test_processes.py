@@ -133,6 +133,22 @@ def test_killed_clients(trial):
     one.check(run)
 
 
+def test_a_supernode_that_is_stopped_by_ctrl_c(trial):
+    """The SuperLink removes it, so no message can be sent until it comes back, with another number."""
+    one = trial()
+    one.superlink()
+    one.supernodes()
+    run = one.go()
+    deployment.wait_for(lambda: one.rounds() >= 1, 1000, "round 1", pause=0.05)
+    deployment.wait_for(lambda: one.children("node-0", "flwr-clientapp"), 100, "client 0 at work", pause=0.05)
+    one.interrupt("node-0")
+    line = "client 0: a message to its node cannot be sent"
+    deployment.wait_for(lambda: line in one.log("run"), 100, "the line about it")
+    one.supernode(0, one.settings(0))
+    one.check(run, seconds=500)  # less than --reply_timeout
+    assert "lost client" not in one.log("run")
+
+
 def test_a_killed_superlink_on_a_database(trial):
     """It dies with its ServerApp, as when its host does, and comes back to the same nodes."""
     one = trial(database=True)

@@ -87,6 +87,34 @@ def test_a_node_that_comes_back_with_another_number_is_not_waited_for():
     assert found[7].moved and not found[9].moved and messenger.now() < 10 and messenger.nodes() == [9, 8]
 
 
+def test_a_node_that_was_stopped_and_comes_back_with_another_number_is_not_waited_for():
+    """By Ctrl-C: the first error comes before the restart, and from then on no message can be sent to it."""
+    nodes, times, unsent = {7: NodeSettings(7), 9: NodeSettings(9)}, [], []
+
+    def faults(message, before):
+        if message.node != 7:
+            return None
+        times.append(before)
+        nodes.pop(7, None)
+        if before == 3:
+            nodes[8] = NodeSettings(7)
+        return "unsent" if before else "gone"
+
+    messenger = transport.fake_messenger(nodes, faults)
+    messenger.on_unsent = unsent.append
+    messages = [transport.Message("train", node, 3, 0, {"arrays": {"x": np.zeros(2)}}) for node in (7, 9)]
+    found = messenger.ask(messages, 600.0)
+    assert found[7].moved and "the message could not be sent" in found[7].reason and found[9]["facts"] == {"round": 3}
+    assert times == [0, 1, 2, 3] and messenger.now() < 10 and unsent == messages[:1]
+
+
+def test_a_message_that_cannot_be_sent_for_a_while_is_sent_again():
+    nodes, found = ask(faults=lambda message, before: "unsent" if message.node == 7 and before < 3 else None)
+    assert found[7]["arrays"]["x"][0] == 7 and nodes[7].times == nodes[9].times == 1
+    _, found = ask(faults=lambda message, before: "unsent" if message.node == 7 else None)
+    assert found[7] == transport.NoReply("no reply within 30 s (the message could not be sent)")
+
+
 def test_a_refusal_is_not_asked_again():
     nodes, found = ask(kind="refuse")
     assert found[9] == transport.NoReply("client 9 has no data", refused=True) and nodes[9].times == 1
