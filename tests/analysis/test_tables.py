@@ -128,7 +128,7 @@ def test_runs_after_a_round(some_runs, keep):
     assert ours.last.mean == pytest.approx(0.45)  # three of 0.5 and one of 0.3
     after = line(tables.accuracy_lines(groups.find(["runs"]), until=60), "fedmr")
     assert (after.finished, after.diverged) == (3, 1)
-    with pytest.raises(UserError, match="after round 7"):
+    with pytest.raises(UserError, match=r"after round 7: choose another --round \(the nearest: 5, 10, 15\)"):
         tables.accuracy_table(["runs"], until=7)
 
 
