@@ -13,8 +13,8 @@ set -euo pipefail
 data="$1" folder="${2:-runs/clock}"
 cd "$(dirname "$0")/.."
 
-sweep() {
-  "${PYTHON:-python}" -m fedjax_mr.sweep --fleet=classes --devices=1 ${SWEEP_FLAGS:-} "$@" || echo "code $?"
+sweep() { # flags; the last one of a name counts, so a flag file comes first
+  "${PYTHON:-python}" -m fedjax_mr.sweep "$@" --fleet=classes --devices=1 ${SWEEP_FLAGS:-} || echo "code $?"
 }
 
 # trainings NAME ROUNDS EVERY BUDGET [flags]: all methods. ROUNDS and EVERY count synchronous rounds of 10 clients,
@@ -22,17 +22,17 @@ sweep() {
 trainings() {
   local name="$1" rounds="$2" every="$3" budget="$4"
   shift 4
-  local all=(--sweep_dir="$folder/$name" "$@")
+  local all=("$@" --sweep_dir="$folder/$name")
   local one=(--mode=async --in_flight=10 --cohort=1 --rounds=$((10 * rounds)) --eval_every=$((10 * every)))
   local five=(--mode=async --in_flight=10 --cohort=5 --rounds=$((2 * rounds)) --eval_every=$((2 * every)))
-  local synchronous=(--cohort=10 --rounds="$rounds" --eval_every="$every" "${all[@]}")
-  sweep --strategies=fedavg,fedmr,fedcross "${synchronous[@]}"
-  sweep --strategies=fedavg --deadline=350 --late=drop "${synchronous[@]}"
-  sweep --strategies=fedavg --deadline=350 --late=partial "${synchronous[@]}"
-  sweep --strategies=fedmr "${five[@]}" "${all[@]}"
-  sweep --strategies=fedbuff --refill=arrival "${five[@]}" "${all[@]}"
-  sweep --strategies=fedasync,fedcross,cabafl "${one[@]}" "${all[@]}"
-  sweep --strategies=gitfl --gitfl_budget="$budget" "${one[@]}" "${all[@]}"
+  local synchronous=(--cohort=10 --rounds="$rounds" --eval_every="$every")
+  sweep "${all[@]}" "${synchronous[@]}" --strategies=fedavg,fedmr,fedcross
+  sweep "${all[@]}" "${synchronous[@]}" --strategies=fedavg --deadline=350 --late=drop
+  sweep "${all[@]}" "${synchronous[@]}" --strategies=fedavg --deadline=350 --late=partial
+  sweep "${all[@]}" "${five[@]}" --strategies=fedmr
+  sweep "${all[@]}" "${five[@]}" --strategies=fedbuff --refill=arrival
+  sweep "${all[@]}" "${one[@]}" --strategies=fedasync,fedcross,cabafl
+  sweep "${all[@]}" "${one[@]}" --strategies=gitfl --gitfl_budget="$budget"
 }
 
 trainings digits 100 5 28000 --seeds=0:2
