@@ -326,7 +326,8 @@ class Config:
         "deployed one, and both are evaluated on its own test samples. 0 disables it",
         unit="epochs", low=0, source="FedMe: 2")
     checkpoint_every: int | None = _records(
-        None, "Rounds between checkpoints. If omitted, one at every evaluation", unit="rounds", low=1)
+        None, "Rounds between checkpoints. If omitted, one at every evaluation, but not within 2 seconds of training "
+        "after the previous one unless --keep_checkpoints is above 2", unit="rounds", low=1)
     keep_checkpoints: int = _records(
         2, "Number of newest checkpoints to keep. Analyses over the rounds need many", unit="checkpoints", low=1)
     target_accuracy: float | None = _records(

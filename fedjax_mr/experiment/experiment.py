@@ -36,6 +36,7 @@ from fedjax_mr.experiment.report import summarise
 from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.models import Model, Variables, parts
 
+SECONDS_PER_CHECKPOINT = 2.0  # of training; writing a checkpoint takes 0.03 seconds and more
 # The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
 _META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
 # The settings that may change the files of a finished run.
@@ -113,6 +114,7 @@ class Experiment:
         self.traffic = (0, 0, 0)  # bytes down, up and from client to client
         self.train_seconds = 0.0
         self.seconds = 0.0  # training and evaluation, without compilation
+        self.saved_at = 0.0  # train_seconds of the newest checkpoint
         self.compile_seconds_before = 0.0  # seconds of interrupted processes and of shared programs
         self.epsilon = guarantee.epsilon_after(config, simulator.problem, public=self.knows_cohorts)
         self.attacked = simulator.attacked if config.attack == "replacement" else None
@@ -147,6 +149,7 @@ class Experiment:
         if meta["data"] != self.federated.hash():
             raise UserError(f"{self.folder.path} has other data: its partition hash is {meta['data']}")
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
+        self.saved_at = self.train_seconds
         if meta.get("frozen", self.frozen) != self.frozen:
             raise UserError(f"{self.folder.path} has other frozen variables: resume it with those that it began with")
         if "traffic" not in meta:
@@ -220,6 +223,7 @@ class Experiment:
             meta["memories"] = len(progress.memory)
         best = best_row(self.folder.rows()) if self.config.keep_best else None
         self.checkpoints.save(done, progress, meta, also=() if best is None else (best["round"],))
+        self.saved_at = self.train_seconds
         self.folder.keep_info(self.checkpoints.rounds())
 
     def _due(self, done: int, every: int) -> bool:
@@ -270,14 +274,26 @@ class Experiment:
         tested = self._due(done, self.config.eval_every)
         if tested:
             self.folder.append(self._evaluate(progress, report, done))
+        best = tested and self.config.keep_best and best_row(self.folder.rows()) is self.folder.last_row()
+        due = self._checkpoint_due(done, tested) or stop or best
         try:
             if tested:
                 self._publish(self.folder.rows()[-1])
-        finally:  # an exception of the callback loses no rounds
-            best = tested and self.config.keep_best and best_row(self.folder.rows()) is self.folder.last_row()
-            if self._due(done, self.config.checkpoint_every or self.config.eval_every) or stop or best:
+        except BaseException:  # of the user's callback
+            due = True
+            raise
+        finally:  # so an exception loses no rounds
+            if due:
                 self.folder.write_info(done, {name: value for name, value in report.info.items() if np.ndim(value)})
                 self._save(progress, done)
+
+    def _checkpoint_due(self, done: int, tested: bool) -> bool:
+        """Whether a checkpoint is due: in all processes or in none, because their seconds are the same."""
+        if self.config.checkpoint_every is not None:
+            return self._due(done, self.config.checkpoint_every)
+        soon = self.train_seconds - self.saved_at < SECONDS_PER_CHECKPOINT
+        needed = done == self.config.rounds or self.config.keep_checkpoints > Config.keep_checkpoints
+        return tested and (needed or not soon)
 
     def _publish(self, row: MetricsRow) -> None:
         """Pass an evaluation to the logs and to the user's callback."""

@@ -19,7 +19,7 @@ def finished(tmp_path_factory):
     def make(strategy):
         config = fmr.Config(
             strategy=strategy, run_dir=str(root / strategy), clients=6, cohort=3, rounds=4, eval_every=1,
-            local_epochs=1, devices=1, progress=False, model="mlp",
+            checkpoint_every=1, local_epochs=1, devices=1, progress=False, model="mlp",
         )  # fmt: skip
         return fmr.run(config).folder
 

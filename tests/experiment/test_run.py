@@ -27,7 +27,7 @@ from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import logs
+from fedjax_mr.experiment import experiment, logs
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
@@ -36,8 +36,9 @@ from fedjax_mr.experiment.report import summary_table
 from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
 
 SMALL = dict(
-    model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False
-)
+    model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False,
+    checkpoint_every=2,
+)  # fmt: skip
 FLAGS = [f"--{name}={value}" for name, value in SMALL.items() if name != "progress"]
 FLAGS.append("--noprogress")
 SUMMARY = [
@@ -145,6 +146,20 @@ def test_an_exception_in_any_call_loses_only_the_rounds_since_the_checkpoint(str
     equal(resumed.variables, straight.variables)
 
 
+def test_by_default_short_rounds_have_few_checkpoints(straight, monkeypatch, equal):
+    """The bits are the same, and a history of checkpoints is complete."""
+    config = fmr.Config(**SMALL | {"checkpoint_every": None}, run_dir="a")
+    rounds = lambda folder: Checkpoints(Path(folder, "checkpoints").absolute()).rounds()
+    result = fmr.run(config)
+    assert rounds("a") == [0, 6]
+    equal(result.variables, straight.variables)
+    fmr.run(dataclasses.replace(config, keep_checkpoints=3, run_dir="b"))
+    assert rounds("b") == [2, 4, 6]
+    monkeypatch.setattr(experiment, "SECONDS_PER_CHECKPOINT", 0)
+    fmr.run(dataclasses.replace(config, run_dir="c"))
+    assert rounds("c") == [4, 6]
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
     ordinary, drawn = RunLoop._advance, []
 
@@ -209,8 +224,8 @@ def test_resuming_a_finished_run_changes_nothing(straight, monkeypatch, capsys, 
 @pytest.mark.parametrize("name", ["a b", "a;b", "$(a)", "'[a]' \\"])
 def test_the_command_that_goes_on_can_be_pasted_into_a_shell(name):
     path = Path("runs", name)
-    experiment: Any = types.SimpleNamespace(config=fmr.Config(), folder=types.SimpleNamespace(path=path))
-    _, _, command = str(interrupted(experiment, "stopped", 2)).partition("go on with: ")
+    ended: Any = types.SimpleNamespace(config=fmr.Config(), folder=types.SimpleNamespace(path=path))
+    _, _, command = str(interrupted(ended, "stopped", 2)).partition("go on with: ")
     said = ["python", "-m", "fedjax_mr.main", f"--flagfile={path / 'run.flags'}", f"--run_dir={path}", "--resume"]
     assert shlex.split(command) == said
 
