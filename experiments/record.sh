@@ -6,6 +6,8 @@
 #
 # DIVISION is the authors' own partition at Dirichlet(0.1), data/cifar10_100_noniidCase5_beta0.1.json of
 # github.com/HMHelloWorld/FedMut. If omitted, its three runs are left out.
+# Variables name the files of natural clients; without them, their runs are left out: WRITERS=mnist_by_writer.npz
+# (exp/mnist_by_writer.flags), ROLES=FOLDER with LEAF's Shakespeare (exp/shakespeare.flags).
 # DATA_DIR holds cifar10/3.0.2 and cifar100/3.0.2 as TensorFlow Datasets writes them. The same command continues after an
 # interruption: it skips finished runs and resumes unfinished ones. Two such commands with the same FOLDER share the work,
 # one core each:
@@ -63,3 +65,17 @@ sweep cifar10 --flagfile=exp/cifar10.flags --strategies=moon --moon_mu=1 --seeds
 sweep resnet20 --flagfile=exp/cifar10.flags --model=resnet20 --rounds=200 --strategies=$three --fedmr_stage1_rounds=100 --seeds=0
 # 9. More seeds where they differ most
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedavg,fedmr --seeds=3:6 --alpha=0.1
+
+# 10. Equal tuning: six trials of each method on validation samples, the two best of them to the end, then two other seeds
+"${PYTHON:-python}" -m fedjax_mr.tune --flagfile=exp/cifar10.flags --data_dir="$data" --devices=1 --tune_dir="$folder/tuned" \
+  --strategies=fedavg,fedprox,scaffold,fedgamma,fedmr,fedcross,fedmut,feddyn --budget=6 --space=exp/record_space.flags \
+  --seeds=1,2 ${TUNE_FLAGS:-} || echo "tuned: code $?"
+# 11. Natural clients: writers with the FEMNIST CNN, roles with two LSTM layers and the training settings of FedMR's authors
+if [ -n "${WRITERS:-}" ]; then
+  sweep writers --flagfile=exp/mnist_by_writer.flags --dataset="$WRITERS" --strategies=$three --seeds=0:3
+fi
+if [ -n "${ROLES:-}" ]; then
+  data="$ROLES"
+  sweep roles --flagfile=exp/fedmr_authors.flags --dataset=shakespeare --model=lstm2 --partition=natural --clients=0 \
+    --cohort=10 --rounds=200 --strategies=$three --seeds=0:3
+fi
