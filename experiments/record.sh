@@ -68,7 +68,7 @@ sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedavg,fedmr --seeds=3:6
 
 # 10. Equal tuning: six trials of each method on validation samples, the two best of them to the end, then two other seeds
 "${PYTHON:-python}" -m fedjax_mr.tune --flagfile=exp/cifar10.flags --data_dir="$data" --devices=1 --tune_dir="$folder/tuned" \
-  --strategies=fedavg,fedprox,scaffold,fedgamma,fedmr,fedcross,fedmut,feddyn --budget=6 --space=exp/record_space.flags \
+  --strategies=fedavg,fedprox,scaffold,fedgamma,fedmr,fedcross,fedmut,feddyn --budget=6 --space=exp/record_space.txt \
   --seeds=1,2 ${TUNE_FLAGS:-} || echo "tuned: code $?"
 # 11. Natural clients: writers with the FEMNIST CNN, roles with two LSTM layers and the training settings of FedMR's authors
 if [ -n "${WRITERS:-}" ]; then

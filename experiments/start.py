@@ -24,7 +24,7 @@ PARTS = ("import", "data", "trace", "compile", "train", "checkpoints", "pictures
 def measure(*, rounds: int) -> list[dict[str, Any]]:
     """Measure the three rows."""
     with tempfile.TemporaryDirectory() as folder:
-        # Not JAX_COMPILATION_CACHE_DIR: with a folder of the user, JAX keeps only programs that take a second to compile.
+        # Not JAX_COMPILATION_CACHE_DIR: there JAX keeps only programs that take a second to compile.
         environment = os.environ | {"XDG_CACHE_HOME": f"{folder}/cache"}
         rows = []
         for start, seeds in (("empty cache", "0"), ("filled cache", "0,1")):

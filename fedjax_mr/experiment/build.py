@@ -18,9 +18,10 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
+from fedjax_mr.experiment.pretrained import start_from
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of
-from fedjax_mr.models import MODELS, Model, adapters, parts, start_from
+from fedjax_mr.models import MODELS, Model, adapters, parts
 from fedjax_mr.models.precision import with_precision
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.hyper import numbers_of

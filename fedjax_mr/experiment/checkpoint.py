@@ -278,6 +278,18 @@ def save_arrays(folder: Path, tree: Any) -> None:
     files.sync_tree(folder)
 
 
+def read_arrays(folder: Path) -> Any:
+    """Read what `save_arrays` has written: a tree of NumPy arrays.
+
+    Raises:
+      UserError: the folder is missing or damaged.
+    """
+    try:
+        return jax.tree.map(np.asarray, _orbax().restore(folder.absolute()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} cannot be read ({' '.join(str(error).split())[:120]})") from None
+
+
 def _require_readable(arrays: Path, saved: dict[str, Any]) -> None:
     """Check that orbax finds all arrays that it has written, before an older checkpoint is removed.
 

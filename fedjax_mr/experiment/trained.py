@@ -22,6 +22,7 @@ from fedjax_mr.experiment.checkpoint import save_arrays
 from fedjax_mr.models import Model, Variables, adapters, calls
 from fedjax_mr.models.nnx_module import NNXModule
 
+VARIABLES, NETWORK = "variables", "network.json"  # files of an exported network
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -104,7 +105,7 @@ class TrainedNetwork:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UserError(f"{folder} already exists and is not empty: choose a new folder")
             created = files.make_folder(folder)
-            save_arrays(folder / "variables", variables)
+            save_arrays(folder / VARIABLES, variables)
             for name, text in texts.items():
                 with files.atomic_write(folder / name) as path:
                     path.write_text(text, encoding="utf-8")
@@ -170,7 +171,7 @@ class TrainedNetwork:
         }
         fill = lambda text: functools.reduce(lambda text, word: text.replace(f"@{word}@", words[word]), words, text)
         return {
-            "network.json": json.dumps(content, indent=2) + "\n",
+            NETWORK: json.dumps(content, indent=2) + "\n",
             "example.py": fill(_example(of_nnx=of_nnx, tokens=samples.vocabulary > 0)),
             "README.md": fill(README),
         }

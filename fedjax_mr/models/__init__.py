@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.models import cnn, lstm, nnx_module, parts, pfedhr, pretrained, resnet, transformer, user_module, vgg
+from fedjax_mr.models import cnn, lstm, nnx_module, pfedhr, pretrained, resnet, transformer, user_module, vgg
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.registry import Registry
@@ -183,33 +182,6 @@ def build(
     return model
 
 
-def start_from(model: Model, folder: str, key: jax.Array) -> Variables:
-    """The variables of a network of `MODELS`: the pretrained ones in a folder, and a head at random.
-
-    Args:
-      model: the network, of which everything trains.
-      folder: the folder, see `ModelRow.pretrained`.
-      key: consumed.
-
-    Raises:
-      UserError: the network has no pretrained variables, they cannot be read, or have other shapes.
-    """
-    row = MODELS.get(model.name)
-    if row is None or row.pretrained is None:
-        able = ", ".join(name for name, each in MODELS.items() if each.pretrained is not None)
-        raise UserError(f"pretrained={folder}: {model.name} has no pretrained weights, only {able}; leave it out")
-    known, needed = row.pretrained(folder), parts.flat(model.shapes())
-    for path, leaf in parts.flat(known).items():
-        if path not in needed or needed[path].shape != leaf.shape:
-            shape = needed[path].shape if path in needed else "no such tensor"
-            raise UserError(
-                f"{folder} has {'/'.join(path[1:])} of shape {leaf.shape}, but {model.name} needs {shape} here: texts "
-                "must be numbered by the tokenizer of the network"
-            )
-    others = jax.jit(lambda key: parts.without(model.init(key), known))(key)
-    return parts.joined(known, jax.tree.map(np.asarray, others))
-
-
 def _network(name: str, **options: Any) -> Any:
     """The module of a row, built with the options that its function accepts; for NNX, a function of ``rngs``."""
     row = MODELS[name]
@@ -296,4 +268,4 @@ def _check_fit(model: Model, takes: str) -> None:
         raise UserError(f"images of {sample} are too small for {model.name}: {error}; use another model") from error
 
 
-__all__ = ["MODELS", "BlockNet", "Layer", "Model", "ModelRow", "Variables", "Zoo", "build", "of_module", "start_from"]
+__all__ = ["MODELS", "BlockNet", "Layer", "Model", "ModelRow", "Variables", "Zoo", "build", "of_module"]

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+import fedjax_mr as fmr
 from fedjax_mr import data, models
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.run import run
 from fedjax_mr.models.transformer import CausalTransformer
 
 SIZES = {"vocabulary": data.tokens.WORDS, "width": 4, "depth": 1, "heads": 2, "hidden": 4, "positions": 8}
@@ -50,7 +52,12 @@ def test_the_network_starts_from_the_folder():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "transformer_tiny"}, "transformer_tiny has no pretrained weights, only minilm, started"),
+        (
+            {"model": "transformer_tiny", "pretrained": "."},
+            "pretrained=. was not written by python -m fedjax_mr.export; of the folders from elsewhere, only those for "
+            "minilm, started are known, not for transformer_tiny",
+        ),
+        ({"model": "transformer_tiny", "pretrained": "nowhere"}, "pretrained=nowhere: there is no such folder"),
         ({"model": "started,transformer_tiny"}, "pretrained=folder needs a single network"),
         ({"pretrained": "narrow"}, "narrow has embedding/position of shape (8, 3), but started needs (8, 4) here"),
     ],
@@ -64,3 +71,36 @@ def test_refusals(changes, message):
 def test_variables_and_pretrained_exclude_each_other():
     with pytest.raises(UserError, match="exclude each other"):
         build_model(Config(model="started", pretrained="folder"), texts(), variables={"params": {}})
+
+
+@functools.cache
+def images(classes):
+    x, y = np.random.default_rng(0).uniform(size=(40, 4, 4, 1)).astype(np.float32), np.arange(40) % classes
+    return data.from_arrays(x, y, num_classes=classes)
+
+
+def test_a_run_starts_from_an_exported_network(tmp_path, equal):
+    """With the same classes everything is equal, with other ones everything but the classifier."""
+    short = {"model": "mlp", "rounds": 1, "clients": 4, "cohort": 2, "devices": 1, "progress": False}
+    config = Config(**short, strategy="fedavg", run_dir=str(tmp_path / "base"))
+    base = run(config, dataset=images(4), record=False).variables
+    with pytest.raises(
+        UserError, match=r"base is a run folder: pass what python -m fedjax_mr.export \S+ NEW writes into NEW"
+    ):
+        build_model(Config(model="mlp", pretrained=str(tmp_path / "base")), images(4))
+    folder = fmr.load(tmp_path / "base", dataset=images(4)).export(tmp_path / "exported")
+    start = {
+        classes: build_model(Config(model="mlp", pretrained=str(folder)), images(classes)).init(jax.random.key(1))
+        for classes in (4, 3)
+    }
+    equal(start[4], base)
+    new = start[3]["params"].pop("classifier")
+    equal(start[3]["params"], {name: base["params"][name] for name in start[3]["params"]})
+    assert new["dense"]["kernel"].shape[-1] == 3
+    with pytest.raises(UserError, match=r"has \S+ of shape \S+ \d+\), but cnn_digits needs .* here$"):
+        build_model(Config(model="cnn_digits", pretrained=str(folder)), images(4))
+    adapted = Config(**short, strategy="fedmr", adapter="lora", pretrained=str(folder), run_dir=str(tmp_path / "next"))
+    assert run(adapted, dataset=images(3), record=False).summary["rounds"] == 1
+    (folder / "variables").rename(folder / "others")
+    with pytest.raises(UserError, match="exported/variables cannot be read"):
+        build_model(Config(model="mlp", pretrained=str(folder)), images(4))

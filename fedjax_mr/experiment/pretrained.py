@@ -1,0 +1,76 @@
+"""The start of a network from the weights in a folder (``--pretrained``)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from fedjax_mr.data import files
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import read_arrays
+from fedjax_mr.experiment.trained import NETWORK, VARIABLES
+from fedjax_mr.models import MODELS, Model, Variables, parts
+
+EXPORT = "python -m fedjax_mr.export"
+
+
+def start_from(model: Model, folder: str, key: jax.Array) -> Variables:
+    """The variables of a network that starts from those in a folder. A classifier for other classes is at random.
+
+    Args:
+      model: the network, of which everything trains.
+      folder: an exported network, or what `models.ModelRow.pretrained` of the network reads.
+      key: consumed.
+
+    Raises:
+      UserError: the variables cannot be read, or are those of another network.
+    """
+    needed = parts.flat(model.shapes())
+    known = _exported(folder, needed) if is_exported(folder) else _from_elsewhere(folder, model.name)
+    for path, leaf in parts.flat(known).items():
+        if path not in needed or needed[path].shape != leaf.shape:
+            name, shape = parts.path_name(path), needed[path].shape if path in needed else "no such tensor"
+            of_texts = np.issubdtype(model.input_dtype, np.integer)
+            words = ": texts must be numbered as for that network" if of_texts else ""
+            raise UserError(f"{folder} has {name} of shape {leaf.shape}, but {model.name} needs {shape} here{words}")
+    others = jax.jit(lambda key: parts.without(model.init(key), known))(key)
+    return parts.joined(known, jax.tree.map(np.asarray, others))
+
+
+def is_exported(folder: str) -> bool:
+    """Whether a folder was written by ``python -m fedjax_mr.export``."""
+    return (Path(folder) / NETWORK).is_file()
+
+
+def _exported(folder: str, needed: Mapping[tuple, Any]) -> Variables:
+    """An exported network, without what has one column per class if the network here has other classes."""
+    path = Path(folder)
+    try:
+        classes = int(files.parse_json(files.read_text(path / NETWORK))["num_classes"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path / NETWORK} is damaged: export the network again") from None
+
+    def of_other_classes(path: tuple, leaf: np.ndarray) -> bool:
+        there, here = leaf.shape, needed[path].shape if path in needed else leaf.shape
+        return there != here and there[:-1] == here[:-1] and there[-1] == classes
+
+    leaves = parts.flat(read_arrays(path / VARIABLES)).items()
+    return unflatten_dict({path: leaf for path, leaf in leaves if not of_other_classes(path, leaf)})
+
+
+def _from_elsewhere(folder: str, network: str) -> Variables:
+    row = MODELS.get(network)
+    if row is not None and row.pretrained is not None:
+        return row.pretrained(folder)
+    if not Path(folder).is_dir():
+        raise UserError(f"pretrained={folder}: there is no such folder")
+    if (Path(folder) / "run.flags").exists():
+        raise UserError(f"pretrained={folder} is a run folder: pass what {EXPORT} {folder} NEW writes into NEW")
+    able = ", ".join(name for name, each in MODELS.items() if each.pretrained is not None)
+    raise UserError(
+        f"pretrained={folder} was not written by {EXPORT}; of the folders from elsewhere, only those for {able} are "
+        f"known, not for {network}"
+    )
