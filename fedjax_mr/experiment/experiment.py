@@ -34,6 +34,7 @@ from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
 from fedjax_mr.experiment.rows import best_row, without_better_loss
+from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.models import Model, Variables, parts
 
 SECONDS_PER_CHECKPOINT = 2.0  # of training; writing a checkpoint takes 0.03 seconds and more
@@ -54,6 +55,7 @@ class Result:
       model: the network.
       variables: the deployed model, or None if the strategy has none.
       state: the server's state.
+      samples: shape, type and normalisation of the samples.
       writes: whether this process wrote the folder. Of several processes, only the first does.
     """
 
@@ -63,7 +65,21 @@ class Result:
     model: Model = dataclasses.field(repr=False)
     variables: Any = dataclasses.field(repr=False)
     state: Any = dataclasses.field(repr=False)
+    samples: Facts = dataclasses.field(repr=False)
     writes: bool = True
+
+    @property
+    def deployed(self) -> TrainedNetwork:
+        """The deployed model. Raises a UserError if the strategy has none."""
+        name = self.summary["strategy"]
+        if self.variables is None:
+            raise UserError(f"{name} deploys no model: fmr.load({str(self.folder)!r}).personal(client) is a client's")
+        origin = {"strategy": name, "round": self.summary["rounds"], "client": None}
+        return TrainedNetwork.of(self.model, self.variables, self.samples, **origin)
+
+    def predict(self, x: Any) -> np.ndarray:
+        """Class probabilities [B, C] of the deployed model for samples [B, ...]; see `TrainedNetwork.predict`."""
+        return self.deployed.predict(x)
 
 
 class Experiment:
@@ -367,7 +383,8 @@ class Experiment:
         variables = self.rounds.deployed(progress)
         summary = self.ended_before or self._conclude(progress, done, variables)
         rows, path = self.folder.rows(), self.folder.path
-        return Result(summary, rows, path, self.model, variables, progress.server, writes=self.folder.writes)
+        facts = Facts.of(self.federated.dataset)
+        return Result(summary, rows, path, self.model, variables, progress.server, facts, writes=self.folder.writes)
 
     def _conclude(self, progress: Progress, done: int, variables: Variables | None) -> dict[str, Any]:
         """Run the final tests, write the summary and the figures, and return the summary."""

@@ -290,10 +290,8 @@ class SavedRun:
         return personal(progress.server, memory)
 
     def _trained(self, variables: Variables, *, client: int | None = None) -> TrainedNetwork:
-        number = int(self.model.architecture(variables))
-        unpacked = jax.tree.map(np.asarray, self.model.unpack(variables, number))
         origin = {"strategy": self.config.strategy, "round": self.round, "client": client}
-        return TrainedNetwork(self.model.networks[number], unpacked, self.samples, origin)
+        return TrainedNetwork.of(self.model, variables, self.samples, **origin)
 
 
 class _NeedsSamplesError(Exception):

@@ -42,6 +42,13 @@ class TrainedNetwork:
     samples: Facts
     origin: dict[str, Any]
 
+    @classmethod
+    def of(cls, model: Model, variables: Variables, samples: Facts, **origin: Any) -> "TrainedNetwork":
+        """A trained network. Of a `Zoo`, the one that the variables belong to."""
+        number = int(model.architecture(variables))
+        unpacked = jax.tree.map(np.asarray, model.unpack(variables, number))
+        return cls(model.networks[number], unpacked, samples, origin)
+
     @property
     def module(self) -> Any:
         """The Flax module with its variables, for normalised samples.

@@ -105,6 +105,7 @@ def test_a_loaded_run_predicts_what_was_tested(straight, equal):
     test = digits.load(DataRequest("digits"))
     assert (saved.predict(test.test_x).argmax(axis=1) == test.test_y).mean() == straight.summary["accuracy_last"]
     equal(saved.variables, straight.variables)
+    np.testing.assert_array_equal(straight.predict(test.test_x[:5]), saved.predict(test.test_x[:5]))
     assert (saved.summary["rounds"], saved.rows, saved.config.lr) == (6, straight.rows, 0.05)
     for function, message in (
         (lambda: fmr.load("nowhere"), "nowhere is not a run folder"),
@@ -349,6 +350,8 @@ def test_held_out_clients_without_a_deployed_model_are_named(strategy, capsys):
     result = fmr.run(config)
     shown = capsys.readouterr().err
     assert f"the 2 clients that never train are not tested: {strategy} deploys no model" in shown
+    with pytest.raises(UserError, match=rf"{strategy} deploys no model: fmr.load\('a'\).personal\(client\) is a client's"):
+        result.predict(np.zeros((1, 8, 8, 1), np.float32))
     assert "holdout_accuracy" not in result.summary and 0 < result.summary["personal_accuracy"] < 1
 
 
