@@ -93,6 +93,19 @@ class RunFolder:
         if resumed and (path / "metrics.jsonl").exists():
             self._set_rows(read_rows(path))
 
+    @staticmethod
+    def look(config: Config) -> None:
+        """Refuse a ``run_dir`` that `open` would refuse, as far as that is known before the samples are loaded.
+
+        Raises:
+          UserError: there is nothing to resume, or the folder is not empty.
+        """
+        path = Path(config.run_dir or "")
+        if config.run_dir is not None and config.resume:
+            _require_checkpoint(path)
+        elif config.run_dir is not None and path.is_dir():
+            _require_empty(path, config)
+
     @classmethod
     def open(cls, config: Config) -> "RunFolder":
         """Choose the folder of a run: a new one, one to empty (``overwrite``), or one to resume (``resume``).
@@ -446,14 +459,16 @@ def _from_run_dir(config: Config, created: list[Path]) -> Path:
     """Create ``run_dir`` if necessary; it must be empty, or contain a run that may be overwritten."""
     path = Path(config.run_dir or "")
     created += files.make_folder(path)
-    names = _visible_names(path)
-    if not names:
-        return path
-    if not config.overwrite:
-        raise UserError(f"{path} is not empty: resume=True continues the run in it, overwrite=True replaces it")
-    if "run.flags" not in names and not is_leftover(path):
-        raise UserError(f"{path} does not look like a run folder (no run.flags), so it is not overwritten")
+    _require_empty(path, config)
     return path
+
+
+def _require_empty(path: Path, config: Config) -> None:
+    names = _visible_names(path)
+    if names and not config.overwrite:
+        raise UserError(f"{path} is not empty: resume=True continues the run in it, overwrite=True replaces it")
+    if names and "run.flags" not in names and not is_leftover(path):
+        raise UserError(f"{path} does not look like a run folder (no run.flags), so it is not overwritten")
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
@@ -466,8 +481,6 @@ def _to_resume(config: Config) -> Path:
     """The folder to resume: ``run_dir``, or the newest run of the same configuration in `RUNS`. It has a checkpoint."""
     if config.run_dir is not None:
         path = Path(config.run_dir)
-        if not path.is_dir():
-            raise UserError(f"cannot resume: there is no folder {path}; omit --resume to start a new run")
     else:
         digest, pattern = configuration.digest(config), f"{_stem(config)}*"
         runs = runs_by_settings(RUNS, pattern).get(digest) or []
@@ -475,9 +488,7 @@ def _to_resume(config: Config) -> Path:
         if not runs:
             raise UserError(f"cannot resume: no run of this configuration in {RUNS}/; set --run_dir to its folder")
         path = next(filter(_has_checkpoint, reversed(runs)), runs[-1])  # a run without one has nothing to resume
-    if not _has_checkpoint(path):
-        remedy = "start it anew with --overwrite" if (path / "config.json").exists() else "is it a run folder?"
-        raise UserError(f"cannot resume: {path} has no checkpoint; {remedy}")
+    _require_checkpoint(path)
     saved = configuration.load(path)
     if imports.hashes(config.imports) != imports.hashes(saved.imports):
         raise UserError(
@@ -495,6 +506,14 @@ def _to_resume(config: Config) -> Path:
     if different:
         raise UserError(f"cannot resume {path}, which was trained with other settings: {'; '.join(different)}")
     return path
+
+
+def _require_checkpoint(path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(f"cannot resume: there is no folder {path}; omit --resume to start a new run")
+    if not _has_checkpoint(path):
+        remedy = "start it anew with --overwrite" if (path / "config.json").exists() else "is it a run folder?"
+        raise UserError(f"cannot resume: {path} has no checkpoint; {remedy}")
 
 
 def _has_checkpoint(path: Path) -> bool:

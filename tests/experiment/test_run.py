@@ -469,6 +469,21 @@ def test_a_run_whose_first_checkpoint_fails_leaves_nothing(monkeypatch):
         assert [path.name for path in Path().rglob("*")] == ["mine"]
 
 
+def test_a_folder_is_refused_before_the_samples_are_loaded(monkeypatch):
+    monkeypatch.setattr(running, "federated_data", lambda *a, **k: pytest.fail("loaded"))
+    Path("full").mkdir()
+    Path("full/mine.txt").touch()
+    for settings, message in (
+        ({"run_dir": "absent", "resume": True}, "there is no folder absent"),
+        ({"run_dir": "full", "resume": True}, "full has no checkpoint; is it a run folder?"),
+        ({"run_dir": "full"}, "full is not empty"),
+        ({"run_dir": "full", "overwrite": True}, "full does not look like a run folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fmr.run(fmr.Config(**SMALL, **settings))
+    assert [path.name for path in Path().rglob("*")] == ["full", "mine.txt"]
+
+
 def test_bad_resumes_are_one_line(straight, capsys):
     config = [*FLAGS, "--run_dir=a"]
     assert command.main(config) == 0
