@@ -6,7 +6,7 @@ from fedjax_mr import data
 from fedjax_mr.data import Dataset, FederatedData, divide
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.pretrained import is_exported
+from fedjax_mr.experiment.pretrained import tokenizer_of
 
 
 def federated_data(config: Config, *, dataset: Dataset | None = None) -> FederatedData:
@@ -20,13 +20,11 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
       UserError: as in `data.load` and `data.federate`, or K is more than N.
     """
     seed = config.seed if config.partition_seed is None else config.partition_seed
-    start = config.pretrained
-    own_tokenizer = start is not None and not is_exported(start)
     load = functools.partial(
         data.load,
         data_dir=config.data_dir,
         offline=config.offline,
-        tokenizer=start if own_tokenizer else None,
+        tokenizer=tokenizer_of(config.pretrained),
         text_length=config.text_length,
     )
     dataset = load(config.dataset, label_mode=config.label_mode) if dataset is None else dataset.check()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from fedjax_mr.data import files
+from fedjax_mr.data import files, tokens
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import read_arrays
 from fedjax_mr.experiment.trained import NETWORK, VARIABLES
@@ -29,19 +29,28 @@ def start_from(model: Model, folder: str, key: jax.Array) -> Variables:
       UserError: the variables cannot be read, or are those of another network.
     """
     needed = parts.flat(model.shapes())
-    known = _exported(folder, needed) if is_exported(folder) else _from_elsewhere(folder, model.name)
+    known = _exported(folder, needed) if _is_exported(folder) else _from_elsewhere(folder, model.name)
     for path, leaf in parts.flat(known).items():
         if path not in needed or needed[path].shape != leaf.shape:
             name, shape = parts.path_name(path), needed[path].shape if path in needed else "no such tensor"
             of_texts = np.issubdtype(model.input_dtype, np.integer)
-            words = ": texts must be numbered as for that network" if of_texts else ""
+            words = f": texts must be numbered as for that network, by its {tokens.TOKENIZER} there" if of_texts else ""
             raise UserError(f"{folder} has {name} of shape {leaf.shape}, but {model.name} needs {shape} here{words}")
     others = jax.jit(lambda key: parts.without(model.init(key), known))(key)
     return parts.joined(known, jax.tree.map(np.asarray, others))
 
 
-def is_exported(folder: str) -> bool:
-    """Whether a folder was written by ``python -m fedjax_mr.export``."""
+def tokenizer_of(folder: str | None) -> str | None:
+    """The folder if its tokenizer numbers the words of texts; None if hashes do.
+
+    An exported network has no tokenizer, unless the user has copied that of its texts into the folder.
+    """
+    if folder is None or (_is_exported(folder) and not (Path(folder) / tokens.TOKENIZER).is_file()):
+        return None
+    return folder
+
+
+def _is_exported(folder: str) -> bool:
     return (Path(folder) / NETWORK).is_file()
 
 

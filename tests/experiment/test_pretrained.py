@@ -11,6 +11,7 @@ from fedjax_mr import data, models
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.pretrained import tokenizer_of
 from fedjax_mr.experiment.run import run
 from fedjax_mr.models.transformer import CausalTransformer
 
@@ -94,6 +95,9 @@ def test_a_run_starts_from_an_exported_network(tmp_path, equal):
         for classes in (4, 3)
     }
     equal(start[4], base)
+    assert tokenizer_of(None) is None and tokenizer_of("elsewhere") == "elsewhere" and tokenizer_of(str(folder)) is None
+    (folder / "tokenizer.json").touch()
+    assert tokenizer_of(str(folder)) == str(folder)
     new = start[3]["params"].pop("classifier")
     equal(start[3]["params"], {name: base["params"][name] for name in start[3]["params"]})
     assert new["dense"]["kernel"].shape[-1] == 3
