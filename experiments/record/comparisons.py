@@ -5,8 +5,9 @@ mean over the seeds, the papers' numbers, and a verdict; another table has all m
 """
 
 import collections
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,13 +38,17 @@ OTHERS = (
         "fedntd", "fedgamma", "fedlc",
     )),
     ("--strategy=scaffold", "--scaffold_variant=authors"),
+    ("--strategy=fedasam", "--fedasam_rho=0.1", "--fedasam_eta=0"),
     ("--strategy=fedexp", "--fedexp_variant=authors", "--fedexp_epsilon=0.1"),
+    ("--strategy=moon", "--moon_mu=1"),
     *((f"--strategy={method}", f"--server_optimizer={optimizer}")
       for method in ("fedavg", "fedcross") for optimizer in ("momentum", "adam", "yogi", "adagrad")),
     ("--strategy=fedcross", "--server_optimizer=momentum", "--server_lr=1"),
 )  # fmt: skip
-# The papers' values of these methods are of variant=authors, so variant=paper neither replicates nor refutes them.
-TWO_FORMS = ("scaffold", "fedexp")
+# The papers' values of these methods belong to another form than the default one, which neither replicates nor refutes
+# them.
+PAPERS_RAN = {"scaffold": "variant=authors", "fedexp": "variant=authors", "fedasam": "rho=0.1, eta=0"}
+OWN_PAPER = ", as in its paper"
 # The papers state no number of rounds. With the most different clients, accuracies still rise after those of the flag
 # file.
 LONG_SETTING, LONG_ROUNDS = ("CIFAR-10", "Dirichlet(0.1)"), 1000
@@ -120,7 +125,7 @@ class Record(NamedTuple):
         def cell(data: str, division: str, *method: str) -> Comparison:
             config = configuration.parse([f"--flagfile={folder / FLAGS[data]}", *DIVISIONS[division], *method])
             runs, numbers = kept.of(config), papers.lookup_all(config, published)
-            return Comparison(_name(config), data, division, by_seed(runs), runs, numbers)
+            return Comparison(_name(config, method), data, division, by_seed(runs), runs, numbers)
 
         cells = {
             (method, data, division): cell(data, division, f"--strategy={method}")
@@ -143,18 +148,19 @@ class Record(NamedTuple):
         }
 
 
-def _name(config: Config) -> str:
-    """The title of a method, with its variant if the papers ran another one, and the learning rate of its server."""
-    facts = titles.facts(config)
-    name, variant = titles.method(facts), facts.get(f"{config.strategy}_variant")
-    if variant == "authors" or config.strategy in TWO_FORMS:
-        name += f", variant={variant}"
-    return name if config.server_lr is None else f"{name}, server_lr={config.server_lr:g}"
+def _name(config: Config, flags: Sequence[str]) -> str:
+    """The title of a method with the settings of ``flags``; the default form is named if the papers ran another one."""
+    prefix = re.compile(rf"--({config.strategy}_)?(?=\w+=)")
+    settings = [prefix.sub("", flag) for flag in flags if not flag.startswith(("--strategy=", "--server_optimizer="))]
+    settings = [each for each in settings if not each.startswith("rounds=")]
+    name = ", ".join([titles.method(titles.facts(config)), *settings])
+    return f"{name}{OWN_PAPER}" if config.strategy in PAPERS_RAN and not settings else name
 
 
-def _is_other_form(cell: Comparison) -> bool:
-    """Whether the papers' values belong to another variant of the method."""
-    return cell.method in [f"{_title(method)}, variant=paper" for method in TWO_FORMS]
+def _papers_ran(cell: Comparison) -> str | None:
+    """The form of the method to which the papers' values belong, if it is another one than that of the cell."""
+    forms = {f"{_title(method)}{OWN_PAPER}": form for method, form in PAPERS_RAN.items()}
+    return forms.get(cell.method)
 
 
 def _title(method: str) -> str:
@@ -240,7 +246,8 @@ def setting_table(record: Record) -> str:
     for cell in sorted([*main, *record.others], key=lambda cell: -(cell.own.mean or 0.0)):
         lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
         bytes = f"{_bytes(cell) / _bytes(fedavg):.1f}" if cell.by_seed and fedavg.by_seed else ""
-        outcome = "papers ran variant=authors" if _is_other_form(cell) else _outcome(cell)
+        other = _papers_ran(cell)
+        outcome = f"papers ran {other}" if other else _outcome(cell)
         rows.append([cell.method, _own(cell), _papers(cell), outcome, str(lead or ""), bytes])
     head = ["method", "ours", "papers", "verdict", "points above FedAvg, seeds in common", "bytes, times FedAvg's"]
     return tables.markdown([head, *rows])

@@ -205,7 +205,7 @@ def test_all_methods_of_a_setting_stand_beside_fedavg(folder):
     _, _, _, scaffold, first, fedavg, second, released, *rest, _ = page.read_text().splitlines()
     assert fedavg == "| FedAvg | 50.0 (n = 1) | 54.4, 52.8 | **lower** |  | 1.0 |"
     ran = "papers ran variant=authors"  # so a number of the other form gets no verdict
-    assert scaffold == f"| SCAFFOLD, variant=paper | 60.0 (n = 1) | 54.5 | {ran} | +10.0, n = 1 | 1.5 |"
+    assert scaffold == f"| SCAFFOLD, as in its paper | 60.0 (n = 1) | 54.5 | {ran} | +10.0, n = 1 | 1.5 |"
     assert released == "| SCAFFOLD, variant=authors | 44.0 (n = 1) | 54.5 | **lower** | -6.0, n = 1 | 1.5 |"
     assert first == "| FedProx | 54.0 (n = 1) | 54.3, 53.6 | **replicates** | +4.0, n = 1 | 1.0 |"
     assert second == "| FedAdam | 45.0 (n = 1) |  |  | -5.0, n = 1 | 1.0 |"
