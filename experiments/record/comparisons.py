@@ -151,8 +151,8 @@ class Record(NamedTuple):
 def _name(config: Config, flags: Sequence[str]) -> str:
     """The title of a method with the settings of ``flags``; the default form is named if the papers ran another one."""
     prefix = re.compile(rf"--({config.strategy}_)?(?=\w+=)")
-    settings = [prefix.sub("", flag) for flag in flags if not flag.startswith(("--strategy=", "--server_optimizer="))]
-    settings = [each for each in settings if not each.startswith("rounds=")]
+    elsewhere = ("--strategy=", "--server_optimizer=", "--rounds=")  # in the title, or above the table
+    settings = [prefix.sub("", flag) for flag in flags if not flag.startswith(elsewhere)]
     name = ", ".join([titles.method(titles.facts(config)), *settings])
     return f"{name}{OWN_PAPER}" if config.strategy in PAPERS_RAN and not settings else name
 

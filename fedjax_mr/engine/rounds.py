@@ -388,8 +388,9 @@ class Rounds:
 
     def _call_clients(self, round: jax.Array, rows: ClientRow, samples: CohortSamples | None) -> Any:
         shared = (self.constants, jax.device_put(round, self.axis.replicated))
-        rows = jax.device_get(rows)  # no copy on CPUs; a direct way would compile a slice for every shape
-        rows = jax.device_put(rows, self.axis.sharded)._replace(samples=samples)
+        if not self.axis.fused:  # between CPU devices: the direct way compiles a slice for every shape
+            rows = jax.device_get(rows)  # no copy on CPUs
+        rows = jax.device_put(rows, self.axis.sharded, donate=True)._replace(samples=samples)
         with self._stopwatch.side("clients") as results:
             trained = self.programs.call("clients", self.train_all(), shared, rows, donate=(1,))
             results.append(trained)

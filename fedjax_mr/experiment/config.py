@@ -138,10 +138,10 @@ class Config:
         "that holds runs of --strategy=local with each network and the same clients, for all seeds",
         path=True, source="FedMe")
     pretrained: str | None = _model(
-        None, "Folder with the weights from which the network starts: a network of python -m fedjax_mr.export, whose "
-        "classifier is at random if the number of classes differs; or for minilm config.json, model.safetensors and "
-        "tokenizer.json, which numbers the words of texts. If omitted, the network starts at random, and the numbers "
-        "of words are hashes", path=True)
+        None, "Folder with the weights from which the network starts: written by python -m fedjax_mr.export (its "
+        "classifier is not used if the number of classes differs), or for minilm with config.json, model.safetensors "
+        "and tokenizer.json, which numbers the words of texts. If omitted, the network starts at random, and the "
+        "numbers of words are hashes", path=True)
     init: str = _model(
         "torch", "Initialisation of the network: as in PyTorch or in the network's source (torch), or Flax's defaults "
         "(flax)", choices=("torch", "flax"), source="the FedMR authors' code")

@@ -73,7 +73,8 @@ class Result:
         """The deployed model. Raises a UserError if the strategy has none."""
         name = self.summary["strategy"]
         if self.variables is None:
-            raise UserError(f"{name} deploys no model: fmr.load({str(self.folder)!r}).personal(client) is a client's")
+            remedy = f"fmr.load({str(self.folder)!r}).personal(client) is the model of a client"
+            raise UserError(f"{name} deploys no model: {remedy}")
         origin = {"strategy": name, "round": self.summary["rounds"], "client": None}
         return TrainedNetwork.of(self.model, self.variables, self.samples, **origin)
 

@@ -94,16 +94,18 @@ class RunFolder:
             self._set_rows(read_rows(path))
 
     @staticmethod
-    def look(config: Config) -> None:
+    def check(config: Config) -> None:
         """Refuse a ``run_dir`` that `open` would refuse, as far as that is known before the samples are loaded.
 
         Raises:
           UserError: there is nothing to resume, or the folder is not empty.
         """
-        path = Path(config.run_dir or "")
-        if config.run_dir is not None and config.resume:
+        if config.run_dir is None:
+            return
+        path = Path(config.run_dir)
+        if config.resume:
             _require_checkpoint(path)
-        elif config.run_dir is not None and path.is_dir():
+        elif path.is_dir():
             _require_empty(path, config)
 
     @classmethod

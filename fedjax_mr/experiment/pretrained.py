@@ -34,7 +34,7 @@ def start_from(model: Model, folder: str, key: jax.Array) -> Variables:
         if path not in needed or needed[path].shape != leaf.shape:
             name, shape = parts.path_name(path), needed[path].shape if path in needed else "no such tensor"
             of_texts = np.issubdtype(model.input_dtype, np.integer)
-            words = f": texts must be numbered as for that network, by its {tokens.TOKENIZER} there" if of_texts else ""
+            words = f": number the texts by the {tokens.TOKENIZER} of that network" if of_texts else ""
             raise UserError(f"{folder} has {name} of shape {leaf.shape}, but {model.name} needs {shape} here{words}")
     others = jax.jit(lambda key: parts.without(model.init(key), known))(key)
     return parts.joined(known, jax.tree.map(np.asarray, others))
@@ -62,12 +62,12 @@ def _exported(folder: str, needed: Mapping[tuple, Any]) -> Variables:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path / NETWORK} is damaged: export the network again") from None
 
-    def of_other_classes(path: tuple, leaf: np.ndarray) -> bool:
-        there, here = leaf.shape, needed[path].shape if path in needed else leaf.shape
-        return there != here and there[:-1] == here[:-1] and there[-1] == classes
+    def of_other_classes(name: tuple, leaf: np.ndarray) -> bool:
+        there, here = leaf.shape, needed[name].shape if name in needed else leaf.shape
+        return there != here and there[:-1] == here[:-1] and there[-1:] == (classes,)
 
     leaves = parts.flat(read_arrays(path / VARIABLES)).items()
-    return unflatten_dict({path: leaf for path, leaf in leaves if not of_other_classes(path, leaf)})
+    return unflatten_dict({name: leaf for name, leaf in leaves if not of_other_classes(name, leaf)})
 
 
 def _from_elsewhere(folder: str, network: str) -> Variables:
@@ -77,7 +77,7 @@ def _from_elsewhere(folder: str, network: str) -> Variables:
     if not Path(folder).is_dir():
         raise UserError(f"pretrained={folder}: there is no such folder")
     if (Path(folder) / "run.flags").exists():
-        raise UserError(f"pretrained={folder} is a run folder: pass what {EXPORT} {folder} NEW writes into NEW")
+        raise UserError(f"pretrained={folder} is a run folder: run {EXPORT} {folder} NEW and pass NEW")
     able = ", ".join(name for name, each in MODELS.items() if each.pretrained is not None)
     raise UserError(
         f"pretrained={folder} was not written by {EXPORT}; of the folders from elsewhere, only those for {able} are "

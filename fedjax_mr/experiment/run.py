@@ -99,7 +99,7 @@ def run(
         join_timeout=config.join_timeout,
     )
     set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
-    processes.on_first(lambda: RunFolder.look(config))  # before the samples are loaded, which may take a minute
+    processes.on_first(lambda: RunFolder.check(config))  # before the samples are loaded, which may take a minute
     federated = processes.together(lambda: federated_data(config, dataset=user_objects.dataset))
     config, network = processes.together(lambda: user_objects.build(config, federated))
     config, found = guarantee.complete(config, federated, network)

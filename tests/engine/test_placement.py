@@ -71,3 +71,12 @@ def test_cpu_devices_share_the_constants(engine):
     rounds = engine("fedmr", "linear", devices=2)
     for leaf in (rounds.constants.federation.index, rounds.constants.problem.label_counts):
         assert len({shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}) == 1
+
+
+def test_rows_of_one_device_stay_on_it(engine, monkeypatch):
+    """Only between several CPU devices they go by way of the host. Of memory on the host, one device reads its part."""
+    rounds = engine("scaffold", "linear", devices=1, lanes=1, memory_on_host=True)
+    progress, fetched, ordinary = rounds.init(), [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(type(tree).__name__) or ordinary(tree))
+    rounds.run(progress, 1)
+    assert "ClientRow" not in fetched

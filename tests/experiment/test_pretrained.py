@@ -85,9 +85,7 @@ def test_a_run_starts_from_an_exported_network(tmp_path, equal):
     short = {"model": "mlp", "rounds": 1, "clients": 4, "cohort": 2, "devices": 1, "progress": False}
     config = Config(**short, strategy="fedavg", run_dir=str(tmp_path / "base"))
     base = run(config, dataset=images(4), record=False).variables
-    with pytest.raises(
-        UserError, match=r"base is a run folder: pass what python -m fedjax_mr.export \S+ NEW writes into NEW"
-    ):
+    with pytest.raises(UserError, match=r"base is a run folder: run python -m fedjax_mr.export \S+ NEW and pass NEW"):
         build_model(Config(model="mlp", pretrained=str(tmp_path / "base")), images(4))
     folder = fmr.load(tmp_path / "base", dataset=images(4)).export(tmp_path / "exported")
     start = {
