@@ -102,6 +102,9 @@ _OURS: dict[str, ModelRow] = {
         for i in range(1, 5)
     },
     "vit_tiny": ModelRow(transformer.ViT, CIFAR, 10, "FedTP's code (ViT on CIFAR); the depth is ours"),
+    "vit_tiny_patch8": ModelRow(
+        functools.partial(transformer.ViT, patch=8), CIFAR, 10, "this project, vit_tiny with a quarter of the patches"
+    ),
     "transformer_tiny": ModelRow(
         transformer.CausalTransformer, TEXT, 80, "FedTP's code (Transformer on Shakespeare), made causal", np.int32
     ),
