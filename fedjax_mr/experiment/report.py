@@ -100,7 +100,7 @@ class ProgressBar:
             smoothing=0,
             mininterval=0.2 if sys.stderr is not None and sys.stderr.isatty() else 5.0,  # a log file needs fewer lines
             bar_format="round {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix}",
-            postfix="compiling",
+            postfix="compiling, then the first rounds",
         )
 
     def update(self, done: int, *, seconds: float, images_per_second: float, row: MetricsRow | None = None) -> None:

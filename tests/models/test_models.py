@@ -55,6 +55,7 @@ SIZES = [
     ("lstm3", TEXT, 90, 1_348_906),
     ("lstm4", TEXT, 90, 1_875_242),
     ("vit_tiny", CIFAR, 10, 1_997_706),
+    ("vit_tiny_patch8", CIFAR, 10, 2_009_994),
     ("transformer_tiny", TEXT, 80, 302_160),
     ("minilm", (48,), 2, 22_566_146),
     ("pfedhr_m1", CIFAR, 10, 97_384),

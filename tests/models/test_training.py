@@ -21,7 +21,7 @@ from fedjax_mr.strategies.hyper import bind
 CONVOLUTIONAL = [
     name
     for name, row in models.MODELS.items()
-    if len(row.input_shape) == 3 and name not in ("mlp", "logistic", "vit_tiny")
+    if len(row.input_shape) == 3 and not name.startswith(("mlp", "logistic", "vit"))
 ]
 QUICK = ("lenet5",)
 THIN = {"width": 4, "heads": 2, "hidden": 16}
