@@ -66,10 +66,15 @@ sweep resnet20 --flagfile=exp/cifar10.flags --model=resnet20 --rounds=200 --stra
 # 9. More seeds where they differ most
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedavg,fedmr --seeds=3:6 --alpha=0.1
 
-# 10. Equal tuning: six trials of each method on validation samples, the two best of them to the end, then two other seeds
+# 10. Equal tuning: six trials of 100 rounds for each method, the best on validation samples for two other seeds, and
+#     these runs on to round 500
 "${PYTHON:-python}" -m fedjax_mr.tune --flagfile=exp/cifar10.flags --data_dir="$data" --devices=1 --tune_dir="$folder/tuned" \
-  --strategies=fedavg,fedprox,scaffold,fedgamma,fedmr,fedcross,fedmut,feddyn --budget=6 --space=exp/record_space.txt \
-  --seeds=1,2 ${TUNE_FLAGS:-} || echo "tuned: code $?"
+  --strategies=fedavg,fedprox,scaffold,fedgamma,fedmr,fedcross,fedmut,feddyn --rounds=100 --budget=6 --eta=1 \
+  --space=exp/record_space.txt --seeds=1,2 ${TUNE_FLAGS:-} || echo "tuned: code $?"
+for run in "$folder"/tuned/tests/*/; do
+  [ ! -f "$run/run.flags" ] || "${PYTHON:-python}" -m fedjax_mr.main --flagfile="$run/run.flags" --run_dir="$run" --rounds=500 --resume \
+    || echo "$run: code $?"
+done
 # 11. Natural clients: writers with the FEMNIST CNN, roles with two LSTM layers and the training settings of FedMR's authors
 if [ -n "${WRITERS:-}" ]; then
   sweep writers --flagfile=exp/mnist_by_writer.flags --dataset="$WRITERS" --strategies=$three --seeds=0:3
