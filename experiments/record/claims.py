@@ -182,6 +182,15 @@ def _flatter(title: str, source: str, **flags: Any) -> Claim:
     )
 
 
+def _adapters(title: str, where: str, table: str, averaging: str, rounds: tuple[int, int]) -> Claim:
+    ours, theirs = (
+        Chosen(table, {"strategy": name, "adapter": "lora", "lr": 0.05}) for name in (title.lower(), averaging)
+    )
+    return Claim(f"{title} over adapters is better than FedAvg over them", "no paper", where, ours, theirs, rounds)
+
+
+_SENTENCES = ("MiniLM, sentences, four domains, Dirichlet(0.5)", "sentences_adapters", "fedit", (15, 60))
+_VIT = ("vision transformer, CIFAR-100 to CIFAR-10, Dirichlet(0.1)", "vit_adapters", "fedavg", (12, 48))
 _EARLY, _EARLY_SOURCE = "two stages put FedMR ahead early (rounds 5 to 150)", "FedMR KDD'24, Figure 12"
 _UNIT, _UNIT_SOURCE = "FedMR by layer is as good as by tensor", "FedMR: its paper by layer, its code by tensor"
 CLAIMS = (
@@ -216,6 +225,9 @@ CLAIMS = (
         "fedavg", "CIFAR-10, four LeNets, 200 rounds; FedAvg lenet5_large", "record_fedme",
         (_FOUR_LENETS, "lenet5_large"), (200, 200),
     ),
+    _adapters("FedMR", *_VIT),
+    _adapters("FedMR", *_SENTENCES),
+    _adapters("FedCross", *_SENTENCES),
 )  # fmt: skip
 
 
