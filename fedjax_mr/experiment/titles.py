@@ -33,7 +33,8 @@ NETWORKS = {
     "vgg_femnist": "FEMNIST VGG-16", **{f"vgg{depth}_fedma": f"FedMA VGG-{depth}" for depth in (11, 13, 16, 19)},
     **{f"cnn{i}": f"CNN {i}" for i in range(1, 5)}, **{f"lstm{i}": f"LSTM {i}" for i in range(1, 5)},
     **{f"pfedhr_m{i}": f"M{i}" for i in range(1, 5)},
-    "vit_tiny": "tiny ViT", "transformer_tiny": "tiny Transformer", "minilm": "MiniLM",
+    "vit_tiny": "tiny ViT", "vit_tiny_patch8": "tiny ViT (8x8)", "transformer_tiny": "tiny Transformer",
+    "minilm": "MiniLM",
 }  # fmt: skip
 WITH_AVERAGING = {"momentum": "FedAvgM", "adam": "FedAdam", "yogi": "FedYogi", "adagrad": "FedAdagrad"}
 WORDS = {
