@@ -32,7 +32,7 @@ if [ ! -f vit/network.json ]; then
 fi
 sweep() { "$PYTHON" -m fedjax_mr.sweep "${common[@]}" "${rounds[@]}" --dataset=cifar10 "$@" || echo "code $?"; }
 sweep --strategies=fedavg,fedmr --pretrained=vit --adapter=lora --lora_rank=8 --lr=0.05 --seeds=0:3
-sweep --strategies=fedavg,fedmr --pretrained=vit --adapter=lora --lora_rank=8 --lr=0.02
+sweep --strategies=fedavg --pretrained=vit --adapter=lora --lora_rank=8 --lr=0.02
 sweep --strategies=fedavg,fedmr --pretrained=vit --lr=0.05
 sweep --strategies=fedavg --pretrained=vit --trainable='classifier/*' --lr=0.05
 sweep --strategies=fedavg --lr=0.05
