@@ -21,7 +21,8 @@ from fedjax_mr.experiment.config import Config
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 
-from record.comparisons import verdict  # noqa: E402 (the scripts of experiments/ are not installed)
+from record import tuning  # noqa: E402 (the scripts of experiments/ are not installed)
+from record.comparisons import verdict  # noqa: E402
 
 # Rounds of the papers' runs in their code. Runs with fewer rounds are not compared with the papers' values.
 PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
@@ -47,6 +48,8 @@ class Line(NamedTuple):
       bytes: bytes of both directions of a finished run.
       diverged: number of diverged runs.
       published: the papers' values for the setting.
+      tables: the tables of its runs.
+      budget: the trials among which its setting was chosen, in words. "" if no kept trial chose it.
     """
 
     strategy: str
@@ -58,6 +61,8 @@ class Line(NamedTuple):
     bytes: int
     diverged: int
     published: list[Published]
+    tables: list[Path]
+    budget: str
 
     @property
     def statistic(self) -> Statistic:
@@ -75,6 +80,11 @@ class Line(NamedTuple):
     def compared(self) -> bool:
         """Whether a paper has a value for at most as many rounds."""
         return any(self.config.rounds >= PAPER_ROUNDS[number.paper] for number in self.published)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether its runs are trials, which chose a setting and do not rank methods."""
+        return all(table.name.endswith(tuning.TRIALS) for table in self.tables)
 
     def title(self) -> str:
         """The name of the method with its own settings."""
@@ -108,6 +118,7 @@ def _line(runs: list[RunRecord], published: list[dict[str, str]]) -> Line:
     }
     job = {flag: value for flag, value in facts.items() if not flag.startswith(prefix) and flag != "strategy"}
     states = [run.state for run in runs]
+    files = sorted({run.path.parent for run in runs})
     finished = [run for run, state in zip(runs, states, strict=True) if state == "finished"]
     evaluations, size = 0, 0
     for run in finished:
@@ -123,7 +134,17 @@ def _line(runs: list[RunRecord], published: list[dict[str, str]]) -> Line:
         size,
         states.count("diverged"),
         papers.lookup_all(config, published),
+        files,
+        _budget(config, files),
     )
+
+
+_tuned = functools.cache(tuning.behind)
+
+
+def _budget(config: Config, tables: Sequence[Path]) -> str:
+    chosen = [each for table in tables for each in _tuned(table) if each.chose(config)]
+    return chosen[0].budget(config) if chosen else ""
 
 
 def of(strategy: str) -> list[Line]:

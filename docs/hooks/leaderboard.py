@@ -7,19 +7,20 @@ from kept import Line
 def page() -> str:
     """The tables. Settings of papers come first; within each kind, settings with the most runs come first.
 
-    A setting in which every method diverged has no board.
+    The learning rate belongs to the method, as it may be tuned. Trials that chose settings have no board, and neither
+    has a setting in which every method diverged.
     """
     jobs: dict[str, list[Line]] = {}
     for line in kept.lines():
-        if line.by_seed or line.diverged:
-            jobs.setdefault(kept.same_job(line.job), []).append(line)
+        if (line.by_seed or line.diverged) and not line.is_trial:
+            jobs.setdefault(kept.same_job({**line.job, "lr": None}), []).append(line)
     boards = [
         lines
         for lines in jobs.values()
         if len({each.strategy for each in lines}) > 1 and any(each.by_seed for each in lines)
     ]
     boards.sort(key=_papers_first)
-    differences = kept.particulars([lines[0]._replace(own={}) for lines in boards])
+    differences = kept.particulars([lines[0]._replace(own={}, job={**lines[0].job, "lr": None}) for lines in boards])
     return "\n\n".join(map(_board, boards, differences))
 
 
@@ -28,25 +29,28 @@ def _papers_first(lines: list[Line]) -> tuple[bool, int]:
 
 
 def _board(lines: list[Line], differs: str) -> str:
-    rows = ["| method | seeds | accuracy, % | lowest to highest seed | MB sent |", "|---|---|---|---|---|"]
+    heads = ["method", "learning rate", "tuning", "seeds", "accuracy, %", "lowest to highest seed", "MB sent"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for line in sorted(lines, key=lambda line: -(line.statistic.mean or 0)):
         cells = [
             f"[{line.title()}](../methods/{line.strategy}.md)",
+            str(line.job["lr"]),
+            line.budget or "-",
             line.seeds(),
             line.accuracy() or "diverged",
             "",
             "",
         ]
         if len(line.by_seed) > 1:
-            cells[3] = f"{min(line.by_seed.values()):.2f} to {max(line.by_seed.values()):.2f}"
+            cells[5] = f"{min(line.by_seed.values()):.2f} to {max(line.by_seed.values()):.2f}"
         if line.by_seed:
-            cells[4] = f"{line.bytes / 1e6:,.1f}"
+            cells[6] = f"{line.bytes / 1e6:,.1f}"
         rows.append("| " + " | ".join(cells) + " |")
     first, job, table = lines[0], lines[0].job, "\n".join(rows)
     tested = min(10, *(line.evaluations for line in lines if line.by_seed))
     facts = [
         kept.clients_title(first),
-        f"{job['local_epochs']} local epochs, batches of {job['batch_size']}, learning rate {job['lr']}",
+        f"{job['local_epochs']} local epochs, batches of {job['batch_size']}",
         f"{100 * job['public_share']:.3g} % public data" if job.get("public_share") else "",
         f"mean of the last {tested} evaluations",
         kept.OWN_SAMPLES if job.get("eval_clients") else "",

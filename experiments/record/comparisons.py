@@ -5,6 +5,7 @@ mean over the seeds, the papers' numbers, and a verdict; another table has all m
 """
 
 import collections
+import functools
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -120,21 +121,16 @@ class Record(NamedTuple):
     @classmethod
     def of(cls, folder: Path) -> "Record":
         """The record of the kept runs in a folder that also holds the flag files."""
-        kept, published = Index(folder / "results"), papers.rows()
-
-        def cell(data: str, division: str, *method: str) -> Comparison:
-            config = configuration.parse([f"--flagfile={folder / FLAGS[data]}", *DIVISIONS[division], *method])
-            runs, numbers = kept.of(config), papers.lookup_all(config, published)
-            return Comparison(_name(config, method), data, division, by_seed(runs), runs, numbers)
-
+        kept = Index(folder / "results")
+        of = functools.partial(compare, kept)
         cells = {
-            (method, data, division): cell(data, division, f"--strategy={method}")
+            (method, data, division): of(data, division, f"--strategy={method}")
             for data in FLAGS
             for division in DIVISIONS
             for method in METHODS
         }
-        others = [cell(*ONE_SETTING, *flags) for flags in OTHERS]
-        longer = [cell(*LONG_SETTING, f"--strategy={method}", f"--rounds={LONG_ROUNDS}") for method in METHODS]
+        others = [of(*ONE_SETTING, *flags) for flags in OTHERS]
+        longer = [of(*LONG_SETTING, f"--strategy={method}", f"--rounds={LONG_ROUNDS}") for method in METHODS]
         return cls(cells, others, longer, kept)
 
     def pairs(self, better: str, worse: str) -> dict[tuple[str, str], Difference | None]:
@@ -146,6 +142,21 @@ class Record(NamedTuple):
             for data in FLAGS
             for division in DIVISIONS
         }
+
+
+def compare(kept: Index, data: str, division: str, *method: str) -> Comparison:
+    """A method in a setting of the main table.
+
+    Args:
+      kept: the kept runs, in a folder beside the flag files.
+      data: a name of `FLAGS`.
+      division: a name of `DIVISIONS`.
+      *method: flags of the method.
+    """
+    config = configuration.parse([f"--flagfile={kept.folder.parent / FLAGS[data]}", *DIVISIONS[division], *method])
+    runs = kept.of(config)
+    numbers = papers.lookup_all(config, papers.rows())
+    return Comparison(_name(config, method), data, division, by_seed(runs), runs, numbers)
 
 
 def _name(config: Config, flags: Sequence[str]) -> str:
@@ -171,7 +182,7 @@ def _shown(value: Statistic) -> str:
     return tables.plus_minus(*value, digits=1)
 
 
-def _own(cell: Comparison) -> str:
+def accuracy_text(cell: Comparison) -> str:
     """Our value and its number of seeds, or why there is none."""
     diverged = sum(run.state == "diverged" for run in cell.runs)
     if cell.by_seed:
@@ -196,7 +207,7 @@ def main_table(record: Record) -> str:
 
     def text(cell: Comparison) -> str:
         papers = f"paper{'s' * (len(cell.published) > 1)} {_papers(cell)}" if cell.published else ""
-        return "<br>".join(filter(None, [_own(cell), papers, _outcome(cell)]))
+        return "<br>".join(filter(None, [accuracy_text(cell), papers, _outcome(cell)]))
 
     def of(data: str) -> str:
         rows = [
@@ -245,15 +256,15 @@ def setting_table(record: Record) -> str:
     fedavg, rows = record.cells["fedavg", *ONE_SETTING], []
     for cell in sorted([*main, *record.others], key=lambda cell: -(cell.own.mean or 0.0)):
         lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
-        bytes = f"{_bytes(cell) / _bytes(fedavg):.1f}" if cell.by_seed and fedavg.by_seed else ""
+        bytes = f"{bytes_sent(cell) / bytes_sent(fedavg):.1f}" if cell.by_seed and fedavg.by_seed else ""
         other = _papers_ran(cell)
         outcome = f"papers ran {other}" if other else _outcome(cell)
-        rows.append([cell.method, _own(cell), _papers(cell), outcome, str(lead or ""), bytes])
+        rows.append([cell.method, accuracy_text(cell), _papers(cell), outcome, str(lead or ""), bytes])
     head = ["method", "ours", "papers", "verdict", "points above FedAvg, seeds in common", "bytes, times FedAvg's"]
     return tables.markdown([head, *rows])
 
 
-def _bytes(cell: Comparison) -> float:
+def bytes_sent(cell: Comparison) -> float:
     """Bytes that a finished run sends in both directions, mean over the seeds."""
     ended = [run.summary() for run in cell.runs if run.state == "finished"]
     return statistics.fmean(summary["bytes_down"] + summary["bytes_up"] for summary in ended)
@@ -264,9 +275,8 @@ def longer_table(record: Record) -> str:
     fedavg, rows = record.longer[0], []
     for cell in record.longer:
         lead = None if cell is fedavg else difference(cell.by_seed, fedavg.by_seed)
-        rows.append(
-            [cell.method, _up_to(USUAL_ROUNDS, cell), _own(cell), _papers(cell), _outcome(cell), str(lead or "")]
-        )
+        reached = [_up_to(USUAL_ROUNDS, cell), accuracy_text(cell)]
+        rows.append([cell.method, *reached, _papers(cell), _outcome(cell), str(lead or "")])
     after = [f"after {USUAL_ROUNDS:,} rounds", f"after {LONG_ROUNDS:,}"]
     head = ["method", *after, "papers", "verdict on the latter", "points above FedAvg"]
     return tables.markdown([head, *rows])

@@ -11,7 +11,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.folder import COLUMNS
 from fedjax_mr.experiment.kept import KeptRun
-from record import claims, comparisons, keep
+from record import claims, comparisons, keep, tuning
 from record.command import main
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -141,12 +141,12 @@ def folder(tmp_path):
     return folder
 
 
-def keep_run(folder, *flags, accuracy=None, rows=(), file="cifar100.flags"):
+def keep_run(folder, *flags, accuracy=None, rows=(), file="cifar100.flags", table="some"):
     """Add a run to a table beside the page, diverged if it has no accuracy."""
     config = configuration.parse([f"--flagfile={folder / file}", *flags])
     summary = {"accuracy_mean_last_10": accuracy, "rounds": config.rounds, "seconds": 600.0, "devices": ["cpu", "cpu"]}
     summary |= {"bytes_down": 8, "bytes_up": 16 if config.strategy == "scaffold" else 8}
-    table = folder / "results" / "some.jsonl.gz"
+    table = folder / "results" / f"{table}.jsonl.gz"
     table.parent.mkdir(exist_ok=True)
     runs = kept.read(table) if table.exists() else {}
     one = KeptRun(configuration.to_json(config), None if accuracy is None else summary, list(rows))
@@ -212,6 +212,43 @@ def test_all_methods_of_a_setting_stand_beside_fedavg(folder):
     assert len(rest) == len(comparisons.OTHERS) - 4 + 2 and all("not run" in row for row in rest)
     rates = [row.split(" | ")[0] for row in rest if row.startswith("| FedCross + server momentum")]
     assert rates == ["| FedCross + server momentum", "| FedCross + server momentum, server_lr=1"]
+
+
+def test_equally_tuned_methods_stand_beside_tuned_fedavg(folder):
+    page = folder / "RESULTS.md"
+    page.write_text("<!-- record tuned -->\n<!-- end -->\n")
+    trials, tests = f"{tuning.EQUAL}_tuning", tuning.EQUAL
+
+    def keep(*flags, **options):
+        keep_run(folder, *flags, file="cifar10.flags", **options)
+
+    def trial(*flags, validation=None):
+        rows = [] if validation is None else [{"round": 100, "validation_accuracy": validation}]
+        more = ("--rounds=100", "--validation_share=0.2")
+        keep(*flags, *more, table=trials, accuracy=validation and 0.9 - validation, rows=rows)
+
+    for lr, alpha, validation in ((0.02, 0.9, 0.4), (0.05, 0.99, 0.5), (0.2, 0.95, None)):
+        trial("--strategy=fedcross", f"--lr={lr}", f"--fedcross_alpha={alpha}", validation=validation)
+    trial("--strategy=fedavg", "--lr=0.02", validation=0.45)
+    trial("--strategy=fedavg", "--lr=0.05", validation=0.43)
+    keep("--strategy=fedavg", "--seed=1", "--lr=0.02", table=tests, accuracy=0.5)
+    for seed, accuracy in ((1, 0.6), (2, 0.62)):
+        keep("--strategy=fedcross", f"--seed={seed}", "--lr=0.05", table=tests, accuracy=accuracy)  # 0.99: the default
+    keep("--strategy=fedcross", "--seed=2", accuracy=0.61)
+    assert main([f"--folder={folder}"]) == 0
+    _, _, _, fedcross, fedavg, *rest, _ = page.read_text().splitlines()
+    assert len(rest) == len(tuning.METHODS) - 2 and all("not run" in row for row in rest)
+    assert fedavg == "| FedAvg | lr 0.02 | 2 | 45.0 | 50.0 (n = 1) |  |  | 1.0 |"
+    chosen = "lr 0.05, alpha 0.99 | 3, 1 diverged | 50.0"
+    assert fedcross == f"| FedCross | {chosen} | 61.0 ± 1.4 (n = 2) | +10.0, n = 1 | +1.0, n = 1 | 1.0 |"
+
+    avg, cross = tuning.behind(folder / "results" / f"{tests}.jsonl.gz")
+    job = [f"--flagfile={folder / 'cifar10.flags'}", "--strategy=fedcross"]
+    run = configuration.parse([*job, "--lr=0.05", "--alpha=0.1"])
+    assert cross.chose(run) and not avg.chose(run)
+    assert not cross.chose(configuration.parse([*job, "--lr=0.05", "--fedcross_alpha=0.9"]))
+    assert cross.budget(run) == "3 trials of 100 rounds, Dirichlet(0.5)"
+    assert tuning.behind(folder / "results" / f"{trials}.jsonl.gz") == []
 
 
 def test_a_sentence_counts_the_outcomes(folder):

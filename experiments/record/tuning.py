@@ -1,0 +1,124 @@
+"""Tables of trials, and the table of equal tuning: each method has the same number of trials before it is tested.
+
+The trials behind the runs in ``results/NAME*.jsonl.gz`` are in ``results/NAME_tuning.jsonl.gz``. The chosen setting of
+a method is the one with the best validation accuracy.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_mr.analysis import groups, tables
+from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.experiment import kept, titles
+from fedjax_mr.experiment.config import Config
+from record import comparisons
+from record.claims import LEVEL, difference
+from record.comparisons import ONE_SETTING, Comparison, Record
+
+TRIALS = f"_tuning{kept.SUFFIX}"  # end of the name of a table of trials
+EQUAL = "cifar10_equal"
+OF_METHOD = ("strategy", "model", "lr")
+METHODS = ("fedavg", "fedprox", "scaffold", "fedgamma", "fedmr", "fedcross", "fedmut", "feddyn")
+FIXED = "untuned"
+
+
+class Tuned(NamedTuple):
+    """The chosen setting of a method.
+
+    Attributes:
+      config: configuration of the chosen trial.
+      values: the searched flags with their chosen values.
+      trials: number of trials T.
+      diverged: number of diverged trials.
+      validation: validation accuracy of the chosen trial in percent.
+    """
+
+    config: Config
+    values: dict[str, Any]
+    trials: int
+    diverged: int
+    validation: float
+
+    def chose(self, config: Config) -> bool:
+        """Whether a run has the chosen setting."""
+        return _method(config) == _method(self.config)
+
+    def budget(self, config: Config) -> str:
+        """The size of the search in words, with the partition of the data if a run has another one."""
+        size = f"{self.trials} trials of {self.config.rounds} rounds"
+        division, own = (titles.division(titles.facts(each)) for each in (self.config, config))
+        return size if division == own else f"{size}, {division}"
+
+
+def _method(config: Config) -> dict[str, Any]:
+    """The settings of a run that belong to its method."""
+    facts = titles.facts(config)
+    return {flag: facts[flag] for flag in facts if flag in OF_METHOD or flag.startswith(f"{config.strategy}_")}
+
+
+def read(table: Path) -> list[Tuned]:
+    """The chosen settings of a table of trials.
+
+    The searched flags of a method are those of its own and the learning rate, if its trials differ in them.
+
+    Raises:
+      UserError: the table cannot be read.
+    """
+    by_strategy: dict[str, list[RunRecord]] = {}
+    for run in groups.find([table]):
+        by_strategy.setdefault(run.config.strategy, []).append(run)
+    found = []
+    for strategy, runs in by_strategy.items():
+        differing = titles.varied([titles.facts(run.config) for run in runs])
+        searched = [flag for flag in differing if flag == "lr" or flag.startswith(f"{strategy}_")]
+        for _, candidates, best in groups.choose(runs, over=searched) if searched else ():
+            if best is not None:
+                score = best.mean(groups.VALIDATION).mean
+                assert score is not None  # a candidate without it is never the best
+                diverged = sum(each.count("diverged") > 0 for each in candidates)
+                found.append(Tuned(best.runs[0].config, best.values, len(candidates), diverged, 100 * score))
+    return found
+
+
+def behind(table: Path) -> list[Tuned]:
+    """The chosen settings of the tables of trials that belong to a table of runs. A table of trials has none."""
+    if table.name.endswith(TRIALS):
+        return []
+    known = sorted(table.parent.glob(f"*{TRIALS}"))
+    own = [trials for trials in known if table.name.startswith(trials.name.removesuffix(TRIALS))]
+    return [each for trials in own for each in read(trials)]
+
+
+def equal_table(record: Record) -> str:
+    """Equal tuning: the chosen settings, their tests beside FedAvg's and beside the untuned method, and bytes."""
+    trials = record.kept.folder / f"{EQUAL}{TRIALS}"
+    chosen = {each.config.strategy: each for each in read(trials)} if trials.exists() else {}
+    tests = {name: comparisons.compare(record.kept, *ONE_SETTING, *_flags(each)) for name, each in chosen.items()}
+    cells = (*record.cells.values(), *record.others)
+    untuned = {cell.method: cell for cell in cells if (cell.data, cell.division) == ONE_SETTING}
+    rows = []
+    for name in sorted(METHODS, key=lambda name: -(tests[name].own.mean or 0.0) if name in tests else 1.0):
+        title = titles.method({"strategy": name})
+        if name not in chosen:
+            rows.append([title, f"**{comparisons.NOT_RUN}**", *[""] * 6])
+            continue
+        tuned, test = chosen[name], tests[name]
+        lead = difference(test.by_seed, tests["fedavg"].by_seed) if name != "fedavg" and "fedavg" in tests else None
+        before = untuned.get(title) or untuned.get(f"{title}{comparisons.OWN_PAPER}")
+        gain = difference(test.by_seed, before.by_seed) if before else None
+        values = ", ".join(f"{flag.removeprefix(f'{name}_')} {value}" for flag, value in tuned.values.items())
+        count = f"{tuned.trials}, {tuned.diverged} diverged" if tuned.diverged else str(tuned.trials)
+        tested = [comparisons.accuracy_text(test), str(lead or ""), str(gain or ""), _bytes(test, tests.get("fedavg"))]
+        rows.append([title, values, count, f"{tuned.validation:.1f}", *tested])
+    head = ["method", "chosen", "trials", "validation %", "test %", f"points above FedAvg [{LEVEL:.0%} confidence]"]
+    return tables.markdown([[*head, f"points above the same method {FIXED}", "bytes, times FedAvg's"], *rows])
+
+
+def _flags(tuned: Tuned) -> list[str]:
+    return [f"--strategy={tuned.config.strategy}", *(f"--{flag}={value}" for flag, value in tuned.values.items())]
+
+
+def _bytes(test: Comparison, fedavg: Comparison | None) -> str:
+    if fedavg is None or not test.by_seed or not fedavg.by_seed:
+        return ""
+    return f"{comparisons.bytes_sent(test) / comparisons.bytes_sent(fedavg):.1f}"
