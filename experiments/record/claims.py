@@ -3,7 +3,8 @@
 A claim compares two settings over the seeds that both have. Runs of one seed share partition, initial model and
 cohorts, so their differences are paired. "Better" is tested by Student's paired t-test, two-sided; "as good as each
 other" by two one-sided tests against a margin (TOST). The p-values of a table are corrected for its number of
-comparisons by Holm's method. A single seed allows no test, so it has no verdict.
+comparisons by Holm's method. Fewer than three seeds get no test and no verdict: the spread of two differences says
+little, and with few test samples they may be equal by chance.
 """
 
 import statistics
@@ -20,6 +21,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept, titles
 
 LEVEL = 0.95  # of confidence intervals; a claim holds if its p-value is below 1 - LEVEL
+SEEDS = 3  # that a test needs
 POINTS = 1.5  # margin: two settings are as good as each other if their means differ by less
 
 
@@ -29,7 +31,7 @@ class Difference(NamedTuple):
     Attributes:
       count: number of seeds.
       mean: mean difference.
-      error: standard error of the mean; None with a single seed.
+      error: standard error of the mean; None with fewer than `SEEDS` seeds, which allow no test.
     """
 
     count: int
@@ -38,14 +40,14 @@ class Difference(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Confidence interval of the mean by Student's t; None with a single seed."""
+        """Confidence interval of the mean by Student's t; None if there is no test."""
         if self.error is None:
             return None
         half = float(student.ppf((1 + LEVEL) / 2, self.count - 1)) * self.error
         return self.mean - half, self.mean + half
 
     def p_better(self) -> float | None:
-        """Two-sided p-value of a difference of zero. None with a single seed."""
+        """Two-sided p-value of a difference of zero. None if there is no test."""
         return None if self.error is None else min(1.0, 2 * self._beyond(abs(self.mean)))
 
     def p_level(self) -> float | None:
@@ -75,7 +77,8 @@ def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Diffe
         return None
     mean, deviation = Statistic.of(differences)
     assert mean is not None
-    return Difference(len(differences), mean, None if deviation is None else deviation / len(differences) ** 0.5)
+    tested = deviation is not None and len(differences) >= SEEDS
+    return Difference(len(differences), mean, deviation / len(differences) ** 0.5 if tested else None)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -104,7 +107,7 @@ def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
 
 def _verdict(gap: Difference, level: bool, p: float | None) -> str:
     if p is None:
-        return f"one seed: {gap.mean:+.1f}"
+        return f"{'one seed' if gap.count == 1 else f'{gap.count} seeds'}: {gap.mean:+.1f}"
     shown = "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
     if p >= 1 - LEVEL:
         return f"not sure ({shown})"
@@ -270,25 +273,27 @@ def _flatness(run: RunRecord) -> list[float]:
     return [-kept_run.sharpness["rise"]] if kept_run and kept_run.sharpness else []
 
 
-def table(results: Path) -> str:
-    """The claims with their differences and verdicts as a Markdown table.
+def table(results: Path, claims: Sequence[Claim] = CLAIMS, *, source: str = "where it is made") -> str:
+    """Some claims with their differences and verdicts as a Markdown table.
 
     Args:
       results: the folder of the tables.
+      claims: the claims.
+      source: head of the column of `Claim.source`.
     """
     gaps: list[Difference] = []
-    for claim in CLAIMS:
+    for claim in claims:
         own, other = (
             accuracies(chosen, results, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
         )
         gap = difference(own, other)
         assert gap is not None, claim
         gaps.append(gap)
-    outcomes = verdicts([(gap, claim.level) for gap, claim in zip(gaps, CLAIMS, strict=True)])
+    outcomes = verdicts([(gap, claim.level) for gap, claim in zip(gaps, claims, strict=True)])
     rows = []
-    for claim, gap, verdict in zip(CLAIMS, gaps, outcomes, strict=True):
+    for claim, gap, verdict in zip(claims, gaps, outcomes, strict=True):
         runs = " and ".join(dict.fromkeys(f"`{chosen.table}`" for chosen in (claim.better, claim.worse)))
         rows.append([claim.text, claim.source, claim.where, str(gap), f"**{verdict}**", runs])
     points = f"points [{LEVEL:.0%} confidence], seeds in common"
-    head = ["claim", "where it is made", "setting", points, "verdict", "kept runs"]
+    head = ["claim", source, "setting", points, "verdict", "kept runs"]
     return tables.markdown([head, *rows])

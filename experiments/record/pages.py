@@ -22,10 +22,10 @@ from fedjax_mr.analysis import layouts
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept
-from record import comparisons, documents, headers, tuning
+from record import comparisons, conditions, documents, headers, tuning
 from record.comparisons import Record
 
-PARTS = {**comparisons.PARTS, "tuned": tuning.equal_table}
+PARTS = {**comparisons.PARTS, "tuned": tuning.equal_table, "conditions": conditions.table}
 PART = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- table (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

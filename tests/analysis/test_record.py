@@ -96,9 +96,10 @@ def test_holm():
         ([0.2], "one seed: +0.2", "one seed: +0.2"),
         ([4.0, 5.0, 6.0], "holds (p = 0.013)", "not sure (p = 0.99)"),
         ([-4.0, -5.0, -6.0], "does not hold (p = 0.013)", "not sure (p = 0.99)"),
-        ([-1.0, 3.0], "not sure (p = 0.70)", "not sure (p = 0.42)"),
+        ([-1.0, 3.0], "2 seeds: +1.0", "2 seeds: +1.0"),
+        ([3.0, 3.0], "2 seeds: +3.0", "2 seeds: +3.0"),  # equal by chance, which a test would take for certainty
         ([0.1, -0.1, 0.0], "not sure (p = 1.00)", "holds (p < 0.001)"),
-        ([0.0, 0.0], "not sure (p = 1.00)", "holds (p < 0.001)"),
+        ([0.0, 0.0, 0.0], "not sure (p = 1.00)", "holds (p < 0.001)"),
     ],
 )
 def test_verdicts(differences, better, level):
