@@ -1,5 +1,6 @@
 """The page of record says what the kept metrics say, and its verdicts follow their rules."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,35 @@ def test_equally_tuned_methods_stand_beside_tuned_fedavg(folder):
     assert not cross.chose(configuration.parse([*job, "--lr=0.05", "--fedcross_alpha=0.9"]))
     assert cross.budget(run) == "3 trials of 100 rounds, Dirichlet(0.5)"
     assert tuning.behind(folder / "results" / f"{trials}.jsonl.gz") == []
+
+
+def test_the_leaderboard_says_how_a_setting_was_chosen(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXPERIMENTS.parent / "docs" / "hooks"))
+    hooks = importlib.import_module("kept")
+    monkeypatch.setattr(hooks, "EXPERIMENTS", folder)
+    hooks.lines.cache_clear()
+    (folder / "results" / "some.jsonl.gz").unlink()  # its run has no evaluations
+
+    def keep(table, strategy, lr, *flags):
+        rows = [{"round": 100, "validation_accuracy": lr}]
+        flags = (f"--strategy={strategy}", f"--lr={lr}", *flags)
+        keep_run(folder, *flags, file="cifar10.flags", table=table, accuracy=lr, rows=rows)
+
+    for strategy, lr in (("fedavg", 0.02), ("fedavg", 0.05), ("fedprox", 0.02)):
+        keep("new_tuning", strategy, lr, "--rounds=100", "--validation_share=0.2")
+    for strategy, lr in (("fedavg", 0.05), ("fedavg", 0.01), ("fedprox", 0.02)):
+        keep("new_runs", strategy, lr)
+    try:
+        text = importlib.import_module("leaderboard").page()
+    finally:
+        hooks.lines.cache_clear()
+    assert text.count("\n## ") + text.startswith("## ") == 1  # the trials have no board
+    rows = [line for line in text.splitlines() if line.startswith("| [")]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| [FedAvg](../methods/fedavg.md)", "0.05", "2 trials of 100 rounds"],
+        ["| [FedProx](../methods/fedprox.md)", "0.02", "-"],  # a single trial chooses nothing
+        ["| [FedAvg](../methods/fedavg.md)", "0.01", "-"],
+    ]
 
 
 def test_a_sentence_counts_the_outcomes(folder):
