@@ -67,7 +67,9 @@ sweep resnet20 --flagfile=exp/cifar10.flags --model=resnet20 --rounds=200 --stra
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedavg,fedmr --seeds=3:6 --alpha=0.1
 
 # 10. Equal tuning: six trials of 100 rounds for each method, the best on validation samples for two other seeds, and
-#     these runs on to round 500
+#     these runs on to round 500. Kept with: keep FOLDER/tuned/trials --name=cifar10_equal_tuning, and
+#     keep FOLDER/tuned/tests --name=cifar10_equal. TUNE_FLAGS="--strategies=fedavg,fedmr" tunes only these: trials are the
+#     same whichever methods are tuned together.
 "${PYTHON:-python}" -m fedjax_mr.tune --flagfile=exp/cifar10.flags --data_dir="$data" --devices=1 --tune_dir="$folder/tuned" \
   --strategies=fedavg,fedprox,scaffold,fedgamma,fedmr,fedcross,fedmut,feddyn --rounds=100 --budget=6 --eta=1 \
   --space=exp/record_space.txt --seeds=1,2 ${TUNE_FLAGS:-} || echo "tuned: code $?"
