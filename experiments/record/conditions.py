@@ -9,12 +9,12 @@ from record.claims import Chosen, Claim
 from record.comparisons import Record
 
 CIFAR, DIGITS = "CIFAR-10, Dirichlet(0.5), 300 rounds", "digits, Dirichlet(0.5), 100 rounds"
+SEVERAL, SIGN_FLIP = ("fedmr", "fedcross"), "20 % sign flip"
 LINKS = {CIFAR: "cifar10_channel", DIGITS: "digits_channel"}
 CLOCKS = {CIFAR: "cifar10_clock", DIGITS: "digits_clock"}
 LAST_TEN = {CIFAR: (255, 300), DIGITS: (55, 100)}
 ALL_ROUNDS = (1, 1_000_000)  # for values of a whole run
-# Runs without any link. On CIFAR-10 they are the first rounds of longer ones.
-HONEST = {"scaffold": "record_cifar10"}, "cifar10_lenet5_500"
+NO_LINKS = "cifar10_lenet5_500"  # runs without any link on CIFAR-10; their first 300 rounds count
 NO_LINK = {"compress": "none", "error_feedback": "none", "attack": "none", "robust": "none"}
 INT8 = {"compress": "int8", "compress_download": "int8"}
 TOP_K, FEEDBACK = ({**NO_LINK, "compress": "topk", "error_feedback": each} for each in ("none", "ef"))
@@ -30,11 +30,8 @@ def _link(where: str, strategy: str, link: dict[str, str]) -> Chosen:
 
 
 def _honest(where: str, strategy: str) -> Chosen:
-    flags = {"strategy": strategy, "partition": "dirichlet", "alpha": 0.5, "dp_clip": None}
-    if where == DIGITS:
-        return Chosen(LINKS[where], {**flags, **NO_LINK})
-    others, usual = HONEST
-    return Chosen(others.get(strategy, usual), flags)
+    flags = {"strategy": strategy, "partition": "dirichlet", "alpha": 0.5}
+    return Chosen(NO_LINKS, flags) if where == CIFAR else Chosen(LINKS[where], {**flags, **NO_LINK})
 
 
 def _messages(where: str, strategy: str, text: str, better: Chosen, worse: Chosen, level: bool = False) -> Claim:
@@ -52,16 +49,14 @@ def _feedback(where: str, strategy: str) -> Claim:
 
 
 def _krum(where: str, strategy: str) -> Claim:
-    text, runs = (
-        f"{_title(strategy)}: Multi-Krum is better than no rule",
-        (_link(where, strategy, KRUM), _link(where, strategy, ATTACK)),
-    )
-    return Claim(text, "20 % sign flip", where, *runs, LAST_TEN[where])
+    text = f"{_title(strategy)}: Multi-Krum is better than no rule"
+    better, worse = (_link(where, strategy, link) for link in (KRUM, ATTACK))
+    return Claim(text, SIGN_FLIP, where, better, worse, LAST_TEN[where])
 
 
 def _single(where: str, source: str, link: dict[str, str], other: str) -> Claim:
-    text, runs = f"FedAvg is better than {_title(other)}", (_link(where, "fedavg", link), _link(where, other, link))
-    return Claim(text, source, where, *runs, LAST_TEN[where])
+    better, worse = (_link(where, strategy, link) for strategy in ("fedavg", other))
+    return Claim(f"FedAvg is better than {_title(other)}", source, where, better, worse, LAST_TEN[where])
 
 
 def _asynchronous(where: str, strategy: str) -> Claim:
@@ -70,15 +65,14 @@ def _asynchronous(where: str, strategy: str) -> Claim:
     return Claim(text, "time", where, ours, theirs, ALL_ROUNDS, level=True, metric="accuracy_mean_last_10")
 
 
-SEVERAL = ("fedmr", "fedcross")
 CLAIMS = (
     *(_int8(where, strategy) for where in LINKS for strategy in ("fedavg", *SEVERAL)),
     *(_feedback(where, strategy) for where in LINKS for strategy in ("fedavg", *SEVERAL)),
     *(_single(where, "messages of 1 %, error feedback", FEEDBACK, other) for where in LINKS for other in SEVERAL),
     *(_krum(where, strategy) for where in LINKS for strategy in ("fedavg", "scaffold")),
     _krum(CIFAR, "fedmr"),
-    _single(CIFAR, "20 % sign flip", ATTACK, "fedmr"),
-    *(_single(where, "20 % sign flip, Multi-Krum", KRUM, "fedmr") for where in LINKS),
+    _single(CIFAR, SIGN_FLIP, ATTACK, "fedmr"),
+    *(_single(where, f"{SIGN_FLIP}, Multi-Krum", KRUM, "fedmr") for where in LINKS),
     *(_asynchronous(where, strategy) for where in CLOCKS for strategy in SEVERAL),
 )
 
