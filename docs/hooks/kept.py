@@ -21,8 +21,7 @@ from fedjax_mr.experiment.config import Config
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 
-from record import tuning  # noqa: E402 (the scripts of experiments/ are not installed)
-from record.comparisons import verdict  # noqa: E402
+from record import comparisons, tuning  # noqa: E402 (the scripts of experiments/ are not installed)
 
 # Rounds of the papers' runs in their code. Runs with fewer rounds are not compared with the papers' values.
 PAPER_ROUNDS = {"fedmr_kdd": 500, "fedmr_v1": 500, "fedcross": 500, "pfedhr": 100, "fedme": 500}
@@ -74,7 +73,7 @@ class Line(NamedTuple):
         wanted = PAPER_ROUNDS[number.paper]
         if self.config.rounds < wanted:
             return f"not compared: {self.config.rounds} rounds of {wanted}"
-        return verdict(self.statistic, number)
+        return comparisons.verdict(self.statistic, number)
 
     @property
     def compared(self) -> bool:

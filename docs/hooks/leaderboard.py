@@ -1,5 +1,7 @@
 """The leaderboard: every setting with runs of at least two methods, over all seeds; never a single best run."""
 
+from typing import Any
+
 import kept
 from kept import Line
 
@@ -13,15 +15,20 @@ def page() -> str:
     jobs: dict[str, list[Line]] = {}
     for line in kept.lines():
         if (line.by_seed or line.diverged) and not line.is_trial:
-            jobs.setdefault(kept.same_job({**line.job, "lr": None}), []).append(line)
+            jobs.setdefault(kept.same_job(_setting(line)), []).append(line)
     boards = [
         lines
         for lines in jobs.values()
         if len({each.strategy for each in lines}) > 1 and any(each.by_seed for each in lines)
     ]
     boards.sort(key=_papers_first)
-    differences = kept.particulars([lines[0]._replace(own={}, job={**lines[0].job, "lr": None}) for lines in boards])
+    differences = kept.particulars([lines[0]._replace(own={}, job=_setting(lines[0])) for lines in boards])
     return "\n\n".join(map(_board, boards, differences))
+
+
+def _setting(line: Line) -> dict[str, Any]:
+    """The settings that the lines of a board share."""
+    return {flag: value for flag, value in line.job.items() if flag != "lr"}
 
 
 def _papers_first(lines: list[Line]) -> tuple[bool, int]:
@@ -32,19 +39,18 @@ def _board(lines: list[Line], differs: str) -> str:
     heads = ["method", "learning rate", "tuning", "seeds", "accuracy, %", "lowest to highest seed", "MB sent"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for line in sorted(lines, key=lambda line: -(line.statistic.mean or 0)):
+        several = (
+            f"{min(line.by_seed.values()):.2f} to {max(line.by_seed.values()):.2f}" if len(line.by_seed) > 1 else ""
+        )
         cells = [
             f"[{line.title()}](../methods/{line.strategy}.md)",
             str(line.job["lr"]),
             line.budget or "-",
             line.seeds(),
             line.accuracy() or "diverged",
-            "",
-            "",
+            several,
+            f"{line.bytes / 1e6:,.1f}" if line.by_seed else "",
         ]
-        if len(line.by_seed) > 1:
-            cells[5] = f"{min(line.by_seed.values()):.2f} to {max(line.by_seed.values()):.2f}"
-        if line.by_seed:
-            cells[6] = f"{line.bytes / 1e6:,.1f}"
         rows.append("| " + " | ".join(cells) + " |")
     first, job, table = lines[0], lines[0].job, "\n".join(rows)
     tested = min(10, *(line.evaluations for line in lines if line.by_seed))

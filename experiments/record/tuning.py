@@ -94,17 +94,8 @@ def equal_table(record: Record) -> str:
     chosen = {each.config.strategy: each for each in read(trials)} if trials.exists() else {}
     tests = {name: comparisons.compare(record.kept, *ONE_SETTING, *_flags(each)) for name, each in chosen.items()}
     names = sorted(METHODS, key=lambda name: -(tests[name].own.mean or 0.0) if name in tests else 1.0)
-    lead = f"points above FedAvg [{LEVEL:.0%} confidence]"
-    head = [
-        "method",
-        "chosen",
-        "trials",
-        "validation %",
-        "test %",
-        lead,
-        "points above untuned",
-        "bytes, times FedAvg's",
-    ]
+    points = [f"points above FedAvg [{LEVEL:.0%} confidence]", "points above untuned"]
+    head = ["method", "chosen", "trials", "validation %", "test %", *points, "bytes, times FedAvg's"]
     rows = [_row(record, name, chosen.get(name), tests.get(name), tests.get("fedavg")) for name in names]
     return tables.markdown([head, *rows])
 
