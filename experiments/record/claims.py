@@ -234,12 +234,14 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def accuracies(chosen: Chosen, results: Path, rounds: tuple[int, int], *, metric: str = "accuracy") -> dict[str, float]:
+def accuracies(
+    chosen: Chosen, runs: Mapping[str, Sequence[RunRecord]], rounds: tuple[int, int], *, metric: str = "accuracy"
+) -> dict[str, float]:
     """The mean accuracy of the runs of a setting over the evaluations of some rounds in percent, by seed.
 
     Args:
       chosen: the setting.
-      results: the folder of the tables.
+      runs: the runs of its table, by the name of the table, as `runs_of` returns them.
       rounds: the first and the last round.
       metric: the column. ``finetuned_accuracy``, which only the summary has, is of the end of the run, ``flatness`` of
         the checkpoint of ``landscape``.
@@ -248,8 +250,7 @@ def accuracies(chosen: Chosen, results: Path, rounds: tuple[int, int], *, metric
       UserError: no run has the setting, two runs have the same seed, or a run has no evaluation in these rounds.
     """
     by_seed: dict[str, float] = {}
-    path = results / f"{chosen.table}{kept.SUFFIX}"
-    for run in groups.find([path]):
+    for run in runs[chosen.table]:
         facts = titles.facts(run.config)
         if any(facts.get(flag) != value for flag, value in chosen.flags.items()):
             continue
@@ -259,8 +260,14 @@ def accuracies(chosen: Chosen, results: Path, rounds: tuple[int, int], *, metric
             raise UserError(f"{run.path}: {'a second run of its seed' if values else 'no evaluation'} in {rounds}")
         by_seed[seed] = 100 * statistics.fmean(values)
     if not by_seed:
-        raise UserError(f"{path} holds no run with {dict(chosen.flags)}")
+        raise UserError(f"{chosen.table}{kept.SUFFIX} holds no run with {dict(chosen.flags)}")
     return by_seed
+
+
+def runs_of(claims: Sequence[Claim], results: Path) -> dict[str, list[RunRecord]]:
+    """The runs of the tables of some claims in a folder, by the names of the tables."""
+    names = dict.fromkeys(chosen.table for claim in claims for chosen in (claim.better, claim.worse))
+    return {name: groups.find([results / f"{name}{kept.SUFFIX}"]) for name in names}
 
 
 def _evaluations(run: RunRecord, rounds: tuple[int, int], metric: str) -> list[float]:
@@ -281,10 +288,11 @@ def table(results: Path, claims: Sequence[Claim] = CLAIMS, *, source: str = "whe
       claims: the claims.
       source: head of the column of `Claim.source`.
     """
+    runs = runs_of(claims, results)
     gaps: list[Difference] = []
     for claim in claims:
         own, other = (
-            accuracies(chosen, results, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
+            accuracies(chosen, runs, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
         )
         gap = difference(own, other)
         assert gap is not None, claim
@@ -292,8 +300,8 @@ def table(results: Path, claims: Sequence[Claim] = CLAIMS, *, source: str = "whe
     outcomes = verdicts([(gap, claim.level) for gap, claim in zip(gaps, claims, strict=True)])
     rows = []
     for claim, gap, verdict in zip(claims, gaps, outcomes, strict=True):
-        runs = " and ".join(dict.fromkeys(f"`{chosen.table}`" for chosen in (claim.better, claim.worse)))
-        rows.append([claim.text, claim.source, claim.where, str(gap), f"**{verdict}**", runs])
+        files = " and ".join(dict.fromkeys(f"`{chosen.table}`" for chosen in (claim.better, claim.worse)))
+        rows.append([claim.text, claim.source, claim.where, str(gap), f"**{verdict}**", files])
     points = f"points [{LEVEL:.0%} confidence], seeds in common"
     head = ["claim", source, "setting", points, "verdict", "kept runs"]
     return tables.markdown([head, *rows])

@@ -55,13 +55,13 @@ def find(paths: Iterable[Path | str]) -> list[RunRecord]:
     Raises:
       UserError: a path holds no run, or a run cannot be read.
     """
-    ordered: dict[Path, None] = {}
+    ordered: dict[Path, RunRecord] = {}
     for path in map(Path, paths):
         inside = kept.find(path)
         if not inside:
             raise UserError(f"{path} is not a run folder and holds none (no config.json, no table NAME{kept.SUFFIX})")
-        ordered |= dict.fromkeys(run.path for run in sorted(runs.read(list(map(str, inside))), key=_order))
-    return runs.read(list(map(str, ordered)))
+        ordered |= {run.path: run for run in sorted(runs.read(list(map(str, inside))), key=_order)}
+    return runs.with_names(ordered.values())
 
 
 def _order(run: RunRecord) -> tuple[str, list[tuple[str, str, Any]]]:

@@ -5,7 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,12 +122,21 @@ def read(paths: Sequence[str]) -> list[RunRecord]:
         folders += kept.find(path) if kept.is_kept(path) else [path]
     for folder in folders:
         files.refuse_links(folder)
-    repeated = [path for path, count in collections.Counter(path.resolve() for path in folders).items() if count > 1]
+    return with_names([RunRecord(path, path.name, configuration.load(path)) for path in folders])
+
+
+def with_names(chosen: Iterable[RunRecord]) -> list[RunRecord]:
+    """Give each of some runs a name that no other of them has.
+
+    Raises:
+      UserError: a run is among them twice.
+    """
+    known = [(run, run.path.resolve()) for run in chosen]
+    repeated = [path for path, count in collections.Counter(path for _, path in known).items() if count > 1]
     if repeated:
         raise UserError(f"the run {repeated[0]} is named twice")
-    names = collections.Counter(path.resolve().name for path in folders)
-    named = [str(path) if names[path.resolve().name] > 1 else path.resolve().name for path in folders]
-    return [RunRecord(path, name, configuration.load(path)) for path, name in zip(folders, named, strict=True)]
+    names = collections.Counter(path.name for _, path in known)
+    return [dataclasses.replace(run, name=str(run.path) if names[path.name] > 1 else path.name) for run, path in known]
 
 
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:

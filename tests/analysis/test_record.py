@@ -120,15 +120,16 @@ def test_more_comparisons_make_a_verdict_harder():
 
 
 def test_settings_of_claims_are_singled_out():
-    kept, (first, *_) = EXPERIMENTS / "results", claims.CLAIMS
-    assert set(claims.accuracies(first.better, kept, (5, 150))) == {"0"}
+    first = claims.CLAIMS[0]
+    runs = claims.runs_of([first], EXPERIMENTS / "results")
+    assert set(claims.accuracies(first.better, runs, (5, 150))) == {"0"}
     several = claims.Chosen(first.better.table, {"strategy": "fedmr"})
     with pytest.raises(UserError, match="a second run of its seed"):
-        claims.accuracies(several, kept, (5, 150))
+        claims.accuracies(several, runs, (5, 150))
     with pytest.raises(UserError, match="no evaluation"):
-        claims.accuracies(first.better, kept, (500, 505))
+        claims.accuracies(first.better, runs, (500, 505))
     with pytest.raises(UserError, match="holds no run"):
-        claims.accuracies(claims.Chosen(first.better.table, {"strategy": "moon"}), kept, (5, 150))
+        claims.accuracies(claims.Chosen(first.better.table, {"strategy": "moon"}), runs, (5, 150))
 
 
 @pytest.fixture
