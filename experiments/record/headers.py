@@ -44,9 +44,8 @@ HEADERS = {
     "quickstart.flags": Header("notebook/digits.md", ("quickstart.flags",), _THREE),
     "mnist_by_writer.flags": Header(
         "notebook/mnist_by_writer.md",
-        ("mnist_by_writer.flags", "--dataset=mnist_by_writer.npz", "--rounds=150"),
-        _strategies(FedAvg="fedavg", FedMR="fedmr"),
-        "150 rounds",
+        ("mnist_by_writer.flags", "--dataset=mnist_by_writer.npz"),
+        _THREE,
     ),
     "ablation_indep.flags": Header(_CIFAR10, _PART_FLAGS, _strategies(FedAvg="fedavg", Indep="indep"), _PART),
     "ablation_two_stage.flags": Header(
