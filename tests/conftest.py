@@ -37,7 +37,7 @@ def use_memory_for_files(folder=Path("/dev/shm")):
     fits = folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2**30
     if fits and not os.statvfs(folder).f_flag & os.ST_NOEXEC:  # some tests write a program and run it
         os.environ.setdefault("TMPDIR", str(folder))
-        tempfile.tempdir = None  # it remembers the folder that it has found before
+        tempfile.tempdir = None  # tempfile then looks at TMPDIR again
 
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them

@@ -246,7 +246,7 @@ def accuracies(
 
     Args:
       chosen: the setting.
-      runs: the runs of its table, by the name of the table, as `runs_of` returns them.
+      runs: the runs of some tables by the table's name, from `runs_of`.
       rounds: the first and the last round.
       metric: the column. ``finetuned_accuracy``, which only the summary has, is of the end of the run, ``flatness`` of
         the checkpoint of ``landscape``.
