@@ -77,7 +77,8 @@ for run in "$folder"/tuned/tests/*/; do
   [ ! -f "$run/run.flags" ] || "${PYTHON:-python}" -m fedjax_mr.main --flagfile="$run/run.flags" --run_dir="$run" --rounds=500 --resume \
     || echo "$run: code $?"
 done
-# 11. Natural clients: writers with the FEMNIST CNN, roles with two LSTM layers and the training settings of FedMR's authors
+# 11. Natural clients: writers with the FEMNIST CNN, roles with two LSTM layers and the training settings of FedMR's authors.
+#     The writers' runs are kept as record_writers.
 if [ -n "${WRITERS:-}" ]; then
   sweep writers --flagfile=exp/mnist_by_writer.flags --dataset="$WRITERS" --strategies=$three --seeds=0:3
 fi
