@@ -106,7 +106,8 @@ def with_late_clients(inner: Strategy, problem: Problem, cohorts: Cohorts) -> St
         return jnp.asarray(cohorts.work)[jnp.minimum(round, cohorts.work.shape[0] - 1)]
 
     def counted(cohort: Cohort, round: jax.Array) -> Cohort:
-        return cohort._replace(sizes=jnp.where(work_of(round) > 0, cohort.sizes, 0))
+        work = work_of(round)
+        return cohort._replace(sizes=jnp.where(work > 0, cohort.sizes, 0), work=work)
 
     def client_update(payload: Payload, memory: Any, data: ClientData, round: jax.Array, key: jax.Array) -> Any:
         row = jnp.argmax(

@@ -127,9 +127,13 @@ class LocalSetting:
             clip_norm=self.clip_norm,
         )
 
-    def num_steps(self, size: jax.Array) -> jax.Array:
-        """Number of steps T = E ceil(size / B) of a client with ``size`` samples, int32."""
-        return self.epochs * ((size + self.batch_size - 1) // self.batch_size)
+    def num_steps(self, size: jax.Array, work: jax.Array | None = None) -> jax.Array:
+        """Number of steps T = E ceil(size / B) of a client with ``size`` samples, int32.
+
+        With ``work``, the number that it does if it stops after this share of them.
+        """
+        steps = self.epochs * ((size + self.batch_size - 1) // self.batch_size)
+        return steps if work is None else jnp.round(work * steps.astype(jnp.float32)).astype(jnp.int32)
 
 
 def setting(
@@ -322,7 +326,7 @@ def run(
       The result of ``local_step`` and the metrics.
     """
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
-    most = None if data.work is None else _share(setting.num_steps(data.size), data.work)
+    most = None if data.work is None else setting.num_steps(data.size, data.work)
 
     def epoch(number: jax.Array, carry: tuple) -> tuple:
         order = _in_order(setting, data, jax.random.fold_in(key, 2 * number))
@@ -346,10 +350,6 @@ def run(
     trained = local_step.result(carry)
     broken = (metrics.bad_step < 0) & ~trees.all_finite(trained)
     return trained, metrics._replace(bad_step=jnp.where(broken, metrics.steps, metrics.bad_step))
-
-
-def _share(steps: jax.Array, work: jax.Array) -> jax.Array:
-    return jnp.round(work * steps.astype(jnp.float32)).astype(jnp.int32)
 
 
 def draw(setting: LocalSetting, data: ClientData, key: jax.Array) -> Batch:

@@ -42,6 +42,7 @@ class Cohort(NamedTuple):
     sizes: jax.Array  # [K] int32 training samples
     branches: jax.Array | None = None  # [K] int32 in 0..M-1, see `Strategy.stale`. None: client j has model j
     freshness: jax.Array | None = None  # [K] float32, weight of an upload by its staleness. None: 1
+    work: jax.Array | None = None  # [K] float32, share of its steps that a client has done. None: 1
 
 
 @jax.tree_util.register_dataclass

@@ -62,7 +62,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(model, model)
 
     def server_update(state, uploads, cohort, round, key):
-        weights = cohort.sizes if hyper.weights == "samples" else None
+        weights = cohort.sizes if hyper.weights == "samples" else (cohort.sizes > 0).astype(jnp.float32)
         old, mean = state.model, trees.mean(uploads["model"], weights=weights)
         deltas = jax.vmap(lambda params: trees.subtract(params, old["params"]))(uploads["model"]["params"])
         delta = trees.mean(deltas, weights=weights)

@@ -219,7 +219,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return supervised + diversity(noise, latent), statistics
 
     def server_update(state, uploads, cohort, round, key):
-        counts = problem.label_counts[cohort.ids].astype(jnp.float32)
+        takes_part = (cohort.sizes > 0)[:, None]
+        counts = jnp.where(takes_part, problem.label_counts[cohort.ids].astype(jnp.float32), 0)
         loss_gradient = jax.grad(generator_loss, has_aux=True)
 
         def step(number, carry):

@@ -133,8 +133,10 @@ def cluster(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
 def cluster_as_authors(outputs: np.ndarray, count: int, *, seed: int) -> np.ndarray:
     """k-means clusters [N] of outputs [N, F] as in the authors' code, where an empty cluster attracts all rows.
 
-    The centre of an empty cluster is NaN, and argmin selects it for every row.
+    The centre of an empty cluster is NaN, and argmin selects it for every row. With fewer rows than clusters, each row
+    has its own.
     """
+    count = min(count, len(outputs))
     first = np.random.default_rng(seed).choice(len(outputs), count, replace=False)
     centres, labels = outputs[first].astype(np.float64), np.full(len(outputs), -1)
     for _ in range(300):

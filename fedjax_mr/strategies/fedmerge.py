@@ -82,11 +82,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         move = jnp.where(largest > 0, hyper.step / jnp.where(largest > 0, largest, 1.0), 0.0) * gradient
         logits = state.logits.at[cohort.ids].add(-move)
 
-        owned = weights * jax.nn.softmax(logits[cohort.ids])
-        owned = (owned / jnp.sum(owned, axis=0, keepdims=True)).T  # b [d, K]
+        owned = (weights * jax.nn.softmax(logits[cohort.ids])).T
+        total = jnp.sum(owned, axis=1)  # 0 if the shares of all these clients in a model are too small for a float
+        owned = owned / jnp.where(total > 0, total, 1.0)[:, None]  # b [d, K]
         models = trees.mix(uploads["model"], owned)
         params = trees.subtract(state.models["params"], trees.mix(changes, owned))
-        return State(models | {"params": params}, logits), {}
+        return State(jax.vmap(trees.where)(total > 0, models | {"params": params}, state.models), logits), {}
 
     def personal_part(state, client_id):
         shares = jax.nn.softmax(state.logits[client_id][None])

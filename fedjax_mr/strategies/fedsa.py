@@ -1,9 +1,9 @@
 """FedSA: a semi-asynchronous server that takes the first K' of the models in training and keeps the others' share of w.
 
-Ma, Xu, Xu, Meng, Huang, Xue: FedSA: A Semi-Asynchronous Federated Learning Mechanism in Heterogeneous Edge Computing,
-IEEE JSAC 2021. (Another FedSA is Chen et al., FGCS 2021.) All clients train at the same time. When K' models have
-arrived, w becomes sum of q_i theta_i + (1 - sum of q_i) w with q_i = n_i / n, where n counts all clients' samples. A
-client that takes part rarely has a larger learning rate, lr / (N f_i), where f_i is its share of the arrivals.
+Ma, Xu, Xu, Jiang, Huang, Huang: FedSA: A Semi-Asynchronous Federated Learning Mechanism in Heterogeneous Edge
+Computing, IEEE JSAC 2021. (Another FedSA is Chen et al., FGCS 2021.) All clients train at the same time. When K' models
+have arrived, w becomes sum of q_i theta_i + (1 - sum of q_i) w with q_i = n_i / n, where n counts all clients' samples.
+A client that takes part rarely has a larger learning rate, lr / (N f_i), where f_i is its share of the arrivals.
 
 Deviations. The paper adapts K' to a budget; here it is fixed (``cohort``), as in the code of GitFL's and CaBaFL's
 authors. That code trains from the newest model at arrival; here, clients train the model that they received. With fewer
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
@@ -52,8 +53,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return {"model": trees.broadcast(state.model, problem.cohort_size), "lr_factor": factors[known]}
 
     def client_update(payload, memory, data, round, key):
-        setting = dataclasses.replace(problem.local, lr=problem.local.lr * payload["lr_factor"])
-        model, metrics = local.train(problem.model, setting, payload["model"], data, key)
+        optimizer = optax.chain(problem.local.optimizer, optax.scale(payload["lr_factor"]))
+        model, metrics = local.train(problem.model, problem.local, payload["model"], data, key, optimizer=optimizer)
         return {"model": model}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):

@@ -69,10 +69,10 @@ def falling(rho: float) -> Callable[[jax.Array], jax.Array]:
     return lambda over: (1 - over) + rho * over
 
 
-def sum_of_shares(rho: float, steps: jax.Array) -> jax.Array:
-    """The sum of the factors of steps 0..T-1, or 1 if there are no steps."""
-    count = steps.astype(jnp.float32)
-    return jnp.where(steps > 0, (count * (1 + rho) + 1 - rho) / 2, 1.0)
+def sum_of_shares(rho: float, done: jax.Array, steps: jax.Array) -> jax.Array:
+    """The sum of the factors of the first ``done`` of T = ``steps`` steps, or 1 if there are none."""
+    count, length = done.astype(jnp.float32), jnp.maximum(steps, 1).astype(jnp.float32)
+    return jnp.where(done > 0, count - (1 - rho) * count * (count - 1) / (2 * length), 1.0)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
@@ -113,7 +113,7 @@ def build_momentum(hyper: MomentumHyper, problem: Problem) -> Strategy:
         optimizer = optax.chain(correct(correction), optimizer)
         model, metrics = local.train(problem.model, setting, received, data, key, optimizer=optimizer)
         descent = trees.subtract(received["params"], model["params"])
-        gradient = trees.scale(descent, 1 / (step_size * sum_of_shares(hyper.rho, steps)))
+        gradient = trees.scale(descent, 1 / (step_size * sum_of_shares(hyper.rho, metrics.steps, steps)))
         control = trees.subtract(gradient, correction)
         return {"model": model, "control": control}, control, metrics
 

@@ -8,8 +8,8 @@ rho = 0 each method equals its base method.
 clients' mean step of the last round. Qu, Li, Duan, Liu, Tang, Lu: Generalized Federated Learning via Sharpness Aware
 Minimization, ICML 2022.
 
-``fedgamma`` is based on SCAFFOLD. Dai, Yang, Sun, Wang, Tao and others: FedGAMMA: Federated Learning with Global
-Sharpness-Aware Minimization, TNNLS 2023.
+``fedgamma`` is based on SCAFFOLD. Dai, Yang, Sun, Shen, Tian, Wang, Zhang: FedGAMMA: Federated Learning with
+Global Sharpness-Aware Minimization, TNNLS 2023.
 
 ``fedspeed`` is based on FedDyn. Sun, Shen, Huang, Ding, Tao: FedSpeed: Larger Local Interval, Less Communication Round,
 and Higher Generalization Accuracy, ICLR 2023.
@@ -146,7 +146,8 @@ def fedcm(beta: float, problem: Problem) -> Strategy:
         return {"model": model}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
-        steps = jnp.maximum(setting.num_steps(cohort.sizes), 1).astype(jnp.float32)  # 0 steps: a lost client
+        done = setting.num_steps(cohort.sizes, cohort.work)
+        steps = jnp.maximum(done, 1).astype(jnp.float32)  # 0 steps: a lost client
         descents = jax.vmap(lambda params: trees.subtract(state.model["params"], params))(uploads["model"]["params"])
         gradients = jax.vmap(trees.scale)(descents, 1 / (steps * step_size))
         return State(*(trees.mean(each, weights=cohort.sizes) for each in (uploads["model"], gradients))), {}

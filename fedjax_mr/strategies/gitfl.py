@@ -8,8 +8,10 @@ rarely chosen clients.
 
 Sources. The constants and the selection are those of the authors' released code; the paper's formulas were not
 available to us. The code counts a version when a client starts, so that branches that have never returned are part of
-the master; it also never chooses a client that has just returned (``variant=authors``). Here, a version is a finished
-training. The code shifts from curiosity to versions as time passes, up to a budget of simulated seconds.
+the master; it also never chooses a client that has just returned (``variant=authors``; with all N clients in flight
+no other is idle, so here it is chosen). Here, a version is a finished training. In the first tenth of a budget of
+simulated seconds, only curiosity counts. Then its weight falls to 0.05, and grows to 0.5 at the end of the budget,
+where the code stops. Later it stays there.
 
 The number of branches is that of the clients in flight. The paper has one arrival per version (``cohort=1``). In
 synchronous rounds, all branches return in each round, and clients are selected uniformly: a branch then keeps 10 of 11
@@ -46,7 +48,7 @@ class Hyper:
     )
     budget: float = field(
         300_000.0,
-        "budget of simulated seconds, by which selection=both shifts its weight",
+        "budget of simulated seconds, in which selection=both shifts its weight",
         low=0,
         open_low=True,
         unit="seconds",
@@ -55,7 +57,7 @@ class Hyper:
     variant: str = field(
         "finished",
         "versions count finished trainings (finished), or started ones, and a client that has just returned is not "
-        "chosen (authors)",
+        "chosen unless all others train (authors)",
         choices=("finished", "authors"),
         source="our reading of the paper; authors' code",
     )
@@ -80,7 +82,7 @@ def rewards(hyper: Hyper, history: History, busy: np.ndarray, branch: int) -> np
     ahead = history.versions[branch] - history.versions.mean()
     slow = (history.seconds - history.seconds.mean()) / longest if longest > 0 else np.zeros_like(curiosity)
     reward = REWARD * slow * ahead
-    share = history.time / (2 * float(hyper.budget))
+    share = min(history.time / float(hyper.budget), 1.0) / 2
     if hyper.selection == "random":
         weights = np.ones_like(curiosity)
     elif hyper.selection == "versions":
@@ -118,14 +120,14 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         return State(branches, state.versions.at[rows].add(1.0)), {}
 
     def choose(history, busy, key):
-        if hyper.variant == "authors":
-            busy = busy.copy()
-            busy[history.returned] = True
-        chosen, draws = [], np.asarray(jax.random.uniform(key, (len(history.branches),)))
+        clients, chosen = np.arange(len(busy)), []
+        rests = np.isin(clients, history.returned) if hyper.variant == "authors" else np.zeros_like(busy)
+        draws = np.asarray(jax.random.uniform(key, (len(history.branches),)))
         for branch, draw in zip(history.branches, draws, strict=True):
-            sums = np.cumsum(rewards(hyper, history, busy, branch))
+            not_free = busy if np.all(busy | rests) else busy | rests
+            sums = np.cumsum(rewards(hyper, history, not_free, branch))
             chosen.append(int(np.searchsorted(sums, draw * sums[-1], side="right")))
-            busy = busy | (np.arange(len(busy)) == chosen[-1])
+            busy = busy | (clients == chosen[-1])
         return np.array(chosen)
 
     return circulating(problem)._replace(

@@ -238,8 +238,9 @@ def hetlora(hyper: Ranks, problem: Problem) -> Strategy:
         models = uploads["model"]
         mean = parts.flat(trees.mean(models, weights=cohort.sizes))
         for path, a, b in adapters.pairs(models):
-            norms = jnp.sqrt(jnp.sum(jnp.square(a @ b), axis=(1, 2)))
-            weights = jnp.where(jnp.sum(norms) > 0, norms, jnp.ones_like(norms))  # no client may have trained
+            takes_part = (cohort.sizes > 0).astype(jnp.float32)
+            norms = takes_part * jnp.sqrt(jnp.sum(jnp.square(a @ b), axis=(1, 2)))
+            weights = jnp.where(jnp.sum(norms) > 0, norms, takes_part)  # no client may have trained
             for name, leaf in zip(adapters.PAIR, (a, b), strict=True):
                 mean["params", *path, name] = trees.mean(leaf, weights=weights)
         return state._replace(model=unflatten_dict(mean)), {}

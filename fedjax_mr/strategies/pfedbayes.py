@@ -1,8 +1,8 @@
 """pFedBayes: each client learns a distribution over its weights, regularised towards a global distribution.
 
-Zhang, Li, Li, Guo, Zhu: Personalized Federated Learning via Variational Bayesian Inference, ICML 2022, Algorithm 1. All
-weights are independent Gaussians with mean m and standard deviation softplus(rho). On a mini-batch of a client with n
-samples, its personal distribution q takes ``inner_steps`` gradient steps on the mean of
+Zhang, Li, Li, Guo, Shao: Personalized Federated Learning via Variational Bayesian Inference, ICML 2022, Algorithm 1.
+All weights are independent Gaussians with mean m and standard deviation softplus(rho). On a mini-batch of a client with
+n samples, its personal distribution q takes ``inner_steps`` gradient steps on the mean of
 
     -log p(label | weights) + zeta / n KL(q || p),
 

@@ -1,5 +1,6 @@
 """Synchronous rounds with a deadline and with more clients than needed, against hand computations."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,9 +14,16 @@ from fedjax_mr.clock.deadline import asked
 from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.engine.round import SELECT, client_key, round_key
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES, fedavg, on_any_network
+from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg, fedexp, fedswa, flatness, on_any_network
 from fedjax_mr.strategies.base import select_uniformly
-from fedjax_mr.testing.federations import default_hyper, make_engine, simulator, tree_close, tree_equal
+from fedjax_mr.testing.federations import (
+    default_hyper,
+    make_engine,
+    random_like,
+    simulator,
+    tree_close,
+    tree_equal,
+)
 
 SIZES = (7, 12, 1, 5, 9, 4)
 FEDERATION = {"network": "normed", "sizes": SIZES, "cohort": 3, "devices": 1, "lanes": 1}
@@ -133,6 +141,45 @@ def test_a_mean_is_over_those_in_time_and_the_steps_done_count(weights):
     after, report = late.run(progress, 2)  # all uploads are late
     tree_equal(after.server, before)
     assert report.info["late"] == 3 and report.traffic.num_bytes()[1] == 0
+
+
+@pytest.mark.parametrize(
+    "strategy, hyper", [("fedexp", fedexp.Hyper(0.0, weights="uniform")), ("fedgen", None), ("hetlora", None)]
+)
+def test_a_late_client_does_not_change_a_server_that_takes_no_plain_mean(strategy, hyper):
+    """The server's update with three clients, the last one late, is that with the first two alone."""
+    rounds = make_engine(strategy, hyper=hyper, **FEDERATION)
+    problem, state = rounds.constants.problem, jax.device_get(rounds.init().server)
+    models = random_like(trees.broadcast(state.model, 2))
+    late = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf.mean(axis=0, keepdims=True)]), models)
+
+    def update(models, ids, sizes):
+        own = dataclasses.replace(problem, cohort_size=len(ids))
+        server = STRATEGIES[strategy].build(default_hyper(strategy) if hyper is None else hyper, own).server_update
+        cohort = Cohort(jnp.asarray(ids), jnp.asarray(sizes))
+        return jax.jit(server)(state, {"model": models}, cohort, jnp.int32(1), KEY)
+
+    tree_close(update(late, [0, 1, 4], [7, 12, 0]), update(models, [0, 1], [7, 12]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy, hyper, gradients",
+    [
+        ("fedmoswa", fedswa.MomentumHyper(rho=1.0), lambda progress: progress.memory),
+        ("mofedsam", flatness.MoFedSAM(rho=0.0, beta=1.0), lambda progress: progress.server.gradient),
+    ],
+)
+def test_a_change_is_divided_by_the_steps_done(strategy, hyper, gradients):
+    """In the first round these are the gradients of SCAFFOLD's clients, and their mean."""
+    work = [[1, 0.5, 0.25]] + [[1, 1, 1]] * 2
+    late, scaffold = engine(strategy, work, hyper=hyper), engine("scaffold", work)
+    own, controls = gradients(late.run(late.init(), 1)[0]), scaffold.run(scaffold.init(), 1)[0].memory
+    if strategy == "mofedsam":
+        first = clients()[0]
+        weights = np.array(SIZES, np.float32)[first]
+        controls = jax.tree.map(lambda leaf: np.average(np.asarray(leaf)[first], axis=0, weights=weights), controls)
+    tree_close(own, controls, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -122,6 +122,7 @@ def test_the_authors_clusters_collapse_when_equal_models_are_the_first_centres()
     assert len(seen) == 10
     apart = fedme.cluster_as_authors(np.array([[0.0], [1], [10], [11]]), 2, seed=0)
     assert apart[0] == apart[1] != apart[2] == apart[3]
+    assert sorted(fedme.cluster_as_authors(outputs[1:4:2], 4, seed=0)) == [0, 1]  # fewer clients than clusters
 
 
 @hypothesis.settings(max_examples=50, deadline=None)

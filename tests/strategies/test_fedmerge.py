@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.strategies import fedprox
+from fedjax_mr.strategies import fedmerge, fedprox
 from fedjax_mr.strategies.fedmerge import Hyper
+from fedjax_mr.testing.federations import first_cohort, random_like, tree_equal
 
 HEAD = (0, 1)  # positions of the perceptron's tensors
 
@@ -46,6 +47,17 @@ def test_three_rounds_equal_the_equations(transcription):
         np.testing.assert_allclose(by_hand.progress.server.logits, logits, rtol=1e-4, atol=1e-5)
         for j, model in enumerate(models):
             by_hand.check(trees.take(by_hand.progress.server.models, j), model)
+
+
+def test_a_model_in_which_no_client_has_a_share_stays_as_it_was(federation):
+    problem = federation().problem
+    strategy = fedmerge.build(Hyper(models=2), problem)
+    state = strategy.init(jax.random.key(0))
+    state = state._replace(logits=state.logits.at[:, 1].set(-200.0))  # exp(-200) is no float32
+    uploads = {"model": random_like(trees.broadcast(trees.take(state.models, 0), problem.cohort_size))}
+    new, _ = jax.jit(strategy.server_update)(state, uploads, first_cohort(problem), 0, jax.random.key(1))
+    assert trees.all_finite(new)
+    tree_equal(trees.take(new.models, 1), trees.take(state.models, 1))
 
 
 @pytest.mark.slow

@@ -64,6 +64,8 @@ def test_rewards_by_hand():
     np.testing.assert_allclose(weights("both", (5, 2, 2), 99), curiosity)
     ahead = (np.array([100, 200, 500, 0]) - 200) / 5000 * 2
     np.testing.assert_allclose(weights("both", (5, 2, 2), 500), np.maximum(1e-6, curiosity / 4 + 3 / 4 * ahead))
+    for later in (1000, 5000):  # from the end of the budget on, both have half of the weight
+        np.testing.assert_allclose(weights("both", (5, 2, 2), later), np.maximum(1e-6, curiosity / 2 + ahead / 2))
     np.testing.assert_array_equal(weights("random", (5, 2, 2), 500), 1)
 
 
@@ -80,6 +82,8 @@ def test_clients_are_drawn_by_their_rewards_and_busy_ones_never(federation):
     shares = np.array([1, 0, 1 / 3, 1]) / (7 / 3)
     assert np.all(np.abs(counts / 300 - shares) < 4 * np.sqrt(shares * (1 - shares) / 300) + 1e-9)
     assert drawn(30, variant="authors")[3] == 0  # it has just returned
+    busy[:3] = True
+    assert drawn(3, variant="authors").tolist() == [0, 0, 0, 3]  # but no other is free
 
 
 def test_several_branches_draw_different_clients(federation):
