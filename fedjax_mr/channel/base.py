@@ -372,6 +372,17 @@ def _is_model(entry: Any) -> bool:
     return isinstance(entry, Mapping) and "params" in entry
 
 
+def payload_shapes(strategy: Strategy, problem: Problem) -> Payload:
+    """The shapes of what ONE client is sent. Nothing is computed."""
+    return jax.eval_shape(lambda: _first_payload(strategy, problem))
+
+
+def _first_payload(strategy: Strategy, problem: Problem) -> Payload:
+    key = jax.random.key(0)
+    cohort = Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
+    return jax.tree.map(lambda leaf: leaf[0], strategy.dispatch(strategy.init(key), cohort, key))
+
+
 def upload_shapes(strategy: Strategy, problem: Problem) -> Payload:
     """The shapes of ONE client's upload. Nothing is computed."""
     model, key = problem.model, jax.random.key(0)
@@ -380,9 +391,7 @@ def upload_shapes(strategy: Strategy, problem: Problem) -> Payload:
     )
 
     def upload() -> Payload:
-        cohort = Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
-        payloads = strategy.dispatch(strategy.init(key), cohort, key)
-        payload = jax.tree.map(lambda leaf: leaf[0], payloads)
+        payload = _first_payload(strategy, problem)
         memory = None if strategy.init_memory is None else strategy.init_memory(key, jnp.int32(0))
         data = one_client(samples)
         return strategy.client_update(payload, memory, data, jnp.int32(0), key)[0]

@@ -112,12 +112,14 @@ def compression(
     if feedback != "none" and kind == "none":
         raise UserError("error feedback needs compressed uploads: pass kind=topk or feedback=none")
 
+    hidden = "error_feedback=ef21 hides single messages from attacks and robust rules: use error_feedback=ef"
     exact = kind == "none" or (kind in ("topk", "randk") and ratio == 1 and feedback == "none")
     members: dict[str, Any] = {}
     if not exact:
         codec_of = lambda size: make_codec(kind, size, ratio=ratio, levels=levels)
         members |= {"none": _plain, "ef": _error_feedback, "ef21": _ef21}[feedback](codec_of, problem)
         members["encodes"] = True
+        members["excludes"] = tuple((each, hidden) for each in ("attack", "robust")) if feedback == "ef21" else ()
     if download != "none":
         members |= _download(lambda size: make_codec(download, size, ratio=ratio, levels=levels))
     if not members:

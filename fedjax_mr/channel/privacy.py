@@ -13,7 +13,7 @@ each client adds noise to its own upload. With ``noise_on="mean"`` the clients' 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffi
 from fedjax_mr.strategies.hyper import require
 
 NOISE_ON = ("upload", "mean")
+PROBED = (0, *(10**power for power in range(10)))  # rounds in which a server is examined
 BITS_SHARE = 0.1  # at most this share of 1 / noise^2 is spent on the clients' bits, by default
 
 
@@ -175,7 +176,7 @@ def multipliers(
     else:
         total = quantile_noise
         too_small = "the noise of adaptive clipping's bits is too small for this noise: omit quantile_noise"
-        require(2 * total > counted * noise, too_small)
+        require((noise == 0) | (2 * total > counted * noise), too_small)
     z = jnp.asarray(total, jnp.float32) / counted
     ratio = jnp.where(z > 0, jnp.asarray(noise, jnp.float32) / (2 * jnp.where(z > 0, z, 1.0)), 0.0)
     return jnp.asarray(noise, jnp.float32) / jnp.sqrt(1 - ratio**2), jnp.asarray(total, jnp.float32) / root
@@ -208,8 +209,8 @@ def refusal(strategy: Strategy, problem: Problem, *, noise_on: str = "upload") -
     Server and payloads may depend on the clients' data only through the noisy values. So this refuses collections
     other than the parameters (BatchNorm), own selection of clients, host code between rounds, uploads with other
     entries than float arrays, and servers that read numbers of samples or label counts. They are found by tracing the
-    functions of the strategy. With ``noise_on="mean"``, the server's update is run twice, with different uploads that
-    have the same uniform mean: it must give the same state (relative tolerance 1e-4).
+    functions of the strategy. With ``noise_on="mean"``, the server's update is run twice in several rounds, with
+    different uploads that have the same uniform mean: it must give the same state (relative tolerance 1e-4).
 
     Call it once before a run, on the strategy without a channel. It traces several functions and takes about as long
     as building a round.
@@ -313,20 +314,24 @@ def poisson(inner: Strategy, problem: Problem, probability: float | jax.Array) -
     return inner._replace(select=select, client_update=client_update, traffic=traffic)
 
 
-def hides_cohorts(strategy: Strategy, problem: Problem) -> bool:
-    """Whether the accountant may use that the server's cohorts are secret (``sampling="without_replacement"``).
+def hides_cohorts(strategy: Strategy, problem: Problem, *, sampling: str = "without_replacement") -> bool:
+    """Whether the accountant may use that the server's cohorts are secret.
 
     Amplification by sampling needs rounds that are linked by the released models alone. That fails if clients keep a
     memory, because a later upload can then show whether its client took part before; or if payloads or the server's
-    state depend on client ids. For these strategies ``sampling="public"`` is correct.
+    state depend on client ids. With Poisson sampling it also fails if they depend on which slots are empty. For these
+    strategies ``sampling="public"`` is correct.
 
     Args:
       strategy: the strategy, with its channel: error feedback is a memory, too.
       problem: the problem of the strategy, with known numbers.
+      sampling: ``without_replacement`` or ``poisson``.
     """
     if strategy.select is not None or strategy.between_rounds is not None or strategy.init_memory is not None:
         return False
-    return not _Shapes(strategy, problem, base.upload_shapes(strategy, problem)).server_reads("ids")
+    shapes = _Shapes(strategy, problem, base.upload_shapes(strategy, problem))
+    sees_absence = sampling == "poisson" and shapes.server_reads("sizes", also_whether_zero=True)
+    return not (shapes.server_reads("ids") or sees_absence)
 
 
 class _Shapes:
@@ -344,15 +349,21 @@ class _Shapes:
             lambda leaf: jax.ShapeDtypeStruct((problem.cohort_size, *leaf.shape), leaf.dtype), upload
         )
 
-    def server_reads(self, field: str) -> bool:
-        """Whether payloads or the new state depend on a field of the cohort."""
+    def server_reads(self, field: str, *, also_whether_zero: bool = False) -> bool:
+        """Whether payloads or the new state depend on a field of the cohort.
+
+        Comparisons such as ``sizes > 0`` only count with ``also_whether_zero``: every client has samples, and only late
+        or absent ones have size 0.
+        """
         part = getattr(self.cohort, field)
 
         def with_part(function: Callable) -> Callable:
             return lambda part, cohort, state, *rest: function(state, cohort._replace(**{field: part}), *rest)
 
         arguments = part, self.cohort, self.state, self.key, self.round, self.uploads
-        return any(_depends_on_first(with_part(each), *arguments) for each in (self._dispatch, self._server_update))
+        ignored = () if also_whether_zero else ("gt",)
+        functions = map(with_part, (self._dispatch, self._server_update))
+        return any(_depends_on_first(each, *arguments, ignored=ignored) for each in functions)
 
     def server_reads_problem(self) -> bool:
         """Whether payloads or states depend on numbers of samples or label counts in the problem."""
@@ -369,22 +380,21 @@ class _Shapes:
         return any(_depends_on_constants(each, secrets, *arguments) for each in functions)
 
     def server_uses_only_the_mean(self) -> bool:
-        """Whether the new state is the same for two sets of random uploads with the same uniform mean."""
+        """Whether the new state is the same for two sets of random uploads with the same uniform mean.
+
+        Some methods average in their first rounds only, so this looks at `PROBED` rounds, from the state of the last.
+        """
         count, problem, key = self.problem.cohort_size, self.problem, jax.random.key(0)
         cohort = Cohort(jnp.arange(count, dtype=jnp.int32), problem.sizes[:count])
 
         values, others = base.split(self.uploads)
 
         @jax.jit
-        def start() -> tuple[Any, Values]:
-            state = self.strategy.init(key)
-            return state, base.received(values, others, self.strategy.dispatch(state, cohort, key))
-
-        @jax.jit
-        def update(state: Any, changes: Values, reference: Values) -> Any:
+        def update(state: Any, changes: Values, round: jax.Array) -> Any:
+            reference = base.received(values, others, self.strategy.dispatch(state, cohort, key))
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), others)
             uploads = base.joined(jax.tree.map(jnp.add, reference, changes), zeros)
-            return self.strategy.server_update(state, uploads, cohort, jnp.int32(0), key)[0]
+            return self.strategy.server_update(state, uploads, cohort, round, key)[0]
 
         rng = np.random.default_rng(0)
         draw = lambda leaf: 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
@@ -394,9 +404,13 @@ class _Shapes:
             own = draw(leaf)
             return mean + own - np.mean(own, axis=0, keepdims=True)
 
-        state, reference = start()
-        first, second = (update(state, jax.tree.map(near, values, common), reference) for _ in range(2))
-        return all(_close(*leaves) for leaves in zip(*map(jax.tree.leaves, (state, first, second)), strict=True))
+        state = jax.jit(self.strategy.init)(key)
+        for round in PROBED:
+            first, second = (update(state, jax.tree.map(near, values, common), jnp.int32(round)) for _ in range(2))
+            if not all(_close(*leaves) for leaves in zip(*map(jax.tree.leaves, (state, first, second)), strict=True)):
+                return False
+            state = first
+        return True
 
     def _dispatch(self, state: Any, cohort: Cohort, key: Any, round: Any, uploads: Any) -> Any:
         return self.strategy.dispatch(state, cohort, key)
@@ -419,9 +433,9 @@ def _close(start: Any, first: Any, second: Any) -> bool:
     return bool(np.max(np.abs(first - second), initial=0) <= 1e-4 * change + rounding)
 
 
-def _depends_on_first(function: Callable, first: Any, *rest: Any) -> bool:
+def _depends_on_first(function: Callable, first: Any, *rest: Any, ignored: Sequence[str] = ()) -> bool:
     closed = jax.make_jaxpr(function)(first, *rest)
-    return _reaches_outputs(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(first))])
+    return _reaches_outputs(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(first))], ignored)
 
 
 def _depends_on_constants(function: Callable, constants: list[Any], *arguments: Any) -> bool:
@@ -438,16 +452,16 @@ def _depends_on_constants(function: Callable, constants: list[Any], *arguments: 
     return _reaches_outputs(closed.jaxpr, found)
 
 
-def _reaches_outputs(jaxpr: Any, sources: list[Any]) -> bool:
+def _reaches_outputs(jaxpr: Any, sources: list[Any], ignored: Sequence[str] = ()) -> bool:
     """Whether an output of a traced function may depend on some of its variables. Inner calls are not looked into.
 
-    The comparison ``sizes > 0`` does not count: every client has samples, and only late or absent ones have size 0.
+    Comparisons of these variables with 0 by the primitives ``ignored`` do not count.
     """
     reached = set(sources)
     for equation in jaxpr.eqns:
         inputs = {each for each in equation.invars if not isinstance(each, Literal)}
         zeros = [each for each in equation.invars if isinstance(each, Literal) and np.all(each.val == 0)]
-        if equation.primitive.name == "gt" and inputs <= set(sources) and len(zeros) == 1:
+        if equation.primitive.name in ignored and inputs <= set(sources) and len(zeros) == 1:
             continue
         if inputs & reached:
             reached |= set(equation.outvars)

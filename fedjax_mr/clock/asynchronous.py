@@ -183,10 +183,19 @@ def asynchronous(
         return State(own, starts, state.uploads, state.version + 1), info
 
     def traffic(usual: Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Traffic:
-        """K models are sent and K uploads arrive in each round. Those of the first M jobs count in the first round."""
+        """K models are sent and K uploads arrive in each round. Those of the first M jobs count in the first round.
+
+        Strategies with a count of their own count the jobs whose uploads arrive, also what these were sent.
+        """
         down, up = (trees.num_bytes(slots) // num_slots for slots in (state.starts, state.uploads))
         first = jnp.where(round == 0, in_flight, 0)
-        return Traffic((Parcels.of(buffer + first, down),), (Parcels.of(buffer, up),), usual.peer)
+        usual = Traffic((Parcels.of(buffer + first, down),), (Parcels.of(buffer, up),), usual.peer)
+        if inner.traffic is None:
+            return usual
+        arrived = trees.take(
+            put(state.uploads, at(schedule.train_slots, round), uploads), at(schedule.arrival_slots, round)
+        )
+        return inner.traffic(usual, state.inner, arrived, arrivals(round), round)
 
     return base.lifted(inner)._replace(
         init=init,

@@ -157,8 +157,8 @@ def as_sent(uploads: Payload, payloads: Payload) -> Payload:
         reference = received(values, others, payloads)
     except UserError:
         raise UserError(
-            "the strategy's clients upload a model that they choose, so a late one has no upload: leave out deadline= "
-            "and over_select="
+            "a late client has no upload, because clients choose the model that they upload, or receive it compressed: "
+            "leave out deadline= and over_select=, or compress_download="
         ) from None
     statistics = {
         name: {collection: payloads[name][collection] for collection in each} if name in values else each

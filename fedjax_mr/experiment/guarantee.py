@@ -30,10 +30,10 @@ def complete(config: Config, federated: FederatedData, model: Model) -> tuple[Co
     plain = build_chosen(dataclasses.replace(chosen(config), links={}, poisson=None), problem)
     if reason := privacy.refusal(plain, problem, noise_on=config.dp_noise_on):
         raise UserError(reason)
-    if config.dp_poisson is not None and not privacy.hides_cohorts(plain, problem):
+    if config.dp_poisson is not None and not privacy.hides_cohorts(plain, problem, sampling="poisson"):
         raise UserError(
-            "Poisson sampling needs clients without a memory and a server that does not use their numbers: leave "
-            "dp_poisson= out"
+            "Poisson sampling needs clients without a memory, and a server that uses neither their numbers nor who is "
+            "absent: leave dp_poisson= out"
         )
     target = config.dp_target_epsilon
     if target is None:

@@ -197,6 +197,8 @@ def _check_channel(config: Config) -> None:
             )
         if config.dp_quantile is not None:
             raise UserError("dp_poisson= needs a constant norm: leave dp_quantile= out")
+        if config.attack != "none":
+            raise UserError("dp_poisson= leaves slots of a round empty, and attack= needs all: use only one of them")
     if config.dp_target_epsilon is not None and config.dp_noise:
         raise UserError("dp_target_epsilon= chooses the noise: leave dp_noise= out")
     if config.mode == "async" and (config.dp_noise or config.dp_target_epsilon is not None):
@@ -218,7 +220,8 @@ def _check_clock(config: Config) -> None:
             continue
         if config.mode == "async":
             raise UserError(f"{flag}= is for synchronous rounds, where the server waits: leave it out or use mode=sync")
-        for other, neutral in (("dp_noise", 0), ("dp_target_epsilon", None), ("robust", "none"), ("attack", "none")):
+        counting = {"dp_noise": 0, "dp_target_epsilon": None, "dp_quantile": None, "robust": "none", "attack": "none"}
+        for other, neutral in counting.items():
             if getattr(config, other) != neutral:
                 raise UserError(f"{flag}= drops uploads, which {other}= would count: use only one of them")
         if config.error_feedback == "ef21":

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.channel.base import upload_shapes
+from fedjax_mr.channel.base import payload_shapes, upload_shapes
 from fedjax_mr.clock import Cohorts, Events, Schedule, choice, fleet, simulate, synchronous
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.clock.deadline import asked
@@ -83,8 +83,8 @@ def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[
     made = fleet.make(config.fleet or "uniform", federated.num_clients, batch_size=training.batch_size, seed=seed)
     steps = training.epochs * -(-np.asarray(federated.sizes) // training.batch_size)
     key = jax.random.fold_in(jax.random.key(config.seed), CLOCK)
-    sent = trees.num_bytes(model.shapes()), trees.num_bytes(upload_shapes(strategy, problem))
-    return Devices(made, key, steps, *sent), problem
+    down, up = (trees.num_bytes(shapes(strategy, problem)) for shapes in (payload_shapes, upload_shapes))
+    return Devices(made, key, steps, down, up), problem
 
 
 def events_of(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.channel import Context, Link, Sent, channel
+from fedjax_mr.channel import Context, Link, Sent, channel, links
 from fedjax_mr.channel.compression import KINDS, Compressed, compression, decode, encode, make_codec, pack, unpack
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
@@ -448,3 +448,15 @@ def test_unsuitable_strategies_are_refused_in_one_line(strategy, hyper, feedback
     with pytest.raises(UserError, match=message) as caught:
         sent(engine_of(strategy, hyper=hyper, kind="topk", feedback=feedback))
     assert "\n" not in str(caught.value)
+
+
+def test_ef21_hides_single_messages_from_attacks_and_robust_rules(federation):
+    problem = federation("linear").problem
+    ef21 = compression(problem, "topk", feedback="ef21")
+    others = (
+        links.attack(problem, "sign_flip", attackers=0.2, seed=0),
+        links.robust(problem, "median", outliers=1, stacked=False),
+    )
+    for other in others:
+        with pytest.raises(UserError, match="ef21 hides single messages"):
+            channel(STRATEGIES["fedavg"].build(fedavg.Hyper(), problem), problem, [ef21, other])

@@ -24,7 +24,7 @@ from fedjax_mr.channel.privacy import (
 from fedjax_mr.engine.round import client_key
 from fedjax_mr.engine.samples import Samples, one_client
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg
+from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg, fedcross, fedmr
 from fedjax_mr.testing.federations import constants, default_hyper, simulator
 
 QUICK = ("fedavg", "scaffold")
@@ -215,7 +215,7 @@ def test_change_and_bit_together_cost_what_the_change_alone_would():
             changed, bit = multipliers(10, noise, noise_on=noise_on)
             np.testing.assert_allclose(changed**-2 + (2 * bit * counted) ** -2, noise**-2, rtol=1e-5)
             assert changed < 1.06 * noise
-    assert multipliers(10, 0.0, noise_on="mean") == (0.0, 0.0)
+    assert multipliers(10, 0.0, noise_on="mean") == multipliers(10, 0.0, noise_on="mean", quantile_noise=0.0) == (0, 0)
     with pytest.raises(UserError, match="omit quantile_noise"):
         multipliers(10, 1.0, noise_on="mean", quantile_noise=0.5)
 
@@ -342,6 +342,23 @@ def test_uniform_weights_make_a_mean_uniform(federation):
     state = uniform.init(jax.random.key(0))
     state, _ = uniform_weights(strategy).server_update(state, uploads, cohort, jnp.int32(0), jax.random.key(0))
     np.testing.assert_allclose(state.model["params"]["w"], [3.0])
+
+
+@pytest.mark.parametrize(
+    "name, hyper", [("fedmr", fedmr.Hyper(stage1_rounds=5)), ("fedcross", fedcross.Hyper(warmup_rounds=5))]
+)
+def test_a_server_that_uses_the_mean_in_its_first_rounds_only_is_refused(federation, name, hyper):
+    problem = problem_of(federation)
+    assert "more than the uniform mean" in refusal(inner_strategy(name, problem, hyper), problem, noise_on="mean")
+
+
+def test_poisson_sampling_needs_a_server_that_does_not_see_who_is_absent(federation):
+    """FedAsync keeps its model if the only client is absent, and there is no noise on it then."""
+    problem = problem_of(federation)
+    strategy = inner_strategy("fedasync", problem)
+    assert hides_cohorts(strategy, problem) and not hides_cohorts(strategy, problem, sampling="poisson")
+    uniform = inner_strategy("fedavg", problem, fedavg.Hyper(weights="uniform"))
+    assert hides_cohorts(uniform, problem, sampling="poisson")
 
 
 def test_label_counts_are_found_in_the_problem(federation):

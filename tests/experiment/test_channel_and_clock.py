@@ -60,6 +60,7 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
         ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_target_epsilon": 2.0}, "leave dp_noise= out"),
         ({"dp_clip": 1.0, "dp_poisson": 0.1}, "add dp_noise_on=mean"),
         ({"dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean", "dp_quantile": 0.5}, "leave dp_quantile= out"),
+        ({"dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean", "attack": "alie"}, "leaves slots of a round empty"),
         (
             {"strategy": "scaffold", "dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean"},
             "needs clients without a memory",
@@ -84,6 +85,7 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
         ({"late": "partial"}, "needs deadline="),
         ({"mode": "async", "over_select": 2.0}, "for synchronous rounds"),
         ({"deadline": 9.0, "robust": "median"}, "deadline= drops uploads, which robust="),
+        ({"deadline": 9.0, "dp_clip": 1.0, "dp_quantile": 0.5}, "deadline= drops uploads, which dp_quantile="),
     ],
     ids=str,
 )
@@ -103,6 +105,15 @@ def test_simulated_time(tmp_path):
     same = run(tmp_path / "same", fleet="classes", mode="async", in_flight=3)  # no upload is stale
     np.testing.assert_array_equal(numbers(plain), numbers(same))
     assert [row["clock"] for row in same.rows] == clock
+
+
+def test_the_clock_counts_the_bytes_that_are_sent(tmp_path):
+    """Downloads, too; and rows of a wave without a client do not count in the means of the clients."""
+    whole = run(tmp_path / "whole", fleet="lognormal", rounds=2)
+    small = run(tmp_path / "small", fleet="lognormal", rounds=2, compress_download="int8")
+    assert small.rows[-1]["clock"] < whole.rows[-1]["clock"]
+    late = run(tmp_path / "late", mode="async", in_flight=6, cohort=2, eval_every=1, dp_clip=1e-4)
+    assert {row["clipped"] for row in late.rows} <= {1.0, None} and late.rows[0]["clipped"] == 1.0
 
 
 def test_deadlines_and_more_clients_than_needed(tmp_path):
