@@ -28,21 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config.read_imports(arguments)
             print(manual.page(topic))
             return 0
-        settings = config.parse(arguments)
-        with flags_in_errors(settings.strategy):
-            result = run(settings)
+        with imports.blamed():
+            settings = config.parse(arguments)
+            with flags_in_errors(settings.strategy):
+                result = run(settings)
     except (UserError, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code
     except KeyboardInterrupt:
         sys.stderr.write(interrupts.LINE)
         return interrupts.EXIT_CODE
-    except Exception as error:
-        reason = imports.blame(error)
-        if reason is None:
-            raise
-        print(f"fedjax-mr: {reason}", file=sys.stderr)
-        return reason.exit_code
     if result.writes:
         print(summary_table(result.summary))
         print(f"run folder: {result.folder}")

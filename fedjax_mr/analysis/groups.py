@@ -57,7 +57,10 @@ def find(paths: Iterable[Path | str]) -> list[RunRecord]:
     """
     ordered: dict[Path, RunRecord] = {}
     for path in map(Path, paths):
-        inside = kept.find(path)
+        try:
+            inside = kept.find(path)
+        except OSError as error:
+            raise UserError(f"cannot read {path} ({error.strerror})") from None
         if not inside:
             raise UserError(f"{path} is not a run folder and holds none (no config.json, no table NAME{kept.SUFFIX})")
         ordered |= {run.path: run for run in sorted(runs.read(list(map(str, inside))), key=_order)}

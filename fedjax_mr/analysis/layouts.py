@@ -62,8 +62,11 @@ def accuracy_text(arguments: argparse.Namespace) -> str:
     """The table that the arguments of the command describe.
 
     Raises:
-      UserError: a path holds no run, its files cannot be read, or an option belongs to the other layout.
+      UserError: a path holds no run, its files cannot be read, --target is out of range, or an option belongs to the
+        other layout.
     """
+    if arguments.target is not None and not 0 <= arguments.target <= 1:  # also true for NaN
+        raise UserError(f"--target={arguments.target} is out of range (allowed: >= 0 and <= 1)")
     if arguments.layout == "lines":
         if options := [name for name in ("value", "papers") if getattr(arguments, name)]:
             raise UserError(f"--{options[0]} needs --layout=paper")

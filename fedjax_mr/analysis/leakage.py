@@ -499,9 +499,9 @@ def _of_the_same_labels(y: np.ndarray, rows: np.ndarray, rng: np.random.Generato
 
 @functools.partial(jax.jit, static_argnums=3)
 def _change(before: trees.Params, after: trees.Params, lr: float, count: int) -> trees.Params:
-    """What the attacker takes for the gradients of the first ``count`` models [count, ...]."""
-    first = jnp.arange(count)
-    return trees.scale(trees.subtract(trees.take(before, first), trees.take(after, first)), 1 / lr)
+    """What the attacker takes for the gradients of the first ``count`` models, or of all if there are fewer."""
+    before, after = (jax.tree.map(lambda leaf: leaf[:count], each) for each in (before, after))
+    return trees.scale(trees.subtract(before, after), 1 / lr)
 
 
 @jax.jit

@@ -21,6 +21,7 @@ from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
 from fedjax_mr.experiment.rows import best_row
 
 USUAL_ROUNDS = 500  # of our flag files; the papers state none
+NEEDED = ("accuracy", "loss", "bytes_down", "bytes_up")  # columns of every evaluation that the table reads
 
 # --- Cells -----------------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ def _line(
     chosen = sorted(chosen, key=lambda run: run.config.seed)
     states = [_state(run, until) for run in chosen]
     ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]
-    histories = [[row for row in run.rows() if until is None or row["round"] <= until] for run in ended]
+    histories = [_history(run, until) for run in ended]
     summaries = [summarise(rows, target) for rows in histories]
     reached = [_first_at(rows, target) for rows in histories]
     return Line(
@@ -185,6 +186,18 @@ def _line(
         clocked=any("clock" in rows[-1] for rows in histories),
         published=papers.lookup(chosen[0].config, published),
     )
+
+
+def _history(run: RunRecord, until: int | None) -> list[MetricsRow]:
+    """The evaluations of a run up to a round.
+
+    Raises:
+      UserError: one lacks a column that the table needs.
+    """
+    rows = [row for row in run.rows() if until is None or row["round"] <= until]
+    if missing := [name for row in rows for name in NEEDED if name not in row]:
+        raise UserError(f"{run.path} is damaged (an evaluation has no {missing[0]})")
+    return rows
 
 
 def _state(run: RunRecord, until: int | None) -> str:

@@ -12,7 +12,7 @@ from fedjax_mr.data.partition_table import partition_table
 from fedjax_mr.data.sources import text, tfds
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts, titles
+from fedjax_mr.experiment import imports, interrupts, titles
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import public_share, resolve
@@ -40,10 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        if arguments[:1] == ["prepare"]:
-            _prepare(arguments[1:])
-        else:
-            _show(arguments)
+        with imports.blamed():
+            if arguments[:1] == ["prepare"]:
+                _prepare(arguments[1:])
+            else:
+                _show(arguments)
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,8 +10,9 @@ import numpy as np
 from absl import logging
 
 from fedjax_mr.data import files, npz
+from fedjax_mr.errors import UserError
 
-FORMAT = 1  # to be incremented when a loader decodes differently
+FORMAT = 2  # to be incremented when a loader decodes differently
 
 
 def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -40,8 +41,8 @@ def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_write(path) as temporary:
             _write(values, temporary)
-    except OSError as error:
-        logging.warning("cannot write %s to the cache: %s", name, error)
+    except (OSError, UserError) as error:  # a full disk must not stop a run
+        logging.warning("the next run decodes %s again: %s", name, error)
     return values
 
 

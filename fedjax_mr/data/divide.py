@@ -46,7 +46,8 @@ def federate(
     Args:
       dataset: the samples.
       partition: a name of `partition.PARTITIONS`.
-      num_clients: number of training clients N. 0 uses every natural client, or every client of the partition file.
+      num_clients: number of training clients N. 0 uses every natural client that has training samples, or
+        every client of the partition file.
       seed: seed of the partition.
       alpha: concentration of the labels (`partition.dirichlet`, `partition.dirichlet_size`).
       alpha_size: concentration of the sizes (`partition.dirichlet_size`).
@@ -113,7 +114,9 @@ def federate(
     if partition_file:
         owned = _from_authors(dataset, partition_file, num_clients, holdout_clients, public_size, seed)
     elif partition == "natural":
-        owned = _natural(dataset, num_clients, holdout_clients, public_size, min_samples_per_client, seed)
+        owned = _natural(
+            dataset, num_clients, holdout_clients, public_size, min_samples_per_client, seed, report=notes.append
+        )
     else:
         row = PARTITIONS[partition]
         if dataset.client is not None:
@@ -139,7 +142,8 @@ def federate(
         chosen = {name: settings[name] for name in row.settings}
         division = Split.of(row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **chosen))
         train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
-        owned = _Owned(train, None, public, _names_by_domain(dataset, train) if partition == "domain" else ())
+        named = partition == "domain" and train.sizes.all()  # a client without samples has no domain
+        owned = _Owned(train, None, public, _names_by_domain(dataset, train) if named else ())
     sizes = owned.train.sizes
     if not sizes.all():
         client = int(np.argmin(sizes))
@@ -208,6 +212,11 @@ def _from_authors(
 ) -> _Owned:
     parts = partition_files.read_authors(file, dataset=dataset)
     _check_count(file, len(parts), num_clients and num_clients + holdout_clients)
+    if holdout_clients >= len(parts):
+        raise UserError(
+            f"partition file {file} has {len(parts)} clients, so holdout_clients={holdout_clients} leaves none that "
+            f"trains: hold out at most {len(parts) - 1}"
+        )
     free = np.setdiff1d(np.arange(len(dataset.y)), np.concatenate(parts))
     if public_size > len(free):
         raise UserError(f"partition file {file} leaves {len(free)} samples, too few for a public set of {public_size}")
@@ -215,26 +224,36 @@ def _from_authors(
 
 
 def _natural(
-    dataset: Dataset, num_clients: int, holdout_clients: int, public_size: int, min_samples: int, seed: int
+    dataset: Dataset,
+    num_clients: int,
+    holdout_clients: int,
+    public_size: int,
+    min_samples: int,
+    seed: int,
+    *,
+    report: partitions.Report,
 ) -> _Owned:
-    """Draw the clients. The public set is drawn from the samples of the other clients if these are enough."""
+    """Draw clients that have training samples. The public set comes from the other clients if they have enough."""
     if dataset.client is None:
         raise UserError(f"{dataset.name} has no natural clients: choose another partition")
     known = len(dataset.client_names)
     train = partitions.natural(dataset.client, known)
     test = None if dataset.test_client is None else partitions.natural(dataset.test_client, known)
     sizes = np.array([len(rows) for rows in train])
+    can_train = sizes > 0
     if test is not None:
         sizes = sizes + np.array([len(rows) for rows in test])
-    large = np.flatnonzero(sizes >= min_samples)
+    large = np.flatnonzero(can_train & (sizes >= min_samples))
     total = num_clients + holdout_clients if num_clients else len(large)
     if not len(large) or total > len(large) or total <= holdout_clients:
-        least = f" of at least {min_samples} samples" if min_samples else ""
+        least = f" and at least {min_samples} samples in all" if min_samples else ""
         hint = "; clients=0 takes all" if num_clients and not holdout_clients and len(large) else ""
         raise UserError(
-            f"{dataset.name} has {len(large)} natural clients{least}, too few for {num_clients} "
+            f"{dataset.name} has {len(large)} natural clients with training samples{least}, too few for {num_clients} "
             f"clients and {holdout_clients} held-out ones (the largest has {sizes.max()} samples){hint}"
         )
+    if not can_train.all():
+        report(f"natural clients of {dataset.name} without training samples are left out: {known - can_train.sum()}")
     chosen = np.sort(_stream(seed, "clients").choice(large, total, replace=False))
     others = np.concatenate(
         [np.zeros(0, np.int64), *(train[client] for client in np.setdiff1d(np.arange(known), chosen))]

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
       UserError: the file cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    # Containers that share a folder may have equal process ids, and a link with a known name would redirect the write.
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
-        temporary.unlink(missing_ok=True)  # a link of this name would redirect the write
         yield temporary
         sync(temporary)
         os.replace(temporary, path)

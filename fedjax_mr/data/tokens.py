@@ -33,12 +33,14 @@ def encode(texts: Sequence[str], *, length: int = 48, tokenizer: str | None = No
     Raises:
       UserError: the tokenizer is missing, damaged, or does not pad with 0; its package is not installed.
     """
+    # Half of a surrogate pair, as in a text that was cut within an emoji, has no UTF-8: it becomes a question mark.
+    texts = [text.encode(errors="replace").decode() for text in texts]
     x = np.zeros((len(texts), length), np.int32)
     if tokenizer is None:
         rows, vocabulary = [[hashed(word) for word in _WORD.findall(text.lower())] for text in texts], WORDS
     else:
         encoder = _tokenizer(Path(tokenizer), length)
-        rows, vocabulary = [each.ids for each in encoder.encode_batch(list(texts))], encoder.get_vocab_size()
+        rows, vocabulary = [each.ids for each in encoder.encode_batch(texts)], encoder.get_vocab_size()
     for numbers, row in zip(x, rows, strict=True):
         numbers[: min(len(row), length)] = row[:length]
     return x, vocabulary

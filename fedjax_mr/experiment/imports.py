@@ -354,6 +354,19 @@ def blame(error: BaseException) -> UserError | None:
     return UserError(_located(error, files[frames[-1]])) if frames else None
 
 
+@contextlib.contextmanager
+def blamed() -> Iterator[None]:
+    """Raise an error in the code of an imported file as a `UserError`, see `blame`; other errors are unchanged."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if (reason := blame(error)) is None:
+            raise
+        raise reason from error
+
+
 def _located(error: BaseException, file: Path) -> str:
     """The message of an error after the file and the line that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]

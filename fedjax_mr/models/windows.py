@@ -329,15 +329,7 @@ def max_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = N
     if platforms.current() == "cpu" and not padding and (strides is None or pair(strides) == window):
         rows, columns = (size // wide * wide for size, wide in zip(x.shape[1:3], window, strict=True))
         return _tiled_max(x[:, :rows, :columns], window)
-    return functools.reduce(_first_maximum, _window_elements(x, window, strides, padding, -np.inf))
-
-
-def avg_pool(x: jax.Array, window: int | Pair, *, strides: int | Pair | None = None, padding: int = 0) -> jax.Array:
-    """Means [B, H', W', I] over windows of [B, H, W, I]. Padding counts as zeros.
-
-    Arguments and errors are those of `max_pool`.
-    """
-    return functools.reduce(jnp.add, _window_elements(x, window, strides, padding, 0.0)) / math.prod(pair(window))
+    return functools.reduce(_first_maximum, _window_elements(x, window, strides, padding))
 
 
 # XLA recomputes operations that it considers cheap, such as these maxima, at each use, but it stores the results of a
@@ -352,7 +344,7 @@ def _tiled_max(x: jax.Array, window: Pair) -> jax.Array:
 
 def _tiled_max_forward(x: jax.Array, window: Pair) -> tuple[jax.Array, jax.Array]:
     def first_maxima(sample: jax.Array) -> tuple[jax.Array, jax.Array]:
-        best, *others = _window_elements(sample[None], window, None, 0, -np.inf)
+        best, *others = _window_elements(sample[None], window, None, 0)
         winner = jnp.zeros_like(best)  # in the type of the images, which is faster than a small integer
         for number, other in enumerate(others, start=1):
             better = (other > best) | jnp.isnan(other)
@@ -387,15 +379,13 @@ def _first_maximum(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where((b > a) | jnp.isnan(b), b, a)
 
 
-def _window_elements(
-    x: jax.Array, window: int | Pair, strides: int | Pair | None, padding: int, fill: float
-) -> list[jax.Array]:
+def _window_elements(x: jax.Array, window: int | Pair, strides: int | Pair | None, padding: int) -> list[jax.Array]:
     """The first elements of all windows, then the second elements, and so on: slices [B, H', W', I]."""
     window = pair(window)
     strides = window if strides is None else pair(strides)
     pads = ((padding, padding), (padding, padding))
     _require_room("pooling window", x.shape[1:3], window, pads)
-    x = jnp.pad(x, ((0, 0), *pads, (0, 0)), constant_values=fill)
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)), constant_values=-np.inf)
     # Distance from an element of the first window to the same element of the last window, plus one.
     height, width = (
         (size - wide) // step * step + 1 for size, wide, step in zip(x.shape[1:3], window, strides, strict=True)

@@ -83,7 +83,7 @@ def describe(runs: Sequence[PlannedRun], costs: Mapping[str, Cost] | None = None
 
 def duration(seconds: float) -> str:
     """A time in words, such as ``about 2 h 05 min``."""
-    minutes, hours = round(seconds / 60), int(seconds // 3600)
+    minutes = round(seconds / 60)
     if seconds < 100:
         return f"about {seconds:.0f} s"
-    return f"about {minutes} min" if minutes < 100 else f"about {hours} h {minutes - 60 * hours:02d} min"
+    return f"about {minutes} min" if minutes < 100 else f"about {minutes // 60} h {minutes % 60:02d} min"

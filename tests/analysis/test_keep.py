@@ -196,3 +196,6 @@ def test_what_a_table_does_not_have_is_said(table, tmp_path, capsys):
     keep.write({"run": KeptRun(config, summary, [{"accuracy": 0.5}])}, path)
     with pytest.raises(UserError, match=r"run is damaged \(line 1 is not an evaluation\)"):
         read_rows(path / "run")
+    keep.write({"run": KeptRun(config, summary, [{"round": 1, "loss": 0.5}])}, path)
+    assert analysis(["table", str(path)]) == 2
+    assert capsys.readouterr().err == f"fedjax-mr: {path}/run is damaged (an evaluation has no accuracy)\n"

@@ -189,6 +189,12 @@ def test_decoys_share_the_labels():
     np.testing.assert_array_equal(decoys, [[5, 3], [4, 5]])  # there is no other 2, and a single other 0
 
 
+def test_no_victim_is_attacked_twice():
+    before, after = {"w": jnp.zeros((2, 1))}, {"w": jnp.array([[1.0], [2.0]])}
+    np.testing.assert_array_equal(leakage._change(before, after, 0.5, 1)["w"], [[-2]])
+    np.testing.assert_array_equal(leakage._change(before, after, 0.5, 4)["w"], [[-2], [-4]])  # a cohort of two
+
+
 def test_membership_alone(finished, tmp_path, capsys):
     options = ["--only=membership", "--shadows=1", f"--out={tmp_path}"]
     assert main(["leakage", str(finished("fedmr")), *options]) == 0

@@ -1,5 +1,7 @@
 """The command ``table``."""
 
+import pytest
+
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.experiment.config import Config
 
@@ -12,3 +14,18 @@ def test_the_command(keep, capsys):
     assert head.startswith("| setting | seeds | rounds | last % |") and set(rule) == set("|- ") and len(body) == 2
     assert main(["table", "runs", "--format=html"]) == 2
     assert "invalid choice: 'html'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs", "--target=95"], "--target=95.0 is out of range (allowed: >= 0 and <= 1)"),
+        (["runs", "--target=nan"], "--target=nan is out of range"),
+        (["x" * 300], "xxx (File name too long)"),
+    ],
+)
+def test_bad_input_is_one_line(keep, capsys, arguments, message):
+    keep(Config(), [0.4])
+    assert main(["table", *arguments]) == 2
+    out, shown = capsys.readouterr()
+    assert out == "" and message in shown and shown.count("\n") == 1

@@ -53,7 +53,7 @@ def test_all_natural_clients_are_the_default(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("mine: 7 clients, ")
     assert main([*natural, "--clients=20"]) == 2
     line = capsys.readouterr().err
-    assert "mine has 7 natural clients, too few" in line and "--clients=0 takes all" in line
+    assert "mine has 7 natural clients with training samples, too few" in line and "--clients=0 takes all" in line
 
 
 def test_table_counts_samples_and_classes():
@@ -124,7 +124,7 @@ def bad(files):
         "too many clients": (["--clients=1438"], "1438 clients are more than the 1437 training samples"),
         "filtered": (
             ["--dataset=clients.npz", "--partition=natural", "--clients=0", "--min_samples_per_client=11"],
-            "has 0 natural clients of at least 11 samples",
+            "has 0 natural clients with training samples and at least 11 samples in all",
         ),
         "no natural clients": (["--partition=natural"], "digits has no natural clients"),
         "partition file": (["--partition_file=other.json"], "belongs to cifar10, but this is digits"),

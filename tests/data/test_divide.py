@@ -254,6 +254,11 @@ class TestPartitionFile:
         assert "client 1 of 2 of numbered has no training samples" in message(
             "empty.json", start + '{"0": [1], "1": []}}'
         )
+        five = start + '{"0": [0], "1": [1], "2": [2], "3": [3], "4": [4]}}'
+        for count in (5, 9):
+            assert f"5 clients, so holdout_clients={count} leaves none that trains: hold out at most 4" in message(
+                "five.json", five, holdout_clients=count
+            )
         assert "belongs to cifar10, but this is numbered" in message(
             "c.json", '{"dataset": "cifar10", "train_data": {}}'
         )
@@ -348,6 +353,16 @@ def test_refuses(settings, message):
     assert message in str(caught.value)
 
 
+def test_more_clients_of_a_domain_than_samples():
+    """The last client, or one before it, has no samples and therefore no domain."""
+    x, y = np.zeros((40, 4), np.float32), np.arange(40) % 2
+    for domain in (["a"] * 39 + ["b"], ["a"] + ["b"] * 39):
+        dataset = data.from_arrays(x, y, domain=domain, x_test=x, y_test=y, domain_test=domain)
+        for seed in range(5):
+            with pytest.raises(UserError, match=r"^client \d of 8 of arrays has no training samples: use fewer"):
+                data.federate(dataset, partition="domain", num_clients=8, seed=seed, alpha=0.01)
+
+
 def test_the_name_of_a_dataset_is_no_dataset():
     with pytest.raises(UserError, match=r"divides a Dataset, not str: load one by its name with data\.load\(\)"):
         data.federate("digits")
@@ -356,9 +371,9 @@ def test_the_name_of_a_dataset_is_no_dataset():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_clients": 31}, "has 30 natural clients, too few for 31 clients and 0 held-out"),
+        ({"num_clients": 31}, "has 30 natural clients with training samples, too few for 31 clients and 0 held-out"),
         ({"num_clients": 29, "holdout_clients": 2}, "too few for 29 clients and 2 held-out"),
-        ({"num_clients": 0, "min_samples_per_client": 500}, "has 0 natural clients of at least 500 samples"),
+        ({"num_clients": 0, "min_samples_per_client": 500}, "training samples and at least 500 samples in all"),
         ({"num_clients": 0, "holdout_clients": 30}, "too few for 0 clients and 30 held-out"),
     ],
 )

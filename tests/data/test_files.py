@@ -26,6 +26,14 @@ def test_content_is_on_the_disk_before_its_name(tmp_path, events):
     assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
 
 
+def test_two_processes_with_one_number_write_at_once(tmp_path, monkeypatch):
+    """Containers that share a folder number their processes from 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with files.atomic_write(tmp_path / "a.txt") as first, files.atomic_write(tmp_path / "a.txt") as second:
+        first.write_text("first"), second.write_text("second")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["first"]
+
+
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failure_leaves_the_older_file(tmp_path, monkeypatch, step):
     def full(*_):

@@ -63,12 +63,31 @@ def test_is_cached_until_a_file_changes(femnist_folder, handwriting, cache_folde
     assert len(data.load("femnist", data_dir=str(femnist_folder)).y) == 18
 
 
+def test_a_client_without_training_samples_is_left_out(write_leaf, handwriting):
+    folder = write_leaf({"a": (6, 3), "b": (None, 3), "c": (5, 1)}, handwriting)
+    dataset = data.load("femnist", data_dir=str(folder))
+    federated = data.federate(dataset, partition="natural", num_clients=0)
+    assert federated.names == ("a", "c") and len(federated.dataset.test_y) == 4
+    assert federated.notes == ("natural clients of femnist without training samples are left out: 1",)
+    with pytest.raises(UserError, match="has 2 natural clients with training samples, too few for 3 clients"):
+        data.federate(dataset, partition="natural", num_clients=3)
+
+
 def test_min_samples_counts_training_and_test(write_leaf, handwriting):
     folder = write_leaf({"a": (6, 3), "b": (8, 1), "c": (6, 2), "d": (5, 3)}, handwriting)
     dataset = data.load("femnist", data_dir=str(folder))
     federated = data.federate(dataset, partition="natural", num_clients=0, min_samples_per_client=9)
     assert federated.names == ("a", "b")
     assert len(federated.dataset.test_y) == 4  # the union of the chosen clients' test samples
+
+
+@pytest.mark.parametrize(("name", "kind"), [("femnist", "handwriting"), ("shakespeare", "lines")])
+def test_a_user_may_have_samples_in_one_part_alone(write_leaf, request, name, kind):
+    folder = write_leaf({"a": (6, 3), "b": (4, 0), "c": (0, 2), "d": (5, 1)}, request.getfixturevalue(kind))
+    dataset = data.load(name, data_dir=str(folder))
+    assert dataset.client_names == ("a", "b", "c", "d")
+    np.testing.assert_array_equal(np.bincount(dataset.client, minlength=4), [6, 4, 0, 5])
+    np.testing.assert_array_equal(np.bincount(dataset.test_client, minlength=4), [3, 0, 2, 1])
 
 
 class TestBadInput:
@@ -148,11 +167,9 @@ class TestBadInput:
         path.write_text(json.dumps(content))
         self.refuse(femnist_folder, "user 'f1': 'f1' is missing")
 
-    def test_a_client_without_training_samples(self, write_leaf, handwriting):
-        folder = write_leaf({"a": (6, 3), "b": (None, 3)}, handwriting)
-        dataset = data.load("femnist", data_dir=str(folder))
-        with pytest.raises(UserError, match="client 'b' of femnist has no training samples"):
-            data.federate(dataset, partition="natural", num_clients=0)
+    def test_no_user_with_samples(self, write_leaf, handwriting):
+        folder = write_leaf({"a": (6, 0), "b": (4, 0)}, handwriting)
+        self.refuse(folder, f"{folder}/test/all_data_0_test.json has no users with samples")
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Texts: tokens, the sentences of vaderSentiment, JSON Lines, folders of datasets, and partitions by domain."""
 
 import dataclasses
+import errno
 import gzip
 import io
 import json
+import os
 import tarfile
 
 import numpy as np
@@ -147,6 +149,13 @@ def test_words_are_hashed():
     assert not x[1].any() and x[2].all() and x.max() < count
 
 
+def test_half_of_an_emoji_is_a_question_mark(tmp_path):
+    x, _ = tokens.encode(["cut \ud83d off", "cut ? off"])
+    np.testing.assert_array_equal(x[0], x[1])
+    path = write(tmp_path / "mine.jsonl", [line | {"text": "cut \ud83d off"} for line in rows()])
+    assert data.load(path).x[:, 1].tolist() == [tokens.hashed("?")] * 10
+
+
 def test_the_tokenizer_of_a_folder(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     with pytest.raises(UserError, match=r"has no tokenizer.json"):
@@ -160,6 +169,7 @@ def test_the_tokenizer_of_a_folder(tmp_path):
         tokenizer.enable_padding(length=64)
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         if "[PAD]" in vocabulary:
+            tokens.encode(["half of a pair: \ud83d"], tokenizer=str(tmp_path))
             x, count = tokens.encode(["good film", "bad good film film"], length=3, tokenizer=str(tmp_path))
             np.testing.assert_array_equal(x, [[2, 3, 0], [1, 2, 3]])
             assert count == 4
@@ -191,11 +201,34 @@ def test_json_lines(tmp_path):
     assert len(held_out.test_y) == 4
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
+def test_only_line_feeds_end_a_line(tmp_path, separator):
+    lines = [line | {"text": f"one{separator}two"} for line in rows()]
+    content = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
+    (tmp_path / "mine.jsonl").write_bytes(content.encode())
+    words = data.load(str(tmp_path / "mine.jsonl")).x[0, :3].tolist()
+    assert words == [tokens.hashed("one"), tokens.hashed("two"), 0]
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog, cache_folder):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = write(tmp_path / "mine.jsonl", rows())
+    monkeypatch.setattr(os, "fsync", full)
+    assert len(data.load(path).y) == 10 and not list(cache_folder.iterdir())
+    assert "the next run decodes text-mine-48-words again" in caplog.text and "No space left on device" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([{"label": 0}], 'each line needs a text text, but one is {"label": 0}'),
         ([{"text": "a", "label": "good"}], "each line needs an integer label"),
+        (
+            [{"text": "a", "label": 0}, {"text": "b", "label": 1, "client": "me"}],
+            'each line needs a value client, but one is {"text": "a", "label": 0}',
+        ),
         ([], "is empty, or a line is not a JSON object"),
         ([3], "is empty, or a line is not a JSON object"),
     ],

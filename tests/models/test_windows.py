@@ -122,21 +122,17 @@ def test_convolution_inside_shard_map(size):
     assert_allclose(jax.jit(shared)(x, w), one_by_one(x, w), rtol=1e-5, atol=1e-5)
 
 
-def reduce_windows(x, window, strides, padding, start, operation):
+def reduce_windows(x, window, strides, padding):
     pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    return lax.reduce_window(x, start, operation, (1, window, window, 1), (1, strides, strides, 1), pads)
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, strides, strides, 1), pads)
 
 
 @pytest.mark.parametrize(("window", "strides", "padding"), [(2, 2, 0), (3, 3, 0), (2, 1, 0), (3, 2, 0), (3, 1, 1)])
 def test_pooling_is_reduce_window(window, strides, padding):
     x = images(2, 6, 7, 3)  # without ties, so that the gradients agree too
     own = value_and_gradients(lambda x: windows.max_pool(x, window, strides=strides, padding=padding), x)
-    plain = value_and_gradients(lambda x: reduce_windows(x, window, strides, padding, -jnp.inf, lax.max), x)
+    plain = value_and_gradients(lambda x: reduce_windows(x, window, strides, padding), x)
     jax.tree.map(functools.partial(assert_allclose, rtol=1e-6), own, plain)
-
-    own = value_and_gradients(lambda x: windows.avg_pool(x, window, strides=strides, padding=padding), x)
-    plain = value_and_gradients(lambda x: reduce_windows(x, window, strides, padding, 0.0, lax.add) / window**2, x)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-5, atol=1e-6), own, plain)
 
 
 @pytest.mark.parametrize("window", [2, pytest.param((3, 2), marks=pytest.mark.slow)])

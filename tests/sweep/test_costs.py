@@ -12,7 +12,10 @@ TINY = ("--model=logistic", "--rounds=6", "--eval_every=2", "--local_epochs=1", 
 PRODUCT = (*TINY, "--strategies=fedavg,fedmr", "--seeds=0:2", "--grid", "alpha=0.1,0.5", "--sweep_dir=runs")
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(8.4, "8 s"), (600, "10 min"), (5000, "83 min"), (7500, "2 h 05 min")])
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(8.4, "8 s"), (600, "10 min"), (5000, "83 min"), (7199, "2 h 00 min"), (7500, "2 h 05 min")],
+)
 def test_durations(seconds, words):
     assert costs.duration(seconds) == f"about {words}"
 

@@ -94,7 +94,8 @@ def _read(sources: list[Path], convert: Callable) -> _Part:
     """Read the files one by one, in order of the users."""
     xs, ys, users, sizes = [], [], [], []
     for source in sources:
-        parts = list(_users(source, convert))
+        if not (parts := list(_users(source, convert))):
+            raise UserError(f"{source} has no users with samples")
         users += [user for user, _, _ in parts]
         sizes += [len(y) for _, _, y in parts]
         xs.append(_joined(source, [x for _, x, _ in parts]))
@@ -109,21 +110,21 @@ def _joined(source: Path, xs: list[np.ndarray]) -> np.ndarray:
 
 
 def _users(source: Path, convert: Callable) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield (user, x, y) of one file."""
+    """Yield (user, x, y) of each user of one file that has samples."""
     try:
         with source.open(encoding="utf-8") as file:
             content = json.load(file)
         user_data, users = dict(content["user_data"]), list(content["users"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{source} is empty, truncated or not a LEAF file ({type(error).__name__}: {error})") from None
-    if not users:
-        raise UserError(f"{source} has no users")
     for user in users:
         try:
             data = user_data.pop(user)  # freed as soon as it is converted
             xs, ys = data["x"], data["y"]
             if len(xs) != len(ys):
                 raise ValueError(f"{len(xs)} samples but {len(ys)} labels")
+            if not len(xs):
+                continue
             x, y = convert(xs, ys)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError(f"{source}: user {user!r}: {_reason(error)}") from None
@@ -136,14 +137,14 @@ def _reason(error: Exception) -> str:
 
 def _images(xs: list, ys: list) -> tuple[np.ndarray, np.ndarray]:
     pixels = np.array(xs, np.float32).reshape(len(xs), -1)
-    if len(xs) and pixels.shape[1] != SIDE * SIDE:
+    if pixels.shape[1] != SIDE * SIDE:
         raise ValueError(f"a sample has {pixels.shape[1]} pixels, not {SIDE * SIDE}")
     if not ((pixels >= 0) & (pixels <= 1)).all():  # also false for NaN
         raise ValueError("a pixel is outside 0..1 or not finite")
     labels = np.array(ys)
-    if len(ys) and (labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer)):
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(f"labels must be integers, not {labels.dtype} of shape {labels.shape}")
-    if len(ys) and (labels.min() < 0 or labels.max() >= FEMNIST_CLASSES):
+    if labels.min() < 0 or labels.max() >= FEMNIST_CLASSES:
         wrong = labels.max() if labels.min() >= 0 else labels.min()
         raise ValueError(f"label {wrong} is outside 0..{FEMNIST_CLASSES - 1}")
     x = np.round(pixels * 255).astype(np.uint8).reshape(-1, SIDE, SIDE, 1)

@@ -160,7 +160,7 @@ def _rated(archive: Path, domain: str, name: str) -> list[dict[str, Any]]:
             (inner,) = (each for each in outer.getnames() if each.endswith(ARCHIVE))
             with tarfile.open(fileobj=io.BytesIO(_member(outer, inner))) as data:
                 (file,) = (each for each in data.getnames() if each.rpartition("/")[2] == name)
-                lines = _member(data, file).decode("utf-8-sig").splitlines()
+                lines = _member(data, file).decode("utf-8-sig").split("\n")
         rows = []
         for number, score, text in (line.split("\t") for line in lines if line.strip()):
             document = number.rpartition("_")[0] or None
@@ -202,7 +202,7 @@ def load_file(name: str, request: DataRequest) -> Dataset:
     def read() -> dict[str, Any]:
         rows = _lines(path)
         test = [row.get("split") == "test" for row in rows]
-        optional = [each for each in ("client", "domain") if rows and each in rows[0]]
+        optional = [each for each in ("client", "domain") if any(each in row for row in rows)]
         columns = {"text": [_value(path, row, "text", str) for row in rows]}
         columns |= {each: [str(_value(path, row, each, object)) for row in rows] for each in optional}
         columns["label"] = [_value(path, row, "label", int) for row in rows]
@@ -264,7 +264,8 @@ def _arguments(columns: dict[str, list], test: np.ndarray) -> dict[str, Any]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        rows = [json.loads(line) for line in content.decode("utf-8").splitlines() if line.strip()]
+        # Not `splitlines`, which also splits at characters that a text may contain, such as U+2028.
+        rows = [json.loads(line) for line in content.decode("utf-8").split("\n") if line.strip()]
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise UserError(f"{path} is damaged, or its lines are not JSON ({_brief(error)})") from None
     if not rows or not all(isinstance(row, dict) for row in rows):
