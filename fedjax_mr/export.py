@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = parser.parse_args(arguments)
         imports.load(chosen.imports)
-        with flags_in_errors():
+        with imports.blamed(), flags_in_errors():
             run = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
             folder = run.export(chosen.folder, client=chosen.client, merged=chosen.merged)
         print(f"exported into {folder}: try python example.py there")

@@ -98,7 +98,7 @@ def main(
         )
         parsed = parser.parse_args(options)
         imports.load(parsed.imports)
-        with flags_in_errors():
+        with imports.blamed(), flags_in_errors():
             command.main(parsed)
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)

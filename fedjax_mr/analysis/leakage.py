@@ -65,6 +65,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.experiment import require_same_data
 from fedjax_mr.experiment.folder import REAL_CLIENTS
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import Payload
@@ -246,8 +247,7 @@ def open_run(run: runs.RunRecord, *, round: int | None, data_dir: str | None, tr
         raise UserError(f"{run.path}: real clients trained it and keep the memories of {method} on their own machines")
     checkpoints = Checkpoints(run.path / "checkpoints")
     progress, meta = checkpoints.restore(rounds.shapes(kept=checkpoints.kept_memories(round)), round)
-    if meta["data"] != rebuilt.federated.hash():
-        raise UserError(f"{run.path} was trained on other data: its partition hash is {meta['data']}")
+    require_same_data(run.path, meta, rebuilt.federated)
     return Victim(rebuilt, rounds.place(progress))
 
 

@@ -19,6 +19,7 @@ from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.experiment import require_same_data
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RUNS, MetricsRow, read_rows, read_summary, run_state
 from fedjax_mr.models import Model, Variables
@@ -246,8 +247,7 @@ def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = 
     _, federated, model, rounds = rebuild(run, data_dir=data_dir, trust=trust)
     checkpoints = Checkpoints(run.path / "checkpoints")
     progress, meta = checkpoints.restore(rounds.shapes(kept=checkpoints.kept_memories(round)), round)
-    if meta["data"] != federated.hash():
-        raise UserError(f"{run.path} was trained on other data: its partition hash is {meta['data']}")
+    require_same_data(run.path, meta, federated)
     server = getattr(progress.server, "inner", progress.server)  # the strategy's own beside a server's optimizer
     models: Any = getattr(server, "models", None)
     return Trained(int(progress.round), federated, model, rounds.deployed(progress), models)

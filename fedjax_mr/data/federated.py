@@ -352,6 +352,11 @@ class FederatedData:
             digest.update(self.holdout.hash().encode())
         return digest.hexdigest()[:16]
 
+    @functools.cached_property
+    def test_hash(self) -> str:
+        """Digest of the global test samples, which `hash` leaves out."""
+        return hashlib.sha256(np.ascontiguousarray(self.dataset.test_x).data).hexdigest()[:16]
+
     def pooled(self) -> "FederatedData":
         """The same samples, all owned by one client, for centralized training."""
 

@@ -15,7 +15,7 @@ from fedjax_mr.deploy import check, keys, protocol, samples
 from fedjax_mr.deploy.server import ServerOptions, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts
+from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
@@ -53,7 +53,7 @@ def new(arguments: Sequence[str]) -> None:
     for each in settings_of(ServerOptions):
         each.check(getattr(setting, each.name))
     app = folder / "pyproject.toml"
-    if folder.exists() and not app.exists() and any(folder.iterdir()):
+    if folder.is_dir() and not app.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} holds other files: choose another folder")
     server_data = Path(setting.server_data or folder / "data" / "server.npz").absolute()
     if setting.server_data and not server_data.is_file():
@@ -70,7 +70,7 @@ def new(arguments: Sequence[str]) -> None:
         with files.atomic_write(folder / ".gitignore") as path:  # otherwise Flower sends these files to every node
             path.write_text("run/\ndata/\nstate-*/\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror})") from None
+        raise UserError(f"cannot write into {folder} ({error.strerror}): choose another folder") from None
     print(_commands(folder, config, setting, server_data=server_data, run_dir=run_dir))
 
 
@@ -132,8 +132,9 @@ def _commands(folder: Path, config: Config, setting: ServerOptions, *, server_da
         f"{COMMAND} divide {shlex.quote(str(data))} {' '.join(_about_data(config))}",
         "",
     ]
-    # A client only runs code that its operator names.
+    # A client only runs code and reads weights that its operator names.
     code = f' import="{",".join(config.imports)}"' if config.imports else ""
+    code += f' pretrained="{config.pretrained}"' if config.pretrained is not None else ""
     file = lambda client: f"PATH/OF/CLIENT-{client}.npz" if setting.server_data else f"{data}/client-{client}.npz"
     node = lambda client: f'client-id={client} data="{file(client)}" state="{folder.absolute()}/state-{client}"{code}'
     nodes = [
@@ -207,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[0] not in COMMANDS:
             raise unknown_name("command", arguments[0], COMMANDS)
-        COMMANDS[arguments[0]](arguments[1:])
+        with imports.blamed():
+            COMMANDS[arguments[0]](arguments[1:])
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code

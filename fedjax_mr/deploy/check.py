@@ -37,6 +37,7 @@ from fedjax_mr.secure.envelopes import Identity, read_roster
 
 FLOWER = (1, 41)
 _TENSOR = 10_000
+_PORTS = range(1, 2**16)
 _NOT_AN_APP = (OSError, ValueError, KeyError, TypeError)  # what reading an app raises if it is none
 _SOON = datetime.timedelta(days=30)
 
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         findings += certificate(options.certificate, options.host, datetime.datetime.now(datetime.UTC))
     for path in options.private_key:
         findings += private_key(path, options.certificate)
-    if options.port:
+    if options.port is not None:
         findings += port(options.host, options.port)
     if options.superlink:
         findings += superlink(options.superlink, options.root_certificates)
@@ -456,6 +457,9 @@ def _is_address(host: str) -> bool:
 
 def port(host: str, number: int) -> Iterator[Finding]:
     """Check that a port is free."""
+    if number not in _PORTS:
+        yield Finding(f"--port={number} is not a port", f"use a number from {_PORTS[0]} to {_PORTS[-1]}")
+        return
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -470,13 +474,20 @@ def port(host: str, number: int) -> Iterator[Finding]:
 def superlink(address: str, root_certificates: str | None) -> Iterator[Finding]:
     """Check that the SuperLink can be reached and that its certificate is valid."""
     host, _, number = address.rpartition(":")
-    if not host or not number.isdecimal():
-        yield Finding(f"--superlink={address} is not HOST:PORT", "remove https:// and add the port")
+    if not host or not number.isdecimal() or int(number) not in _PORTS:
+        yield Finding(f"--superlink={address} is not HOST:PORT", "remove https:// and add a port from 1 to 65535")
+        return
+    try:
+        context = ssl.create_default_context(cafile=root_certificates)
+    except OSError as error:  # also of a damaged file
+        yield Finding(
+            f"{root_certificates} is not a certificate ({error.strerror or error})",
+            "set --root-certificates to the PEM file of the CA",
+        )
         return
     try:
         with socket.create_connection((host.strip("[]"), int(number)), timeout=10) as plain:
             if root_certificates:
-                context = ssl.create_default_context(cafile=root_certificates)
                 with context.wrap_socket(plain, server_hostname=host.strip("[]")):
                     pass
             elif not _is_loopback_host(host):

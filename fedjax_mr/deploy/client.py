@@ -53,6 +53,7 @@ class NodeSettings(NamedTuple):
     data: Path
     state: Path
     imports: str = ""  # files and modules with strategies or networks of the run, separated by commas
+    pretrained: str = ""  # folder with the weights from which the run's network starts
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "NodeSettings":
@@ -62,13 +63,14 @@ class NodeSettings(NamedTuple):
           UserError: a setting is missing or has the wrong type.
         """
         hint = 'flower-supernode --node-config \'client-id=3 data="mine.npz" state="FOLDER"\''
-        own_code = settings.get("import", "")
-        if type(own_code) is not str:
-            raise UserError('import in the node settings must be a text: import="FILE.py"')
+        own = {name: settings.get(name, "") for name in ("import", "pretrained")}
+        for name, example in (("import", "FILE.py"), ("pretrained", "FOLDER")):
+            if type(own[name]) is not str:
+                raise UserError(f'{name} in the node settings must be a text: {name}="{example}"')
         for name, kind in (("client-id", int), ("data", str), ("state", str)):
             if type(settings.get(name)) is not kind:
                 raise UserError(f"the node settings need {name}, {_A[kind]}: {hint}")
-        return cls(settings["client-id"], Path(settings["data"]), Path(settings["state"]), own_code)
+        return cls(settings["client-id"], Path(settings["data"]), Path(settings["state"]), *own.values())
 
 
 _A = {int: "a whole number", str: "a text"}
@@ -117,9 +119,15 @@ class Client:
         """Read the client's samples; ``flags`` are those of `facts.trusted_flags`.
 
         Raises:
-          UserError: the samples are missing, damaged or of another kind, or the configuration cannot be read.
+          UserError: the samples are missing, damaged or of another kind, or the configuration cannot be read or names
+            weights that are not in the node's settings.
         """
         self.node, self.manifest, self.flags = node, manifest, flags
+        if (weights := _config(flags).pretrained) is not None and weights != node.pretrained:
+            raise UserError(
+                f'a client only reads files that its node settings name: add pretrained="{weights}" if this folder has '
+                "the weights of the run"
+            )
         if not node.data.is_file():
             raise UserError(f"there is no file {node.data}: correct data in --node-config and restart the SuperNode")
         self.samples = _share(node.data, node.data.stat().st_mtime_ns, manifest.facts)

@@ -27,7 +27,7 @@ SECONDS_BETWEEN_POLLS = transport.POLL_SECONDS
 SECONDS_BETWEEN_LINES = 5.0  # while the server waits for the clients of a run to join
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 480.0  # seconds until a node that failed to join is asked again; doubled each time
 Handler = Callable[[int, Content | NoReply], None]  # (node, reply) -> None
-MAX_INVALID_REPLIES = 3  # invalid replies of one client in one round; then the run ends
+MAX_INVALID_REPLIES = 3  # of one client in one round, or in a row if clients are asynchronous; then the run ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ClientManager:
         self._pauses: dict[int, tuple[float, float]] = {}
         self._asked: dict[int, PendingReplies] = {}  # by client, the message that `ask_some` has sent
         self._attempts: collections.Counter = collections.Counter()
-        self._invalid: collections.Counter = collections.Counter()  # replies to `ask_some` by client
+        self._invalid: collections.Counter = collections.Counter()  # replies to `ask_some` in a row, by client
         self._printed: set[str] = set()  # lines that were printed
 
     # --- admission
@@ -398,7 +398,9 @@ class ClientManager:
         try:
             if not isinstance(reply, NoReply):
                 self._late.discard(client)
-                return self._read(client, reply, read, self._invalid)
+                answer = self._read(client, reply, read, self._invalid)
+                del self._invalid[client]
+                return answer
             if reply.refused:
                 self._invalid[client] += 1
                 self._begun.discard((client, node))  # its folder may be gone: send the facts again

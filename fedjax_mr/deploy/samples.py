@@ -149,7 +149,7 @@ def divide(federated: FederatedData, folder: Path) -> list[Path]:
     """Write the files of the server and of all clients; return their paths, the server's first.
 
     Raises:
-      UserError: a file exists. It may hold somebody's own samples.
+      UserError: a file exists, which may hold somebody's own samples; or the folder cannot be written.
     """
     names = ["server.npz", *(f"client-{client}.npz" for client in range(federated.num_clients))]
     if existing := [name for name in names if (folder / name).exists()]:
@@ -162,7 +162,10 @@ def divide(federated: FederatedData, folder: Path) -> list[Path]:
             np.savez_compressed(path, **{key: value for key, value in arrays.items() if value is not None})
         written.append(folder / name)
 
-    files.make_folder(folder)
+    try:
+        files.make_folder(folder)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder} ({error.strerror}): choose another folder") from None
     public = federated.public
     write(
         "server.npz",

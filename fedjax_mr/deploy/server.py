@@ -151,7 +151,7 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
             "flwr log RUN_ID FEDERATION follows it, flwr stop RUN_ID FEDERATION ends it"
         ) from None
     with contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(folder.withdraw)
+        at_the_end.callback(folder.close)
         manifest = RunManifest(
             (name_of_run(folder.path) if folder.resumed else None) or secrets.token_hex(8),
             samples.facts,

@@ -163,8 +163,7 @@ class Experiment:
         progress, meta = self.processes.together(lambda: self.checkpoints.restore(template, round))
         if missing := [name for name in _META if name not in meta]:
             raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
-        if meta["data"] != self.federated.hash():
-            raise UserError(f"{self.folder.path} has other data: its partition hash is {meta['data']}")
+        self.processes.together(lambda: require_same_data(self.folder.path, meta, self.federated))
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
         self.saved_at = self.train_seconds
         if meta.get("frozen", self.frozen) != self.frozen:
@@ -229,6 +228,7 @@ class Experiment:
             "rows": len(self.folder.rows()),
             "checksums": self.folder.checksums(due=regular) if self.processes.writes else {},
             "data": self.federated.hash(),
+            "test_data": self.federated.test_hash,
             "frozen": self.frozen,
             "images": self.images,
             "traffic": self.traffic,
@@ -496,6 +496,29 @@ class Experiment:
         """Seconds that the run has spent in tracing and compilation."""
         parts = (self.rounds, self.evaluation, *((self.personal,) if self.personal else ()))
         return self.compile_seconds_before + sum(part.programs.compile_seconds for part in parts)
+
+
+def require_same_data(folder: Path, meta: dict[str, Any], federated: FederatedData) -> None:
+    """Check that the data are those of a checkpoint.
+
+    Args:
+      folder: the run folder.
+      meta: the dictionary that was saved with the checkpoint.
+      federated: the data as they are now.
+
+    Raises:
+      UserError: the samples, their division, their normalisation or the test set differ.
+    """
+    if meta["data"] != federated.hash():
+        raise UserError(f"{folder} was trained on other data: its partition hash is {meta['data']}")
+    different = [] if meta.get("test_data", federated.test_hash) == federated.test_hash else ["the test samples"]
+    if "samples.json" not in damaged_files(folder, meta) and (saved := Facts.read(folder)) is not None:
+        now = vars(Facts.of(federated.dataset)) | {"name": saved.name}
+        different += [f"{name} was {old} and is {now[name]}" for name, old in vars(saved).items() if old != now[name]]
+    if different:
+        raise UserError(
+            f"{folder} was trained on other data ({'; '.join(different)}): restore the dataset, or start a new run"
+        )
 
 
 def keeps_validation(federated: FederatedData) -> bool:

@@ -66,16 +66,16 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, resumed: bool, writes: bool = True, created: Sequence[Path] = ()):
-        """Lock an existing folder for this process; `open` chooses the folder.
+        """Lock an existing folder until `close`; `open` chooses the folder.
 
         Args:
           path: the folder.
           resumed: whether its run continues.
           writes: whether this process writes into it.
-          created: the folders that were created for it, deepest first; `withdraw` removes them.
+          created: the folders that were created for it, deepest first; `close` may remove them.
 
         Raises:
-          UserError: the folder cannot be written or contains links, another process uses it, or the metrics of its run
+          UserError: the folder cannot be written or contains links, another run uses it, or the metrics of its run
             are damaged.
         """
         if resumed:
@@ -89,7 +89,7 @@ class RunFolder:
         self._set_rows([])
         self._columns: list[str] | None = None  # of the csv file, once this process has written it
         if writes:
-            weakref.finalize(self, os.close, lock(path))
+            self._unlock = weakref.finalize(self, os.close, lock(path))
         if resumed and (path / "metrics.jsonl").exists():
             self._set_rows(read_rows(path))
 
@@ -152,10 +152,15 @@ class RunFolder:
             raise UserError(f"cannot write into {self.path} ({error.strerror})") from None
         configuration.save(config, self.path)
 
-    def withdraw(self) -> None:
-        """Remove all that this object has created, unless the run is ``to_keep``."""
-        if self.to_keep or not self.writes:
+    def close(self) -> None:
+        """Remove all that this object has created, unless the run is ``to_keep``, and unlock the folder."""
+        if not self.writes:
             return
+        if not self.to_keep:
+            self._withdraw()
+        self._unlock()
+
+    def _withdraw(self) -> None:
         with contextlib.suppress(OSError):  # an error is already being reported
             if self._begun:
                 self._clear()

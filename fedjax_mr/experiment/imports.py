@@ -393,11 +393,21 @@ def recorded(values: Iterable[str], used: Names) -> tuple[str, ...]:
     Args:
       values: the values of ``--import``, after `load`.
       used: the rows that the run uses.
+
+    Raises:
+      UserError: two files have the same name, so the run folder cannot keep copies of both.
     """
     chosen = [each for each in map(_imported, split(values)) if each is not None]
     needed = chosen if any(each.names & used for each in chosen) else []
     left = used.difference(*(each.names for each in needed))
     needed += [each for each in _IMPORTED.values() if each.names & left]  # entry points, and those of earlier calls
+    copied: dict[str, Imported] = {}
+    for each in needed:
+        if each.code is not None and (other := copied.setdefault(each.file.name, each)) is not each:
+            raise UserError(
+                f"--import={other.name} and --import={each.name}: the run folder keeps a copy of each file, so their "
+                f"names must differ: rename one {each.file.name}"
+            )
     return tuple(dict.fromkeys(each.pinned for each in needed))
 
 

@@ -1,4 +1,8 @@
-"""Locks that prevent two processes from using one folder at the same time."""
+"""Locks that prevent two runs, of one process or of two, from using one folder at the same time.
+
+They are those of ``flock``, which belong to a descriptor. A lock of ``lockf`` belongs to the process: closing any other
+descriptor of the file would release it.
+"""
 
 import errno
 import fcntl
@@ -9,7 +13,7 @@ from fedjax_mr.errors import TakenError, UserError
 
 
 def is_taken(folder: Path | str) -> bool:
-    """Whether another process uses a folder.
+    """Whether a run uses a folder.
 
     Raises:
       UserError: the folder cannot be written.
@@ -28,12 +32,12 @@ def lock(path: Path) -> int:
 
     Raises:
       UserError: the folder cannot be written.
-      TakenError: another process uses it.
+      TakenError: another run uses it.
     """
     descriptor = lock_file(path / ".lock")
     if not (path / ".lock").exists():  # a rejected run has just removed its lock
         os.close(descriptor)
-        raise TakenError(f"another process was at work in {path}: try again")
+        raise TakenError(f"another run was at work in {path}: try again")
     return descriptor
 
 
@@ -42,17 +46,17 @@ def lock_file(path: Path) -> int:
 
     Raises:
       UserError: the file cannot be written.
-      TakenError: another process has locked it.
+      TakenError: it is locked already.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise UserError(f"cannot write into {path.parent} ({error.strerror})") from None
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             os.close(descriptor)
-            raise TakenError(f"another process is at work in {path.parent}") from None
+            raise TakenError(f"another run is at work in {path.parent}") from None
         # Some network file systems have no locks; the run continues without one.
     return descriptor

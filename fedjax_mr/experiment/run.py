@@ -124,7 +124,8 @@ def run(
 
 def _import_ahead(record: bool) -> None:
     """Import what a run needs only later, in a thread beside the first compilation, which needs no Python."""
-    with contextlib.suppress(ImportError):  # raised again where the package is used
+    # An ImportError is raised again where the package is used. RuntimeError: a refused run ends Python meanwhile.
+    with contextlib.suppress(ImportError, RuntimeError):
         checkpoint.import_ahead()
         if record:
             plots.import_ahead()
@@ -151,7 +152,7 @@ def set_up(
     events = events_of(config, federated, model)
     simulator = simulator_of(config, federated, model, events=events)
     folder = open_folder(config, processes)
-    cleanup.callback(folder.withdraw)
+    cleanup.callback(folder.close)
     if config.progress and processes.writes:
         notes = list(notes)  # those of the partition are logged already
         if federated.holdout is not None and simulator.rounds.strategy.global_model is None:

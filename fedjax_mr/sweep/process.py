@@ -226,7 +226,7 @@ def claimed(run: PlannedRun) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"cannot write into {run.folder.parent} ({error.strerror})") from None
     descriptor = lock_file(log_of(run))
-    try:  # closing any descriptor of the log releases the lock; the first one is closed after the run
+    try:
         if is_taken(run.folder):
             raise TakenError(f"another process uses {run.folder}")
         yield

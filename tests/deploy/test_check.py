@@ -88,6 +88,14 @@ def test_a_trial_never_replaces_files(tmp_path):
     assert server.read_bytes() == before and os.listdir(tmp_path) == ["server.npz"]
 
 
+@pytest.mark.parametrize("command", [new, divide])
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_file_in_the_place_of_a_folder_is_one_line(command, folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf"^cannot write into .*/{folder} \(.*\): choose another folder$"):
+        command([str(tmp_path / folder), "--clients=2", "--cohort=2"])
+
+
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
@@ -325,6 +333,8 @@ def test_a_port_that_is_taken():
         (finding,) = check.port("127.0.0.1", number)
         assert f"port {number} of 127.0.0.1 cannot be used" in finding.mistake
     assert list(check.port("127.0.0.1", number)) == []
+    for number in (-1, 0, 99999):
+        assert mistakes(check.port("127.0.0.1", number)) == [f"--port={number} is not a port"]
 
 
 @pytest.fixture
@@ -377,8 +387,15 @@ def test_a_superlink_out_of_reach(certified, monkeypatch):
         (line,) = mistakes(check.superlink(f"127.0.0.1:{listening.getsockname()[1]}", None))
         assert "can be read and changed on their way" in line
     assert "nothing answers" in mistakes(check.superlink(f"127.0.0.1:{number}", None))[0]
-    for address in ("127.0.0.1", "https://fed.example.org"):
+    for address in ("127.0.0.1", "https://fed.example.org", "127.0.0.1:99999"):
         assert "is not HOST:PORT" in mistakes(check.superlink(address, None))[0]
+
+
+def test_the_file_of_the_ca_is_read_first(tmp_path):
+    (tmp_path / "damaged").write_text("x")
+    for name in ("missing", "damaged"):
+        (line,) = mistakes(check.superlink("127.0.0.1:9", str(tmp_path / name)))
+        assert f"{name} is not a certificate" in line
 
 
 def test_the_command_prints_findings_and_remedies(monkeypatch, capsys, made, tmp_path):

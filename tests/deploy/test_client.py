@@ -199,6 +199,21 @@ def test_no_code_of_the_servers_choice_runs(place, flag, tmp_path):
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("flag", ["--pretrained={}", "-pretrained={}", "--pretrained {}"])
+def test_no_weights_of_the_servers_choice_are_read(place, flag, tmp_path):
+    """The client does not say what it has there either, unless its own settings name the folder."""
+    (tmp_path / "here").mkdir()
+    refused = []
+    for name in ("here", "away"):
+        with pytest.raises(UserError, match="a client only reads files that its node settings name: add pret") as error:
+            ask(place, "join", {"run": place[1]}, flags=f"{FLAGS} {flag.format(tmp_path / name)}")
+        refused.append(str(error.value).replace(name, ""))
+    assert refused[0] == refused[1]
+    own = {"pretrained": str(tmp_path / "here")}
+    with pytest.raises(UserError, match="here was not written by"):
+        ask(place, "join", {"run": place[1]}, flags=f"{FLAGS} {flag.format(own['pretrained'])}", **own)
+
+
 @pytest.fixture
 def registries(monkeypatch):
     """Forget afterwards what a test has registered."""

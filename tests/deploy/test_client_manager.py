@@ -98,6 +98,17 @@ def test_slow_answers_do_not_hold_the_others(capsys):
         manager.ask_some("train", {0: (2, {})}, read, 1)
 
 
+def test_invalid_replies_between_valid_ones_do_not_end_a_long_run(capsys):
+    """Such as those of a client that was restarted three times in a thousand asynchronous versions."""
+    numbers = itertools.cycle((-1, -1, 10))
+    restarted = lambda message: {"said": {"number": next(numbers) if message.kind == "train" else 0}}
+    manager = manager_of([node(0), node(1, answer=restarted), node(2)])
+    manager.wait_for_all()
+    for version in range(5):
+        assert manager.ask_some("train", {1: (version, {})}, read, 1) == {1: 10}
+    assert capsys.readouterr().err.count("lost client 1: its upload is malformed") == 10
+
+
 @pytest.mark.parametrize("lost", ["wait", "untrained"])
 def test_a_silent_stranger_delays_no_round(lost):
     """All clients are there, so nobody asks a node that never answers; one of version 0.2.0 cost 100 s a round."""

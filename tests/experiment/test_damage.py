@@ -122,7 +122,8 @@ def test_a_folder_of_version_0_2_without_checksums_goes_on_with_the_same_numbers
         (run / name).write_text(json.dumps(values))
     for path in (run / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
-        del manifest["content"]["meta"]["checksums"]
+        for added in ("checksums", "test_data"):
+            del manifest["content"]["meta"][added]
         manifest["checksum"] = fmr.experiment.checkpoint._content_checksum(manifest["content"])
         path.write_text(json.dumps(manifest))
     assert fmr.load("run").summary["rounds"] == 6

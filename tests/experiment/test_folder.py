@@ -1,5 +1,6 @@
 """The run folder is chosen, kept and cut as promised; metrics and summary are whole."""
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -20,7 +21,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, run_state, runs_by_settings
-from fedjax_mr.experiment.locks import lock
+from fedjax_mr.experiment.locks import is_taken, lock
 from fedjax_mr.experiment.resolve import resolve
 
 
@@ -340,15 +341,26 @@ def test_a_run_to_compare_with_must_be_there():
 def test_a_folder_in_use_is_refused():
     a_run(Config(run_dir="a"))
     hold = (
-        "import fcntl, sys; file = open('a/.lock', 'a'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "import fcntl, sys; file = open('a/.lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
         "print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout and other.stdout.readline()
         for mode in ({"resume": True}, {"overwrite": True}):
-            assert "another process is at work in a" in error_of(RunFolder.open, Config(run_dir="a", **mode))
+            assert "another run is at work in a" in error_of(RunFolder.open, Config(run_dir="a", **mode))
         other.communicate()
     assert RunFolder.open(Config(run_dir="a", resume=True)).last_row() == row(10)
+
+
+def test_a_folder_is_locked_until_it_is_closed():
+    """Against runs of the same process, too. Opening and closing its lock file elsewhere changes nothing."""
+    a_run(Config(run_dir="a"))
+    folder = RunFolder.open(Config(run_dir="a", resume=True))
+    assert is_taken("a")
+    assert "another run is at work in a" in error_of(RunFolder.open, Config(run_dir="a", resume=True))
+    assert is_taken("a")
+    folder.close()
+    assert not is_taken("a")
 
 
 # --- Metrics ---------------------------------------------------------------------------------------------------------
@@ -416,6 +428,7 @@ def test_a_half_written_last_line_is_left_out(cut_first):
         folder.append(row(15))
         assert (path / "metrics.jsonl").read_text() == text
         assert [each["round"] for each in csv_rows("a")] == ["5", "10", "15"]
+        folder.close()
 
 
 LINE = json.dumps(row(5)) + "\n"
@@ -453,11 +466,17 @@ def test_metrics_that_are_not_those_of_the_checkpoint_are_refused(case):
     (folder.path / "checkpoints").mkdir()
     (folder.path / "checkpoints" / "10").mkdir()
     (folder.path / "checkpoints" / "10" / "manifest.json").touch()
+    folder.to_keep = True
+    folder.close()
     wrong(Path("a/metrics.jsonl"))
     before = sorted(Path("a").iterdir())
-    assert message in error_of(lambda: RunFolder.open(Config(run_dir="a", resume=True)).cut(10, {"rows": 2}))
+
+    def resume():
+        with contextlib.closing(RunFolder.open(Config(run_dir="a", resume=True))) as resumed:
+            resumed.cut(10, {"rows": 2})
+
+    assert message in error_of(resume)
     assert sorted(Path("a").iterdir()) == before
-    del folder
     begun(Config(run_dir="a", overwrite=True))  # the remedy that is offered
     assert not Path("a/metrics.jsonl").exists()
 
@@ -603,11 +622,11 @@ def test_what_is_withdrawn_was_never_there():
             folder = begun(config) if begin else RunFolder.open(config)
             if begin:
                 folder.append(row(5))
-            folder.withdraw()
+            folder.close()
             assert everything() == before
     kept = begun(Config(run_dir="new"))
     kept.to_keep = True
-    kept.withdraw()
+    kept.close()
     assert Path("new/config.json").exists()
 
 
@@ -617,11 +636,11 @@ def test_withdrawing_removes_nothing_that_is_older():
     Path("runs/another").mkdir(parents=True)
     before = everything()
     for config in (Config(run_dir="a", overwrite=True), Config(run_dir="a", resume=True), Config()):
-        RunFolder.open(config).withdraw()
+        RunFolder.open(config).close()
         assert everything() == before
     folder = RunFolder.open(Config(run_dir="new"))
     Path("new/mine").touch()
-    folder.withdraw()
+    folder.close()
     assert [path.name for path in Path("new").iterdir()] == ["mine"]
 
 

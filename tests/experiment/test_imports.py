@@ -11,6 +11,8 @@ import fedjax_mr as fmr
 from fedjax_mr import export, main, sweep
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import main as analysis
+from fedjax_mr.data.__main__ import main as show_data
+from fedjax_mr.deploy.__main__ import main as deploy
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
@@ -213,6 +215,14 @@ def test_an_error_in_the_code_of_a_method_is_one_line_with_its_place(monkeypatch
     assert capsys.readouterr() == ("", told)
 
 
+def test_an_error_in_a_source_is_one_line_in_the_commands_that_divide_data(capsys):
+    Path("mine.py").write_text("import fedjax_mr as fmr\ndef load(request):\n    1 / 0\nfmr.SOURCES['mine'] = load\n")
+    flags = ["--import=mine.py", "--dataset=mine"]
+    for command, words in ((show_data, flags), (deploy, ["divide", "folder", *flags])):
+        assert command(words) == 2
+        assert capsys.readouterr() == ("", "fedjax-mr: mine.py, line 3: ZeroDivisionError: division by zero\n")
+
+
 def row(round, accuracy):
     return {name: 0.0 for name in fmr.experiment.folder.COLUMNS} | {"round": round, "accuracy": accuracy}
 
@@ -244,6 +254,13 @@ def test_the_run_folder_keeps_path_hash_and_copy():
     assert "my_method.py: there is no such file" in refusal(configuration.parse, [f"--flagfile={path}/run.flags"])
     again = resolved([f"--flagfile={path}/run.flags", "--import=none", f"--import={path}/imports/my_method.py"])
     assert imports.hashes(again.imports) == imports.hashes([value])
+
+
+def test_files_of_one_name_are_refused_because_the_run_folder_would_keep_only_one():
+    Path("a").mkdir(), Path("my_method.py").rename("a/mine.py")
+    Path("b").mkdir(), Path("others.py").rename("b/mine.py")
+    message = refusal(lambda: resolved(["--import=a/mine.py,b/mine.py", "--strategy=further"]))
+    assert "/a/mine.py and --import=" in message and message.endswith("names must differ: rename one mine.py")
 
 
 def test_tables_and_curves_need_no_code(capsys):

@@ -457,6 +457,14 @@ def forget_the_count(manifest):
     manifest.write_text(json.dumps({"content": content, "checksum": checksum}))
 
 
+def test_imports_of_a_run_that_is_refused_end_silently(monkeypatch):
+    def import_ahead():
+        raise RuntimeError("can't register atexit after shutdown")  # by concurrent.futures, when Python ends
+
+    monkeypatch.setattr(running.checkpoint, "import_ahead", import_ahead)
+    running._import_ahead(True)
+
+
 def test_a_run_whose_first_checkpoint_fails_leaves_nothing(monkeypatch):
     def full(self, round, tree, meta, *, also=()):
         raise UserError("the disk is full")
@@ -522,6 +530,24 @@ def test_bad_resumes_are_one_line(straight, capsys):
     assert numbers("a") == numbers(straight.folder)
     assert command.main([*config, "--overwrite"]) == 0
     assert not Path("a/checkpoints/damaged-6").exists()
+
+
+def test_a_run_is_not_resumed_with_another_normalisation_or_test_set(capsys):
+    x = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int32)
+    save = lambda test=x, std=1.0: np.savez("mine.npz", x=x, y=y, x_test=test, y_test=y, std=std)
+    config = [*FLAGS, "--dataset=./mine.npz", "--run_dir=a"]
+    save()
+    assert command.main([*config, "--rounds=2"]) == 0
+    for changed, said in ({"std": 50.0}, "std was (1.0,) and is (50.0,)"), ({"test": -x}, "the test samples"):
+        save(**changed)
+        capsys.readouterr()
+        assert command.main([*config, "--resume"]) == 2
+        line = f"fedjax-mr: a was trained on other data ({said}): restore the dataset, or start a new run\n"
+        assert capsys.readouterr().err.endswith(line)
+        assert len(numbers("a")) == 1
+    save()
+    assert command.main([*config, "--resume"]) == 0
 
 
 # --- the real command -------------------------------------------------------------------------------------------------
