@@ -65,8 +65,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.experiment import require_same_data
-from fedjax_mr.experiment.folder import REAL_CLIENTS
+from fedjax_mr.experiment.folder import REAL_CLIENTS, require_same_data
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import Payload
 

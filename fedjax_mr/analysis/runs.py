@@ -19,9 +19,8 @@ from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.experiment import require_same_data
 from fedjax_mr.experiment.federation import federated_data
-from fedjax_mr.experiment.folder import RUNS, MetricsRow, read_rows, read_summary, run_state
+from fedjax_mr.experiment.folder import RUNS, MetricsRow, read_rows, read_summary, require_same_data, run_state
 from fedjax_mr.models import Model, Variables
 
 

@@ -29,7 +29,14 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee, titles
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.folder import MetricsRow, RunFolder, damaged_files, read_rows, read_summary
+from fedjax_mr.experiment.folder import (
+    MetricsRow,
+    RunFolder,
+    damaged_files,
+    read_rows,
+    read_summary,
+    require_same_data,
+)
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
@@ -496,29 +503,6 @@ class Experiment:
         """Seconds that the run has spent in tracing and compilation."""
         parts = (self.rounds, self.evaluation, *((self.personal,) if self.personal else ()))
         return self.compile_seconds_before + sum(part.programs.compile_seconds for part in parts)
-
-
-def require_same_data(folder: Path, meta: dict[str, Any], federated: FederatedData) -> None:
-    """Check that the data are those of a checkpoint.
-
-    Args:
-      folder: the run folder.
-      meta: the dictionary that was saved with the checkpoint.
-      federated: the data as they are now.
-
-    Raises:
-      UserError: the samples, their division, their normalisation or the test set differ.
-    """
-    if meta["data"] != federated.hash():
-        raise UserError(f"{folder} was trained on other data: its partition hash is {meta['data']}")
-    different = [] if meta.get("test_data", federated.test_hash) == federated.test_hash else ["the test samples"]
-    if "samples.json" not in damaged_files(folder, meta) and (saved := Facts.read(folder)) is not None:
-        now = vars(Facts.of(federated.dataset)) | {"name": saved.name}
-        different += [f"{name} was {old} and is {now[name]}" for name, old in vars(saved).items() if old != now[name]]
-    if different:
-        raise UserError(
-            f"{folder} was trained on other data ({'; '.join(different)}): restore the dataset, or start a new run"
-        )
 
 
 def keeps_validation(federated: FederatedData) -> bool:

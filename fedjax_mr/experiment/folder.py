@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fedjax_mr import registry
-from fedjax_mr.data import files, npz
+from fedjax_mr.data import FederatedData, files, npz
+from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, kept
@@ -362,6 +363,29 @@ def damaged_files(folder: Path, meta: Mapping[str, Any]) -> list[str]:
     known = meta.get("checksums")
     known = known if isinstance(known, dict) else {}
     return [name for name in FIXED if name in known and files.checksum(folder / name) != known[name]]
+
+
+def require_same_data(folder: Path, meta: dict[str, Any], federated: FederatedData) -> None:
+    """Check that the data are those of a checkpoint.
+
+    Args:
+      folder: the run folder.
+      meta: the dictionary that was saved with the checkpoint.
+      federated: the data as they are now.
+
+    Raises:
+      UserError: the samples, their division, their normalisation or the test set differ.
+    """
+    if meta["data"] != federated.hash():
+        raise UserError(f"{folder} was trained on other data: its partition hash is {meta['data']}")
+    different = [] if meta.get("test_data", federated.test_hash) == federated.test_hash else ["the test samples"]
+    if "samples.json" not in damaged_files(folder, meta) and (saved := Facts.read(folder)) is not None:
+        now = vars(Facts.of(federated.dataset)) | {"name": saved.name}
+        different += [f"{name} was {old} and is {now[name]}" for name, old in vars(saved).items() if old != now[name]]
+    if different:
+        raise UserError(
+            f"{folder} was trained on other data ({'; '.join(different)}): restore the dataset, or start a new run"
+        )
 
 
 def read_clients(folder: Path | str) -> list[dict[str, str]]:
