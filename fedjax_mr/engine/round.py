@@ -237,7 +237,7 @@ def finish(
     if strategy.traffic is not None:
         traffic = strategy.traffic(traffic, progress.server, messages, plan.cohort, round)
     images = jnp.sum(metrics.images)
-    trained = plan.cohort.ids < constants.problem.num_clients  # other rows of asynchronous clients are empty
+    filled = plan.cohort.ids < constants.problem.num_clients  # rows without a client are those of asynchronous ones
     first_bad = jnp.argmax(metrics.bad_step >= 0)
     report = Report(
         images=images,
@@ -247,7 +247,7 @@ def finish(
         bad_client=jnp.where(jnp.any(metrics.bad_step >= 0), plan.cohort.ids[first_bad], -1),
         bad_step=metrics.bad_step[first_bad],
         traffic=traffic,
-        info=jax.tree.map(lambda each: jnp.mean(each, where=trained), metrics.info) | info | received,
+        info=jax.tree.map(lambda each: jnp.mean(each, where=filled), metrics.info) | info | received,
     )
     return Progress(server, memory, progress.round + 1), report
 
