@@ -125,7 +125,7 @@ class Contestant:
         """Compile and run ``warm_up`` rounds, with the plain layers in place of ours if asked for."""
         self.name = name
         self.rounds = rounds
-        self.speeds: list[float] = []
+        self.times: list[tuple[int, float]] = []  # images and seconds of each timing
         layout = {"devices": None, "lanes": None} | layout
         axis = client_axis(cohort_size=config.cohort, **layout)
         self.config = config
@@ -142,15 +142,19 @@ class Contestant:
         return normalised(self.federated.dataset, dataset.x, dataset.y)
 
     def race(self) -> None:
-        """Train some rounds and note the images trained per second."""
+        """Train some rounds and note their images and seconds."""
         started = time.perf_counter()
         self.progress, report = self.engine.run(self.progress, self.rounds)
         images = int(report.images)
-        self.speeds.append(images / (time.perf_counter() - started))
+        self.times.append((images, time.perf_counter() - started))
 
     def speed(self) -> float:
         """Return the median of the images trained per second."""
-        return statistics.median(self.speeds)
+        return statistics.median(images / seconds for images, seconds in self.times)
+
+    def seconds_per_round(self) -> float:
+        """Return the median of the seconds of a round. Methods may train on different numbers of images."""
+        return statistics.median(seconds for _, seconds in self.times) / self.rounds
 
     def seconds(self, *, anew: bool = False) -> dict[str, float]:
         """Return the median seconds of one round (``round``) and of its programs; where it is one, of that alone.
@@ -507,7 +511,7 @@ def compare_strategies(options: Options) -> Rows:
             {
                 "strategy": each.name,
                 "images_per_second": each.speed(),
-                "cost_of_a_round": contestants[0].speed() / each.speed(),
+                "cost_of_a_round": each.seconds_per_round() / contestants[0].seconds_per_round(),
                 "outside_clients": 1 - seconds["clients"] / seconds["round"] if "clients" in seconds else None,
                 "compile_seconds": each.compile_seconds,
             }

@@ -31,9 +31,10 @@ def settings(strategy: str, network: str, seed: int) -> dict:
 
     few = {"fedgen": {"fedgen_steps": 5}, "pfedhr": {"pfedhr_server_epochs": 1}}.get(strategy, {})
     public = {"public_share": 0.2} if STRATEGIES[strategy].public else {}
+    adapter = {"adapter": "lora"} if STRATEGIES[strategy].adapters else {}
     return {
         "strategy": strategy, "model": network, "seed": seed, "rounds": ROUNDS, "eval_every": 1, "cohort": 4,
-        "clients": 10, "devices": 1, "lanes": 1, "progress": False, **public, **few,
+        "clients": 10, "devices": 1, "lanes": 1, "progress": False, **public, **adapter, **few,
     }  # fmt: skip
 
 
@@ -124,8 +125,13 @@ def main() -> int:
             options.write.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
             print(strategy, ", ".join(name for name, run in runs.items() if "refused" in run) or "-", flush=True)
             continue
+        if strategy not in known:
+            print(f"{strategy}: not in {options.check}", flush=True)
+            continue
         faults = [f"{name}: {each}" for name in runs for each in differences(known[strategy][name], runs[name])]
-        print(f"{strategy}: {'; '.join(faults[:4]) or 'the same bits'}", flush=True)
+        refused = ", ".join(name for name, run in runs.items() if "refused" in run)
+        same = f"the same bits{f', but refused with {refused}' if refused else ''}"
+        print(f"{strategy}: {'; '.join(faults[:4]) or same}", flush=True)
         wrong += bool(faults)
     return int(wrong > 0)
 

@@ -50,7 +50,7 @@ def test_a_cohort_of_many_clients_is_drawn_uniformly():
     for place in range(3):  # every client comes first, second and third equally often
         np.testing.assert_allclose(np.bincount(drawn[:, place], minlength=24), 1000, atol=150)
     pairs = np.bincount(drawn[:, 0] * 24 + drawn[:, 1], minlength=576).reshape(24, 24)
-    assert not pairs.diagonal().any() and pairs.sum() / 552 == pytest.approx(43.5, abs=0.1)
+    assert not pairs.diagonal().any()
     assert pairs[~np.eye(24, dtype=bool)].std() < 8
 
 

@@ -31,6 +31,11 @@ DATASETS = {
     "mnist_by_writer": "MNIST by writer", "mnist_reduced": "reduced MNIST", "cifar10_reduced": "reduced CIFAR-10",
     "mnist_reduced_7600": "reduced MNIST of 7,600 images",
 }  # fmt: skip
+# Settings that decide how much a round computes.
+WORK = (
+    "dataset", "model", "clients", "cohort", "local_epochs", "batch_size", "mode", "deadline", "adapter", "trainable",
+    "compress", "attack", "robust",
+)  # fmt: skip
 OWN_SAMPLES = "tested on each client's own samples"
 
 
@@ -192,14 +197,16 @@ def costs() -> dict[str, dict[str, str]]:
 def seconds(strategy: str) -> tuple[float, int] | None:
     """The median time of a round relative to FedAvg in the same table, and the number of runs.
 
-    None if no table has both methods with the same network on the same number of devices.
+    None if no table has both methods with the same work of a round, on the same number of devices.
     """
     ratios, count = [], 0
     for table in sorted((EXPERIMENTS / "results").glob(f"*{tables_of_runs.SUFFIX}")):
         times_of: dict[tuple, list[float]] = {}
-        for summary in (run.summary for run in tables_of_runs.read(table).values() if run.summary is not None):
-            key = (summary["strategy"], summary["model"], len(summary["devices"]))
-            times_of.setdefault(key, []).append(summary["seconds_per_round"])
+        for run in tables_of_runs.read(table).values():
+            if run.summary is not None:
+                work = (str(run.config.get(setting)) for setting in WORK)
+                key = (run.config["strategy"], len(run.summary["devices"]), *work)
+                times_of.setdefault(key, []).append(run.summary["seconds_per_round"])
         for (name, *job), times in times_of.items():
             if name == strategy and ("fedavg", *job) in times_of:
                 ratios.append(statistics.median(times) / statistics.median(times_of["fedavg", *job]))

@@ -200,6 +200,11 @@ def plan(arguments: Sequence[str]) -> Tuning:
         raise UserError(f"seed {both[0]} is in --seeds and in the trials' seeds: test on seeds that chose nothing")
     space = spaces.read(tune.space) if tune.space else spaces.default(config)
     rungs = rungs_of(tune.budget, tune.eta, config.rounds, config.eval_every)
+    if config.dp_target_epsilon is not None and len(rungs) > 1:
+        raise UserError(
+            "--dp_target_epsilon chooses the noise for all rounds, and some trials stop earlier: add --eta=1, or set "
+            "--dp_noise"
+        )
     tuning = Tuning(tuple(arguments), config, tune, strategies, space, rungs, tuning_seeds, seeds)
     _check(tuning)
     return tuning

@@ -31,7 +31,13 @@ def trained(monkeypatch):
     """
 
     def install(
-        *, validation=quality, test=lambda config: 1 - quality(config), diverges=lambda config: False, after=()
+        *,
+        validation=quality,
+        loss=lambda config: 0.5,
+        test=lambda config: 1 - quality(config),
+        diverges=lambda config: False,
+        ended_at=lambda config: None,
+        after=(),
     ):
         asked = []
 
@@ -47,17 +53,18 @@ def trained(monkeypatch):
                 if diverges(config):
                     (folder / "diverged.txt").write_text("diverged\n")
                     continue
-                for round in range(done + config.eval_every, config.rounds + 1, config.eval_every):
+                last = ended_at(config)
+                for round in range(done + config.eval_every, (last or config.rounds) + 1, config.eval_every):
                     now = dataclasses.replace(config, rounds=round)
                     row = dict.fromkeys(COLUMNS, 1.0) | {"round": round, "accuracy": test(now)}
                     if config.validation_share:
-                        row |= {"validation_accuracy": validation(now), "validation_loss": 0.5}
+                        row |= {"validation_accuracy": validation(now), "validation_loss": loss(now)}
                     rows.append(row)
                 (folder / "metrics.jsonl").write_text("".join(map(line_of, rows)))
                 (folder / "checkpoints" / str(config.rounds)).mkdir(parents=True)
                 (folder / "checkpoints" / str(config.rounds) / MANIFEST).touch()
                 mean = sum(row["accuracy"] for row in rows[-10:]) / len(rows[-10:])
-                summary = {"accuracy_mean_last_10": mean, "ended_by": "rounds"}
+                summary = {"accuracy_mean_last_10": mean, "ended_by": "patience" if last else "rounds"}
                 (folder / "summary.json").write_text(json.dumps(summary))
                 if len(asked) in after:
                     raise KeyboardInterrupt

@@ -108,6 +108,23 @@ def test_ties_go_to_the_lower_loss_then_to_the_first(trained):
     assert rates(asked, start=6) == rates(asked)[:2] and rates(asked, seeds=(5,)) == rates(asked)[:1]
 
 
+def test_of_equal_accuracies_the_lower_loss_wins(trained):
+    asked = trained(validation=lambda config: 0.5, loss=lambda config: abs(math.log10(config.lr / 0.03)))
+    assert main(BOTH) == 0
+    nearest = sorted(rates(asked)[:8], key=lambda rate: abs(math.log10(rate / 0.03)))
+    assert rates(asked, start=6)[:2] == nearest[:2] and rates(asked, seeds=(5,)) == nearest[:1]
+
+
+def test_a_run_that_patience_has_ended_has_the_score_of_its_end(trained, capsys):
+    trained(ended_at=lambda config: 6 if config.lr < 0.1 else None)
+    flags = [*TINY, "--strategy=fedavg", "--budget=4", "--eta=1", "--validation_share=0.2", "--patience=2"]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    trials = [row.split(",") for row in Path("tune/trials.csv").read_text().splitlines()[1:]]
+    rounds = [6 if float(row[2].partition("=")[2]) < 0.1 else 18 for row in trials]
+    assert {6, 18} == set(rounds) and f" {sum(rounds)} " in out
+
+
 def test_a_larger_budget_or_more_rounds_continue_the_same_runs(trained):
     asked = trained()
     assert main([*TINY, "--strategy=fedavg", "--budget=4", "--eta=1"]) == 0
@@ -197,6 +214,7 @@ def test_the_plan_is_printed_and_nothing_is_trained(trained, capsys):
         (["--run_dir=x"], ["remove --run_dir"]),
         (["--stop_at_accuracy=0.9"], ["reads the test accuracy"]),
         (["--patience=3"], ["also set --validation_share"]),
+        (["--dp_clip=1", "--dp_target_epsilon=5"], ["add --eta=1"]),
         (["--bugdet=3"], ["did you mean --budget?"]),
     ],
 )
