@@ -38,7 +38,8 @@ def mean(tree: State | Params, *, weights: jax.Array | None = None) -> State | P
     if weights is None:
         return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), tree)
     shares = weights.astype(jnp.float32) / jnp.sum(weights.astype(jnp.float32))
-    return jax.tree.map(lambda leaf: jnp.tensordot(shares, leaf, axes=1), tree)
+    total = lambda leaf: jnp.tensordot(shares, leaf, axes=1, precision=jax.lax.Precision.HIGHEST)
+    return jax.tree.map(total, tree)
 
 
 def mix(tree: State | Params, weights: jax.Array) -> State | Params:

@@ -174,7 +174,7 @@ def dense_kernels(model: Model) -> dict[Path, tuple[int, int]]:
 def _rows(module: Any, x: jax.Array, matrix: jax.Array) -> jax.Array:
     """The inputs of a dense layer as rows [..., in]."""
     axes = getattr(module, "axis", -1)
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    axes = sorted(axis % x.ndim for axis in ((axes,) if isinstance(axes, int) else axes))  # as Flax has them
     moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
     return moved.reshape(*moved.shape[: moved.ndim - len(axes)], matrix.shape[0])
 

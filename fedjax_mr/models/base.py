@@ -242,7 +242,8 @@ class Model:
         return self._shapes(self.init_all)
 
     def _shapes(self, init: Callable[[jax.Array], Variables]) -> Variables:
-        key = init.__name__, jax.tree.structure(self)
+        # Models that are derived from one another share what is known, and may differ in shapes, such as ranks.
+        key = init.__name__, jax.tree.structure(self), tuple(map(np.shape, jax.tree.leaves(self)))
         if key not in self._known:
             self._known[key] = jax.eval_shape(lambda: init(jax.random.key(0)))
         return jax.tree.map(lambda leaf: leaf, self._known[key])  # a copy: the caller may change its dictionaries

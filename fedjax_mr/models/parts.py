@@ -84,8 +84,10 @@ def partly(model: Any, trainable: Trainable = "*", *, variables: Any = None, key
       key: initialises the frozen variables if ``variables`` is None; consumed.
 
     Raises:
-      UserError: nothing trains, or ``variables`` are not those of the module.
+      UserError: nothing trains, ``variables`` are not those of the module, or a part is frozen already.
     """
+    if model.frozen:
+        raise UserError(f"{model.name} has frozen variables already: leave out trainable=, or pass the whole network")
     shapes = model.shapes()
     trained, _ = split(shapes, trainable)
     if not jax.tree.leaves(trained.get("params", {})):

@@ -154,3 +154,11 @@ def test_bad_input_is_refused_in_one_line():
         adapted(trainable="nothing")
     with pytest.raises(UserError, match="lacks params/attend"):
         adapters.lora(Model(Attention(3), (4, 4, 1)), key=jax.random.key(0), variables={"params": {}})
+
+
+def test_two_ranks_over_one_base_have_shapes_of_their_own():
+    small, large = (adapters.lora(WHOLE, rank, key=jax.random.key(0)) for rank in (1, 2))
+    for model in (small, large, small):
+        drawn = jax.tree.map(jnp.shape, model.init(jax.random.key(0)))
+        assert jax.tree.map(lambda leaf: leaf.shape, model.shapes()) == drawn
+    assert large.num_parameters() > small.num_parameters()

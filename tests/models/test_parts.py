@@ -135,4 +135,6 @@ def test_bad_input_is_refused_in_one_line():
         parts.partly(WHOLE, "head/*", variables=wrong)
     with pytest.raises(UserError, match="frozen variables, which several networks"):
         Zoo.of([parts.partly(WHOLE, "head/*", key=jax.random.key(0)), WHOLE])
+    with pytest.raises(UserError, match="net has frozen variables already"):
+        parts.partly(parts.partly(WHOLE, "head/*", key=jax.random.key(0)), "body/*", key=jax.random.key(0))
     assert dataclasses.replace(WHOLE, name="other") != WHOLE
