@@ -382,7 +382,8 @@ class _Shapes:
     def server_uses_only_the_mean(self) -> bool:
         """Whether the new state is the same for two sets of random uploads with the same uniform mean.
 
-        Some methods average in their first rounds only, so this looks at `PROBED` rounds, from the state of the last.
+        Some methods average in their first rounds only, so this examines the rounds `PROBED`, one after the other: each
+        starts from the state that the one before has left.
         """
         count, problem, key = self.problem.cohort_size, self.problem, jax.random.key(0)
         cohort = Cohort(jnp.arange(count, dtype=jnp.int32), problem.sizes[:count])

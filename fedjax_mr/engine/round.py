@@ -237,7 +237,7 @@ def finish(
     if strategy.traffic is not None:
         traffic = strategy.traffic(traffic, progress.server, messages, plan.cohort, round)
     images = jnp.sum(metrics.images)
-    filled = plan.cohort.ids < constants.problem.num_clients  # rows without a client are those of asynchronous ones
+    filled = plan.cohort.ids < constants.problem.num_clients  # asynchronous rounds have rows without a client
     first_bad = jnp.argmax(metrics.bad_step >= 0)
     report = Report(
         images=images,
