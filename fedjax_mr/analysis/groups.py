@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES
 
-VALIDATION = "validation_accuracy"
+VALIDATION, VALIDATION_LOSS = "validation_accuracy", "validation_loss"
 RUNS = "run folder, table of kept runs (NAME.jsonl.gz), TABLE/PATTERN for some of its runs, or folder that holds some"
 
 
@@ -262,4 +263,9 @@ def _best(candidates: Sequence[Candidate]) -> Candidate | None:
             f"no seed has a run for every value of {names} (see {candidates[0].runs[0].path}): run the same seeds"
         )
 
-    return max(candidates, key=lambda each: each.mean(VALIDATION, common).mean or 0.0)
+    def score(candidate: Candidate) -> tuple[float, float]:
+        """Sorts as `fedjax_mr.tune` does: by accuracy, ties by the loss."""
+        accuracy, loss = (candidate.mean(column, common).mean for column in (VALIDATION, VALIDATION_LOSS))
+        return accuracy or 0.0, -math.inf if loss is None else -loss
+
+    return max(candidates, key=score)

@@ -49,6 +49,7 @@ from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
 from fedjax_mr.strategies.hyper import bind
 
+PLACEMENTS = ("auto", "device", "host")
 MOST_MEMORY_OF_CPU = 1_000_000_000  # bytes of the clients' memories on a CPU device; on the host only used rows exist
 
 
@@ -114,14 +115,17 @@ class Simulator:
           name: name of the strategy in messages. Default: its registered name, or the module of its function.
 
         Raises:
-          UserError: unknown name, data that are not divided, a function with other arguments, a network that does not
-            fit the samples, K > N, or more devices than available.
+          UserError: unknown name or placement, data that are not divided, a function with other arguments, a network
+            that does not fit the samples, K > N, ``architectures`` that do not fit, or more devices than available.
         """
         if not isinstance(federated, FederatedData):
             raise UserError(
                 f"a Simulator needs the clients' data, not {type(federated).__name__}: divide a dataset with "
                 "data.federate()"
             )
+        for option, value in {"memory": memory, "data_placement": data_placement}.items():
+            if value not in PLACEMENTS:
+                raise unknown_name(option, value, PLACEMENTS)
         self.federated = federated
         self.model = network_of(model, federated.dataset)
         if trainable is not None or variables is not None:
@@ -382,6 +386,12 @@ def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: 
       UserError: a network does not fit the samples. Raised before any compilation.
     """
     if isinstance(model, Model) and not options and model.input_shape == dataset.x.shape[1:]:
+        for each in model.networks:
+            if each.num_outputs() != dataset.num_classes:
+                raise UserError(
+                    f"{each.name} returns {each.num_outputs()} logits, but the data need {dataset.num_classes}, one "
+                    "per class"
+                )
         return model
     tokens = np.issubdtype(dataset.x.dtype, np.signedinteger)
     facts: dict[str, Any] = {
@@ -420,13 +430,18 @@ def problem_of(
       samples_on_device: see `Problem`.
 
     Raises:
-      UserError: K is not in 1..N.
+      UserError: K is not in 1..N, or a client has no number of a network.
     """
     count, kept = federated.num_clients, federated.validation
     if not 1 <= cohort <= count:
         raise UserError(f"cohort={cohort} is out of range: it must be from 1 to the number of clients, {count}")
-    if architectures is None:
-        architectures = np.arange(count) * len(model.networks) // count
+    numbers = np.arange(count) * len(model.networks) // count if architectures is None else np.asarray(architectures)
+    whole = np.issubdtype(numbers.dtype, np.integer) and numbers.shape == (count,)
+    if not whole or numbers.min() < 0 or numbers.max() >= len(model.networks):
+        raise UserError(
+            f"architectures must be {count} numbers from 0 to {len(model.networks) - 1}: for each client, the number "
+            "of its network"
+        )
     return Problem(
         model=model,
         local=dataclasses.replace(jax.tree.map(np.float32, local), max_size=rounded_up(int(federated.sizes.max()))),
@@ -436,7 +451,7 @@ def problem_of(
         layers=model.layers(),
         sizes=jnp.asarray(federated.sizes, jnp.int32),
         label_counts=jnp.asarray(federated.label_counts(), jnp.int32),
-        architectures=jnp.asarray(architectures, jnp.int32),
+        architectures=jnp.asarray(numbers, jnp.int32),
         public=public_samples(federated),
         validation_sizes=None if kept is None else jnp.asarray(kept.sizes, jnp.int32),
         samples_on_device=samples_on_device,

@@ -41,6 +41,8 @@ def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = ()
     """
     options = {"norm": config.norm, "authors_state": config.authors_state, "projection": config.projection}
     model = network_of(list(modules) or config.networks, dataset, init=config.init, **options)
+    if model.precision not in ("float32", config.precision):
+        raise UserError(f"{model.name} trains in {model.precision}: add precision={model.precision}, for the record")
     return with_precision(fine_tuned(config, model, variables=variables), config.precision)
 
 

@@ -19,7 +19,7 @@ from fedjax_mr.engine.local import evaluation_batch
 from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import save_arrays
-from fedjax_mr.models import Model, Variables, adapters, calls
+from fedjax_mr.models import Model, Variables, calls
 from fedjax_mr.models.nnx_module import NNXModule
 
 VARIABLES, NETWORK = "variables", "network.json"  # files of an exported network
@@ -51,7 +51,7 @@ class TrainedNetwork:
 
     @property
     def module(self) -> Any:
-        """The Flax module with its variables, for normalised samples.
+        """The Flax module with its variables, for normalised samples. Adapters are added to its weights.
 
         A module of NNX is in evaluation mode, and its random streams start from key 0. A module of Linen is bound:
         ``module(x, train=False)``.
@@ -104,8 +104,7 @@ class TrainedNetwork:
             raise UserError(
                 f"{self.model.name} has adapters, which plain Flax does not know: add --merged (merged=True)"
             )
-        adapted = self.model.adapter is not None
-        variables = (adapters.merged if adapted else Model.whole)(self.model, self.variables)
+        variables = self.model.merged(self.variables)
         folder, texts = Path(folder), self._texts(variables)
         created: list[Path] = []
         try:

@@ -226,24 +226,23 @@ def of_module(
     projection: int = 0,
     name: str = "",
 ) -> Model:
-    """Wrap a Flax module, or a `Model` of one, as a network for samples of ``input_shape``; see `user_module.bind`.
+    """Wrap a Flax module, or a `Model`, as a network for samples of ``input_shape``; see `user_module.bind`.
 
     Raises:
       UserError: the module does not fit the samples, or an option is set that only applies to built-in networks.
     """
-    kept: dict[str, Any] = {}
-    if isinstance(module, Model):
-        kept = {"frozen": module.frozen, "start": module.start, "adapter": module.adapter}
-        module, name = module.module, name or module.name
     for option, value, default in (
         ("norm", norm, "batch"), ("authors_state", authors_state, False), ("projection", projection, 0),
     ):  # fmt: skip
         if value != default:
             raise UserError(f"{option}={value} only applies to built-in networks: build it into the module instead")
-    model = user_module.bind(
-        module, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name
-    )
-    return dataclasses.replace(model, **kept) if kept else model
+    facts: dict[str, Any] = {"input_shape": input_shape, "num_classes": num_classes, "input_dtype": input_dtype}
+    if not isinstance(module, Model):
+        return user_module.bind(module, **facts, name=name)
+    if len(module.networks) > 1:
+        return Zoo.of([of_module(each, **facts) for each in module.networks])
+    kept = {each: getattr(module, each) for each in ("frozen", "start", "adapter", "precision")}
+    return dataclasses.replace(user_module.bind(module.module, **facts, name=name or module.name), **kept)
 
 
 def _check_fit(model: Model, takes: str) -> None:

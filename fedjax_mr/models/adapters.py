@@ -53,7 +53,8 @@ class Lora:
             y = y + (scale * ((x(a) @ a) @ b)).reshape(y.shape)
         if module.has_variable(CHANGE, "kernel"):
             change = module.get_variable(CHANGE, "kernel")
-            y = y + (x(change) @ change).reshape(y.shape)
+            # The change is no parameter, so it is float32 also where the layer computes in bfloat16.
+            y = y + (x(change).astype(y.dtype) @ change.astype(y.dtype)).reshape(y.shape)
         return y
 
     def mean(self, model: Model, models: Variables, weights: jax.Array | None = None) -> Variables:
@@ -62,6 +63,10 @@ class Lora:
         if not any(True for _ in pairs(models)):  # A or B is common: the mean of the other one is exact
             return mean
         return with_change(without_products(mean), mean_changes(model, models, weights=weights))
+
+    def merged(self, model: Model, variables: Variables) -> Variables:
+        """The variables of the base with the adapters added to its kernels, for plain Flax."""
+        return merged(model, variables)
 
     def gram(self, model: Model, models: Variables) -> jax.Array:
         """Inner products [K, K] of K models [K, ...], in which the product of each pair stands for the pair.

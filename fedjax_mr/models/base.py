@@ -145,9 +145,13 @@ class Model:
         """The variables of the module: the given ones, which train, and the frozen ones."""
         return parts.joined(self.frozen, variables)
 
+    def merged(self, variables: Variables) -> Variables:
+        """The variables of the module for plain Flax: the `whole` ones, with adapters added to the kernels."""
+        return self.whole(variables) if self.adapter is None else self.adapter.merged(self, variables)
+
     def bound(self, variables: Variables) -> Any:
         """The Flax module with its variables: a bound one of Linen, or one of NNX in evaluation mode."""
-        return calls.bound(self.module, self.whole(variables))
+        return calls.bound(self.module, self.merged(variables))
 
     def apply(self, variables: Variables, x: jax.Array) -> jax.Array:
         """Compute the logits [B, C] in evaluation mode."""
@@ -235,17 +239,22 @@ class Model:
 
     def shapes(self) -> Variables:
         """Shapes and dtypes of the variables that train. Nothing is computed."""
-        return self._shapes(self.init)
+        return self._shapes("trained", lambda: self.init(jax.random.key(0)))
 
     def module_shapes(self) -> Variables:
         """Shapes and dtypes of the variables of the module, those that are frozen here included."""
-        return self._shapes(self.init_all)
+        return self._shapes("all", lambda: self.init_all(jax.random.key(0)))
 
-    def _shapes(self, init: Callable[[jax.Array], Variables]) -> Variables:
+    def num_outputs(self) -> int:
+        """The width of the logits."""
+        x = jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype)
+        return self._shapes("logits", lambda: jax.eval_shape(self.apply, self.shapes(), x)).shape[-1]
+
+    def _shapes(self, name: str, function: Callable[[], Any]) -> Any:
         # Models that are derived from one another share what is known, and may differ in shapes, such as ranks.
-        key = init.__name__, jax.tree.structure(self), tuple(map(np.shape, jax.tree.leaves(self)))
+        key = name, jax.tree.structure(self), tuple(map(np.shape, jax.tree.leaves(self)))
         if key not in self._known:
-            self._known[key] = jax.eval_shape(lambda: init(jax.random.key(0)))
+            self._known[key] = jax.eval_shape(function)
         return jax.tree.map(lambda leaf: leaf, self._known[key])  # a copy: the caller may change its dictionaries
 
     def mean(self, models: Variables, *, weights: jax.Array | None = None) -> Variables:

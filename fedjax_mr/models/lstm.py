@@ -1,4 +1,4 @@
-"""Next-character networks: an embedding, stacked LSTM layers, and a classifier of the last step.
+"""Networks for characters and texts: an embedding, stacked LSTM layers, and a classifier of the last step.
 
 Sources: Hochreiter and Schmidhuber, "Long short-term memory" (1997); McMahan et al. (AISTATS 2017) for the task;
 FedMe's code (Matsuda et al., 2022) for the sizes. Flax's LSTM cell is not used because it has one bias per gate, and
@@ -26,10 +26,13 @@ class Embedding(nn.Module):
     Attributes:
       tokens: size of the vocabulary, including `PADDING`.
       features: width of a vector.
+      padded_at_end: whether to move the padding from the end of a sequence to its start. The last step is then a word,
+        and not padding, in which a recurrent network forgets the words.
     """
 
     tokens: int
     features: int
+    padded_at_end: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
@@ -39,7 +42,15 @@ class Embedding(nn.Module):
             return jax.random.normal(key, shape, jnp.float32).at[PADDING].set(0.0)
 
         table = self.param("embedding", initialize, (self.tokens, self.features))
+        x = padding_first(x) if self.padded_at_end else x
         return jnp.where((x == PADDING)[..., None], 0.0, table[x])
+
+
+def padding_first(x: jax.Array) -> jax.Array:
+    """Move the padding at the end of sequences [B, T] to their start."""
+    steps = jnp.arange(x.shape[1])[None]
+    length = jnp.max(jnp.where(x != PADDING, steps + 1, 0), axis=1, keepdims=True)
+    return jnp.take_along_axis(x, (steps + length) % x.shape[1], axis=1)
 
 
 class LSTM(nn.Module):
@@ -153,7 +164,8 @@ class CharacterLSTM(BlockNet):
     """FedMe's networks for Shakespeare: one to four LSTM layers.
 
     Attributes:
-      vocabulary: number of tokens. 0: the number of classes, as in the prediction of characters.
+      vocabulary: number of tokens. 0 or C: the network predicts the next character. Otherwise it classifies texts,
+        which may be padded at the end.
       depth: number of LSTM layers.
       embedding_width: width of the vector of a character.
       hidden: H.
@@ -167,8 +179,10 @@ class CharacterLSTM(BlockNet):
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """The named blocks in forward order."""
+        tokens = self.vocabulary or self.num_classes
+        texts = tokens != self.num_classes
         return (
-            ("embedding", Embedding(self.vocabulary or self.num_classes, self.embedding_width)),
+            ("embedding", Embedding(tokens, self.embedding_width, padded_at_end=texts)),
             *((f"lstm{i + 1}", LSTM(self.hidden, self.initialisation)) for i in range(self.depth)),
             ("last", LastStep()),
             ("classifier", head(self.num_classes, initialisation=self.initialisation)),

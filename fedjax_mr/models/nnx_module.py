@@ -136,6 +136,7 @@ class NNXModule:
         for path, node in nnx.iter_graph(module) if fixed else ():
             if isinstance(node, nnx.Module) and tuple(map(str, path)) in fixed:
                 node.eval()
+                object.__setattr__(node, "fixed", True)  # read by `_without_padding`
         function = getattr(module, method)
         known = inspect.signature(function).parameters
         arguments: dict[str, Any] = {name: value for name, value in switches.items() if name in known}
@@ -305,15 +306,19 @@ def _masked(mask: jax.Array | None) -> Iterator[None]:
 
 @functools.cache
 def _without_padding(kind: Any) -> type:
-    """A class of BatchNorm whose statistics exclude padding.
+    """A class of BatchNorm whose statistics exclude padding, and do not change if they are ``fixed``.
 
     If input and parameters have one number type, so has the output, as in Linen. In NNX it would be float32, the type
     of the statistics.
     """
 
     class WithoutPadding(kind):
+        fixed = False
+
         def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
             mask = _mask.get()
+            if self.fixed:  # whatever the mode that the user's module passes
+                args, kwargs = (), kwargs | {"use_running_average": True}
             if mask is not None and kwargs.get("mask") is None and x.shape[:1] == mask.shape:
                 kwargs = kwargs | {"mask": (mask > 0).reshape(-1, *(1,) * (x.ndim - 1))}
             out = super().__call__(x, *args, **kwargs)

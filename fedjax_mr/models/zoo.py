@@ -42,7 +42,8 @@ class Zoo(Model):
         """The zoo of several networks.
 
         Raises:
-          UserError: a network has variables that are not floats, or frozen ones.
+          UserError: a network has variables that are not floats, or frozen ones; or the networks train in different
+            precisions.
         """
         for model in models:
             if model.frozen:
@@ -50,8 +51,10 @@ class Zoo(Model):
             if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.shapes())):
                 raise UserError(f"{model.name} has variables that are not floats, which several networks must not have")
         first = models[0]
-        name = ",".join(model.name for model in models)
-        return cls(first.module, first.input_shape, first.input_dtype, name, members=tuple(models))
+        if len({model.precision for model in models}) > 1:
+            raise UserError("several networks must train in one precision: give it with precision=, once for all")
+        facts: dict[str, Any] = {"precision": first.precision, "members": tuple(models)}
+        return cls(first.module, first.input_shape, first.input_dtype, ",".join(each.name for each in models), **facts)
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
         """Initialise the variables of one network; consumes ``key``."""

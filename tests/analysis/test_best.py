@@ -66,6 +66,14 @@ def test_the_best_learning_rate_of_each_method(grid):
     ]
 
 
+def test_of_equal_accuracies_the_smaller_loss_is_the_best(keep):
+    for lr, loss in ((0.01, 1.2), (0.1, 0.9), (1.0, None)):
+        known = {} if loss is None else {"validation_loss": loss}
+        keep(Config(strategy="fedavg", lr=lr), validation_accuracy=0.6, **known)
+    (choice,) = groups.choose(groups.find(["runs"]), over=["lr"])
+    assert choice.best.values == {"lr": 0.1}
+
+
 def test_what_diverged_is_out_and_seeds_must_be_shared(grid, keep):
     for lr in (3.0, 10.0):  # 3.0 would be the best, but for its second seed; 10.0 has not got anywhere
         one = Config(strategy="fedavg", lr=lr)

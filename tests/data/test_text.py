@@ -255,6 +255,10 @@ def test_folder_of_datasets(tmp_path):
     dataset = data.load(f"hf:{tmp_path / 'parts'}", text_length=4)
     assert (dataset.x.shape, dataset.test_x.shape, dataset.num_classes) == ((14, 4), (6, 4), 4)
     assert dataset.client_names == ("0", "1") and dataset.test_client is not None
+    train, test = whole.select(range(14)), whole.select(range(14, 20)).remove_columns("client")
+    datasets.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "without"))
+    dataset = data.load(f"hf:{tmp_path / 'without'}", text_length=4)
+    assert dataset.client_names == ("0", "1") and dataset.test_client is None and len(dataset.test_x) == 6
     whole.rename_column("text", "sentence").save_to_disk(str(tmp_path / "one"))
     with pytest.raises(UserError, match=r"has the columns sentence, label, client, but text is needed; rename one"):
         data.load(f"hf:{tmp_path / 'one'}")

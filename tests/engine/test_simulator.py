@@ -99,6 +99,12 @@ def test_the_data_of_one_client():
         ({"cohort": 7}, "cohort=7 is out of range: it must be from 1 to the number of clients, 6"),
         ({"cohort": 0}, "cohort=0 is out of range"),
         ({"devices": 99}, "devices=99"),
+        ({"model": ["logistic", "mlp"], "architectures": [0, 1]}, "architectures must be 6 numbers from 0 to 1"),
+        ({"model": ["logistic", "mlp"], "architectures": [0, 1, 2, 0, 1, 0]}, "architectures must be 6 numbers"),
+        ({"architectures": [0.0] * 6}, "architectures must be 6 numbers from 0 to 0"),
+        ({"memory": "hots"}, "did you mean 'host'"),
+        ({"data_placement": "devices"}, "did you mean 'device'"),
+        ({"model": fmr.models.build("logistic", input_shape=(4, 4, 1), num_classes=2)}, "returns 2 logits"),
     ],
 )
 def test_bad_arguments_are_one_line_about_arguments(options, message):

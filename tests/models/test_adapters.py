@@ -8,7 +8,7 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import Model, adapters, parts
+from fedjax_mr.models import Model, adapters, parts, precision
 from fedjax_mr.strategies import fedcross, fedmr
 from fedjax_mr.testing.adapted import WHOLE, Attention, adapted, random_models
 from fedjax_mr.testing.federations import federated, tree_close, tree_equal
@@ -30,6 +30,22 @@ def test_round_0_is_the_base_and_only_adapters_train():
     assert names == {"attend/query": ("lora_a", "lora_b"), "attend/value": ("lora_a", "lora_b")}
     assert model.num_parameters() == 2 * (4 * 2 + 2 * 4)
     tree_equal(variables["params"], model.init(jax.random.key(2))["params"])  # all starts share one A
+
+
+def test_the_module_of_a_trained_model_has_its_adapters():
+    model = adapted()
+    variables = trees.take(random_models(model, 1), 0)
+    tree_close(model.bound(variables)(X), model.apply(variables, X), atol=1e-5)
+
+
+def test_a_change_of_the_base_is_computed_in_the_precision_of_the_layer():
+    model = precision.with_precision(adapted(), "bfloat16")
+    state = {adapters.CHANGE: jax.eval_shape(lambda: adapters.no_change(model))}
+    run = lambda params, state: model.train_apply(params, state, X, mask=None, key=jax.random.key(0))[0]
+    closed = jax.make_jaxpr(run)(model.shapes()["params"], state)
+    products = [each for each in precision.equations(closed.jaxpr) if each.primitive.name in precision.PRODUCTS]
+    assert len(products) > 8 and closed.out_avals[0].dtype == jnp.float32
+    assert {each.aval.dtype.name for product in products for each in product.invars} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,19 @@ def test_padding_has_no_vector_and_never_learns():
     assert_array_equal(gradient[:, 0], [0, 1, 0, 0, 1])
 
 
+def test_an_lstm_sees_the_words_of_a_text_that_is_padded_at_the_end():
+    texts = np.array([[3, 1, 0, 0], [0, 0, 3, 1], [2, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 0], [1, 2, 3, 4]], np.int32)
+    model = lambda **options: models.Model(lstm.CharacterLSTM(2, hidden=3, depth=1, **options), (4,), np.int32)
+    network = model(vocabulary=5)
+    variables = jax.jit(network.init)(jax.random.key(0))
+    ours = np.asarray(jax.jit(network.apply)(variables, texts))
+    assert_array_equal(ours[[0, 2]], ours[[1, 3]])
+    assert len(np.unique(ours, axis=0)) == 4
+    characters = texts % 2  # as many as classes: every step is a character, and the last one predicts
+    ours = np.asarray(jax.jit(model().apply)(jax.jit(model().init)(jax.random.key(0)), characters))
+    assert np.any(ours[0] != ours[1])
+
+
 @pytest.mark.slow
 def test_lstm_inside_shard_map():
     model = models.Model(lstm.CharacterLSTM(5, depth=2, hidden=3), (6,), np.int32)

@@ -168,6 +168,21 @@ def test_a_part_of_an_instance_may_be_frozen():
     np.testing.assert_allclose(out, instance(X), rtol=1e-5, atol=1e-6)
 
 
+class Told(Net):
+    """`Net` whose BatchNorm is told its mode."""
+
+    def __call__(self, x, train: bool = False):
+        x = nnx.relu(self.norm(self.conv(x), not train)).reshape(len(x), -1)
+        return self.a_last(nnx.relu(self.dense(x)))
+
+
+def test_frozen_statistics_stay_if_the_module_passes_the_mode():
+    model = partly(user_module.bind(Told, **IMAGES), "a_last/*", key=KEY)
+    out, state = train(model, variables := model.init(KEY), X)
+    assert state == {}
+    np.testing.assert_allclose(out, model.apply(variables, X), rtol=1e-5, atol=1e-6)
+
+
 def test_layers_are_in_forward_order_and_tied_ones_are_one():
     model = user_module.bind(Tied, **FACTS)
     # NNX stores a shared variable at its first path in alphabetical order.

@@ -70,6 +70,16 @@ def test_frozen_variables_and_several_networks_take_part():
     assert precision.product_dtypes(zoo) == {jnp.bfloat16}
 
 
+def test_a_model_that_is_given_again_keeps_its_networks_and_its_precision():
+    facts = {"input_shape": (4, 4, 1), "num_classes": 3}
+    members = [precision.with_precision(models.build(name, **facts), "bfloat16") for name in ("mlp", "logistic")]
+    assert models.of_module(members[0], **facts).precision == "bfloat16"
+    again = models.of_module(Zoo.of(members), **facts)
+    assert again == Zoo.of(members) and again.precision == "bfloat16"
+    with pytest.raises(UserError, match="in one precision"):
+        Zoo.of([members[0], models.build("logistic", **facts)])
+
+
 class OfNNX(nnx.Module):
     def __init__(self, rngs):
         self.first, self.norm = nnx.Linear(4, 5, rngs=rngs), nnx.BatchNorm(5, rngs=rngs)

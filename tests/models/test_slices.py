@@ -131,7 +131,17 @@ class Embedded(nn.Module):
         return nn.Dense(3)(nn.Embed(5, 4)(x).mean(1))
 
 
-@pytest.mark.parametrize("module, message", [(Grouped(), "norm=batch"), (Embedded(), "use another network")])
+class InGroups(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (1,), feature_group_count=2, name="split")(nn.Dense(4)(x)[:, None])
+        return nn.Dense(3)(x[:, 0])
+
+
+@pytest.mark.parametrize(
+    "module, message",
+    [(Grouped(), "norm=batch"), (Embedded(), "use another network"), (InGroups(), "is a convolution in groups")],
+)
 def test_what_cannot_be_narrowed_is_refused_with_one_line(module, message):
     model = Model(module, (4,), np.int32 if isinstance(module, Embedded) else np.float32, name="net")
     with pytest.raises(UserError, match=f"net cannot be narrowed: layer .* {message}") as refused:

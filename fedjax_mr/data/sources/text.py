@@ -214,7 +214,7 @@ def load_file(name: str, request: DataRequest) -> Dataset:
 def load_folder(name: str, request: DataRequest) -> Dataset:
     """Read a folder written by ``save_to_disk`` of Hugging Face's ``datasets``: a dataset, or parts train and test.
 
-    Columns: text, label, and optionally client and domain.
+    Columns: text, label, and optionally client and domain. The test part may lack client.
 
     Raises:
       UserError: the package is missing, the folder is none of ``datasets``, or it has other parts or columns.
@@ -237,8 +237,11 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
         if missing := [each for each in ("text", "label") if each not in used[0].column_names]:
             has, remedy = ", ".join(used[0].column_names), f"rename one: dataset.rename_column(OLD, {missing[0]!r})"
             raise UserError(f"{path} has the columns {has}, but {missing[0]} is needed; {remedy}")
-        optional = [each for each in ("client", "domain") if all(each in part.column_names for part in used)]
-        columns = {each: [value for part in used for value in part[each]] for each in ("text", "label", *optional)}
+        optional = [each for each in ("client", "domain") if each in used[0].column_names]
+        given = lambda column: [part for part in used if column in part.column_names]
+        columns = {
+            each: [value for part in given(each) for value in part[each]] for each in ("text", "label", *optional)
+        }
         for each in optional:
             columns[each] = list(map(str, columns[each]))
         test = np.repeat([False, True][: len(used)], [len(part) for part in used])
@@ -250,13 +253,15 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
 
 
 def _arguments(columns: dict[str, list], test: np.ndarray) -> dict[str, Any]:
-    """The arguments of `from_texts` for columns whose rows in ``test`` are the test set."""
+    """The arguments of `from_texts` for columns whose rows in ``test`` are the test set. Some may lack these rows."""
     names = {"text": "texts", "label": "labels"}
     train, held_out = np.flatnonzero(~test), np.flatnonzero(test)
     arguments = {names.get(each, each): [column[row] for row in train] for each, column in columns.items()}
     if len(held_out):
         arguments |= {
-            f"{names.get(each, each)}_test": [column[row] for row in held_out] for each, column in columns.items()
+            f"{names.get(each, each)}_test": [column[row] for row in held_out]
+            for each, column in columns.items()
+            if len(column) == len(test)
         }
     return arguments
 
