@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import models
+from fedjax_mr.engine.program import compile_lowered
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import layers, windows
 
@@ -95,10 +96,13 @@ def looped(function: Callable, *args: np.ndarray) -> Timed:
         little = sum(leaf[(0,) * leaf.ndim] for leaf in results) * 1e-6
         return [each.at[(0,) * each.ndim].add(little) for each in args]
 
-    program = jax.jit(lambda args: jax.lax.fori_loop(0, LOOPS, body, args))
-    first = list(map(jnp.asarray, args))
-    jax.block_until_ready(program(first))
-    return lambda: jax.block_until_ready(program(first))
+    return _compiled(lambda args: jax.lax.fori_loop(0, LOOPS, body, args), list(map(jnp.asarray, args)))
+
+
+def _compiled(function: Callable, argument: Any) -> Timed:
+    """Return a call of the function, compiled with the options that rounds are compiled with."""
+    program = compile_lowered(jax.jit(function).lower(argument))
+    return lambda: jax.block_until_ready(program(argument))
 
 
 def our_passes(layer: Layer) -> dict[str, Timed]:
@@ -130,10 +134,8 @@ def our_update(count: int) -> Timed:
         trace = 0.5 * trace + gradient
         return params - 0.01 * trace, trace, gradient
 
-    program = jax.jit(lambda state: jax.lax.fori_loop(0, LOOPS, body, state))
     state = jax.tree.map(jnp.asarray, (params, trace, gradient))
-    jax.block_until_ready(program(state))
-    return lambda: jax.block_until_ready(program(state))
+    return _compiled(lambda state: jax.lax.fori_loop(0, LOOPS, body, state), state)
 
 
 # ---- PyTorch

@@ -43,11 +43,11 @@ def mean(tree: State | Params, *, weights: jax.Array | None = None) -> State | P
 
 
 def mix(tree: State | Params, weights: jax.Array) -> State | Params:
-    """Weighted means of the K stacked models: new[i] = sum over j of weights[i, j] * old[j].
+    """Weighted sums of the K stacked models: new[i] = sum over j of weights[i, j] * old[j].
 
     Args:
       tree: leaves [K, ...].
-      weights: [R, K], non-negative; each row sums to one.
+      weights: [R, K], or [K] for one sum. They are means if the weights of each sum to one.
     """
     return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1, precision=jax.lax.Precision.HIGHEST), tree)
 

@@ -47,6 +47,8 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.best:
         choices = groups.choose(chosen, over=arguments.best.split(","))
         chosen = [run for choice in choices if choice.best for run in choice.best.finished().values()]
+        if not chosen:
+            raise UserError(f"--best={arguments.best}: no run is finished, so no value is the best")
     column: str = arguments.column
     drawn = curves(chosen, column=column, panels=arguments.panels, x=arguments.x)
     words = LABELS.get(column, column.replace("_", " "))
@@ -121,7 +123,7 @@ def _place(run: RunRecord, flags: str | None) -> list[tuple]:
 def _panel(run: RunRecord, flags: str | None) -> str:
     """The title of the panel of a run."""
     names = flags.split(",") if flags else []
-    known = configuration.flag_names([run.config.strategy])
+    known = [flag for flag in configuration.flag_names([run.config.strategy]) if flag not in titles.SEEDS]
     for name in names:
         if name not in known:
             raise unknown_name("flag in --panels", name, known)

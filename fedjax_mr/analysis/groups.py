@@ -85,12 +85,13 @@ def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[R
     A setting has the strategy, and the flags whose values differ between the runs that have them. If several runs have
     the same setting and seed, the most advanced one counts, and the last of several that are equally advanced.
     """
+    facts = _facts(chosen)
     once = {
-        json.dumps([titles.facts(run.config), *seeds(run.config)]): run.path
+        json.dumps([facts[run.path], *seeds(run.config)]): run.path
         for run in sorted(chosen, key=lambda run: STATES.index(run.state))
     }
     chosen = [run for run in chosen if run.path in once.values()]
-    decisive = [titles.facts(run.config) for run in chosen]
+    decisive = [facts[run.path] for run in chosen]
     flags = list(dict.fromkeys(flag for each in decisive for flag in each))
     groups: dict[str, tuple[dict[str, Any], list[RunRecord]]] = {}
     for each, run in zip(decisive, chosen, strict=True):
@@ -104,6 +105,22 @@ def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[R
         ({"strategy": each["strategy"]} | {flag: short(flag, each[flag]) for flag in varied if flag in each}, members)
         for each, members in groups.values()
     ]
+
+
+def _facts(chosen: Sequence[RunRecord]) -> dict[Path, dict[str, Any]]:
+    """The settings of runs by their paths. Kept runs name files without folders; here, so do all that use the same."""
+    whole = {run.path: titles.facts(run.config) for run in chosen}
+    brief = {run.path: titles.facts(configuration.portable(run.config)) for run in chosen}
+    long: dict[tuple[str, str], set[str]] = {}  # the names with folders of a name without
+    for path in whole:
+        for flag, value in brief[path].items():
+            if whole[path][flag] != value:
+                long.setdefault((flag, json.dumps(value)), set()).add(json.dumps(whole[path][flag]))
+    one = lambda flag, value: len(long.get((flag, json.dumps(value)), ())) < 2
+    return {
+        path: {flag: brief[path][flag] if one(flag, brief[path][flag]) else value for flag, value in own.items()}
+        for path, own in whole.items()
+    }
 
 
 class Index:
@@ -160,11 +177,12 @@ def name(setting: Mapping[str, Any]) -> str:
 
 def titles_of(settings: Sequence[tuple[Mapping[str, Any], Sequence[RunRecord]]]) -> list[str]:
     """Names for plots, such as ``FedMR, Dirichlet(0.1)``, of the settings that `by_setting` returns."""
-    known = [titles.facts(members[0].config) for _, members in settings]
-    return [
-        ", ".join([titles.method(own), *titles.words(setting, {**own, **setting}, brief=True)])
+    known = [{**titles.facts(members[0].config), **setting} for setting, members in settings]
+    names = [
+        ", ".join([titles.method(own), *titles.words(setting, own, brief=True)])
         for (setting, _), own in zip(settings, known, strict=True)
     ]
+    return [", ".join(filter(None, each)) for each in zip(names, titles.differences(names, known), strict=True)]
 
 
 def short_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -230,7 +248,7 @@ def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
     Raises:
       UserError: no run has one of the flags, or no finished run has a validation accuracy.
     """
-    flags = {flag for run in chosen for flag in configuration.decisive(run.config)}
+    flags = {flag for run in chosen for flag in titles.facts(run.config)}
     for flag in over:
         if flag not in flags:
             raise unknown_name("flag in --over", flag, sorted(flags))

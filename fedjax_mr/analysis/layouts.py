@@ -164,6 +164,9 @@ def _arranged(lines: Sequence[Line]) -> Grid:
     levels = [[flag for flag in level if flag in across] for level in LEVELS]
     levels += [[flag] for flag in across if not any(flag in level for level in LEVELS)]
     columns = [tuple(", ".join(titles.words(level, each)) for level in levels if level) for each in known]
+    cells = [" | ".join((row, *column)) for row, column in zip(rows, columns, strict=True)]
+    if any(apart := titles.differences(cells, known)):  # settings that the words above do not tell apart
+        columns = [(*column, text) for column, text in zip(columns, apart, strict=True)]
     # The types first: values of two types, such as a number and None, have no order.
     values_of = lambda own: [(type(own.get(flag)).__name__, own.get(flag)) for level in levels for flag in level]
     places = {column: values_of(own) for column, own in zip(columns, known, strict=True)}

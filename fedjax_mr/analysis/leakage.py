@@ -85,12 +85,12 @@ class Seen(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The success of an attack on membership: means and sample standard deviations over the models."""
+    """The success of an attack on membership: means and sample standard deviations (None of a single one)."""
 
     auc: float
-    auc_deviation: float
+    auc_deviation: float | None
     true_positives: float  # at 1 % false positives
-    true_positives_deviation: float
+    true_positives_deviation: float | None
     samples: float  # members per model, and as many others
 
 
@@ -101,9 +101,9 @@ class Restored(NamedTuple):
     view: str
     tensors: str  # ``all`` or ``largest``
     psnr: float
-    psnr_deviation: float
+    psnr_deviation: float | None
     control: float  # the same restored images beside other images of the same labels
-    control_deviation: float
+    control_deviation: float | None
     identified: float  # share of attacks whose result correlates the most with the source, of all K clients
     cosine: float  # between the gradient of the nearest client and what the attacker takes for it
 
@@ -384,8 +384,8 @@ def _scores(lessons: list[tuple[np.ndarray, ...]], real: list[tuple[np.ndarray, 
     return scores
 
 
-def _deviation(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+def _deviation(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 # --- Gradient inversion -----------------------------------------------------------------------------------------------
@@ -445,11 +445,9 @@ def invert(
                 values = [inversion.best_psnr(each, true[source]) for each, source in pairs]
                 controls = [inversion.best_psnr(each, other[source]) for each, source in pairs]
                 identified = [inversion.most_similar(each, true) == source for each, source in pairs]
-                numbers = map(float, (
-                    np.mean(values), _deviation(values), np.mean(controls), _deviation(controls), np.mean(identified),
-                    near.max(axis=1).mean(),
-                ))  # fmt: skip
-                facts.append(Restored(size, view, name, *numbers))
+                means = [(float(np.mean(each)), _deviation(each)) for each in (values, controls)]
+                found = float(np.mean(identified)), float(near.max(axis=1).mean())
+                facts.append(Restored(size, view, name, *means[0], *means[1], *found))
                 shown = np.concatenate([true[source][inversion.order(each, true[source])] for each, source in pairs])
                 row = f"B = {size}, {view}, {name}"
                 pictures[f"{row}: source"] = shown[:COLUMNS]

@@ -54,7 +54,7 @@ def matched(
 
     Without this, the labels alone would reveal the members of a client that has few classes.
     """
-    chosen: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    chosen: tuple[list[np.ndarray], list[np.ndarray]] = ([members[:0]], [others[:0]])
     for label in np.unique(member_labels):
         both = members[member_labels == label], others[other_labels == label]
         count = min(map(len, both))

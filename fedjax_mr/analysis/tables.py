@@ -305,7 +305,9 @@ def accuracy_table(
     chosen = groups.find(paths)
     lines = accuracy_lines(chosen, target=target, until=until, published=papers.rows())
     if until is not None and not any(line.finished for line in lines):
-        rounds = sorted({row["round"] for run in chosen for row in run.rows()}, key=lambda round: abs(round - until))
+        rounds = sorted(
+            {row["round"] for run in chosen for row in run.rows_so_far()}, key=lambda round: abs(round - until)
+        )
         nearest = ", ".join(map(str, sorted(rounds[:3]))) or "none"
         raise UserError(f"no run was evaluated after round {until}: choose another --round (the nearest: {nearest})")
     return FORMATS[format](accuracy_cells(lines, target=target))

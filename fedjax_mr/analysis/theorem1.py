@@ -305,6 +305,8 @@ def main(arguments: argparse.Namespace) -> None:
     for name, least in lowest.items():
         if getattr(arguments, name) < least:
             raise UserError(f"--{name}={getattr(arguments, name)} must be at least {least}")
+    if arguments.seed >= 2**31:
+        raise UserError(f"--seed={arguments.seed} must be below 2^31")
     with runs.output_folder(arguments.out, ()) as folder:
         _compare(arguments, folder / f"theorem1.{arguments.format}")
 

@@ -405,9 +405,10 @@ class _Shapes:
             own = draw(leaf)
             return mean + own - np.mean(own, axis=0, keepdims=True)
 
+        pair = [jax.tree.map(near, values, common) for _ in range(2)]
         state = jax.jit(self.strategy.init)(key)
         for round in PROBED:
-            first, second = (update(state, jax.tree.map(near, values, common), jnp.int32(round)) for _ in range(2))
+            first, second = (update(state, changes, jnp.int32(round)) for changes in pair)
             if not all(_close(*leaves) for leaves in zip(*map(jax.tree.leaves, (state, first, second)), strict=True)):
                 return False
             state = first

@@ -77,8 +77,8 @@ class Facts:
         numbers = (*facts.mean, *facts.std, facts.low, facts.high)
         if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
             raise ValueError("mean, std, low and high must be finite numbers")
-        if not all(each > 0 for each in facts.std) or facts.low > facts.high or min((*facts.shape, 1)) < 1:
-            raise ValueError("std and shapes must be positive, and low must not be above high")
+        if not all(facts.std) or facts.low > facts.high or min((*facts.shape, 1)) < 1:  # LEAF's FEMNIST has std < 0
+            raise ValueError("std must not be 0, shapes must be positive, and low must not be above high")
         return facts
 
     @classmethod

@@ -132,6 +132,8 @@ class Simulator:
             start = jax.random.fold_in(jax.random.key(seed), INIT)
             self.model = parts.partly(self.model, trainable or "*", variables=variables, key=start)
         build = _builder(strategy, hyper)
+        if isinstance(strategy, str) and len(self.model.networks) > 1 and not STRATEGIES[strategy].several:
+            raise UserError(f"{strategy} needs the same network for all clients, but there are {self.model.name}")
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
         self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote
         if remote is not None:

@@ -165,17 +165,17 @@ def _load(value: str) -> None:
 def _place_of(value: str, copies: Path) -> tuple[str, Path] | None:
     """The value that imports the recorded content, and its file: the original, the run's copy, or None."""
     source, wanted = _source_and_hash(value)
-    copy = copies / _copy_name(source)
+    copy, older = copies / _copy_name(source), copies / f"{source.rpartition('.')[2]}.py"
     file = Path(_key(source)) if _is_path(source) else _file_of_module(source)
-    for name, place in ((source, file), (str(copy), copy)):
+    for name, place in ((source, file), (str(copy), copy), (str(older), older)):
         if place is not None and place.is_file() and wanted == _hash(place):
             return f"{name}#{wanted}", place
     return None
 
 
 def _copy_name(source: str) -> str:
-    """The name of the copy of a file or module."""
-    return Path(source).name if _is_path(source) else f"{source.rpartition('.')[2]}.py"
+    """The name of the copy of a file or module. Modules of different packages may have one name, so it has both."""
+    return Path(source).name if _is_path(source) else f"{source.replace('.', '_')}.py"
 
 
 def _is_executed(value: str, file: Path) -> bool:
@@ -403,7 +403,7 @@ def recorded(values: Iterable[str], used: Names) -> tuple[str, ...]:
     needed += [each for each in _IMPORTED.values() if each.names & left]  # entry points, and those of earlier calls
     copied: dict[str, Imported] = {}
     for each in needed:
-        if each.code is not None and (other := copied.setdefault(each.file.name, each)) is not each:
+        if each.code is not None and (other := copied.setdefault(_copy_name(each.name), each)) is not each:
             raise UserError(
                 f"--import={other.name} and --import={each.name}: the run folder keeps a copy of each file, so their "
                 f"names must differ: rename one {each.file.name}"
@@ -440,5 +440,5 @@ def keep(recorded: Iterable[str], folder: Path) -> None:
                 files.make_folder(folder)
             except OSError as error:
                 raise UserError(f"cannot write into {folder} ({error.strerror})") from None
-            with files.atomic_write(folder / _IMPORTED[name].file.name) as path:
+            with files.atomic_write(folder / _copy_name(name)) as path:
                 path.write_bytes(code)

@@ -160,7 +160,8 @@ def _check_networks(config: Config, user_objects: UserObjects) -> None:
     for name in () if user_objects.modules else config.networks:
         if name not in MODELS and not registry.is_supplied(name):
             raise unknown_name("model", name, MODELS)
-    count = len(user_objects.modules or config.networks)
+    given = [len(each.networks) if isinstance(each, Model) else 1 for each in user_objects.modules]
+    count = sum(given) or len(config.networks)
     if count > 1 and not STRATEGIES[config.strategy].several:
         able = ", ".join(name for name, row in STRATEGIES.items() if row.several)
         raise UserError(

@@ -88,7 +88,8 @@ def division(settings: Mapping[str, Any]) -> str:
         "iid": "IID",
         "dirichlet": f"Dirichlet({of('alpha')})",
         "dirichlet_size": f"Dirichlet({of('alpha')}), sizes Dirichlet({of('alpha_size')})",
-        "shards": f"{of('shards_per_client')} shards per client",
+        "shards": f"{of('shards_per_client')} shards per client"
+        + (f" of {of('shard_size')} samples" if settings.get("shard_size") else ""),
         "classes": f"{of('classes_per_client')} classes per client",
         "quantity": f"sizes by rank^-{of('quantity_power')}",
         "bootstrap": f"bootstrap of {of('samples_per_client')}",
@@ -152,6 +153,16 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The flags whose values differ between the runs that have them."""
     flags = dict.fromkeys(flag for each in settings for flag in each)
     return [flag for flag in flags if len({json.dumps(each[flag]) for each in settings if flag in each}) > 1]
+
+
+def differences(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tells settings of equal names apart, such as ``dataset=b/mine.npz``; "" for a name that is the only one."""
+    texts = []
+    for name, own in zip(names, settings, strict=True):
+        same = [each for each, other in zip(settings, names, strict=True) if other == name]
+        values = {flag: {json.dumps(each.get(flag)) for each in same} for each in same for flag in each}
+        texts.append(", ".join(f"{flag}={own.get(flag)}" for flag in values if len(values[flag]) > 1))
+    return texts
 
 
 def runs(configs: Sequence[Config]) -> list[str]:

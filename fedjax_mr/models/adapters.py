@@ -208,7 +208,8 @@ def changes(model: Model, variables: Variables) -> Variables:
     """
     whole = model.whole(variables)
     earlier = parts.flat(variables.get(CHANGE, {}))
-    total = {(*path, "kernel"): scale_of(model, path) * (a @ b) for path, a, b in pairs(whole)}
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    total = {(*path, "kernel"): scale_of(model, path) * product(a, b) for path, a, b in pairs(whole)}
     return unflatten_dict({path: leaf + earlier[path] if path in earlier else leaf for path, leaf in total.items()})
 
 

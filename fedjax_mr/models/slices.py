@@ -212,7 +212,7 @@ def _inputs(
                 x = args[0]
                 reached[name] = jnp.any(x != 0, axis=tuple(range(x.ndim - 1)))
                 if name in kept and context.module.get_variable("params", "kernel").shape[-2] != x.shape[-1]:
-                    raise UserError(f"{model.name} cannot be narrowed: layer {name} is a convolution in groups")
+                    raise UserError(f"{model.name} cannot be narrowed: layer {name} mixes its channels in groups")
                 if name in kept:
                     positions[name] = _num_positions(context.module, x, out)
             return out

@@ -62,7 +62,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         whole = problem.num_branches == problem.num_clients
         total = jnp.sum(problem.sizes.astype(jnp.float32)) if whole else jnp.sum(sizes) / share
         q = sizes / total
-        arrived = jax.tree.map(lambda leaf: jnp.tensordot(q, leaf, axes=1), uploads["model"])
+        arrived = trees.mix(uploads["model"], q)
         model = jax.tree.map(lambda arrived, old: arrived + (1 - jnp.sum(q)) * old, arrived, state.model)
         return State(model, state.arrivals.at[cohort.ids].add((sizes > 0).astype(jnp.float32))), {}
 

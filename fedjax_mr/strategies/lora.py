@@ -126,12 +126,14 @@ def rolora(hyper: None, problem: Problem) -> Strategy:
     def traffic(usual: Traffic, state: GlobalModel, uploads: Any, cohort: Cohort, round: jax.Array) -> Traffic:
         leaves = parts.flat(problem.model.shapes())
         size = lambda name: sum(_bytes(leaf) for path, leaf in leaves.items() if path[-1] == name)
-        count, others = problem.cohort_size, _bytes_of(leaves) - size(A) - size(B)
+        count, others = jnp.sum(cohort.sizes > 0), _bytes_of(leaves) - size(A) - size(B)  # not those that were late
         turns = ((B, round % 2 == 0), (A, round % 2 == 1))
         up = [Parcels.of(jnp.where(turn, count, 0), size(name)) for name, turn in turns]
         return usual._replace(up=(*up, Parcels.of(count, others)))
 
-    return averaging(problem)._replace(client_update=client_update, server_update=server_update, traffic=traffic)
+    return averaging(problem)._replace(
+        client_update=client_update, server_update=server_update, traffic=traffic, stale="lost"
+    )
 
 
 # --- methods that change the base ------------------------------------------------------------------------------------
@@ -239,7 +241,8 @@ def hetlora(hyper: Ranks, problem: Problem) -> Strategy:
         mean = parts.flat(trees.mean(models, weights=cohort.sizes))
         for path, a, b in adapters.pairs(models):
             takes_part = (cohort.sizes > 0).astype(jnp.float32)
-            norms = takes_part * jnp.sqrt(jnp.sum(jnp.square(a @ b), axis=(1, 2)))
+            products = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+            norms = takes_part * jnp.sqrt(jnp.sum(jnp.square(products), axis=(1, 2)))
             weights = jnp.where(jnp.sum(norms) > 0, norms, takes_part)  # no client may have trained
             for name, leaf in zip(adapters.PAIR, (a, b), strict=True):
                 mean["params", *path, name] = trees.mean(leaf, weights=weights)
@@ -289,8 +292,13 @@ def _traffic_of_ranks(problem: Problem, ranks: jax.Array, *, down: bool) -> Any:
         found = list(adapters.pairs(shapes))
         one = sum((_bytes(a) + _bytes(b)) // a.shape[-1] for _, a, b in found)
         others = _bytes_of(parts.flat(shapes)) - sum(_bytes(a) + _bytes(b) for _, a, b in found)
-        sent = (Parcels.of(jnp.sum(ranks[cohort.ids]), one), Parcels.of(problem.cohort_size, others))
-        return Traffic(sent if down else usual.down, sent, usual.peer)
+
+        def sent(to: jax.Array) -> tuple[Parcels, ...]:
+            count = lambda each: jnp.sum(jnp.where(to, each, 0))
+            return Parcels.of(count(ranks[cohort.ids]), one), Parcels.of(count(1), others)
+
+        up = sent(cohort.sizes > 0)  # not those that were late
+        return Traffic(sent(jnp.ones(cohort.ids.shape, bool)) if down else usual.down, up, usual.peer)
 
     return traffic
 

@@ -44,6 +44,7 @@ Deviations:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -173,7 +174,8 @@ def adaptive_margin(means: jax.Array, present: jax.Array, largest: float) -> jax
 def weighted_means(means: jax.Array, weights: jax.Array) -> jax.Array:
     """The means over clients [C, d] of class means [K, C, d] with weights [K, C]; zero if all weights are zero."""
     total = jnp.sum(weights, axis=0)
-    return jnp.einsum("kc,kcd->cd", weights, means) / jnp.where(total > 0, total, 1.0)[:, None]
+    total_of = functools.partial(jnp.einsum, "kc,kcd->cd", precision=jax.lax.Precision.HIGHEST)
+    return total_of(weights, means) / jnp.where(total > 0, total, 1.0)[:, None]
 
 
 def with_nearest(network: Model, variables: Variables, prototypes: jax.Array, known: jax.Array) -> Variables:

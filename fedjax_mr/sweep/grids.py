@@ -56,6 +56,8 @@ def grid_of(entries: Sequence[str], strategies: Sequence[str]) -> list[list[Pair
         if name not in known:
             raise unknown_name("flag in --grid", name, known)
         names = {name for settings in grid[-1] for name, _ in settings}
+        if own := sorted(names & set(OWN_FLAG)):
+            raise UserError(f"--grid={entry} sets {own[0]}, which has a flag of its own: --{OWN_FLAG[own[0]]}")
         if unknown := sorted(names - set(everything)):
             raise unknown_name("flag in --grid", unknown[0], known)
         if twice := sorted(names & seen):

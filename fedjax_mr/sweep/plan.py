@@ -181,7 +181,7 @@ def plan_run(
 
 
 def _kept_runs(place: str) -> dict[str, list[Path]]:
-    """The runs of --kept by the digest of their settings, whichever machine trained them.
+    """The ended runs of --kept by the digest of their settings, whichever machine trained them.
 
     Raises:
       UserError: there is none, or a table is damaged.
@@ -192,6 +192,8 @@ def _kept_runs(place: str) -> dict[str, list[Path]]:
     runs: dict[str, list[Path]] = {}
     for path in paths:
         with contextlib.suppress(UserError):  # unreadable, or of a version with other options
+            if run_state(path) not in ("finished", "diverged"):
+                continue  # it belongs to another sweep
             runs.setdefault(configuration.digest(configuration.portable(configuration.load(path))), []).append(path)
     return runs
 

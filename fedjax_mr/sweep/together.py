@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
                 return _together(configs)
             except UserError as reason:
                 print(f"fedjax-mr: not together: {reason}", file=sys.stderr)
-        return max(map(_alone, configs))
+        return min((code for code in map(_alone, configs) if code), default=0)  # the worst: 1, then 2, then 3
     except (UserError, Interrupted) as reason:
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code

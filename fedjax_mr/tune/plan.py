@@ -191,11 +191,11 @@ def plan(arguments: Sequence[str]) -> Tuning:
     if str(config.partition_file).endswith(".npz") and not keeps_validation(federated_data(config)):
         raise UserError(f"{config.partition_file} has no validation samples, so there is nothing to choose on")
     strategies = tuple(dict.fromkeys(grids.split("strategies", tune.strategies, config.strategy)))
-    tuning_seeds = tuple(grids.seeds_of(tune.tuning_seeds, "tuning_seeds")) or (config.seed,)
+    tuning_seeds = tuple(dict.fromkeys(grids.seeds_of(tune.tuning_seeds, "tuning_seeds"))) or (config.seed,)
     after = max(tuning_seeds) + 1
     if tune.seeds is None and after + TESTS > LARGEST_INT32:
         raise UserError(f"no seed follows {max(tuning_seeds)}: set --seeds")
-    seeds = tuple(grids.seeds_of(tune.seeds)) or tuple(range(after, after + TESTS))
+    seeds = tuple(dict.fromkeys(grids.seeds_of(tune.seeds))) or tuple(range(after, after + TESTS))
     if both := sorted(set(seeds) & set(tuning_seeds)):
         raise UserError(f"seed {both[0]} is in --seeds and in the trials' seeds: test on seeds that chose nothing")
     space = spaces.read(tune.space) if tune.space else spaces.default(config)

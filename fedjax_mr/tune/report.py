@@ -66,17 +66,19 @@ def table(tuning: Tuning, standing: Standing, tests: Mapping[str, Sequence[Plann
     filled = [position for position, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
     rows = [[row[position] for position in filled] for row in rows]
     notes = [AT_END] if any(end in row[1] for row in rows[1:] for end in ("(least)", "(largest)")) else []
-    return "\n".join([_title(tuning), "", tables.FORMATS["text"](rows), *([""] if notes else []), *notes])
+    return "\n".join([_title(tuning, standing), "", tables.FORMATS["text"](rows), *([""] if notes else []), *notes])
 
 
-def _title(tuning: Tuning) -> str:
+def _title(tuning: Tuning, standing: Standing) -> str:
+    counts = {sum(trial.strategy == strategy for trial in standing) for strategy in tuning.strategies}
+    count = str(*counts) if len(counts) == 1 else f"at most {tuning.tune.budget}"  # a method may have fewer settings
     file = str(tuning.config.partition_file)
     share = f"{100 * tuning.validation_share:g} % of each client's training samples"
     share = f"the validation samples in {file}" if file.endswith(".npz") else share
     test = ", ".join(map(str, tuning.seeds))
     seeds = f"seed{'s' if len(tuning.tuning_seeds) > 1 else ''} {', '.join(map(str, tuning.tuning_seeds))}"
     return (
-        f"Best of {tuning.tune.budget} trials each, chosen on validation ({share}, {seeds}).\n"
+        f"Best of {count} trials each, chosen on validation ({share}, {seeds}).\n"
         f"Test: mean ± standard deviation over seeds {test}, which chose nothing."
     )
 
@@ -119,7 +121,8 @@ def write(tuning: Tuning, standing: Standing) -> None:
             writer.writerow([trial.strategy, trial.number, flags, rounds, score.accuracy, score.loss, state])
     for strategy in tuning.strategies:
         if (chosen := standing.best(strategy)) is not None:
-            head = f"# {strategy}: best of {tuning.tune.budget} trials, chosen on validation"
+            count = sum(trial.strategy == strategy for trial in standing)
+            head = f"# {strategy}: best of {count} trials, chosen on validation"
             flags = [f"--{flag}={value}" for flag, value in chosen.choice.items()]
             with files.atomic_write(tuning.folder / f"{strategy}.flags") as path:
                 path.write_text("\n".join([head, *flags]) + "\n", encoding="utf-8")

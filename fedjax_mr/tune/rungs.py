@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.sweep import PlannedRun, slurm
@@ -65,6 +66,7 @@ class Trainer:
           UnfinishedError: a run failed.
           Interrupted: a stop signal was received.
         """
+        refused: set[Path] = set()
         while unfinished := [run for run in runs if not has_ended(run)]:
             free = [run for run in unfinished if not is_claimed(run)]
             if not free:
@@ -73,7 +75,9 @@ class Trainer:
             code = run_all(free, batch=self.tuning.tune.batch, launch=self._launch)
             for run in free:
                 if not has_ended(run) and not is_claimed(run):
-                    raise UnfinishedError(run, code or 1)
+                    if code != UserError.exit_code or run.folder in refused:
+                        raise UnfinishedError(run, code or 1)
+                    refused.add(run.folder)  # perhaps because another process used it, which has died since: once more
 
 
 class Standing(dict[Trial, tuple[int, scores.Score]]):

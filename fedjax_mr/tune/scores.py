@@ -54,7 +54,8 @@ def of_run(run: PlannedRun, rounds: int) -> Score | None:
     """The score of a run after some rounds, or None if it is not trained that far.
 
     Raises:
-      UserError: the run has no validation accuracy, or its files are damaged.
+      UserError: the run has no validation accuracy, was trained further but not evaluated there, or its files are
+        damaged.
     """
     state = run_state(run.folder)
     rows = _rows(run)
@@ -65,6 +66,11 @@ def of_run(run: PlannedRun, rounds: int) -> Score | None:
         return DIVERGED
     if state == "finished" and rows and read_summary(run.folder).get("ended_by", "rounds") != "rounds":
         return _score(run, rows[-1])  # --patience has ended it earlier
+    if state == "finished" and rows and rows[-1]["round"] > rounds:
+        raise UserError(
+            f"{run.folder} was trained to round {rows[-1]['round']} and not evaluated at round {rounds}: choose rounds "
+            "at which it was, or another --tune_dir"
+        )
     return None
 
 

@@ -11,6 +11,7 @@ T points do not depend on how many follow. Its column is chosen by the position 
 the same learning rate for every method. (`scipy.stats.qmc` has such a sequence, but takes a second to import.)
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -68,9 +69,15 @@ class Dimension:
         return self.text(number)
 
     def text(self, number: float) -> str:
-        """A number of the range as the value of the flag."""
+        """A number of the range as the value of the flag, with as many digits as keep it inside."""
         number = min(max(number, self.low), self.high)
-        return str(round(number)) if self.whole else f"{number:.3g}"
+        if self.whole:
+            return str(round(number))
+        return next(text for text in (f"{number:.3g}", repr(number)) if self.low <= float(text) <= self.high)
+
+    def flags(self) -> set[str]:
+        """The flags that its values set."""
+        return {self.flag, *(name for value in self.values for name, _ in grids.pairs(self.flag, value))}
 
     def ends(self) -> tuple[str, ...]:
         """The values to check before anything is trained: all of a list, or both ends of a range."""
@@ -107,7 +114,8 @@ def read(path: Path | str) -> Space:
         text = line.split("#")[0].strip()
         if text:
             space.append(_dimension(text, f"{path}, line {number}"))
-    if twice := [name for name in {each.flag for each in space} if sum(each.flag == name for each in space) > 1]:
+    count = collections.Counter(name for each in space for name in each.flags())
+    if twice := [name for name in count if count[name] > 1]:
         raise UserError(f"{path} has --{min(twice)} twice: list all its values in one line")
     if not space:
         raise UserError(f"{path} has no flag to search: write, for example, --lr=log:0.001:0.3")
@@ -122,19 +130,26 @@ def _dimension(text: str, place: str) -> Dimension:
             f"{place}: {text!r} is not --flag=values; write, for example, --lr=0.01,0.1 or --lr=log:0.001:1"
         )
     known = _searchable()
-    if name not in known and name in configuration.flag_names():
-        raise UserError(
-            f"{place}: --{name} describes the problem, which is the same for all methods; set it on the command line"
-        )
-    if name not in known:
-        raise unknown_name(f"flag in {place}", name, known)
+    _require_searchable(name, known, place)
     whole = known[name].kind is int
     if match := RANGE.fullmatch(values):
         scale, *ends = match.groups()
         return _range(known[name], scale == "log", ends, f"{place}: {text}")
     if values.strip().startswith(("log:", "lin:")):
         raise UserError(f"{place}: {text}: a range has two ends, such as log:0.001:0.3 or lin:0:0.9")
-    return Dimension(name, tuple(grids.split(name, values, "")), whole=whole)
+    listed = Dimension(name, tuple(grids.split(name, values, "")), whole=whole)
+    for other in sorted(listed.flags()):
+        _require_searchable(other, known, place)
+    return listed
+
+
+def _require_searchable(name: str, known: Mapping[str, Setting], place: str) -> None:
+    if name not in known and name in configuration.flag_names():
+        raise UserError(
+            f"{place}: --{name} describes the problem, which is the same for all methods; set it on the command line"
+        )
+    if name not in known:
+        raise unknown_name(f"flag in {place}", name, known)
 
 
 def _range(setting: Setting, log: bool, ends: Sequence[str], place: str) -> Dimension:

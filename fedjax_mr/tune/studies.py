@@ -8,7 +8,6 @@ Each trial is proposed by a sampler with a seed of its own. A single process tha
 trials as an uninterrupted one, also if ``optuna.log`` is lost: finished runs give their scores again.
 """
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -90,8 +89,15 @@ class _Study:
             ) from None
 
     def _records(self) -> list[Any]:
-        """Optuna's records of the first T trials. Processes that ask at the same moment may create more."""
-        return [record for record in self.study.get_trials(deepcopy=False) if record.number < self.tuning.tune.budget]
+        """Optuna's records of the first T trials that have parameters.
+
+        Processes that ask at the same moment may create more. A record without parameters belongs to a process that
+        still asks for them, or was killed then.
+        """
+        failed, flags = self.optuna.trial.TrialState.FAIL, {each.flag for each in self.space.values()}
+        known = self.study.get_trials(deepcopy=False)
+        whole = [record for record in known if flags <= record.params.keys() and record.state != failed]
+        return whole[: self.tuning.tune.budget]
 
     def is_complete(self) -> bool:
         """Whether all T trials have a score."""
@@ -115,7 +121,7 @@ class _Study:
             warnings.simplefilter("ignore")  # about features that may change
             self.study.sampler = self._sampler(_seed(self.tuning.config.seed, number))
             asked = self.study.ask({each.flag: self._distribution(each) for each in self.space.values()})
-        if asked.number >= self.tuning.tune.budget:  # another process has asked at the same moment
+        if asked.number not in [record.number for record in self._records()]:  # others have asked at the same moment
             self.study.tell(asked.number, state=self.optuna.trial.TrialState.FAIL)
             return None
         return self._trial(asked)
@@ -162,9 +168,12 @@ def _seed(seed: int, number: int) -> int:
 
 def _name(tuning: Tuning, strategy: str) -> str:
     """The name of a study, with a hash of all that its scores depend on."""
-    config = dataclasses.replace(tuning.config, strategy=strategy, rounds=1, seed=0, hyper=None)
-    own = [each.line() for each in spaces.of_method(tuning.space, strategy).values()]
-    facts = [configuration.decisive(config), own, tuning.tuning_seeds, tuning.rungs[0].rounds, tuning.tune.sampler]
+    dimensions = spaces.of_method(tuning.space, strategy).values()
+    searched = {flag for each in dimensions for flag in each.flags()}
+    config = tuning.run("trials", strategy, tuning.tuning_seeds[0], {}).config
+    known = {flag: value for flag, value in configuration.decisive(config).items() if flag not in searched}
+    facts: list[Any] = [known | {"seed": 0, "rounds": 1}, [each.line() for each in dimensions], tuning.tuning_seeds]
+    facts += [tuning.rungs[0].rounds, tuning.tune.sampler]
     return f"{strategy}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]}"
 
 

@@ -168,6 +168,7 @@ def test_without_a_folder_of_the_runs_it_goes_where_runs_go(root, monkeypatch, c
     [
         (["--column=acc"], "has no column acc"),
         (["--panels=alhpa"], "did you mean 'alpha'?"),
+        (["--panels=seed"], "'seed'"),
         (["--format=gif"], "invalid choice: 'gif'"),
     ],
 )

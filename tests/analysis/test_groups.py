@@ -52,6 +52,22 @@ def test_runs_of_a_folder_come_in_the_order_of_their_settings(keep):
     assert [run.path for run in groups.find([iid, "runs"])] == [iid, skewed, *in_order[2:]]  # what is named comes first
 
 
+def test_kept_runs_name_files_without_folders(keep):
+    """They are seeds of the same setting, unless there are two such files."""
+    for seed, file in enumerate(("mine.npz", "a/mine.npz", "a/mine.npz")):
+        keep(Config(strategy="fedavg", dataset=file, seed=seed), [0.5])
+    (line,) = tables.accuracy_lines(groups.find(["runs"]))
+    assert line.finished == 3
+    keep(Config(strategy="fedavg", dataset="b/mine.npz"), [0.5])
+    lines = tables.accuracy_lines(groups.find(["runs"]))
+    assert {(line.setting["dataset"], line.finished) for line in lines} == {
+        ("mine.npz", 1), ("a/mine.npz", 2), ("b/mine.npz", 1),
+    }  # fmt: skip
+    settings = groups.by_setting(groups.find(["runs"]))
+    names = ["FedAvg, mine, dataset=a/mine.npz", "FedAvg, mine, dataset=b/mine.npz", "FedAvg, mine, dataset=mine.npz"]
+    assert sorted(groups.titles_of(settings)) == names
+
+
 def test_a_folder_without_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()

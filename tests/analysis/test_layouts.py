@@ -51,6 +51,14 @@ def test_in_text(some_runs, capsys):
     ]
 
 
+def test_settings_that_words_do_not_tell_apart_have_cells_of_their_own(keep):
+    for file, value in (("a/mine.npz", 0.5), ("b/mine.npz", 0.25)):
+        keep(dataclasses.replace(CIFAR, dataset=file, strategy="fedavg"), [value])
+    rows = layouts.paper_table(["runs"], format="csv").splitlines()
+    assert rows[0] == 'method,"mine, dataset=a/mine.npz","mine, dataset=b/mine.npz"'
+    assert "50.00" in rows[1] and "25.00" in rows[1]
+
+
 def test_in_latex(some_runs, keep):
     keep(dataclasses.replace(CIFAR, dataset="cifar100", label_mode="coarse", strategy="fedavg", lr=0.01), [0.25])
     lines = layouts.paper_table(some_runs, format="latex", with_papers=True).splitlines()

@@ -28,6 +28,14 @@ def test_they_outlast_the_data(tmp_path):
             Facts.read(tmp_path)
 
 
+def test_a_negative_deviation_as_in_leaf_s_femnist():
+    x, y = np.zeros((4, 2, 2, 1), np.float32), np.arange(4) % 2
+    facts = Facts.of(data.from_arrays(x, y, x_test=x, y_test=y, mean=(0.25,), std=(-0.5,)))
+    assert Facts.parse(facts.text()) == facts
+    with pytest.raises(ValueError, match="std must not be 0"):
+        Facts.parse(facts.text().replace("-0.5", "0"))
+
+
 def test_samples_as_the_source_gives_them():
     np.testing.assert_array_equal(BYTES.samples(np.full((2, 4, 4), 255)), np.full((2, 4, 4, 1), 255, np.uint8))
     assert FLOATS.samples(np.full((2, 4, 4, 1), 1.2)).dtype == np.float32

@@ -197,6 +197,10 @@ def test_json_lines(tmp_path):
     np.testing.assert_array_equal(dataset.test_client, [1, 0, 1])
     assert (dataset.client_names, dataset.domain_names) == (("0", "1"), ("x", "y"))
     np.testing.assert_array_equal(dataset.test_x[0, :2], [tokens.hashed("text"), tokens.hashed("9")])
+    for line in lines[9:]:  # the test set may have no clients
+        del line["client"]
+    dataset = data.load(write(tmp_path / "without.jsonl", lines[::-1]), text_length=4)
+    assert (dataset.client_names, dataset.test_client, len(dataset.test_x)) == (("0", "1"), None, 3)
     held_out = data.load(write(tmp_path / "other.jsonl", rows(20)))
     assert len(held_out.test_y) == 4
 
@@ -259,6 +263,9 @@ def test_folder_of_datasets(tmp_path):
     datasets.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "without"))
     dataset = data.load(f"hf:{tmp_path / 'without'}", text_length=4)
     assert dataset.client_names == ("0", "1") and dataset.test_client is None and len(dataset.test_x) == 6
+    datasets.DatasetDict(train=train, test=test.rename_column("text", "s")).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(UserError, match=r"other \(test\) has the columns s, label, but text is needed; rename one"):
+        data.load(f"hf:{tmp_path / 'other'}")
     whole.rename_column("text", "sentence").save_to_disk(str(tmp_path / "one"))
     with pytest.raises(UserError, match=r"has the columns sentence, label, client, but text is needed; rename one"):
         data.load(f"hf:{tmp_path / 'one'}")

@@ -16,6 +16,7 @@ from fedjax_mr.engine.devices import usable_cores
 from fedjax_mr.strategies import fedavg, fedprox
 from fedjax_mr.testing.federations import federated, tree_close, tree_equal
 
+SEVERAL = {"strategy": "local", "model": ["logistic", "mlp"]}
 SMALL = fmr.local.setting(epochs=1, batch_size=4)
 
 
@@ -25,6 +26,10 @@ class Network(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(3)(x.reshape(len(x), -1))
+
+
+def given(name, num_classes=3):
+    return fmr.models.build(name, input_shape=(4, 4, 1), num_classes=num_classes)
 
 
 def simulator(strategy="fedavg", model="logistic", **options):
@@ -99,12 +104,19 @@ def test_the_data_of_one_client():
         ({"cohort": 7}, "cohort=7 is out of range: it must be from 1 to the number of clients, 6"),
         ({"cohort": 0}, "cohort=0 is out of range"),
         ({"devices": 99}, "devices=99"),
-        ({"model": ["logistic", "mlp"], "architectures": [0, 1]}, "architectures must be 6 numbers from 0 to 1"),
-        ({"model": ["logistic", "mlp"], "architectures": [0, 1, 2, 0, 1, 0]}, "architectures must be 6 numbers"),
+        (
+            {"strategy": "local", "model": ["logistic", "mlp"], "architectures": [0, 1]},
+            "architectures must be 6 numbers from 0 to 1",
+        ),
+        (
+            {"strategy": "local", "model": ["logistic", "mlp"], "architectures": [0, 1, 2, 0, 1, 0]},
+            "architectures must be 6 numbers",
+        ),
         ({"architectures": [0.0] * 6}, "architectures must be 6 numbers from 0 to 0"),
+        ({"model": fmr.models.Zoo.of([given("logistic"), given("mlp")])}, "fedavg needs the same network"),
         ({"memory": "hots"}, "did you mean 'host'"),
         ({"data_placement": "devices"}, "did you mean 'device'"),
-        ({"model": fmr.models.build("logistic", input_shape=(4, 4, 1), num_classes=2)}, "returns 2 logits"),
+        ({"model": given("logistic", num_classes=2)}, "returns 2 logits"),
     ],
 )
 def test_bad_arguments_are_one_line_about_arguments(options, message):

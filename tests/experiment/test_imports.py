@@ -256,6 +256,15 @@ def test_the_run_folder_keeps_path_hash_and_copy():
     assert imports.hashes(again.imports) == imports.hashes([value])
 
 
+def test_modules_of_one_name_in_two_packages(monkeypatch):
+    for package, name in (("one", "my_method.py"), ("two", "others.py")):
+        Path(package).mkdir(), Path(name).rename(f"{package}/method.py")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    config = resolved(["--import=one.method,two.method", "--strategy=further", "--run_dir=run"])
+    RunFolder.open(config).begin(config)
+    assert sorted(path.name for path in Path("run/imports").iterdir()) == ["one_method.py", "two_method.py"]
+
+
 def test_files_of_one_name_are_refused_because_the_run_folder_would_keep_only_one():
     Path("a").mkdir(), Path("my_method.py").rename("a/mine.py")
     Path("b").mkdir(), Path("others.py").rename("b/mine.py")
@@ -331,7 +340,7 @@ def test_the_hash_of_a_module_is_checked_before_it_or_its_package_is_imported(mo
     config = resolved(["--import=package.method", "--strategy=further", "--run_dir=run"])
     RunFolder.open(config).begin(config)
     digest = imports.hashes(config.imports)[0]
-    assert Path("package_ran").exists() and Path("run/imports/method.py").read_text() == METHOD
+    assert Path("package_ran").exists() and Path("run/imports/package_method.py").read_text() == METHOD
     forget()
     Path("package_ran").unlink()
     del sys.modules["package"]
@@ -341,6 +350,8 @@ def test_the_hash_of_a_module_is_checked_before_it_or_its_package_is_imported(mo
     Path("package/method.py").write_text(
         "import pathlib; pathlib.Path('ran').touch()"
     )  # another one, found by accident
+    assert "run/imports/package_method.py" in refusal(configuration.load_code, "run")
+    Path("run/imports/package_method.py").rename("run/imports/method.py")  # as earlier versions wrote it
     assert "run/imports/method.py" in refusal(configuration.load_code, "run")
     assert not Path("ran").exists() and not Path("package_ran").exists()
     assert configuration.load_code("run", trust=True).hyper.steps == (1, 2)

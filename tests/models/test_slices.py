@@ -140,7 +140,7 @@ class InGroups(nn.Module):
 
 @pytest.mark.parametrize(
     "module, message",
-    [(Grouped(), "norm=batch"), (Embedded(), "use another network"), (InGroups(), "is a convolution in groups")],
+    [(Grouped(), "norm=batch"), (Embedded(), "use another network"), (InGroups(), "mixes its channels in groups")],
 )
 def test_what_cannot_be_narrowed_is_refused_with_one_line(module, message):
     model = Model(module, (4,), np.int32 if isinstance(module, Embedded) else np.float32, name="net")

@@ -86,6 +86,8 @@ def test_a_sweep_may_come_from_a_flag_file():
         (["--grid", "seed=0,1"], ["--seeds=0,1"]),
         (["--grid", "strategy=fedmr"], ["--strategies=fedmr"]),
         (["--grid", "lr=1", "--grid", "lr=2"], ["lr twice"]),
+        (["--grid", "lr=1+seed=7"], ["--grid=lr=1+seed=7 sets seed", "--seeds"]),
+        (["--grid", "lr=1+strategy=fedprox"], ["sets strategy", "--strategies"]),
         (["--grid", "partition=iid+aplha=1"], ["aplha", "did you mean 'alpha'?"]),
         (["--grid", "partition=dirichlet+alpha=1", "--grid", "alpha=2"], ["alpha twice"]),
         (["--seeds=3:3"], ["'3:3' is not a seed or a range"]),

@@ -55,6 +55,11 @@ def test_draws_cover_a_range_evenly(space):
     assert all(0 <= float(each["momentum"]) <= 0.9 and 4 <= int(each["batch_size"]) <= 64 for each in draws)
 
 
+def test_rounded_values_stay_in_their_range():
+    momentum = spaces.Dimension("momentum", low=0.99, high=0.9999)
+    assert momentum.ends() == ("0.99", "0.9999") and float(momentum.at(0.999)) < 1
+
+
 def test_a_whole_grid_within_the_budget_is_tried_completely():
     Path("grid.flags").write_text("--lr=0.1,0.2\n--fedprox_mu=1,2,3\n")
     grid = spaces.read("grid.flags")
@@ -92,6 +97,8 @@ def test_a_value_may_set_others():
         ("--alpha=0.1,1", ["--alpha describes the problem"]),
         ("--rounds=10,20", ["--rounds describes the problem"]),
         ("--lr=0.1\n--lr=0.2", ["--lr twice"]),
+        ("--optimizer=sgd,adam+lr=0.001\n--lr=0.1", ["--lr twice"]),
+        ("--lr=0.1,0.2+seed=1", ["line 1", "--seed describes the problem"]),
         ("# nothing", ["no flag to search"]),
     ],
 )

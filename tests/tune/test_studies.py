@@ -118,6 +118,18 @@ def test_another_setting_is_another_study():
     assert (
         len({name(), name("--alpha=0.1"), name("--sampler=gp"), name("--tuning_seeds=0,1"), name("--rounds=60")}) == 5
     )
+    other = lambda *more: studies._name(plan([*TPE, "--space=b.flags", *more]), "fedprox")
+    Path("b.flags").write_text("--lr=log:0.001:1\n")
+    assert other() == other("--fedavg_weights=uniform", "--strategies=fedprox") != other("--fedprox_mu=7")
+
+
+def test_a_record_of_a_process_that_was_killed_while_it_asked(trained):
+    """It has no parameters, and another one takes its place."""
+    trained()
+    storage = studies._Study(plan(TPE), "fedavg").study
+    storage._storage.create_new_trial(storage._study_id)
+    assert main(TPE) == 0
+    assert len(studies._Study(plan(TPE), "fedavg").trials()) == 12
 
 
 def test_a_trial_that_diverged_is_told_as_the_worst(trained):

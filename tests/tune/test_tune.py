@@ -137,6 +137,13 @@ def test_a_larger_budget_or_more_rounds_continue_the_same_runs(trained):
     assert [entry[3:] for entry in asked if entry[2] == 0] == [(18, 36)] * 8
 
 
+def test_fewer_rounds_at_which_nothing_was_evaluated_are_refused(trained, capsys):
+    trained()
+    assert main([*TINY, "--strategy=fedavg", "--budget=4", "--eta=1"]) == 0
+    assert main([*TINY, "--strategy=fedavg", "--budget=4", "--eta=1", "--rounds=7"]) == 2
+    assert "was trained to round 18 and not evaluated at round 7" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("moment", [3, 16, 19])
 def test_interrupted_anywhere_it_continues_with_the_same_choices(trained, moment):
     whole = trained()
@@ -259,6 +266,20 @@ def test_a_run_that_fails_stops_the_tuning_with_its_log(monkeypatch, capsys):
     assert main(BOTH) == 1
     shown = capsys.readouterr().err
     assert "did not finish; see tune/trials/fedavg-lr=" in shown and "run the same command again" in shown
+
+
+def test_a_run_that_another_process_leaves_is_taken_over(trained, monkeypatch):
+    """The other one had claimed it when ours tried, so ours ended with code 2."""
+    trained()
+    whole, calls = rungs.run_all, []
+
+    def run_all(runs, **how):
+        calls.append(len(runs))
+        return 2 if len(calls) == 1 else whole(runs, **how)
+
+    monkeypatch.setattr(rungs, "run_all", run_all)
+    assert main([*TINY, "--strategy=fedavg", "--budget=4", "--eta=1"]) == 0
+    assert calls[:2] == [4, 4]
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(capsys):

@@ -192,6 +192,8 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 def load_file(name: str, request: DataRequest) -> Dataset:
     """Read a file of JSON Lines: text, label, and optionally client, domain and split (rows of split "test").
 
+    The rows of the test set may lack client.
+
     Raises:
       UserError: the file is missing or damaged, or a line lacks a value.
     """
@@ -200,13 +202,16 @@ def load_file(name: str, request: DataRequest) -> Dataset:
         raise UserError(f"data file {path} does not exist (names of datasets have no '/' and no suffix)")
 
     def read() -> dict[str, Any]:
-        rows = _lines(path)
-        test = [row.get("split") == "test" for row in rows]
-        optional = [each for each in ("client", "domain") if any(each in row for row in rows)]
-        columns = {"text": [_value(path, row, "text", str) for row in rows]}
-        columns |= {each: [str(_value(path, row, each, object)) for row in rows] for each in optional}
-        columns["label"] = [_value(path, row, "label", int) for row in rows]
-        return _arguments(columns, np.array(test))
+        parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+        for row in _lines(path):
+            parts[row.get("split") == "test"].append(row)
+
+        def columns(rows: list[dict[str, Any]]) -> dict[str, list]:
+            optional = [each for each in ("client", "domain") if any(each in row for row in rows)]
+            kinds = {"text": str, "label": int} | dict.fromkeys(optional, object)
+            return {each: [_value(path, row, each, kind) for row in rows] for each, kind in kinds.items()}
+
+        return _arguments(columns(parts[False]), columns(parts[True]))
 
     return _cached(path.name.partition(".")[0], request, [path], read)
 
@@ -233,36 +238,29 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
         parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
         if "train" not in parts:
             raise UserError(f"{path} has the parts {', '.join(parts)}, but a part train is needed")
-        used = [parts[each] for each in ("train", "test") if each in parts]
-        if missing := [each for each in ("text", "label") if each not in used[0].column_names]:
-            has, remedy = ", ".join(used[0].column_names), f"rename one: dataset.rename_column(OLD, {missing[0]!r})"
-            raise UserError(f"{path} has the columns {has}, but {missing[0]} is needed; {remedy}")
-        optional = [each for each in ("client", "domain") if each in used[0].column_names]
-        given = lambda column: [part for part in used if column in part.column_names]
-        columns = {
-            each: [value for part in given(each) for value in part[each]] for each in ("text", "label", *optional)
-        }
-        for each in optional:
-            columns[each] = list(map(str, columns[each]))
-        test = np.repeat([False, True][: len(used)], [len(part) for part in used])
-        classes = getattr(used[0].features["label"], "num_classes", None)
-        return _arguments(columns, test) | {"num_classes": classes}
+        used = {each: parts[each] for each in ("train", "test") if each in parts}
+
+        def columns(name: str) -> dict[str, list]:
+            has = used[name].column_names
+            if missing := [each for each in ("text", "label") if each not in has]:
+                where, remedy = f"{path} ({name})", f"rename one: dataset.rename_column(OLD, {missing[0]!r})"
+                raise UserError(f"{where} has the columns {', '.join(has)}, but {missing[0]} is needed; {remedy}")
+            return {each: list(used[name][each]) for each in ("text", "label", "client", "domain") if each in has}
+
+        classes = getattr(used["train"].features["label"], "num_classes", None) if columns("train") else None
+        return _arguments(columns("train"), columns("test") if "test" in used else {}) | {"num_classes": classes}
 
     sources = sorted(path.rglob("*.arrow"))
     return _cached(path.name, request, sources, read)
 
 
-def _arguments(columns: dict[str, list], test: np.ndarray) -> dict[str, Any]:
-    """The arguments of `from_texts` for columns whose rows in ``test`` are the test set. Some may lack these rows."""
+def _arguments(train: dict[str, list], test: dict[str, list]) -> dict[str, Any]:
+    """The arguments of `from_texts` for the columns of the training and the test samples. The latter may be empty."""
     names = {"text": "texts", "label": "labels"}
-    train, held_out = np.flatnonzero(~test), np.flatnonzero(test)
-    arguments = {names.get(each, each): [column[row] for row in train] for each, column in columns.items()}
-    if len(held_out):
-        arguments |= {
-            f"{names.get(each, each)}_test": [column[row] for row in held_out]
-            for each, column in columns.items()
-            if len(column) == len(test)
-        }
+    texts = lambda each, column: list(map(str, column)) if each in ("client", "domain") else column
+    arguments = {names.get(each, each): texts(each, column) for each, column in train.items()}
+    if test.get("text"):
+        arguments |= {f"{names.get(each, each)}_test": texts(each, column) for each, column in test.items()}
     return arguments
 
 
