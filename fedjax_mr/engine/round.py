@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
+from fedjax_mr.engine import checks
 from fedjax_mr.engine.clients import ClientAxis, assign, positions
 from fedjax_mr.engine.local import Metrics
 from fedjax_mr.engine.placement import CohortSamples
@@ -112,7 +113,9 @@ class CohortPlan(NamedTuple):
 def plan(axis: ClientAxis, constants: RunConstants, server: State, round: jax.Array) -> CohortPlan:
     """Select the cohort and assign it to slots."""
     strategy, key = constants.strategy, round_key(constants.key, SELECT, round)
-    cohort = select_uniformly(constants.problem, key) if strategy.select is None else strategy.select(server, key)
+    size = constants.problem.cohort_size
+    own = None if strategy.select is None else checks.cohort(strategy.select(server, key), size)
+    cohort = select_uniformly(constants.problem, key) if own is None else own
     return CohortPlan(cohort, assign(axis, cohort.sizes))
 
 
@@ -158,10 +161,10 @@ def begin(axis: ClientAxis, constants: RunConstants, progress: Progress) -> tupl
 
 def dispatch(strategy: Strategy, state: State, cohort: Cohort, key: jax.Array) -> Payload:
     """The payload of each client [K, ...], after an exchange among the clients if the strategy has one."""
-    exchange = strategy.exchange
+    exchange, size = strategy.exchange, cohort.ids.shape[0]
     if exchange is None or not exchange.before_training:
-        return strategy.dispatch(state, cohort, key)
-    return exchange.mix(strategy.dispatch(state, cohort, jax.random.fold_in(key, 0)), key)[0]
+        return checks.payloads(strategy.dispatch(state, cohort, key), size)
+    return exchange.mix(checks.payloads(strategy.dispatch(state, cohort, jax.random.fold_in(key, 0)), size), key)[0]
 
 
 def receive(
@@ -202,7 +205,7 @@ def train_client(constants: RunConstants, round: jax.Array, row: ClientRow) -> t
         data = one_client(samples, client_id=row.client_id, validation_size=data.validation_size)
     kept = jnp.where(row.size > 0, data.validation_size, 0)  # an empty slot has no samples
     data = data._replace(size=row.size, validation_size=kept)
-    return constants.strategy.client_update(row.payload, row.memory, data, round, key)
+    return checks.trained(constants.strategy.client_update(row.payload, row.memory, data, round, key), row.memory)
 
 
 def finish(
@@ -232,7 +235,7 @@ def finish(
     else:
         memory = trees.put(progress.memory, plan.cohort.ids, memories)
 
-    server, info = strategy.server_update(state, uploads, plan.cohort, round, key)
+    server, info = checks.updated(strategy.server_update(state, uploads, plan.cohort, round, key), state)
     traffic = usual_traffic(payloads, messages)
     if strategy.traffic is not None:
         traffic = strategy.traffic(traffic, progress.server, messages, plan.cohort, round)

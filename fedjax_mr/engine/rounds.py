@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from fedjax_mr import trees
+from fedjax_mr.engine import checks
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis, assign, map_clients, positions
 from fedjax_mr.engine.placement import CohortSamples, HostMemory, HostSamples, place, shapes_at, shared_by_cpus
 from fedjax_mr.engine.program import Programs, Stopwatch, numbers_are_arguments
@@ -237,7 +238,8 @@ class Rounds:
             return None
 
         def program(constants: RunConstants, server: State) -> Any:
-            return getattr(constants.strategy, member)(server)
+            found = getattr(constants.strategy, member)(server)
+            return checks.deployed(found, constants.problem.model.shapes()) if member == "global_model" else found
 
         return self.programs.call(member, program, self._server_constants, progress.server, out=self.axis.server_device)
 
