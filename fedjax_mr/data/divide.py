@@ -80,7 +80,19 @@ def federate(
         )
     if partition not in PARTITIONS:
         raise unknown_name("partition", partition, PARTITIONS)
-    if alpha <= 0 or alpha_size <= 0:
+    whole = {"num_clients": num_clients, "seed": seed, "holdout_clients": holdout_clients}
+    for name, count in whole.items():
+        if not isinstance(count, int | np.integer) or count < 0:
+            raise UserError(f"{name}={count!r} must be a whole number of at least 0")
+    shares = {
+        "validation_share": validation_share,
+        "client_test_share": client_test_share,
+        "public_share": public_share,
+    }
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise UserError(f"{name}={share} must be from 0 to below 1")
+    if not (alpha > 0 and alpha_size > 0):
         raise UserError(f"alpha={alpha:g}, alpha_size={alpha_size:g}: a Dirichlet concentration must be above 0")
     if validation_share + client_test_share >= 1:
         raise UserError(

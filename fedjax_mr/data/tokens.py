@@ -31,8 +31,13 @@ def encode(texts: Sequence[str], *, length: int = 48, tokenizer: str | None = No
       The numbers [M, T] int32, and how many different ones there may be.
 
     Raises:
-      UserError: the tokenizer is missing, damaged, or does not pad with 0; its package is not installed.
+      UserError: the tokenizer is missing, damaged, or does not pad with 0; its package is not installed; a text is no
+        string; or the length is not positive.
     """
+    if length < 1:
+        raise UserError(f"length={length}: a text needs at least one token")
+    if wrong := [row for row, text in enumerate(texts) if not isinstance(text, str)]:
+        raise UserError(f"text {wrong[0]} is a {type(texts[wrong[0]]).__name__}, not a string")
     # Half of a surrogate pair, as in a text that was cut within an emoji, has no UTF-8: it becomes a question mark.
     texts = [text.encode(errors="replace").decode() for text in texts]
     x = np.zeros((len(texts), length), np.int32)

@@ -114,11 +114,13 @@ def backdoor_test(samples: Samples, target: int) -> tuple[Samples, np.ndarray]:
     accuracy is the share of the other images that the trigger moves to ``target``: the success rate of the attack.
 
     Raises:
-      UserError: the samples are no images, or all of them have the label ``target``.
+      UserError: the samples are no images, no sample has the label ``target``, or all of them have it.
     """
     if len(samples.shape or samples.x.shape[1:]) != 3:
         raise UserError("only images can carry the trigger of a backdoor: choose an attack other than replacement")
     others = np.asarray(samples.y) != target
+    if others.all():
+        raise UserError(f"target={target} is the label of no test sample: choose one of 0..{np.max(samples.y)}")
     if not others.any():
         raise UserError(f"every test sample has label {target}, so a backdoor for it cannot be tested: choose another")
     return jax.device_get(backdoored(samples, np.ones(len(others), bool), target)), others

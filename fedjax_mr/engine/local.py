@@ -7,10 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_mr import trees
 from fedjax_mr.engine.samples import Array, ClientData, Samples, gather, validation
+from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
 
@@ -72,6 +74,7 @@ class LocalStep(NamedTuple):
     """carry -> the trained variables"""
 
 
+OPTIMIZERS = ("sgd", "adam", "adamw")
 STATIC = {"static": True}  # metadata of the fields of a pytree that are part of the program
 
 
@@ -160,7 +163,24 @@ def setting(
       epochs: number of epochs E per round.
       batch_size: samples per step B.
       augment: see `LocalSetting`.
+
+    Raises:
+      UserError: the optimizer is unknown, or a number is out of range.
     """
+    if optimizer not in OPTIMIZERS:
+        raise unknown_name("optimizer", optimizer, OPTIMIZERS)
+    for name, count in {"epochs": epochs, "batch_size": batch_size}.items():
+        if not isinstance(count, int | np.integer) or count < 1:
+            raise UserError(f"{name}={count} must be a whole number of at least 1")
+    numbers = {
+        "lr": (lr, lr > 0, "above 0"),
+        "momentum": (momentum, (momentum >= 0) & (momentum <= 1), "from 0 to 1"),
+        "weight_decay": (weight_decay, weight_decay >= 0, "at least 0"),
+        "clip_norm": (clip_norm, clip_norm is None or clip_norm > 0, "above 0"),
+    }
+    for name, (value, allowed, limits) in numbers.items():
+        if not allowed:
+            raise UserError(f"{name}={value} must be {limits}")
     return LocalSetting(
         optimizer,
         epochs,

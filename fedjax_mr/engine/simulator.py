@@ -47,7 +47,7 @@ from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
-from fedjax_mr.strategies.hyper import bind
+from fedjax_mr.strategies.hyper import LARGEST_INT32, bind, check
 
 PLACEMENTS = ("auto", "device", "host")
 MOST_MEMORY_OF_CPU = 1_000_000_000  # bytes of the clients' memories on a CPU device; on the host only used rows exist
@@ -126,6 +126,14 @@ class Simulator:
         for option, value in {"memory": memory, "data_placement": data_placement}.items():
             if value not in PLACEMENTS:
                 raise unknown_name(option, value, PLACEMENTS)
+        _check_cohort(cohort, federated.num_clients)
+        _require_whole("seed", seed, 0, LARGEST_INT32)
+        for option, count in {"devices": devices, "lanes": lanes}.items():
+            if count is not None:
+                _require_whole(option, count, 1)
+        if remote is None and axis is None and not jax.distributed.is_initialized():
+            # Before anything else here starts JAX. Several processes are set up before they join.
+            set_up_jax(devices=devices, cohort_size=cohort)
         self.federated = federated
         self.model = network_of(model, federated.dataset)
         if trainable is not None or variables is not None:
@@ -140,8 +148,6 @@ class Simulator:
             axis = first_device()
         lanes_are_free = axis is None and lanes is None
         if axis is None:
-            if not jax.distributed.is_initialized():  # several processes are set up before they join
-                set_up_jax(devices=devices, cohort_size=cohort)
             axis = client_axis(devices=devices, lanes=lanes, cohort_size=cohort)
         self._data_on_host = data_placement == "host"
         if data_placement == "auto":
@@ -187,8 +193,9 @@ class Simulator:
 
         Raises:
           DivergedError: a loss or weight is not finite, and ``stop_at_divergence`` is set.
-          UserError: the state was consumed by an earlier call.
+          UserError: the state was consumed by an earlier call or is no state, or ``rounds`` is no number above 0.
         """
+        _require_whole("rounds", rounds, 1)
         _refuse_consumed(state)
         state, report = self.rounds.run(state, rounds)
         report = jax.device_get(report)
@@ -230,6 +237,7 @@ class Simulator:
           UserError: no client has test samples.
         """
         _refuse_consumed(state)
+        _require_whole("finetune_epochs", finetune_epochs, 0)
         tests = self.tests_of_clients
         return tests.finetuned(state, finetune_epochs) if finetune_epochs else tests.test(state)
 
@@ -246,7 +254,12 @@ class Simulator:
         return variables
 
     def client(self, client_id: int) -> ClientData:
-        """The data of one client."""
+        """The data of one client.
+
+        Raises:
+          UserError: there is no such client.
+        """
+        _require_whole("client_id", client_id, 0, self.problem.num_clients - 1)
         return self.rounds.constants.client(client_id)
 
     @functools.cached_property
@@ -366,10 +379,32 @@ def _builder(strategy: str | Callable[[Any, Problem], Strategy], hyper: Any) -> 
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)
     row = STRATEGIES[strategy]
-    return bind(row.build, row.hyper() if hyper is None and row.hyper is not None else hyper)
+    if hyper is None and row.hyper is not None:
+        hyper = row.hyper()
+    if type(hyper) is not (row.hyper or type(None)):
+        wanted = f"a {row.hyper.__module__}.{row.hyper.__qualname__}" if row.hyper else "nothing"
+        raise UserError(f"hyper= of {strategy} is {wanted}, not a {type(hyper).__name__}")
+    check(hyper)
+    return bind(row.build, hyper)
+
+
+def _check_cohort(cohort: Any, num_clients: int) -> None:
+    if not isinstance(cohort, int | np.integer) or not 1 <= cohort <= num_clients:
+        raise UserError(f"cohort={cohort} is out of range: it must be from 1 to the number of clients, {num_clients}")
+
+
+def _require_whole(name: str, value: Any, least: int, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most}"
+        raise UserError(f"{name}={value!r} must be a whole number {limits}")
 
 
 def _refuse_consumed(state: Progress) -> None:
+    if not isinstance(state, Progress):
+        raise UserError(
+            f"a state comes from init(), or is the first of the two results of run(state), but this is a "
+            f"{type(state).__name__}"
+        )
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
         raise UserError("this state was consumed by an earlier run(state): use the state that it returned, or init()")
 
@@ -435,8 +470,9 @@ def problem_of(
       UserError: K is not in 1..N, or a client has no number of a network.
     """
     count, kept = federated.num_clients, federated.validation
-    if not 1 <= cohort <= count:
-        raise UserError(f"cohort={cohort} is out of range: it must be from 1 to the number of clients, {count}")
+    _check_cohort(cohort, count)
+    if not isinstance(local, LocalSetting):
+        raise UserError(f"local= is what local.setting(...) returns, not a {type(local).__name__}")
     numbers = np.arange(count) * len(model.networks) // count if architectures is None else np.asarray(architectures)
     whole = np.issubdtype(numbers.dtype, np.integer) and numbers.shape == (count,)
     if not whole or numbers.min() < 0 or numbers.max() >= len(model.networks):

@@ -51,6 +51,8 @@ def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None
       UserError: a name is unknown, a value has the wrong type or is out of range, two settings contradict each other,
         or as `imports.load`.
     """
+    if not isinstance(config, Config):
+        raise UserError(f"a run takes an fmr.Config(...), not a {type(config).__name__}")
     user_objects = UserObjects.of(dataset, model, variables)
     for name in registry.USER_OBJECTS:
         if not isinstance(value := getattr(config, name), str | None):
@@ -259,6 +261,11 @@ def _without_effect(config: Config) -> Iterator[str]:
     public = "--public_share, --public_max, --public_labels and --public_from"
     if STRATEGIES[config.strategy].group == "asynchronous" and config.mode == "sync":
         yield f"{config.strategy} is for asynchronous clients (--mode=async): in synchronous rounds no upload is stale"
+    for setting, value in configuration.setting_values(config):
+        group, needs, default = setting.info.group, setting.info.needs, setting.default
+        if group in ("Channel", "Clock") and not setting.info.has_effect(vars(config)) and value != default:
+            wanted = f"={' or '.join(needs[1:])}" if needs[1:] else ""
+            yield f"--{setting.flag} has no effect without --{needs[0]}{wanted}"
     has_settings = config.public_max is not None or config.public_from or not config.public_labels
     if config.public_share and not STRATEGIES[config.strategy].public:
         share = f"--public_share={config.public_share:g}"

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import UserError, unknown_name
 
 KEY = "fedjax_mr"  # key of the metadata of a field
 LARGEST_INT32 = 2**31 - 1  # upper bound of integers, which NumPy and JAX (without 64-bit integers) share
@@ -99,6 +99,22 @@ def field(default: Any, help: str, *, static: bool = False, **info: Any) -> Any:
 def info(field: dataclasses.Field) -> Info | None:
     """The `Info` of a dataclass field, or None if it was declared without one."""
     return field.metadata.get(KEY)
+
+
+def check(hyper: Any) -> None:
+    """Check the values of a dataclass of hyper-parameters.
+
+    Raises:
+      UserError: a name is not one of the choices, or a number is not in its range.
+    """
+    for each in dataclasses.fields(hyper) if dataclasses.is_dataclass(hyper) else ():
+        own, value = info(each), getattr(hyper, each.name)
+        if own is None:
+            continue
+        if own.choices and isinstance(value, str) and value not in own.choices:
+            raise unknown_name(f"hyper.{each.name}", value, own.choices)
+        if isinstance(value, int | float | np.number) and not own.allows(float(value)):
+            raise UserError(f"hyper.{each.name}={value} is out of range (allowed: {own.allowed()})")
 
 
 # --- numbers as arguments of compiled programs ------------------------------------------------------------------------

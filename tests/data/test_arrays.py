@@ -165,11 +165,11 @@ def with_nan():
         ({"mean": [[0], [1, 2]]}, "mean has entries of different shapes"),
         ({"client": [None, *range(59)]}, "client ids must be all numbers or all text"),
         ({"x": IMAGES[:0], "y": LABELS[:0]}, "the training set is empty"),
-        ({"x": IMAGES[:2], "y": LABELS[:2]}, "the test set is empty"),
+        ({"x": IMAGES[:2], "y": LABELS[:2]}, "no class has three samples, of which one is held out for the test"),
         ({"y": np.where(LABELS == 2, 10**9, LABELS)}, "labels up to 1000000000 mean 1,000,000,001 classes"),
         ({"x": np.zeros((60, 0))}, "the training set has samples of shape (0,), which hold no values"),
         ({"x": np.zeros((60, 4, 0), np.uint8)}, "samples of shape (4, 0, 1), which hold no values"),
-        ({"x": np.full((60, 4), 1e300)}, "value that is not finite (inf) in row "),
+        ({"x": np.full((60, 4), 1e300)}, "value that is too large for float32 (1e+300) in row 0"),
     ],
 )
 def test_refuses(changes, message):

@@ -233,8 +233,10 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capl
             [{"text": "a", "label": 0}, {"text": "b", "label": 1, "client": "me"}],
             'each line needs a value client, but one is {"text": "a", "label": 0}',
         ),
-        ([], "is empty, or a line is not a JSON object"),
-        ([3], "is empty, or a line is not a JSON object"),
+        ([], "mine.jsonl is empty"),
+        ([{"text": "a", "label": 0}, 3], "mine.jsonl, line 2 is not a JSON object"),
+        ([{"text": "a", "label": 0, "split": "validation"}], "split is train or test, but a line has 'validation'"),
+        ([{"text": "a", "label": 0, "split": "test"}], "every line has split test, and none is a training sample"),
     ],
 )
 def test_wrong_lines(tmp_path, lines, message):
@@ -247,7 +249,7 @@ def test_missing_file(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         data.load(str(tmp_path / "mine.jsonl"))
     (tmp_path / "mine.jsonl").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="is damaged, or its lines are not JSON"):
+    with pytest.raises(UserError, match="is damaged"):
         data.load(str(tmp_path / "mine.jsonl"))
 
 

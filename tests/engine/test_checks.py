@@ -56,7 +56,11 @@ WRONG = [
     ("client_update", nothing, "client_update must return (upload, memory, metrics), but it returns nothing (None)"),
     ("client_update", lambda done: (*done[:2], {}), "must return the Metrics of local.train, but it returns a dict"),
     ("client_update", lambda done: (done[0], None, done[2]), "a memory without count, which init_memory has"),
-    ("client_update", lambda done: (done[0], {"count": 0.5}, done[2]), "count is float32[], but that of init_memory is"),
+    (
+        "client_update",
+        lambda done: (done[0], {"count": 0.5}, done[2]),
+        "count is float32[], but that of init_memory is",
+    ),
     ("client_update", lambda done: (done[0]["model"]["params"], *done[1:2]), "but it returns a tuple of 2"),
     ("server_update", nothing, "server_update must return (state, info), but it returns nothing (None)"),
     ("server_update", lambda done: done[0], "must return (state, info), but it returns a State"),

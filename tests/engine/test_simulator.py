@@ -13,7 +13,7 @@ import fedjax_mr as fmr
 from fedjax_mr.engine import simulator as engine_simulator
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import usable_cores
-from fedjax_mr.strategies import fedavg, fedprox
+from fedjax_mr.strategies import fedavg, fedmr, fedprox
 from fedjax_mr.testing.federations import federated, tree_close, tree_equal
 
 SEVERAL = {"strategy": "local", "model": ["logistic", "mlp"]}
@@ -114,6 +114,17 @@ def test_the_data_of_one_client():
         ),
         ({"architectures": [0.0] * 6}, "architectures must be 6 numbers from 0 to 0"),
         ({"model": fmr.models.Zoo.of([given("logistic"), given("mlp")])}, "fedavg needs the same network"),
+        ({"cohort": 2.5}, "cohort=2.5 is out of range"),
+        ({"devices": 0}, "devices=0 must be a whole number of at least 1"),
+        ({"lanes": 1.5}, "lanes=1.5 must be a whole number of at least 1"),
+        ({"seed": 2**32}, "seed=4294967296 must be a whole number from 0 to 2147483647"),
+        ({"local": {"lr": 0.1}}, "local= is what local.setting(...) returns, not a dict"),
+        (
+            {"strategy": "fedmr", "hyper": {"unit": "leaf"}},
+            "hyper= of fedmr is a fedjax_mr.strategies.fedmr.Hyper, not a",
+        ),
+        ({"strategy": "fedmr", "hyper": fedmr.Hyper(unit="layers")}, "hyper.unit 'layers'; did you mean 'layer'?"),
+        ({"strategy": "fedprox", "hyper": fedprox.Hyper(mu=-1.0)}, "hyper.mu=-1.0 is out of range (allowed: >= 0)"),
         ({"memory": "hots"}, "did you mean 'host'"),
         ({"data_placement": "devices"}, "did you mean 'device'"),
         ({"model": given("logistic", num_classes=2)}, "returns 2 logits"),
@@ -141,6 +152,48 @@ def test_cpu_cores_are_devices_without_further_setup(tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.stdout == f"{min(usable_cores(), 5)}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "sdg"}, "did you mean 'sgd'"),
+        ({"lr": -0.1}, "lr=-0.1 must be above 0"),
+        ({"momentum": 1.5}, "momentum=1.5 must be from 0 to 1"),
+        ({"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
+        ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
+    ],
+)
+def test_local_settings_are_checked(options, message):
+    with pytest.raises(fmr.UserError) as error:
+        fmr.local.setting(**options)
+    assert message in str(error.value)
+
+
+def test_calls_with_wrong_arguments_are_one_line():
+    one = simulator()
+    state, report = one.run(one.init())
+    for call, message in (
+        (lambda: one.run(state, 0), "rounds=0 must be a whole number of at least 1"),
+        (lambda: one.run((state, report)), "a state comes from init(), or is the first of the two results of run"),
+        (lambda: one.client(-1), "client_id=-1 must be a whole number from 0 to 5"),
+        (lambda: one.attacked(state, 9), "target=9 is the label of no test sample: choose one of 0..2"),
+    ):
+        with pytest.raises(fmr.UserError) as error:
+            call()
+        assert message in str(error.value)
+
+
+def test_a_simulator_is_the_first_that_starts_jax(tmp_path):
+    """Tracing the shapes of a convolution would start it with one device."""
+    program = (
+        "import fedjax_mr as fmr; data = fmr.data.federate(fmr.data.load('digits'));"
+        "print(fmr.Simulator('fedavg', 'cnn_digits', data, cohort=2).axis.num_devices)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    run = [sys.executable, "-W", "error::UserWarning", "-c", program]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{min(usable_cores(), 2)}\n", done.stderr
 
 
 def test_a_state_that_was_consumed_is_refused():

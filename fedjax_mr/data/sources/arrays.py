@@ -129,6 +129,12 @@ def from_arrays(
         test_x, test_y = x_test, y_test
     else:
         test = _held_out(y if number is None else number)
+        if len(y) and not test.any():
+            groups = "class" if number is None else "client"
+            raise UserError(
+                f"{name}: no {groups} has three samples, of which one is held out for the test: add samples, or give "
+                "test samples (x_test, y_test)"
+            )
         test_x, test_y, x, y = x[test], y[test], x[~test], y[~test]
         number, number_of_test = (None, None) if number is None else (number[~test], number[test])
         domain, domain_test = (None, None) if domain is None else (domain[~test], domain[test])
@@ -205,7 +211,9 @@ def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
         raise UserError(f"{name} has images of shape {x.shape[1:]} with channels first: use x.transpose(0, 2, 3, 1)")
     if np.issubdtype(x.dtype, np.floating):
         with np.errstate(over="ignore"):  # infinite values are refused below
-            x = x.astype(np.float32)
+            given, x = x, x.astype(np.float32)
+        if bad := first_position(~np.isfinite(x) & np.isfinite(given)):
+            raise UserError(f"{name} has a value that is too large for float32 ({given[bad]}) in row {bad[0]}")
         if bad := first_position(~np.isfinite(x)):
             raise UserError(f"{name} has a value that is not finite ({x[bad]}) in row {bad[0]}")
         if x.size and not scaled and _root_mean_square(x) > LARGEST_FLOATS:

@@ -190,28 +190,32 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def load_file(name: str, request: DataRequest) -> Dataset:
-    """Read a file of JSON Lines: text, label, and optionally client, domain and split (rows of split "test").
+    """Read a file of JSON Lines: text, label, and optionally client, domain and split (train or test; default: train).
 
     The rows of the test set may lack client.
 
     Raises:
-      UserError: the file is missing or damaged, or a line lacks a value.
+      UserError: the file is missing or damaged, a line lacks a value, or no line is a training sample.
     """
     path = files.expand_home(name)
     if not path.is_file():
         raise UserError(f"data file {path} does not exist (names of datasets have no '/' and no suffix)")
 
     def read() -> dict[str, Any]:
-        parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+        parts: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
         for row in _lines(path):
-            parts[row.get("split") == "test"].append(row)
+            if (part := row.get("split", "train")) not in parts:
+                raise UserError(f"{path}: split is train or test, but a line has {part!r}: remove such lines")
+            parts[part].append(row)
+        if not parts["train"]:
+            raise UserError(f"{path}: every line has split test, and none is a training sample")
 
         def columns(rows: list[dict[str, Any]]) -> dict[str, list]:
             optional = [each for each in ("client", "domain") if any(each in row for row in rows)]
             kinds = {"text": str, "label": int} | dict.fromkeys(optional, object)
             return {each: [_value(path, row, each, kind) for row in rows] for each, kind in kinds.items()}
 
-        return _arguments(columns(parts[False]), columns(parts[True]))
+        return _arguments(columns(parts["train"]), columns(parts["test"]))
 
     return _cached(path.name.partition(".")[0], request, [path], read)
 
@@ -268,11 +272,20 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         # Not `splitlines`, which also splits at characters that a text may contain, such as U+2028.
-        rows = [json.loads(line) for line in content.decode("utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
-        raise UserError(f"{path} is damaged, or its lines are not JSON ({_brief(error)})") from None
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} is empty, or a line is not a JSON object")
+        lines = content.decode("utf-8").split("\n")
+    except (OSError, ValueError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is damaged ({_brief(error)})") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number} is not JSON ({_brief(error)})") from None
+        if row is not None and not isinstance(row, dict):
+            raise UserError(f"{path}, line {number} is not a JSON object")
+        rows += [] if row is None else [row]
+    if not rows:
+        raise UserError(f"{path} is empty")
     return rows
 
 
