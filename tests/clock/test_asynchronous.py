@@ -82,6 +82,11 @@ def test_with_as_many_jobs_as_arrivals_it_is_the_synchronous_method(strategy):
     assert report.traffic.num_bytes()[1] == plain_report.traffic.num_bytes()[1]
 
 
+def test_a_method_that_trains_another_part_in_each_round_is_refused():
+    with pytest.raises(UserError, match=r"the strategy trains another part in each round, and uploads .* lost"):
+        engine("rolora", 3, 3, "update", network="adapted").init()
+
+
 LOOPS = {  # strategy, its hyper-parameters, (M, K, refill), weight of staleness, rule of the loop
     "fedbuff, update": ("fedbuff", fedbuff.Hyper(), (6, 3, "update"), polynomial(0.5), "fedbuff"),
     "fedbuff, arrival": ("fedbuff", fedbuff.Hyper(), (5, 2, "arrival"), constant, "fedbuff"),

@@ -37,6 +37,14 @@ def test_the_name_is_enough_to_build_it(strategy):
     assert strategy_of(config)(federation).init is not None
 
 
+def test_settings_of_the_channel_and_the_clock_without_effect_are_named():
+    notes = resolve(configuration.parse(["--compress_ratio=0.5", "--staleness=constant"])).notes
+    assert notes == (
+        "--compress_ratio has no effect without --compress=topk or randk",
+        "--staleness has no effect without --mode=async",
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "share"),
     [
