@@ -66,7 +66,7 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
     if models is None:
         raise UserError(
             "this strategy has no server models that a server optimizer could update (Strategy.models): pass "
-            "server_optimizer=none"
+            'server_optimizer=none, or, if the strategy is yours, add models=strategies.base.view("model")'
         )
     batched = jax.vmap if models.stacked else lambda function: function
 
