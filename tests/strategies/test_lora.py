@@ -13,7 +13,7 @@ from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import adapters
 from fedjax_mr.strategies import STRATEGIES, by_group, lora
-from fedjax_mr.strategies.base import Cohort, usual_traffic
+from fedjax_mr.strategies.base import Cohort, Parcels, Traffic, usual_traffic
 from fedjax_mr.testing.adapted import WHOLE, adapted, random_models
 from fedjax_mr.testing.federations import federated, tree_close, tree_equal
 
@@ -53,6 +53,20 @@ def after_a_round(name, round=0, uploads=None, **options):
 def dense_mean(problem, models, cohort):
     """The mean of the merged networks: what an exact server deploys."""
     return mean(all_merged(problem.model, models), weights=cohort.sizes)
+
+
+@pytest.mark.parametrize("name", ["hetlora", "rolora"])
+def test_late_uploads_are_not_counted(name):
+    """A client that was late has no samples in the cohort; it was sent a model all the same."""
+    strategy, _, cohort = parts_of(name)
+    usual = Traffic((Parcels.of(3, 100),), (), ())
+
+    def sent(*in_time):
+        late = cohort._replace(sizes=cohort.sizes * jnp.array(in_time))
+        return strategy.traffic(usual, None, None, late, jnp.int32(0)).num_bytes()[:2]
+
+    (down, up), fewer, none = sent(1, 1, 1), sent(1, 0, 1), sent(0, 0, 0)
+    assert fewer == (down, up * 2 // 3) and none == (down, 0)
 
 
 @pytest.mark.slow
