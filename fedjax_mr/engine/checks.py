@@ -116,18 +116,17 @@ def _require_info(info: Any, member: str) -> None:
 
 def _require_same(found: Any, expected: Any, what: str, source: str) -> None:
     """Check that a tree has the structure, shapes and dtypes of another one."""
-    leaves = [
-        {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)} for tree in (found, expected)
-    ]
-    lacks, more = [name for name in leaves[1] if name not in leaves[0]], [n for n in leaves[0] if n not in leaves[1]]
-    other = [name for name in leaves[1] if name in leaves[0] and _array(leaves[0][name]) != _array(leaves[1][name])]
+    of = lambda tree: {_name(path): _array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    ours, theirs = of(found), of(expected)
+    lacks, more = [name for name in theirs if name not in ours], [name for name in ours if name not in theirs]
+    other = [name for name in theirs if name in ours and ours[name] != theirs[name]]
     if other:
-        pair = (_array(each[other[0]]) for each in leaves)
-        fault = "whose {} is {}, but {} is {}".format(other[0], next(pair), f"that of {source}", next(pair))
-    elif lacks or more:
-        fault = f"without {lacks[0]}" if lacks else f"with {more[0]}"
-        fault += f", which {source} {'has' if lacks else 'does not have'}"
-    elif leaves[1] and jax.tree.structure(found) != jax.tree.structure(expected):
+        fault = f"whose {other[0]} is {ours[other[0]]}, but that of {source} is {theirs[other[0]]}"
+    elif lacks:
+        fault = f"without {lacks[0]}, which {source} has"
+    elif more:
+        fault = f"with {more[0]}, which {source} does not have"
+    elif theirs and jax.tree.structure(found) != jax.tree.structure(expected):
         fault = f"of another structure ({_kind(found)}) than that of {source} ({_kind(expected)})"
     else:
         return
