@@ -157,12 +157,18 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def differences(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells settings of equal names apart, such as ``dataset=b/mine.npz``; "" for a name that is the only one."""
-    texts = []
+    same: dict[str, list[Mapping[str, Any]]] = {}
     for name, own in zip(names, settings, strict=True):
-        same = [each for each, other in zip(settings, names, strict=True) if other == name]
-        values = {flag: {json.dumps(each.get(flag)) for each in same} for each in same for flag in each}
-        texts.append(", ".join(f"{flag}={own.get(flag)}" for flag in values if len(values[flag]) > 1))
-    return texts
+        same.setdefault(name, []).append(own)
+
+    def differing(several: Sequence[Mapping[str, Any]]) -> list[str]:
+        flags = dict.fromkeys(flag for each in several for flag in each)
+        return [flag for flag in flags if len({json.dumps(each.get(flag)) for each in several}) > 1]
+
+    flags = {name: differing(several) if len(several) > 1 else [] for name, several in same.items()}
+    return [
+        ", ".join(f"{flag}={own.get(flag)}" for flag in flags[name]) for name, own in zip(names, settings, strict=True)
+    ]
 
 
 def runs(configs: Sequence[Config]) -> list[str]:
