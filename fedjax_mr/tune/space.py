@@ -73,7 +73,7 @@ class Dimension:
         number = min(max(number, self.low), self.high)
         if self.whole:
             return str(round(number))
-        return next(text for text in (f"{number:.3g}", repr(number)) if self.low <= float(text) <= self.high)
+        return next(text for text in (f"{number:.3g}", repr(float(number))) if self.low <= float(text) <= self.high)
 
     def flags(self) -> set[str]:
         """The flags that its values set."""

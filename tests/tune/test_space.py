@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedjax_mr.errors import UserError
@@ -57,7 +58,7 @@ def test_draws_cover_a_range_evenly(space):
 
 def test_rounded_values_stay_in_their_range():
     momentum = spaces.Dimension("momentum", low=0.99, high=0.9999)
-    assert momentum.ends() == ("0.99", "0.9999") and float(momentum.at(0.999)) < 1
+    assert momentum.ends() == ("0.99", "0.9999") and float(momentum.at(np.float64(0.999))) < 1
 
 
 def test_a_whole_grid_within_the_budget_is_tried_completely():
