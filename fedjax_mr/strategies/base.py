@@ -283,8 +283,8 @@ class Strategy(NamedTuple):
     """How `server_update` takes uploads of asynchronous clients. ``rebased``: their changes, weighted by their
     freshness, are added to the model that the server would send now. ``uploaded``: as they are, with
     `Cohort.freshness`. ``branches``: as they are, and the server keeps M models, of which each client trains one
-    (`Cohort.branches`); the model that returns is the next to be sent. ``lost``: it ignores what other rounds train, so
-    asynchronous clients are refused."""
+    (`Cohort.branches`); the model that returns is the next to be sent. ``lost``: it uses only what is trained in the
+    current round, so asynchronous clients are refused."""
     choose: Choose | None = None
     """How asynchronous clients are chosen. Default: uniformly among those that are idle."""
 

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.engine.round import Report, begin, ids_by_slot, join, round_key, start, train_client
+from fedjax_mr.engine.round import Report, begin, finish, ids_by_slot, join, round_key, start, train_client
+from fedjax_mr.models import precision
 from fedjax_mr.strategies.base import Parcels, Traffic
 
 
@@ -36,6 +37,21 @@ def test_rows_carry_each_client_with_its_own_payload_and_data(engine):
             jax.tree.leaves(rows.payload["model"]), jax.tree.leaves(progress.server.models), strict=True
         ):
             np.testing.assert_array_equal(sent[slot], kept[row if row < count else 0])
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedsa", "fedproto", "hetlora", "fedexlora"])
+def test_servers_average_in_full_precision(engine, strategy):
+    """On accelerators, a product of another precision would round the models."""
+    rounds = engine(strategy, "linear")
+
+    def arguments(constants):
+        progress = start(constants)
+        plan, rows = begin(rounds.axis, constants, progress)
+        return progress, plan, jax.lax.map(lambda row: train_client(constants, progress.round, row), rows)
+
+    closed = jax.make_jaxpr(finish)(rounds.constants, *jax.eval_shape(arguments, rounds.constants))
+    products = [each for each in precision.equations(closed.jaxpr) if each.primitive.name == "dot_general"]
+    assert products and {each.params["precision"] for each in products} == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
 def test_a_client_drawn_twice_trains_with_two_keys(engine):

@@ -251,8 +251,8 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
                 raise UserError(f"{where} has the columns {', '.join(has)}, but {missing[0]} is needed; {remedy}")
             return {each: list(used[name][each]) for each in ("text", "label", "client", "domain") if each in has}
 
-        classes = getattr(used["train"].features["label"], "num_classes", None) if columns("train") else None
-        return _arguments(columns("train"), columns("test") if "test" in used else {}) | {"num_classes": classes}
+        train, test = (columns(each) if each in used else {} for each in ("train", "test"))
+        return _arguments(train, test) | {"num_classes": getattr(used["train"].features["label"], "num_classes", None)}
 
     sources = sorted(path.rglob("*.arrow"))
     return _cached(path.name, request, sources, read)
