@@ -61,7 +61,8 @@ sweep cifar100 --flagfile=exp/cifar100.flags --strategies=$three --seeds=1:3 --g
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedasam --fedasam_rho=0.1 --fedasam_eta=0 --seeds=0
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedexp --fedexp_variant=authors --fedexp_epsilon=0.1 --seeds=0
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=moon --moon_mu=1 --seeds=0
-# 8. ResNet-20 at Dirichlet(0.5): 200 rounds, FedMR with two stages as published (about 50 s a round on two cores)
+# 8. ResNet-20 at Dirichlet(0.5): 200 rounds, FedMR with two stages as published (50 s a round on two cores, 0.8 s on an H200
+#    that also trained block 11's roles). Kept as record_resnet20.
 sweep resnet20 --flagfile=exp/cifar10.flags --model=resnet20 --rounds=200 --strategies=$three --fedmr_stage1_rounds=100 --seeds=0
 # 9. More seeds where they differ most
 sweep cifar10 --flagfile=exp/cifar10.flags --strategies=fedavg,fedmr --seeds=3:6 --alpha=0.1
@@ -78,7 +79,8 @@ for run in "$folder"/tuned/tests/*/; do
     || echo "$run: code $?"
 done
 # 11. Natural clients: writers with the FEMNIST CNN, roles with two LSTM layers and the training settings of FedMR's authors.
-#     The writers' runs are kept as record_writers.
+#     Kept as record_writers and record_roles. For the roles take a GPU and SWEEP_FLAGS=--batch: 0.8 s a round of three seeds
+#     on an H200; one seed took 215 s on half a core.
 if [ -n "${WRITERS:-}" ]; then
   sweep writers --flagfile=exp/mnist_by_writer.flags --dataset="$WRITERS" --strategies=$three --seeds=0:3
 fi

@@ -173,6 +173,12 @@ class TestBadInput:
         assert "3.0.2 is incomplete or damaged (" in str(caught.value)
         assert "\n" not in str(caught.value)
 
+    def test_a_missing_dependency_is_no_damage(self, write_image_set, monkeypatch):
+        folder, _ = write_image_set("cifar10")
+        monkeypatch.delattr("tensorflow_datasets.builder_from_directory")
+        with pytest.raises(UserError, match="a package that TensorFlow Datasets needs is missing"):
+            data.load("cifar10", data_dir=folder)
+
     def test_coarse_labels_elsewhere(self, write_image_set):
         folder, _ = write_image_set("cifar10")
         with pytest.raises(UserError, match="cifar10 has no coarse labels; only cifar100 has label_mode=coarse"):

@@ -219,6 +219,11 @@ def _decode(folder: Path, name: str) -> dict[str, Any]:
     """Images and labels of both parts, and the numbers of classes, for all kinds of labels in the dataset."""
     import tensorflow_datasets
 
+    if not hasattr(tensorflow_datasets, "builder_from_directory"):  # without a dependency it lacks parts, silently
+        raise UserError(
+            f"{folder} was not read: a package that TensorFlow Datasets needs is missing in this Python; "
+            "install it (pip check names it)"
+        )
     try:
         builder: Any = tensorflow_datasets.builder_from_directory(folder)
         read = _read_tfrecord if builder.info.file_format.value == "tfrecord" else _read_array_record
