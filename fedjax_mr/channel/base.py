@@ -299,9 +299,15 @@ class _Channel:
         for number, link in reversed(list(self._numbered())):
             if link.server is not None:
                 context = Context(_link_key(key, number), round, cohort.ids, notes.get(link.kind))
-                states[number], values, info = link.server(states[number], values, reference, context)
+                before = states[number]
+                states[number], values, info = link.server(before, values, reference, context)
                 infos |= info
                 if link.refuses and self.restores:
+                    # A client without samples (late, or a lost real client) has sent nothing that could be refused.
+                    trained = states[number][cohort.ids]
+                    absent = cohort.sizes == 0
+                    flags = jnp.where(absent, before[cohort.ids], trained)
+                    states[number] = states[number].at[cohort.ids].set(flags)
                     restored = {name: jax.vmap(trees.where)(states[number][cohort.ids], reference[name], values[name])
                                 for name in self.inner.increments}  # fmt: skip
                     values = values | restored

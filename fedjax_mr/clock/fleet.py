@@ -131,4 +131,8 @@ def _from_file(path: Path, still: Fleet) -> Fleet:
         raise UserError(f"{path} describes {len(rows)} clients, but the federation has {count}")
     if not all(np.all(values >= 0) for values in columns.values()):
         raise UserError(f"{path} has a number that is negative or missing")
+    for name, values in columns.items():
+        is_rate = name.endswith("_rate")
+        if not np.all(values > 0 if is_rate else np.isfinite(values)):  # a client would need for ever
+            raise UserError(f"{path}: {name} must be {'above 0' if is_rate else 'finite'}")
     return still._replace(**columns)

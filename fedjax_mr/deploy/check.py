@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
         findings += port(options.host, options.port)
     if options.superlink:
         findings += superlink(options.superlink, options.root_certificates)
-    for line in channel(options.app, options.own_code) if options.app else ():
+    for line in channel(options.app, own_code) if options.app else ():
         print(line)
     for finding in findings:
         print(f"{finding.mistake}\n  -> {finding.remedy}")
@@ -330,6 +330,7 @@ def private_key(path: str, of: str | None) -> Iterator[Finding]:
       of: file of the certificate, or None for the key of a node (curve P-384).
     """
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -340,7 +341,7 @@ def private_key(path: str, of: str | None) -> Iterator[Finding]:
         read = serialization.load_ssh_private_key if openssh else serialization.load_pem_private_key
         key: Any = read(content, None)
         public = key.public_key().public_bytes(serialization.Encoding.DER, form)
-    except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it has a password
         yield Finding(f"{path} is not a private key without a password ({error})", "set --private-key to such a file")
         return
     yield from _readable(path)

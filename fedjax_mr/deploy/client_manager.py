@@ -330,7 +330,10 @@ class ClientManager:
                 first = min(lost)
                 raise UserError(f"round {round + 1}: client {first} is lost ({lost[first]}), and --lost=stop")
             if self.policy.lost == "untrained" and answers:
-                return answers
+                if not moved:
+                    return answers
+                contents = {client: each for client, each in contents.items() if client not in lost}
+                continue
             for client in lost:
                 if invalid[client] >= MAX_INVALID_REPLIES:
                     remedy = "--lost=untrained continues without it"
@@ -370,8 +373,15 @@ class ClientManager:
           UserError: a client is lost and `ClientPolicy` says to stop; or a client's replies are invalid several times.
         """
         answers: dict[int, Any] = {}
+        away: dict[int, float] = {}  # since when a client that is to be asked is not there
         while True:
             ready = self._ready(contents)
+            for client in contents:
+                if client in ready or client in self._asked:
+                    away.pop(client, None)
+                elif self.now() - away.setdefault(client, self.now()) >= self.policy.reply_timeout:
+                    self._lose(client, contents[client][0], "its node is not connected")
+                    del away[client]
             for client in [each for each in contents if each in ready and each not in self._asked]:
                 round, content = contents[client]
                 attempt = self._attempts[client, round]
@@ -408,11 +418,19 @@ class ClientManager:
                 self._late.add(client)
             raise UserError(reply.reason)
         except UserError as error:
-            line = f"version {round}: lost client {client}: {error}"
-            if self.policy.lost == "stop" or self._invalid[client] >= MAX_INVALID_REPLIES:
-                raise UserError(line) from None
-            self._say(line, again=True)
+            self._lose(client, round, str(error))
             return None
+
+    def _lose(self, client: int, round: int, reason: str) -> None:
+        """Print that an asynchronous client is lost.
+
+        Raises:
+          UserError: `ClientPolicy` says to stop, or the client's replies were invalid several times.
+        """
+        line = f"version {round}: lost client {client}: {reason}"
+        if self.policy.lost == "stop" or self._invalid[client] >= MAX_INVALID_REPLIES:
+            raise UserError(line) from None
+        self._say(line, again=True)
 
     def _read(self, client: int, reply: Content, read: Callable[[int, Content], Any], invalid: dict[int, int]) -> Any:
         try:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr import trees
+from fedjax_mr.clock.deadline import means
 from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.client_manager import ClientManager
 from fedjax_mr.deploy.protocol import RemoteData
@@ -64,7 +66,8 @@ class RemoteClients:
         self.at_clients = strategy_of(config)
         self.simulator = simulator_of(config, federated, model, strategy=self._at_server, key=None, remote=self)
         self._constants, problem = self.simulator.rounds.constants, self.simulator.problem
-        self.exchange = self.at_clients(problem).exchange
+        strategy = self.at_clients(problem)
+        self.exchange, self.increments = strategy.exchange, set(strategy.increments)
         if self.exchange is not None and self.exchange.before_training:
             raise UserError(
                 "real clients only exchange layers before the upload: set --fedmr_secure_when=before_upload"
@@ -151,6 +154,10 @@ class RemoteClients:
                 ({**rest, "model": model}, metrics) for (rest, metrics), model in zip(trained, models, strict=True)
             ]
         uploads, metrics = jax.tree.map(lambda *leaves: np.stack(leaves), *trained)
+        for name in self.increments & uploads.keys() if lost.any() else ():
+            # As of late clients: a mean over all clients is then the mean over those that answered.
+            usual = means(uploads[name], jnp.asarray(~lost))
+            uploads[name] = jax.device_get(jax.vmap(trees.where)(jnp.asarray(lost), usual, uploads[name]))
         return (uploads, memory, metrics), lost
 
     def _exchanged(self, round: int, rows: ClientRow, exchange: LayerExchange) -> list[Any]:

@@ -254,7 +254,10 @@ def log_of(run: PlannedRun) -> Path:
 
 def last_words(run: PlannedRun) -> str:
     """The last line of a run's log."""
-    lines = log_of(run).read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        lines = log_of(run).read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return "its process has ended before it began to train"
     words = [line.strip() for line in lines if line.strip()]
     return words[-1].removeprefix("fedjax-mr: ") if words else "its log is empty"
 

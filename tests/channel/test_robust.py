@@ -29,7 +29,7 @@ from fedjax_mr.channel.robust import (
 )
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import averaging
+from fedjax_mr.strategies.base import Cohort, averaging
 from fedjax_mr.testing.federations import constants, simulator
 
 COUNT, OUTLIERS = 7, 2
@@ -450,6 +450,20 @@ def test_clients_whose_message_was_refused_are_as_if_they_had_not_trained():
     ):
         np.testing.assert_allclose(control, mean, atol=1e-6)
         assert np.max(np.abs(control - last)) > 1e-3  # what the clients last computed is not in the server's
+
+
+def test_who_sent_nothing_keeps_the_note_on_the_last_message():
+    """A late or lost client has no samples. Its stand-in may be accepted, but its last real message was refused."""
+    options = dict(ALL_EIGHT, cohort=5)
+    simulation = simulator((functools.partial(controlled, "multi_krum"), STRATEGIES["fedmr"].hyper()), **options)
+    strategy, ids, key = simulation.rounds.strategy, jnp.arange(5, dtype=jnp.int32), jax.random.key(0)
+    state = simulation.init().server._replace(links=(jnp.ones(8, bool),))
+    cohort = Cohort(ids, jnp.where(ids < 2, jnp.int32(0), jnp.int32(5)))
+    payloads = strategy.dispatch(state, cohort, key)
+    messages = {name: payloads[name] for name in ("model", "control")}
+    state, _, _ = strategy.receive(state, messages, payloads, cohort, jnp.int32(0), key)
+    refused = np.asarray(state.links[0])
+    assert refused[:2].all() and not refused[2:5].all()
 
 
 def test_rules_without_refusals_are_refused_for_control_variates():

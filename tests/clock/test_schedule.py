@@ -132,6 +132,8 @@ def test_fleets(tmp_path):
         ("speed\n1\n2\n", "unknown column"),
         ("seconds\n1\n", "1 clients"),
         ("seconds\n1\n-2\n", "negative"),
+        ("up_rate\n1\n0\n", "up_rate must be above 0"),
+        ("seconds\n1\ninf\n", "seconds must be finite"),
     ):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=words):

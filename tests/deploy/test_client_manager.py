@@ -98,6 +98,32 @@ def test_slow_answers_do_not_hold_the_others(capsys):
         manager.ask_some("train", {0: (2, {})}, read, 1)
 
 
+@pytest.mark.parametrize("lost", ["wait", "stop"])
+def test_an_asynchronous_client_that_is_not_there_is_named_in_time(lost, capsys):
+    nodes = {100 + client: node(client) for client in range(3)}
+    manager = ClientManager(
+        transport.fake_messenger(nodes, None), MANIFEST, num_clients=3, policy=Policy(lost, 30.0, 90.0)
+    )
+    manager.wait_for_all()
+    manager.begin({})
+    left = nodes.pop(101)
+    messenger, wait = manager._messenger, manager._messenger.wait
+
+    def comes_back(seconds):
+        wait(seconds)
+        if manager.now() > 100:
+            nodes[101] = left
+
+    messenger.wait = comes_back
+    if lost == "stop":
+        with pytest.raises(UserError, match="version 5: lost client 1: its node is not connected"):
+            manager.ask_some("train", {1: (5, {})}, read, 1)
+        assert 30 <= manager.now() < 40
+        return
+    assert manager.ask_some("train", {1: (5, {})}, read, 1) == {1: 10}
+    assert capsys.readouterr().err.count("version 5: lost client 1: its node is not connected") == 3  # every 30 s
+
+
 def test_invalid_replies_between_valid_ones_do_not_end_a_long_run(capsys):
     """Such as those of a client that was restarted three times in a thousand asynchronous versions."""
     numbers = itertools.cycle((-1, -1, 10))
@@ -251,6 +277,24 @@ def test_a_node_that_comes_back_with_another_number_is_no_lost_client(lost, caps
         transport.fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy(lost, 500.0, 9.0)
     )
     assert asked(manager) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
+
+
+def test_a_node_that_comes_back_beside_a_silent_one_is_asked_again(capsys):
+    nodes = {100 + client: node(client) for client in range(3)}
+
+    def faults(message, before):
+        if message.kind == "train" and message.node == 100:
+            nodes[105] = nodes.pop(100)
+            return "gone"
+        return "lose" if message.kind == "train" and message.node == 101 else None
+
+    manager = ClientManager(
+        transport.fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy("untrained", 30.0, 9.0)
+    )
+    manager.wait_for_all()
+    manager.begin({})
+    assert manager.ask("train", 4, {0: {}, 1: {}, 2: {}}, read) == {0: 0, 2: 20}
+    assert capsys.readouterr().err.count("lost client") == 1
 
 
 def test_a_client_whose_message_cannot_be_sent_is_named_once(capsys):

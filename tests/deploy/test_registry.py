@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import client, protocol, server, transport
+from fedjax_mr.deploy import client, protocol, server, transport, wire
 from fedjax_mr.deploy.asynchronous import AsynchronousClients
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
@@ -254,6 +254,18 @@ def test_an_untrained_client_sends_back_what_it_got(name, tmp_path):
     assert [float(report.info["clients_lost"]) for report in reports] == [1, 1]
     for leaf in jax.tree.leaves(jax.device_get(progress.server)):
         assert leaf.dtype.kind != "f" or np.isfinite(leaf).all()
+
+
+def test_a_lost_client_leaves_scaffolds_control_variate_the_mean_of_the_clients(tmp_path):
+    """Its own stays as it was, here zero; as a stand-in that counts, it would move the server's by minus c."""
+    lost = lambda message, before: "lose" if message.kind == "train" and message.node == 100 else None
+    one = Real(tmp_path, ["--strategy=scaffold", "--cohort=4", "--model=logistic"], faults=lost, lost="untrained")
+    progress, _ = after(one.mailed().simulator, 3)
+    for name, control in wire.pack(jax.device_get(progress.server.control)).items():
+        newest = [max(folder.rglob("memory-*.npz"), key=lambda path: path.stem) for folder in tmp_path.glob("state-*")
+                  if list(folder.rglob("memory-*.npz"))]  # fmt: skip
+        assert len(newest) == N - 1
+        np.testing.assert_allclose(control, sum(np.load(path)[name] for path in newest) / N, atol=1e-6)
 
 
 # --- Asynchronous clients: the simulation of the seconds that their jobs took

@@ -197,6 +197,11 @@ def test_the_bar_counts_rounds_of_all_runs(trained, capsys):
     assert "8/8 runs" in shown and "100%" in shown and "left" in shown
 
 
+def test_a_process_that_ended_before_its_log_began_has_last_words():
+    _, (run, *_) = sweep.plan([*TINY])
+    assert last_words(run) == "its process has ended before it began to train"
+
+
 @pytest.mark.slow  # quick: a second signal, with a process that is none of ours
 def test_a_run_that_is_stopped_goes_on_from_its_checkpoint():
     _, (run,) = sweep.plan([*TINY, "--rounds=100000", "--checkpoint_every=2"])
