@@ -19,7 +19,7 @@ from fedjax_mr.errors import UserError
 
 Tree = dict[str, Any]
 Trainable = Callable[[str], bool] | str | Sequence[str]
-"""Says which variables train: a predicate of the path, or patterns such as ``head/*`` (`fnmatch`)."""
+"""Says which variables train: a predicate of the path, or patterns such as ``classifier/*`` (`fnmatch`)."""
 
 
 def flat(tree: Tree) -> dict[tuple[Any, ...], Any]:
