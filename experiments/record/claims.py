@@ -219,6 +219,7 @@ CLAIMS = (
     _above_fedavg("fedmr", "FedMR KDD'24, Table 1", *_RELEASED),
     _above_fedavg("fedcross", "FedCross, Table 1", *_RELEASED),
     _above_fedavg("fedmr", "FedMR KDD'24, Table 1", *_RESNET),
+    _above_fedavg("fedcross", "FedCross, Table 1", *_RESNET),
     _above_fedavg("fedmr", "FedMR KDD'24, Table 1, for FEMNIST", *_WRITERS),
     _above_fedavg("fedcross", "FedCross, Table 1, for FEMNIST", *_WRITERS),
     _pfedhr("MNIST, M1 and M2, IID", "pfedhr_mnist_taught", partition="iid", **_TAUGHT),
