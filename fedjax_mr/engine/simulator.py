@@ -96,8 +96,8 @@ class Simulator:
           local: the settings of the clients' training. Default: `local.setting()`.
           hyper: the strategy's hyper-parameters, passed to ``build``. Default for a name: its dataclass of defaults.
           seed: seed of all random numbers during training. The division of the data has its own seed.
-          trainable: what trains: patterns of the paths of variables, such as ``classifier/*``, or a predicate of the path.
-            All other variables are frozen. Default: all train.
+          trainable: what trains: patterns of the paths of variables, such as ``classifier/*``, or a predicate of the
+            path. All other variables are frozen. Default: all train.
           variables: values of all variables of the network. Default: initialised from the seed.
           architectures: for each client, the number of its initial network in ``model`` [N]. Default: blocks of
             neighbouring clients.

@@ -157,8 +157,8 @@ class Config:
     variables: str | None = _model(
         None, "Hash of the variables that fmr.run(..., variables=...) received. It cannot be set")
     trainable: str | None = _model(
-        None, "Variables that train: patterns of their paths, separated by commas, such as classifier/*. All others are "
-        "frozen: never sent, and one copy for all clients. If omitted, all train; with --adapter, the adapters do")
+        None, "Variables that train: patterns of their paths, separated by commas, such as classifier/*. All others "
+        "are frozen: never sent, and one copy for all clients. If omitted, all train; with --adapter, the adapters do")
     adapter: str = _model(
         "none", "Adapters, which train in place of the network (lora), or none", choices=("none", "lora"))
     lora_rank: int = _model(8, "r, rank of the adapters", low=1, high=4096, source="FedSA-LoRA", needs=("adapter",))
