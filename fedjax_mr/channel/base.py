@@ -304,10 +304,8 @@ class _Channel:
                 infos |= info
                 if link.refuses and self.restores:
                     # A client without samples (late, or a lost real client) has sent nothing that could be refused.
-                    trained = states[number][cohort.ids]
-                    absent = cohort.sizes == 0
-                    flags = jnp.where(absent, before[cohort.ids], trained)
-                    states[number] = states[number].at[cohort.ids].set(flags)
+                    refused, ids = states[number], cohort.ids
+                    states[number] = refused.at[ids].set(jnp.where(cohort.sizes == 0, before[ids], refused[ids]))
                     restored = {name: jax.vmap(trees.where)(states[number][cohort.ids], reference[name], values[name])
                                 for name in self.inner.increments}  # fmt: skip
                     values = values | restored

@@ -332,6 +332,7 @@ class ClientManager:
             if self.policy.lost == "untrained" and answers:
                 if not moved:
                     return answers
+                # Clients whose node only has another number now are asked again, lost ones are not.
                 contents = {client: each for client, each in contents.items() if client not in lost}
                 continue
             for client in lost:

@@ -452,8 +452,8 @@ def test_clients_whose_message_was_refused_are_as_if_they_had_not_trained():
         assert np.max(np.abs(control - last)) > 1e-3  # what the clients last computed is not in the server's
 
 
-def test_who_sent_nothing_keeps_the_note_on_the_last_message():
-    """A late or lost client has no samples. Its stand-in may be accepted, but its last real message was refused."""
+def test_a_client_that_sent_nothing_stays_refused():
+    """A late or lost client has no samples in the round. The last message that it really sent was refused."""
     options = dict(ALL_EIGHT, cohort=5)
     simulation = simulator((functools.partial(controlled, "multi_krum"), STRATEGIES["fedmr"].hyper()), **options)
     strategy, ids, key = simulation.rounds.strategy, jnp.arange(5, dtype=jnp.int32), jax.random.key(0)

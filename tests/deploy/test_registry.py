@@ -257,7 +257,7 @@ def test_an_untrained_client_sends_back_what_it_got(name, tmp_path):
 
 
 def test_a_lost_client_leaves_scaffolds_control_variate_the_mean_of_the_clients(tmp_path):
-    """Its own stays as it was, here zero; as a stand-in that counts, it would move the server's by minus c."""
+    """The lost client's own control variate stays zero, so the server's mean must count it as zero."""
     lost = lambda message, before: "lose" if message.kind == "train" and message.node == 100 else None
     one = Real(tmp_path, ["--strategy=scaffold", "--cohort=4", "--model=logistic"], faults=lost, lost="untrained")
     progress, _ = after(one.mailed().simulator, 3)
