@@ -220,6 +220,18 @@ class Checkpoints:
             raise UserError(f"cannot keep the damaged checkpoint as {self.folder / name} ({error.strerror})") from None
         return name
 
+    def require(self, round: int | None = None) -> int:
+        """Return the round of a checkpoint that exists. Default: the newest.
+
+        Raises:
+          UserError: it does not exist.
+        """
+        rounds = self.rounds()
+        if not rounds or (round is not None and round not in rounds):
+            wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
+            raise UserError(f"{self.folder} holds {wanted} (rounds there: {', '.join(map(str, rounds)) or 'none'})")
+        return rounds[-1] if round is None else round
+
     def restore(self, template: Any, round: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint, bit for bit as saved.
 
@@ -234,11 +246,7 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint does not exist, is damaged, or does not fit the template.
         """
-        rounds = self.rounds()
-        if not rounds or (round is not None and round not in rounds):
-            wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
-            raise UserError(f"{self.folder} holds {wanted} (rounds there: {', '.join(map(str, rounds)) or 'none'})")
-        round = rounds[-1] if round is None else round
+        round = self.require(round)
         folder = self.folder / str(round)
         try:
             content = _verified(folder)
@@ -249,7 +257,7 @@ class Checkpoints:
             saved = {**blank, **(_arrays(folder / "arrays", filled) if filled else {})}
         except _DamageError as damage:
             remedy = "--resume continues from the previous checkpoint"
-            if round == rounds[0]:
+            if round == self.rounds()[0]:
                 remedy = "there is no earlier one, so start anew"
             raise UserError(f"checkpoint {folder} is damaged ({damage}): {remedy}") from None
         leaves = [_typed(saved[name], leaf) for name, leaf in expected.items()]

@@ -59,7 +59,8 @@ def load(
         only for folders from people you trust. Not needed for code that this process has imported already.
 
     Raises:
-      UserError: not a run folder, a folder with links, untrusted code, or samples that are not those of the run.
+      UserError: not a run folder, a folder with links, untrusted code, no checkpoint of that round, or samples that are
+        not those of the run.
     """
     files.refuse_links(folder)
     config, user_objects = configuration.load_code(folder, trust=trust), UserObjects.of(dataset, model, variables)
@@ -71,6 +72,8 @@ def load(
         config = dataclasses.replace(config, data_dir=data_dir)
     if best:
         round = _best_round(Path(folder), round)
+    elif round is not None:
+        Checkpoints(Path(folder) / "checkpoints").require(round)
     return SavedRun(Path(folder), config, user_objects, round)
 
 

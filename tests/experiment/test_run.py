@@ -110,7 +110,7 @@ def test_a_loaded_run_predicts_what_was_tested(straight, equal):
     for function, message in (
         (lambda: fmr.load("nowhere"), "nowhere is not a run folder"),
         (lambda: fmr.load(straight.folder, model=nn.Dense(10)), "has model=logistic: leave out the argument model"),
-        (lambda: fmr.load(straight.folder, round=5).round, "no checkpoint of round 5 (rounds there: 4, 6)"),
+        (lambda: fmr.load(straight.folder, round=5), "no checkpoint of round 5 (rounds there: 4, 6)"),
     ):
         with pytest.raises(UserError) as error:
             function()
