@@ -1,10 +1,12 @@
 """Every finding of `deploy check`, and no finding where all is well."""
 
+import base64
 import contextlib
 import datetime
 import os
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 from importlib import metadata
@@ -323,6 +325,11 @@ def test_a_private_key(certified, tmp_path):
         assert lines == [] if not found else found in lines[0]
     node.chmod(0o640)
     assert mistakes(check.private_key(str(node), None)) == [f"others can read {node}"]
+    text = lambda name: struct.pack(">I", len(name)) + name
+    unknown = b"openssh-key-v1\0" + text(b"none") * 2 + text(b"") + struct.pack(">I", 1) + text(text(b"ssh-none"))
+    lines = base64.encodebytes(unknown + text(bytes(8))).decode()
+    node.write_text(f"-----BEGIN OPENSSH PRIVATE KEY-----\n{lines}-----END OPENSSH PRIVATE KEY-----\n")
+    assert "is not a private key without a password" in mistakes(check.private_key(str(node), None))[0]
 
 
 def test_a_port_that_is_taken():
@@ -415,6 +422,20 @@ def test_the_command_prints_findings_and_remedies(monkeypatch, capsys, made, tmp
     with pytest.raises(UserError, match="1 finding on this machine"):
         check.main([])
     assert capsys.readouterr().out.splitlines()[1] == "  -> export FLWR_TELEMETRY_ENABLED=0"
+
+
+def test_the_command_uses_the_code_that_either_of_two_flags_names(monkeypatch, capsys, made, tmp_path, registries):
+    for name in ("environment", "versions", "commands", "running"):
+        monkeypatch.setattr(check, name, lambda *_: [])
+    code, app = tmp_path / "own_network.py", made / "pyproject.toml"
+    code.write_text("import fedjax_mr as fmr\nfmr.MODELS['mlp_of_check'] = fmr.MODELS['mlp']\n")
+    flags = app.read_text().replace("--import=none", f"--import={code}").replace("cnn_digits", "mlp_of_check")
+    app.write_text(flags.replace("--compress=none", "--compress=sign"))
+    settings = f"client-id=3 data={write(tmp_path / 'mine.npz')} state={tmp_path / 'state'}"
+    for arguments in ([f"--node-config={settings} import={code}"], [f"--node-config={settings}", f"--import={code}"]):
+        with contextlib.suppress(UserError):
+            check.main([f"--app={made}", *arguments])
+        assert "--compress=sign: a tensor of 10,000 numbers is sent as 1,254" in capsys.readouterr().out
 
 
 @pytest.mark.slow

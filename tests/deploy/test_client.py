@@ -13,7 +13,6 @@ from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.deploy.storage import ClientStorage
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 
@@ -212,17 +211,6 @@ def test_no_weights_of_the_servers_choice_are_read(place, flag, tmp_path):
     own = {"pretrained": str(tmp_path / "here")}
     with pytest.raises(UserError, match="here was not written by"):
         ask(place, "join", {"run": place[1]}, flags=f"{FLAGS} {flag.format(own['pretrained'])}", **own)
-
-
-@pytest.fixture
-def registries(monkeypatch):
-    """Forget afterwards what a test has registered."""
-    before = {registry.kind: dict(registry) for registry in imports.REGISTRIES}
-    monkeypatch.setattr(imports, "_IMPORTED", {})
-    yield
-    for registry in imports.REGISTRIES:
-        registry.clear()
-        dict.update(registry, before[registry.kind])
 
 
 def test_the_code_of_the_nodes_own_settings_runs(place, tmp_path, registries):

@@ -1,0 +1,16 @@
+"""Own code in tests of real clients."""
+
+import pytest
+
+from fedjax_mr.experiment import imports
+
+
+@pytest.fixture
+def registries(monkeypatch):
+    """Forget afterwards what a test has registered."""
+    before = {registry.kind: dict(registry) for registry in imports.REGISTRIES}
+    monkeypatch.setattr(imports, "_IMPORTED", {})
+    yield
+    for registry in imports.REGISTRIES:
+        registry.clear()
+        dict.update(registry, before[registry.kind])
