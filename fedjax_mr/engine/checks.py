@@ -15,9 +15,10 @@ from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, State
 
 COLUMNS = (
     "round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "bytes_peer", "images",
-    "seconds", "clock", "epsilon", "attacked_accuracy", "validation_accuracy", "validation_loss",
+    "seconds", "epsilon", "attacked_accuracy", "validation_accuracy", "validation_loss",
 )  # fmt: skip
-"""The columns of the metrics that a strategy's information cannot have."""
+"""The columns of the metrics that a strategy's information cannot have. A strategy may give ``clock``: if it chooses
+asynchronous clients one by one, only its state knows the time (`clock.online`)."""
 
 
 def cohort(found: Any, size: int) -> Cohort:

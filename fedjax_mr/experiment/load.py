@@ -27,6 +27,7 @@ from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, damaged_files, read_rows, read_summary
 from fedjax_mr.experiment.rows import best_row
 from fedjax_mr.experiment.run import run
+from fedjax_mr.experiment.simulated_time import most_at_once
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import Model, Variables
@@ -262,7 +263,7 @@ class SavedRun:
     def _built(self, federated: FederatedData) -> Rounds:
         # Only shapes matter here. They do not depend on the initial networks, so those runs may be missing.
         config = dataclasses.replace(self.config, architectures_from=())
-        set_up_jax(devices=None, cohort_size=config.cohort)
+        set_up_jax(devices=None, cohort_size=most_at_once(config))
         layout = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
         return simulator_of(config, federated, self.model, **layout).rounds
 

@@ -32,7 +32,7 @@ from fedjax_mr.experiment.logs import OnRow
 from fedjax_mr.experiment.processes import Processes, join_processes
 from fedjax_mr.experiment.report import ProgressBar
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.simulated_time import events_of
+from fedjax_mr.experiment.simulated_time import events_of, most_at_once
 from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # approximate duration of a compiled call; between calls, progress is shown and Ctrl-C works
@@ -98,7 +98,7 @@ def run(
         process_id=config.process_id,
         join_timeout=config.join_timeout,
     )
-    set_up_jax(devices=config.devices, cohort_size=config.cohort, num_processes=processes.count)
+    set_up_jax(devices=config.devices, cohort_size=most_at_once(config), num_processes=processes.count)
     processes.on_first(lambda: RunFolder.check(config))  # before the samples are loaded, which may take a minute
     federated = processes.together(lambda: federated_data(config, dataset=user_objects.dataset))
     config, network = processes.together(lambda: user_objects.build(config, federated))

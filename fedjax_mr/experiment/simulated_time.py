@@ -42,6 +42,11 @@ def _in_flight(config: Config) -> int:
     return config.in_flight or 2 * config.cohort
 
 
+def most_at_once(config: Config) -> int:
+    """The largest number of clients that train at the same time: K, or more with late or asynchronous clients."""
+    return _in_flight(config) if config.mode == "async" else asked(config.cohort, config.over_select)
+
+
 class Devices(NamedTuple):
     """The devices of the clients of a run, and their jobs."""
 

@@ -9,6 +9,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.simulated_time import most_at_once
 
 CONFIG = fmr.Config(
     strategy="fedmr", model="logistic", clients=9, cohort=3, rounds=4, eval_every=2, local_epochs=1, devices=1,
@@ -128,6 +129,20 @@ def test_deadlines_and_more_clients_than_needed(tmp_path):
     np.testing.assert_array_equal(
         *(numbers(each, ("accuracy", "loss", "bytes_up", "clock")) for each in (whole, parts))
     )
+
+
+def test_a_method_that_chooses_its_clients_one_by_one_knows_the_time(tmp_path):
+    result = run(tmp_path / "run", strategy="cabafl", mode="async", cohort=1, in_flight=3)
+    assert 0 < result.rows[0]["clock"] < result.rows[1]["clock"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [({}, 3), ({"over_select": 1.5}, 5), ({"mode": "async"}, 6), ({"mode": "async", "in_flight": 4}, 4)],
+    ids=str,
+)
+def test_cores_are_set_up_for_all_clients_that_train_at_once(changes, count):
+    assert most_at_once(dataclasses.replace(CONFIG, **changes)) == count
 
 
 def test_asynchronous_runs_resume_and_go_on(tmp_path):

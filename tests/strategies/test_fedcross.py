@@ -26,7 +26,8 @@ def after(engine, count):
     return engine.run(engine.init(), count)[0]
 
 
-@pytest.mark.parametrize("selection", ["in_order", pytest.param("lowest", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ["in_order", "lowest"])
 def test_alpha_one_is_indep(engine, close, selection):
     alone = after(engine("fedcross", "perceptron", hyper=Hyper(alpha=1.0, selection=selection)), 3)
     close(alone.server.models, after(engine("indep", "perceptron"), 3).server.models)

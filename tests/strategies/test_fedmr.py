@@ -15,6 +15,7 @@ from fedjax_mr import trees
 from fedjax_mr.models import Layer
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.base import unit_permutations
+from fedjax_mr.testing.federations import first_cohort, random_like
 
 shapes = st.lists(st.lists(st.integers(1, 3), min_size=0, max_size=3), min_size=1, max_size=6)
 
@@ -91,6 +92,18 @@ def check_recombination(drawn, hyper, seed):
         np.testing.assert_allclose(before.sum(0), after.sum(0), atol=1e-9)
         np.testing.assert_allclose(((before - point) ** 2).sum(), ((after - point) ** 2).sum(), atol=1e-9)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), deployed, kept)
+
+
+def test_all_get_the_mean_in_the_first_stage_and_recombined_models_afterwards(federation, close):
+    problem = federation("linear").problem
+    strategy = fedmr.build(fedmr.Hyper(stage1_rounds=2), problem)
+    state, cohort = jax.jit(strategy.init)(jax.random.key(0)), first_cohort(problem)
+    uploads = random_like(jax.device_get(state.models))
+    update = jax.jit(lambda round: strategy.server_update(state, {"model": uploads}, cohort, round, jax.random.key(1)))
+    averaged, mixed = update(1)[0].models, update(2)[0].models
+    close(averaged, trees.broadcast(trees.mean(uploads), problem.cohort_size))
+    for sent, new in zip(jax.tree.leaves(uploads), jax.tree.leaves(mixed), strict=True):
+        assert copies([sent], (0,), len(sent)) == copies([new], (0,), len(sent))
 
 
 def test_one_model_is_left_as_it_is():

@@ -29,6 +29,7 @@ def test_fedmr_that_never_leaves_stage_one_is_fedavg_with_equal_clients(engine, 
         close(averaged, trees.take(models, row))
 
 
+@pytest.mark.slow
 def test_fedmr_in_stage_one_is_uniform_fedavg_whatever_the_sizes(engine, close):
     averaged = after(engine("fedavg", "perceptron", hyper=fedavg.Hyper(weights="uniform")), 4).server.model
     models = after(engine("fedmr", "perceptron", hyper=fedmr.Hyper(stage1_rounds=4)), 4).server.models
