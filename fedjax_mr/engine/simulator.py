@@ -94,7 +94,7 @@ class Simulator:
           federated: the clients' data, from `data.federate`.
           cohort: K, clients per round.
           local: the settings of the clients' training. Default: `local.setting()`.
-          hyper: the strategy's hyper-parameters, passed to ``build``. Default for a name: its dataclass of defaults.
+          hyper: the strategy's hyper-parameters, passed to ``build``. Default of a registered strategy: its own.
           seed: seed of all random numbers during training. The division of the data has its own seed.
           trainable: what trains: patterns of the paths of variables, such as ``classifier/*``, or a predicate of the
             path. All other variables are frozen. Default: all train.
@@ -369,18 +369,22 @@ class Simulator:
 
 
 def _builder(strategy: str | Callable[[Any, Problem], Strategy], hyper: Any) -> Build:
-    """The function problem -> strategy."""
-    if callable(strategy):
+    """The function problem -> strategy. A function that is registered has the default settings of its name."""
+    if not isinstance(strategy, str) and not callable(strategy):
+        kind = type(strategy).__name__
+        raise UserError(f"the strategy must be a name or a function build(hyper, problem), not a {kind}")
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        raise unknown_name("strategy", strategy, STRATEGIES)
+    row = next((row for name, row in STRATEGIES.items() if strategy in (name, row.build)), None)
+    if hyper is None and row is not None and row.hyper is not None:
+        hyper = row.hyper()
+    if not isinstance(strategy, str):
         try:
             inspect.signature(strategy).bind(hyper, None)
         except TypeError as error:
             raise UserError(f"the strategy must be a name or a function build(hyper, problem): {error}") from None
         return bind(strategy, hyper)
-    if strategy not in STRATEGIES:
-        raise unknown_name("strategy", strategy, STRATEGIES)
-    row = STRATEGIES[strategy]
-    if hyper is None and row.hyper is not None:
-        hyper = row.hyper()
+    assert row is not None
     if type(hyper) is not (row.hyper or type(None)):
         wanted = f"a {row.hyper.__module__}.{row.hyper.__qualname__}" if row.hyper else "nothing"
         raise UserError(f"hyper= of {strategy} is {wanted}, not a {type(hyper).__name__}")

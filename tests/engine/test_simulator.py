@@ -61,6 +61,7 @@ def test_a_strategy_is_a_name_or_a_function_of_settings_and_problem():
     by_function = simulator(lambda hyper, problem: fedprox.build(fedprox.Hyper(mu=0.5), problem))
     by_both = simulator(fedprox.build, hyper=fedprox.Hyper(mu=0.5))
     other = simulator("fedprox", hyper=fedprox.Hyper(mu=50.0))
+    simulator(fedprox.build)  # with its default settings
     models = [one.deployed(one.run(one.init(), 2)[0]) for one in (by_name, by_function, by_both, other)]
     tree_equal(models[0], models[1])
     tree_equal(models[0], models[2])
@@ -100,6 +101,7 @@ def test_the_data_of_one_client():
         ({"strategy": "FedMR"}, "did you mean 'fedmr'"),
         ({"model": "logistics"}, "did you mean 'logistic'"),
         ({"strategy": lambda problem: None}, "build(hyper, problem)"),
+        ({"strategy": fedprox}, "a name or a function build(hyper, problem), not a module"),
         ({"model": Network}, "instance of flax.linen.Module or flax.nnx.Module"),
         ({"cohort": 7}, "cohort=7 is out of range: it must be from 1 to the number of clients, 6"),
         ({"cohort": 0}, "cohort=0 is out of range"),
