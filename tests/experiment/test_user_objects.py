@@ -27,8 +27,9 @@ from fedjax_mr.experiment.rows import read_summary
 from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
 
 SMALL: dict[str, Any] = dict(
-    strategy="fedavg", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False
-)
+    strategy="fedavg", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, checkpoint_every=2, lr=0.05,
+    devices=1, progress=False,
+)  # fmt: skip
 RNG = np.random.default_rng(0)
 Y = RNG.integers(0, 3, 300)
 X = (RNG.normal(size=(300, 5)) + 2 * np.eye(3, 5)[Y]).astype(np.float32)
