@@ -1,6 +1,7 @@
 """Rows ``kills`` and ``storage`` of chaos.py, and what its trials share: processes, settings, the bits of a run."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_mr import main
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
 from fedjax_mr.experiment.folder import read_rows, saved_round
 from fedjax_mr.strategies import STRATEGIES, on_any_network
@@ -126,7 +128,8 @@ def start(arguments: Sequence[str], folder: Path, limit: int | None = None) -> C
     """Start the command with some flags and a run folder; it goes on with the run there, if there is one."""
     mode = "--overwrite" if saved_round(folder) is None else "--resume"
     log = folder.parent / f"{folder.name}.log"
-    return Child(lambda: main.main([*arguments, f"--run_dir={folder}", mode]), log=log, limit=limit)
+    command = functools.partial(main.main, [*arguments, f"--run_dir={folder}", mode])
+    return Child(lambda: interrupts.run(command) or 0, log=log, limit=limit)
 
 
 def to_the_end(arguments: Sequence[str], folder: Path) -> None:
