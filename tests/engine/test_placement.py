@@ -24,7 +24,8 @@ def test_host_and_device_give_the_same_bits(engine, equal, strategy, devices, la
     equal(*results)
 
 
-@pytest.mark.parametrize("strategy", ["scaffold", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow  # quick: test_many_clients.py
+@pytest.mark.parametrize("strategy", ["scaffold", "local"])
 def test_memory_may_live_on_the_host(engine, equal, strategy):
     """The contract's slow part has all strategies, and a network with more in it."""
     layout = {"devices": 2, "lanes": 2}

@@ -98,11 +98,8 @@ def test_what_programs_take_as_arguments_is_never_baked_in(made, forget, equal, 
     assert second.rows[-1]["accuracy"] == alone.rows[-1]["accuracy"]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [dict(local_epochs=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (dict(clients=5), dict(lanes=2)))],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [dict(local_epochs=2), dict(clients=5), dict(lanes=2)], ids=str)
 def test_other_settings_shapes_or_layouts_have_programs_of_their_own(made, forget, equal, other):
     run()
     second = run(**other)
