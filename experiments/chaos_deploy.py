@@ -117,7 +117,7 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
         return spoil
 
     # Replies are those of the first time: the manager is new, but its clients' work is the same.
-    # No client was rejected at that time; one who is only reads why.
+    # The first time, the server rejected nobody, so there is no reply to "rejected" to repeat.
     reply = lambda message: {} if message.kind == "rejected" else place.replies[message.kind, message.node - 100]
     manager = place.manager(reply, lost, faults)
     said = io.StringIO()

@@ -94,7 +94,8 @@ class Simulator:
           federated: the clients' data, from `data.federate`.
           cohort: K, clients per round.
           local: the settings of the clients' training. Default: `local.setting()`.
-          hyper: the strategy's hyper-parameters, passed to ``build``. Default of a registered strategy: its own.
+          hyper: the strategy's hyper-parameters, passed to ``build``. Default, if it is registered: its
+            dataclass of defaults.
           seed: seed of all random numbers during training. The division of the data has its own seed.
           trainable: what trains: patterns of the paths of variables, such as ``classifier/*``, or a predicate of the
             path. All other variables are frozen. Default: all train.
@@ -369,22 +370,21 @@ class Simulator:
 
 
 def _builder(strategy: str | Callable[[Any, Problem], Strategy], hyper: Any) -> Build:
-    """The function problem -> strategy. A function that is registered has the default settings of its name."""
-    if not isinstance(strategy, str) and not callable(strategy):
-        kind = type(strategy).__name__
-        raise UserError(f"the strategy must be a name or a function build(hyper, problem), not a {kind}")
-    if isinstance(strategy, str) and strategy not in STRATEGIES:
-        raise unknown_name("strategy", strategy, STRATEGIES)
+    """The function problem -> strategy. A registered function has the same default settings as its name."""
     row = next((row for name, row in STRATEGIES.items() if strategy in (name, row.build)), None)
     if hyper is None and row is not None and row.hyper is not None:
         hyper = row.hyper()
     if not isinstance(strategy, str):
+        if not callable(strategy):
+            kind = type(strategy).__name__
+            raise UserError(f"the strategy must be a name or a function build(hyper, problem), not a {kind}")
         try:
             inspect.signature(strategy).bind(hyper, None)
         except TypeError as error:
             raise UserError(f"the strategy must be a name or a function build(hyper, problem): {error}") from None
         return bind(strategy, hyper)
-    assert row is not None
+    if row is None:
+        raise unknown_name("strategy", strategy, STRATEGIES)
     if type(hyper) is not (row.hyper or type(None)):
         wanted = f"a {row.hyper.__module__}.{row.hyper.__qualname__}" if row.hyper else "nothing"
         raise UserError(f"hyper= of {strategy} is {wanted}, not a {type(hyper).__name__}")

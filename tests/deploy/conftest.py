@@ -1,4 +1,4 @@
-"""Own code in tests of real clients."""
+"""What tests of real clients share that register code of their own."""
 
 import pytest
 

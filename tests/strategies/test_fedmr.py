@@ -104,6 +104,7 @@ def test_all_get_the_mean_in_the_first_stage_and_recombined_models_afterwards(fe
     close(averaged, trees.broadcast(trees.mean(uploads), problem.cohort_size))
     for sent, new in zip(jax.tree.leaves(uploads), jax.tree.leaves(mixed), strict=True):
         assert copies([sent], (0,), len(sent)) == copies([new], (0,), len(sent))
+    assert any(not np.array_equal(*pair) for pair in zip(jax.tree.leaves(uploads), jax.tree.leaves(mixed), strict=True))
 
 
 def test_one_model_is_left_as_it_is():
