@@ -245,7 +245,8 @@ def open_run(run: runs.RunRecord, *, round: int | None, data_dir: str | None, tr
     if rounds.strategy.init_memory is not None and (run.path / REAL_CLIENTS).exists():
         raise UserError(f"{run.path}: real clients trained it and keep the memories of {method} on their own machines")
     checkpoints = Checkpoints(run.path / "checkpoints")
-    progress, meta = checkpoints.restore(rounds.shapes(kept=checkpoints.kept_memories(round)), round)
+    template = rounds.shapes(kept=checkpoints.kept_memories(round))
+    progress, meta = checkpoints.restore_run(template, round, model=rebuilt.model)
     require_same_data(run.path, meta, rebuilt.federated)
     return Victim(rebuilt, rounds.place(progress))
 

@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
         rebuilt = runs.rebuild(run, data_dir=arguments.data_dir, trust=arguments.trust)
         checkpoints = Checkpoints(run.path / "checkpoints")
         template = rebuilt.rounds.shapes(kept=checkpoints.kept_memories(numbers[-1]))
-        state = checkpoints.restore(template, numbers[-1])[0].server
+        state = checkpoints.restore_run(template, numbers[-1], model=rebuilt.model)[0].server
         print(tables.aligned([("step of the server", "seconds"), *measured(rebuilt, state)]))
     print(f"drawn in {folder}")
 

@@ -245,7 +245,8 @@ def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = 
     """
     _, federated, model, rounds = rebuild(run, data_dir=data_dir, trust=trust)
     checkpoints = Checkpoints(run.path / "checkpoints")
-    progress, meta = checkpoints.restore(rounds.shapes(kept=checkpoints.kept_memories(round)), round)
+    template = rounds.shapes(kept=checkpoints.kept_memories(round))
+    progress, meta = checkpoints.restore_run(template, round, model=model)
     require_same_data(run.path, meta, federated)
     server = getattr(progress.server, "inner", progress.server)  # the strategy's own beside a server's optimizer
     models: Any = getattr(server, "models", None)

@@ -29,6 +29,7 @@ import numpy as np
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.processes import ALONE, Processes
+from fedjax_mr.models import Model, parts
 
 MANIFEST = "manifest.json"
 _PARTIAL, _DISCARDED, _DAMAGED = ".partial-", ".discarded-", "damaged-"
@@ -262,6 +263,31 @@ class Checkpoints:
             raise UserError(f"checkpoint {folder} is damaged ({damage}): {remedy}") from None
         leaves = [_typed(saved[name], leaf) for name, leaf in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), content["meta"]
+
+    def restore_run(self, template: Any, round: int | None = None, *, model: Model) -> tuple[Any, dict[str, Any]]:
+        """Read a checkpoint of a run as `restore` does, and check the frozen variables, which it does not hold.
+
+        Args:
+          template: see `restore`.
+          round: see `restore`.
+          model: the network of the run, with the frozen variables as they are now.
+
+        Raises:
+          UserError: as `restore`, or the frozen variables have changed since the run was trained.
+        """
+        tree, meta = self.restore(template, round)
+        known = frozen_digest(model)
+        if meta.get("frozen", known) != known:
+            raise UserError(
+                f"{self.folder.parent} was trained with other frozen variables of {model.name}: put back the weights "
+                "that it started from (the folder of pretrained=, or variables=)"
+            )
+        return tree, meta
+
+
+def frozen_digest(model: Model) -> str | None:
+    """A hash of the frozen variables of a network, or None if all of them train."""
+    return parts.digest(model.frozen)[:16] if model.frozen else None
 
 
 def _arrays(folder: Path, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

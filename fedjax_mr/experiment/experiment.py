@@ -27,7 +27,7 @@ from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee, titles
-from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.checkpoint import Checkpoints, frozen_digest
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import (
     MetricsRow,
@@ -42,7 +42,7 @@ from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import summarise
 from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.experiment.trained import TrainedNetwork
-from fedjax_mr.models import Model, Variables, parts
+from fedjax_mr.models import Model, Variables
 
 SECONDS_PER_CHECKPOINT = 2.0  # of training; writing a checkpoint takes 0.03 seconds and more
 # The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
@@ -151,7 +151,7 @@ class Experiment:
     @functools.cached_property
     def frozen(self) -> str | None:
         """A hash of the frozen variables, which checkpoints do not hold; None if all variables train."""
-        return parts.digest(self.model.frozen)[:16] if self.model.frozen else None
+        return frozen_digest(self.model)
 
     def start(self) -> tuple[Progress, int]:
         """The initial progress (new, or from the newest intact checkpoint) and its number of completed rounds."""
@@ -167,14 +167,13 @@ class Experiment:
             for note in notes:
                 print(f"fedjax-mr: {note}; continuing from round {round}", file=sys.stderr)
         template = self.rounds.shapes(kept=self.checkpoints.kept_memories(round))
-        progress, meta = self.processes.together(lambda: self.checkpoints.restore(template, round))
+        restore = functools.partial(self.checkpoints.restore_run, template, round, model=self.model)
+        progress, meta = self.processes.together(restore)
         if missing := [name for name in _META if name not in meta]:
             raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
         self.processes.together(lambda: require_same_data(self.folder.path, meta, self.federated))
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
         self.saved_at = self.train_seconds
-        if meta.get("frozen", self.frozen) != self.frozen:
-            raise UserError(f"{self.folder.path} has other frozen variables: resume it with those that it began with")
         if "traffic" not in meta:
             raise UserError(
                 f"{self.folder.path} comes from a version whose checkpoints contain no traffic: resume it with that "

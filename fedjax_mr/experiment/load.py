@@ -272,7 +272,7 @@ class SavedRun:
         shapes = self._rounds.shapes(kept=self._checkpoints.kept_memories(self.checkpoint_round))
         if shapes.memory is not None and self._of_real_clients:  # the server only stores a round number per client
             shapes = shapes._replace(memory=jax.ShapeDtypeStruct((self._template.num_clients,), np.int32))
-        return self._checkpoints.restore(shapes, self.checkpoint_round)[0]
+        return self._checkpoints.restore_run(shapes, self.checkpoint_round, model=self.model)[0]
 
     def _personal(self, rounds: Rounds, progress: Progress, client: int, *, samples: Any = None) -> Variables:
         """The personal model of a client, in the common form of all networks (`Model.unpack`).

@@ -1,6 +1,7 @@
 """``pretrained``: networks that start from the weights in a folder."""
 
 import functools
+import shutil
 
 import jax
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import data, models
+from fedjax_mr.analysis import runs
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model
+from fedjax_mr.experiment.checkpoint import read_arrays, save_arrays
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.pretrained import tokenizer_of
 from fedjax_mr.experiment.run import run
@@ -80,7 +83,26 @@ def images(classes):
     return data.from_arrays(x, y, num_classes=classes)
 
 
-def test_a_run_starts_from_an_exported_network(tmp_path, equal):
+def _every_reader_refuses_another_base(run_folder, base, monkeypatch):
+    """The weights of the frozen network change in place, as if they were downloaded again."""
+    weights = read_arrays(base / "variables")
+    shutil.rmtree(base / "variables")
+    save_arrays(base / "variables", jax.tree.map(lambda leaf: leaf * 2, weights))
+    saved = fmr.load(run_folder, dataset=images(3))
+    rebuilt = runs.Rebuilt(saved.config, saved._template, saved.model, saved._rounds)
+    monkeypatch.setattr(runs, "rebuild", lambda run, **options: rebuilt)  # the command has no user-supplied samples
+    readers = {
+        "predict": lambda: saved.predict(images(3).x[:2]),
+        "export": lambda: saved.export(base / "new", merged=True),
+        "landscape": lambda: runs.restore(runs.RunRecord(run_folder, "next", saved.config)),
+        "resume": saved.resume,
+    }
+    for reader in readers.values():
+        with pytest.raises(UserError, match="next was trained with other frozen variables of mlp: put back the weig"):
+            reader()
+
+
+def test_a_run_starts_from_an_exported_network(tmp_path, equal, monkeypatch):
     """With the same classes everything is equal, with other ones everything but the classifier."""
     short = {"model": "mlp", "rounds": 1, "clients": 4, "cohort": 2, "devices": 1, "progress": False}
     config = Config(**short, strategy="fedavg", run_dir=str(tmp_path / "base"))
@@ -103,6 +125,7 @@ def test_a_run_starts_from_an_exported_network(tmp_path, equal):
         build_model(Config(model="cnn_digits", pretrained=str(folder)), images(4))
     adapted = Config(**short, strategy="fedmr", adapter="lora", pretrained=str(folder), run_dir=str(tmp_path / "next"))
     assert run(adapted, dataset=images(3), record=False).summary["rounds"] == 1
+    _every_reader_refuses_another_base(tmp_path / "next", folder, monkeypatch)
     (folder / "variables").rename(folder / "others")
     with pytest.raises(UserError, match="exported/variables cannot be read"):
         build_model(Config(model="mlp", pretrained=str(folder)), images(4))
