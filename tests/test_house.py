@@ -28,7 +28,7 @@ from fedjax_mr.strategies import STRATEGIES, Row, by_group
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
 # All modules may import these. These import only each other.
-FREE = {"errors", "registry", "trees"}
+FREE = {"errors", "registry", "trees", "untrusted"}
 
 # The library is pure; the laboratory (the command `main`, `export` and the rooms below) uses it, and never the reverse.
 LIBRARY = {

@@ -15,6 +15,7 @@ import functools
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files
 from fedjax_mr.errors import TakenError, UserError
 from fedjax_mr.experiment import config as configuration
@@ -42,7 +44,12 @@ LIVE = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STOPPED
 LIVE += ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 """States in which a job runs, or will run, or is about to return to the queue."""
 
-Jobs = dict[str, list[PlannedRun]]  # the runs of each job by its id, such as 12_3
+JOB = re.compile(r"\d{1,18}(_\d{1,9})?", re.ASCII)  # the id of a job, such as 12_3
+CODE = re.compile(r"\d{1,3}\n", re.ASCII)  # the content of the file with a job's exit code
+NUMBERED = re.compile(rf"({JOB.pattern})(_submitted\.pkl|_0_result\.pkl|_code\.txt)", re.ASCII)
+"""The files of a job that `_remove_files_of_others` removes; its id is the first group."""
+
+Jobs = dict[str, list[PlannedRun]]  # the runs of each job by its id
 
 
 def launcher(training: Training, folder: Path | str, *, wait: bool = True) -> Launcher:
@@ -88,6 +95,7 @@ def _submit_once(executor: Any, folder: Path, batches: Sequence[Sequence[Planned
     in_queue: Jobs = {}
     with _locked(folder):
         known, states = _read_jobs(folder), _states()
+        _remove_files_of_others(folder, states)
         new: list[list[PlannedRun]] = []
         for batch in batches:
             rest = []
@@ -163,7 +171,7 @@ def _submit(executor: Any, batches: Sequence[Sequence[PlannedRun]]) -> list[str]
         ):  # it prints the error, too
             # As text, because a node has not yet imported the files of --import.
             described = [[(configuration.to_flags(run.config), str(run.folder)) for run in runs] for runs in batches]
-            jobs = [executor.submit(train_in_job, runs) for runs in described]
+            jobs = [executor.submit(train_in_job, runs, str(executor.folder)) for runs in described]
     except _submitit().core.utils.FailedJobError as error:
         words = [line.removeprefix("sbatch: error: ") for line in str(error).splitlines() if line.strip()]
         raise UserError(f"Slurm rejects the jobs: {'; '.join(words)} (see the flags --slurm_...)") from None
@@ -189,6 +197,10 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write into {folder} ({error.strerror})") from None
+    # A link in a folder from another person would redirect what jobs write. Submitit's own have this name.
+    for path in (folder, *folder.iterdir()):
+        if path.is_symlink() and not path.name.startswith(".submission_file_"):
+            raise UserError(f"{path} is a symbolic link, which is not allowed here: remove the link")
     end = time.monotonic() + SECONDS_TO_WAIT
     while True:
         try:
@@ -206,13 +218,29 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _read_jobs(folder: Path) -> dict[str, str]:
     try:
-        return json.loads((folder / JOBS).read_text(encoding="utf-8"))
+        return untrusted.read_json(folder / JOBS, {str: JOB}, "remove the file once none of its jobs is in the queue")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read the jobs of this sweep ({folder / JOBS}: {error}); remove the file once none is in the queue"
-        ) from None
+
+
+def _remove_files_of_others(folder: Path, states: Mapping[str, str]) -> None:
+    """Remove submissions and results of jobs that Slurm does not know, before it gives numbers to new jobs.
+
+    The folder may come from another person. A new job would execute a submission that has its number already, if it
+    starts before submitit has written its own. A result that has its number already would be taken for its own.
+
+    Raises:
+      UserError: a file belongs to another user, whose jobs are not known here, or cannot be removed.
+    """
+    for path in folder.iterdir():
+        match = NUMBERED.fullmatch(path.name)
+        if match and match[1] not in states:
+            if path.stat().st_uid != os.getuid():
+                raise UserError(f"{path} belongs to another user: choose another --sweep_dir")
+            try:
+                path.unlink()
+            except OSError as error:
+                raise UserError(f"cannot remove {path}, which no job needs ({error.strerror})") from None
 
 
 def _states() -> dict[str, str]:
@@ -228,7 +256,8 @@ def _states() -> dict[str, str]:
         raise _no_slurm() from None
     except subprocess.CalledProcessError as error:
         raise UserError(f"Slurm does not answer: {' '.join(error.stderr.split())}") from None
-    return {job: state for job, state in map(str.split, done.stdout.splitlines())}
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {words[0]: words[1] for words in lines if len(words) >= 2}
 
 
 def _no_slurm() -> UserError:
@@ -293,24 +322,52 @@ def _report(job: str, state: str | None, runs: Sequence[PlannedRun], folder: Pat
 
 
 def _result(job: str, folder: Path) -> int | None:
-    """The exit code of `train_in_job`, or None if it was stopped."""
-    submitit = _submitit()
-    ended = submitit.SlurmJob(folder=folder, job_id=job)
-    with contextlib.suppress(submitit.core.utils.FailedJobError):
-        if ended.paths.result_pickle.exists():
-            return ended.result()
-    return None
+    """The exit code of `train_in_job`, or None if it was stopped.
+
+    Raises:
+      UserError: the file with the code is not as `train_in_job` writes it.
+    """
+    path = _code_file(job, folder)
+    try:
+        text = "" if path.is_symlink() or path.stat().st_size > 4 else untrusted.read_text(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        text = ""
+    if not CODE.fullmatch(text):
+        raise UserError(f"{path} holds no exit code: remove it, and the same command continues")
+    return int(text)
+
+
+def _code_file(job: str, folder: Path) -> Path:
+    return folder / f"{job}_code.txt"
 
 
 # --- In a job --------------------------------------------------------------------------------------------------------
 
 
-def train_in_job(described: Sequence[tuple[list[str], str]]) -> int:
-    """Train the runs of a job and return the exit code, as a sweep on this node does. They resume if they can.
+def train_in_job(described: Sequence[tuple[list[str], str]], folder: str) -> int:
+    """Train the runs of a job, and write and return the exit code of a sweep on this node. They resume if they can.
+
+    The code is text: reading submitit's own file of results would execute what another person has put there.
 
     Args:
       described: the flags and the folder of each run.
+      folder: the folder of the jobs.
     """
+    code = _train_in_job(described)
+    with files.atomic_write(_code_file(_this_job(), Path(folder))) as path:
+        path.write_text(f"{code}\n", encoding="utf-8")
+    return code
+
+
+def _this_job() -> str:
+    """The id of the job of this process, as squeue shows it."""
+    array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ["SLURM_JOB_ID"]
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
+
+
+def _train_in_job(described: Sequence[tuple[list[str], str]]) -> int:
     near_limit = []
 
     def stop(number: int, frame: Any) -> None:
@@ -333,7 +390,7 @@ def train_in_job(described: Sequence[tuple[list[str], str]]) -> int:
             subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
         elif near_limit:
             print("fedjax-mr: no round was saved within the time limit: set a longer --slurm_time", flush=True)
-        raise SystemExit(stopped.exit_code) from None  # submitit keeps no result
+        raise SystemExit(stopped.exit_code) from None  # without a result
 
 
 def _rounds(runs: Sequence[PlannedRun]) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import sweep
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_round
@@ -121,7 +122,7 @@ def test_the_same_command_does_not_submit_what_is_in_the_queue(commands, capsys)
 def test_a_job_that_has_just_ended_does_not_stand_for_the_rounds_that_its_run_got_since(commands):
     assert main([*ON_SLURM, "--nowait"]) == 0
     commands(squeue="echo 7 COMPLETING")
-    Path("runs/slurm/7_0_result.pkl").write_bytes(pickle.dumps(("success", 0)))
+    Path("runs/slurm/7_code.txt").write_text("0\n")
     assert main([*ON_SLURM, "--nowait"]) == 0
     assert len(commands.logged("sbatch")) == 2
 
@@ -133,7 +134,7 @@ def test_the_exit_code_and_the_last_words_of_a_run_come_back(commands, capsys):
     log_of(run).write_text("fedjax-mr: no file absent.npz\n")
 
     def end(seconds):
-        Path("runs/slurm/7_0_result.pkl").write_bytes(pickle.dumps(("success", 2)))
+        Path("runs/slurm/7_code.txt").write_text("2\n")
 
     commands.during_sleep(end)
     assert main(ON_SLURM) == 2
@@ -213,12 +214,95 @@ def test_a_job_near_its_time_limit_returns_to_the_queue_if_it_made_progress(save
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGUSR2)}
     try:
         with pytest.raises(SystemExit) as ended:
-            slurm.train_in_job([(configuration.to_flags(run.config), str(run.folder))])
+            slurm.train_in_job([(configuration.to_flags(run.config), str(run.folder))], "runs/slurm")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert ended.value.code == 143
     assert commands.logged("scontrol") == requeued
+
+
+@pytest.mark.parametrize(("array", "job"), [({}, "12"), ({"ARRAY_JOB_ID": "11", "ARRAY_TASK_ID": "4"}, "11_4")])
+def test_a_job_writes_its_exit_code_as_text_under_the_id_that_squeue_shows(array, job, monkeypatch):
+    for name, value in ({"JOB_ID": "12"} | array).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(slurm, "_train_in_job", lambda described: 3)
+    Path("slurm").mkdir()
+    assert slurm.train_in_job([], "slurm") == 3
+    assert [path.name for path in Path("slurm").iterdir()] == [f"{job}_code.txt"]
+    assert slurm._result(job, Path("slurm")) == 3
+
+
+# --- A folder from another person ------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickling it creates a file."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("executed"),))
+
+
+@pytest.fixture
+def foreign(commands):
+    """A sweep folder with a run that another person has submitted as job 7, which this user's Slurm knows, too."""
+    assert main([*ON_SLURM, "--nowait"]) == 0
+    commands(squeue="echo 7 RUNNING; echo; echo 8", sbatch="echo Submitted batch job 9")
+    return Path("runs/slurm")
+
+
+def test_nothing_in_a_foreign_folder_is_unpickled(foreign, commands):
+    bomb = pickle.dumps(Bomb())
+    for name in ("7_0_result.pkl", "9_0_result.pkl", "9_submitted.pkl", "11_3_submitted.pkl"):
+        (foreign / name).write_bytes(bomb)
+    assert slurm._result("7", foreign) is None and slurm._result("9", foreign) is None
+    assert main([*ON_SLURM, "--nowait", "--seeds=0:2"]) == 0
+    assert not Path("executed").exists()
+    assert (foreign / "7_0_result.pkl").exists()  # of a job that Slurm knows
+    # A job that starts at once would execute a submission that has its number before submitit writes the real one.
+    left = [path for path in foreign.glob("*.pkl") if path.read_bytes() == bomb]
+    assert [path.name for path in left] == ["7_0_result.pkl"]
+
+
+def test_a_result_older_than_the_submission_does_not_count(foreign, commands):
+    (foreign / "9_code.txt").write_text("0\n")
+    assert main([*ON_SLURM, "--nowait", "--seeds=0:2"]) == 0
+    assert slurm._result("9", foreign) is None
+
+
+@pytest.mark.parametrize("content", ["", "x\n", "-1\n", "1234\n", "0\n0\n", b"\xff\n", None], ids=repr)
+def test_an_exit_code_of_another_form_is_one_line(content, tmp_path):
+    path = tmp_path / "7_code.txt"
+    if content is None:
+        (tmp_path / "elsewhere").write_text("0\n")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=r"7_code\.txt holds no exit code"):
+        slurm._result("7", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "jobs", ["[1, 2]", '{"run": "../7"}', '{"run": 7}', '{"run": "7_0_result.pkl"}', "null", "[" * 100_000], ids=len
+)
+def test_jobs_of_another_form_are_one_line(jobs, tmp_path):
+    (tmp_path / "jobs.json").write_text(jobs)
+    with pytest.raises(UserError, match=r"jobs.json is damaged \(.*\): remove the file"):
+        slurm._read_jobs(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["9_0_log.out", "jobs.json", "."])
+def test_links_in_the_folder_of_the_jobs_are_refused(name, foreign, capsys):
+    path = foreign / name
+    if path.exists():
+        path.rename("elsewhere")
+    path = Path(os.path.normpath(path))
+    path.symlink_to(Path("elsewhere").absolute())
+    capsys.readouterr()
+    assert main([*ON_SLURM, "--nowait", "--seeds=0:2"]) == 2
+    shown = capsys.readouterr().err
+    assert "is a symbolic link" in shown and shown.count("\n") == 1
+    assert len(list(Path("bin").glob("log"))) == 1
 
 
 # --- With a real Slurm -----------------------------------------------------------------------------------------------
