@@ -2,7 +2,8 @@
 
 Zhang, Li, Li, Xu, Wu, Ding, Wu: Federated Learning with Label Distribution Skew via Logits Calibration, ICML 2022. In
 the cross-entropy of a client with n_c samples of class c, the logit of c is lowered by tau n_c^(-1/4). Classes without
-samples are excluded from the softmax. Tests use the uncalibrated logits.
+samples are excluded from the softmax. Tests use the uncalibrated logits. An attacker that trains on changed labels can
+have a sample of such a class. The class is then part of that sample's softmax, with the margin of one sample.
 
 Deviation from the paper, as in the ports of FedDecorr and FedGuCci (the authors released no code): the softmax is over
 all classes, where the paper's denominator omits the term of the label. Ports that write the margin of absent classes as
@@ -40,6 +41,12 @@ def margins(counts: jax.Array, tau: float) -> jax.Array:
     return jnp.where(counts > 0, of_present, ABSENT_MARGIN)
 
 
+def calibrated(logits: jax.Array, labels: jax.Array, *, margin: jax.Array, tau: float) -> jax.Array:
+    """Logits [B, C] less the margins [C] of a client. A label's own margin is at most ``tau``, so no loss is huge."""
+    own = jnp.arange(logits.shape[-1], dtype=labels.dtype)[None] == labels[:, None]
+    return logits - jnp.where(own, jnp.minimum(margin, tau)[None], margin[None])
+
+
 def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build FedLC."""
     network = problem.model
@@ -49,7 +56,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits - margin[None, :], batch.y)
+            lowered = calibrated(logits, batch.y, margin=margin, tau=hyper.tau)
+            losses = optax.softmax_cross_entropy_with_integer_labels(lowered, batch.y)
             return local.masked_mean(losses, batch.mask), state
 
         return local.train(network, problem.local, received, data, key, loss=loss)

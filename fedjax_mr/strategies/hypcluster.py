@@ -61,13 +61,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         if farthest:  # clusters from ``round`` on still hold the common initialisation
             fit = jnp.where(numbers < round, fit, jnp.inf)
             chosen = jnp.where(round < count, round, jnp.argmin(fit))
-            upload = {"loss": jnp.min(fit)}
+            upload = {"loss": jnp.where(round > 0, jnp.min(fit), 0.0)}  # finite, because links and servers demand it
         model, metrics = local.train(problem.model, problem.local, trees.take(models, chosen), data, key)
         return upload | {"model": model, "cluster": chosen.astype(jnp.int32)}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
         weights = cohort.sizes
-        if farthest:  # in the first round all losses are inf; argmax takes row 0, which is a random client
+        if farthest:  # in the first round all losses are 0; argmax takes row 0, which is a random client
             worst = jnp.arange(problem.cohort_size) == jnp.argmax(uploads["loss"])
             weights = jnp.where(round < count, worst.astype(weights.dtype), weights)
         members = uploads["cluster"][None, :] == numbers[:, None]  # [k, K]

@@ -12,7 +12,8 @@ sample and p_y the server's prototype of its class. Classes without a prototype 
 representations of the same width d. There is no global model. The personal model of a client is its network with its
 own head (``evaluate=head``) or with a head that predicts the class of the nearest prototype (``evaluate=prototypes``).
 The latter is a dense layer with columns 2 p_c and biases -|p_c|^2. Its loss in the metrics is that of the softmax of
-the negative squared distances.
+the negative squared distances. There, a class without a prototype counts as more distant than the mean prototype:
+without any bound, one test sample of such a class would decide the mean loss.
 
 The server of FedTGP takes SGD steps on -log(exp(-|p - g_y| - margin) / (exp(-|p - g_y| - margin) + sum over the other
 classes c of exp(-|p - g_c|))), where p is a client's prototype of class y and g are the outputs of its network. The
@@ -61,8 +62,6 @@ from fedjax_mr.models import Model, Variables, layers
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_start, to_all
 from fedjax_mr.strategies.fedgh import class_means, representation_width
 from fedjax_mr.strategies.hyper import field
-
-NO_PROTOTYPE = -1e9  # logit of a class without a prototype
 
 
 def own_model(default: str, source: str) -> Any:
@@ -181,11 +180,15 @@ def weighted_means(means: jax.Array, weights: jax.Array) -> jax.Array:
 def with_nearest(network: Model, variables: Variables, prototypes: jax.Array, known: jax.Array) -> Variables:
     """Replace the head by one whose largest logit belongs to the nearest prototype.
 
-    The logits are |z|^2 minus the squared distances, so their softmax is that of the negative squared distances.
+    The logits are |z|^2 minus the squared distances, so their softmax is that of the negative squared distances. The
+    logit of a class without a prototype is the mean logit of the other classes minus 1. So such a class is never
+    predicted, and its cross-entropy is finite.
     """
+    kernel, bias = 2 * prototypes.T, -jnp.sum(jnp.square(prototypes), axis=1)
+    shares = known.astype(jnp.float32) / jnp.maximum(jnp.sum(known.astype(jnp.float32)), 1.0)
     head = {
-        "kernel": 2 * prototypes.T,
-        "bias": jnp.where(known, -jnp.sum(jnp.square(prototypes), axis=1), NO_PROTOTYPE),
+        "kernel": jnp.where(known[None], kernel, (kernel @ shares)[:, None]),
+        "bias": jnp.where(known, bias, bias @ shares - 1.0),
     }
 
     def replace(number: int, member: Model, own: Variables) -> Variables:

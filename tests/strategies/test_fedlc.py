@@ -46,6 +46,16 @@ def test_margins_are_alike_where_counts_are_and_absent_classes_leave_at_every_ta
         assert shares[2] == 0 and np.isfinite(log_total) and shares.sum() == pytest.approx(1)
 
 
+def test_a_flipped_label_of_an_absent_class_costs_a_usual_loss():
+    """Two samples of a client without class 2; an attack has changed the second label to 2."""
+    logits, labels = jnp.array([[1.0, 2.0, 3.0]] * 2), jnp.array([0, 2])
+    margin = fedlc.margins(jnp.array([16, 1, 0]), 0.8)
+    lowered = np.asarray(fedlc.calibrated(logits, labels, margin=margin, tau=0.8))
+    np.testing.assert_allclose(lowered[:, :2], [[1 - 0.4, 2 - 0.8]] * 2, rtol=1e-6)
+    assert lowered[0, 2] < -1e20  # excluded from the softmax of the other sample
+    assert lowered[1, 2] == pytest.approx(3 - 0.8)  # the margin of one sample
+
+
 @pytest.mark.slow
 def test_with_equal_counts_it_is_fedavg(federation, close):
     """A shift of all logits changes nothing."""

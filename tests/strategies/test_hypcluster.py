@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.strategies import hypcluster
 from fedjax_mr.strategies.base import Cohort, Models
@@ -97,6 +98,19 @@ def test_farthest_first_opens_one_cluster_in_each_of_the_first_rounds(transcript
         opened = one_round(by_hand, opened, clients)
         for number, model in enumerate(opened):
             by_hand.check(trees.take(by_hand.progress.server.models, number), model)
+
+
+def test_farthest_first_sends_a_finite_loss_in_the_first_round(federation, monkeypatch):
+    """No cluster exists yet. Links add up and clip what clients send, and a server of real clients refuses infinity."""
+    problem, one = federation("linear").problem, np.float32(1)
+    monkeypatch.setattr(local, "score", lambda model, number, data, batch_size: local.Score(one, number, one))
+    monkeypatch.setattr(local, "train", lambda model, setting, variables, data, key: (variables, None))
+    strategy = hypcluster.build(Hyper(clusters=3, start="farthest"), problem)
+    payload = {"models": np.array([5, 4, 3], np.float32)}
+    with jax.disable_jit():
+        sent = [strategy.client_update(payload, None, None, jnp.int32(round), None)[0] for round in range(4)]
+    assert [float(each["loss"]) for each in sent] == [0, 5, 4, 3]  # the best of the clusters that exist
+    assert [int(each["cluster"]) for each in sent] == [0, 1, 2, 2]
 
 
 def test_a_clients_own_model_is_the_one_that_fits_its_training_samples_best(transcription):

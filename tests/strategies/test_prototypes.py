@@ -141,6 +141,17 @@ def test_the_answer_is_the_nearest_prototypes_class(federation):
         assert int(architecture) == number
 
 
+def test_a_class_without_a_prototype_is_never_predicted_and_has_a_finite_loss(federation):
+    """Prototypes at 1 on the first two axes; class 1 has none. Logits are 2 p z - |p|^2, and their mean minus 1."""
+    model, axes = federation("linear").problem.model, np.eye(CLASSES, 16, dtype=np.float32)
+    variables = {"params": {"classifier": {"dense": {"kernel": np.ones((16, 3)), "bias": np.ones(3)}}}}
+    targets, known = axes[[0, 2, 1]] * np.array([[1], [100], [1]], np.float32), np.array([True, False, True])
+    answering = prototypes.with_nearest(model, variables, targets, known)
+    head = answering["params"]["classifier"]["dense"]
+    logits = np.array([[0, 0, 0], [2, 0, 0]]) @ np.asarray(head["kernel"])[:3] + np.asarray(head["bias"])
+    np.testing.assert_allclose(logits, [[-1, -2, -1], [3, 0, -1]])
+
+
 def test_what_is_sent_are_the_prototypes_of_classes_that_there_are(federation):
     problem = federation("perceptron").problem
     state = State(np.zeros((CLASSES, 5), np.float32), np.array([True, False, True]))
