@@ -1,10 +1,13 @@
 """Texts as token numbers, token 0 for padding: by the tokenizer of a pretrained network, or by hashed words.
 
 Without a tokenizer, the number of a word is a hash of it (feature hashing: Weinberger et al., ICML 2009), so that no
-vocabulary is made from the clients' texts and new texts need no file. Different words may share a number.
+vocabulary is made from the clients' texts and new texts need no file. Different words may share a number. Texts are
+brought to Unicode's form NFC first, so that two spellings of the same letter have one number.
 """
 
+import functools
 import re
+import unicodedata
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +19,17 @@ from fedjax_mr.errors import UserError
 
 TOKENIZER = "tokenizer.json"
 WORDS = 8192  # numbers of hashed words, with that of padding
-_WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
+WORD_RULES = 2  # to be incremented if `words` changes; the names of cached texts contain it
+
+# Scripts that are written without spaces between words: Han, Hiragana, Katakana, Thai, Lao, Khmer and Myanmar.
+_UNSPACED = (
+    "\u2e80-\u2fdf\u3005\u3007\u3021-\u3029\u3038-\u303b\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
+    "\u3041-\u309f\u30a0-\u30ff\u31f0-\u31ff\uff66-\uff9f\U0001aff0-\U0001b16f"
+    "\u0e00-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\ua9e0-\ua9ff\uaa60-\uaa7f"
+)
+_WITH_MARKS = (range(0x300, 0x20000), range(0xE0100, 0xE01F0))  # the other planes have no combining marks
+_ASCII = re.compile(r"\w+(?:'\w+)*|[^\w\s]")
+_JOINERS = "\u200c\u200d"  # characters of width zero inside Persian and Indic words
 
 
 def encode(texts: Sequence[str], *, length: int = 48, tokenizer: str | None = None) -> tuple[np.ndarray, int]:
@@ -42,13 +55,37 @@ def encode(texts: Sequence[str], *, length: int = 48, tokenizer: str | None = No
     texts = [text.encode(errors="replace").decode() for text in texts]
     x = np.zeros((len(texts), length), np.int32)
     if tokenizer is None:
-        rows, vocabulary = [[hashed(word) for word in _WORD.findall(text.lower())] for text in texts], WORDS
+        rows, vocabulary = [[hashed(word) for word in words(text)] for text in texts], WORDS
     else:
         encoder = _tokenizer(Path(tokenizer), length)
         rows, vocabulary = [each.ids for each in encoder.encode_batch(texts)], encoder.get_vocab_size()
     for numbers, row in zip(x, rows, strict=True):
         numbers[: min(len(row), length)] = row[:length]
     return x, vocabulary
+
+
+def words(text: str) -> list[str]:
+    """Split a text into its words in lower case and its other characters.
+
+    Combining marks belong to the letter before them. Scripts without spaces between words are split into letters.
+    """
+    if text.isascii():  # the larger pattern finds the same words, more slowly
+        return _ASCII.findall(text.lower())
+    return _pattern().findall(unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).lower()))
+
+
+@functools.cache
+def _pattern() -> re.Pattern[str]:
+    """A letter of a script without spaces, a word of another script, or another character.
+
+    The pattern lists the combining marks, because Python's pattern of a letter leaves them out.
+    """
+    marks = [code for codes in _WITH_MARKS for code in codes if unicodedata.category(chr(code)).startswith("M")]
+    starts = [code for before, code in zip([-1, *marks], marks, strict=False) if code != before + 1]
+    ends = [code for code, after in zip(marks, [*marks[1:], -1], strict=True) if after != code + 1]
+    mark = "".join(f"{chr(first)}-{chr(last)}" for first, last in zip(starts, ends, strict=True))
+    part = rf"(?![{_UNSPACED}])\w(?:(?![{_UNSPACED}])[\w{mark}{_JOINERS}])*"
+    return re.compile(rf"[{_UNSPACED}][{mark}]*|{part}(?:['\u2019]{part})*|[^\w\s]")
 
 
 def hashed(word: str) -> int:

@@ -1,12 +1,15 @@
 """Texts: tokens, the sentences of vaderSentiment, JSON Lines, folders of datasets, and partitions by domain."""
 
+# ruff: noqa: RUF001 (letters of other scripts that look like Latin ones)
 import dataclasses
 import errno
 import gzip
 import io
 import json
 import os
+import re
 import tarfile
+import unicodedata
 
 import numpy as np
 import pytest
@@ -149,6 +152,36 @@ def test_words_are_hashed():
     assert not x[1].any() and x[2].all() and x.max() < count
 
 
+@pytest.mark.parametrize(
+    ("sentence", "expected"),
+    [
+        ("हिन्दी में किताब", ["हिन्दी", "में", "किताब"]),
+        ("தமிழ் மொழி!", ["தமிழ்", "மொழி", "!"]),
+        ("كِتَابٌ جميل", ["كِتَابٌ", "جميل"]),
+        ("می\u200cخواهم", ["می\u200cخواهم"]),
+        ("한국어 문장", ["한국어", "문장"]),
+        ("今天很好。abc 2020年", [*"今天很好。", "abc", "2020", "年"]),
+        ("ひらカナー", [*"ひらカナー"]),
+        ("ดีมาก", ["ดี", *"มาก"]),
+        ("ດີ ខ្មែរ မြန်", ["ດີ", "ខ្", "មែ", "រ", "မြ", "န်"]),
+        ("It’s o'clock, cafe\u0301 İs x_1 ❤!", ["it’s", "o'clock", ",", "café", "i\u0307s", "x_1", "❤", "!"]),
+    ],
+)
+def test_words_of_every_script_are_whole(sentence, expected):
+    """Marks stay with their letter; scripts without spaces are split into letters; NFC and NFD are the same."""
+    assert tokens.words(sentence) == expected
+    for form in ("NFC", "NFD"):
+        assert tokens.words(unicodedata.normalize(form, sentence)) == expected
+
+
+def test_words_of_latin_texts_stay_as_recorded():
+    """Kept results depend on them."""
+    recorded = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
+    letters = "".join(chr(code) for code in range(0x180) if chr(code) != "İ")
+    for sentence in (*letters, letters, "a".join(letters), "Naïve café's ’twas #1 -- o’Neil_2’s 'x' 50% €3.5…"):
+        assert tokens.words(sentence) == recorded.findall(sentence.lower())
+
+
 def test_half_of_an_emoji_is_a_question_mark(tmp_path):
     x, _ = tokens.encode(["cut \ud83d off", "cut ? off"])
     np.testing.assert_array_equal(x[0], x[1])
@@ -221,7 +254,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capl
     path = write(tmp_path / "mine.jsonl", rows())
     monkeypatch.setattr(os, "fsync", full)
     assert len(data.load(path).y) == 10 and not list(cache_folder.iterdir())
-    assert "the next run decodes text-mine-48-words again" in caplog.text and "No space left on device" in caplog.text
+    assert "the next run decodes text-mine-48-words2 again" in caplog.text and "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable
     settings = {"tokenizer": request.tokenizer, "length": request.text_length}
     if request.tokenizer is not None and (file := Path(request.tokenizer) / tokens.TOKENIZER).is_file():
         sources = [*sources, file]
-    kind = f"text-{name}-{request.text_length}-{'words' if request.tokenizer is None else 'tokens'}"
+    unit = f"words{tokens.WORD_RULES}" if request.tokenizer is None else "tokens"
+    kind = f"text-{name}-{request.text_length}-{unit}"
 
     def build() -> dict[str, Any]:
         dataset = from_texts(**read(), **settings, name=name)
