@@ -28,7 +28,7 @@ from fedjax_mr.strategies import STRATEGIES, Row, by_group
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
 # All modules may import these. These import only each other.
-FREE = {"errors", "registry", "trees", "untrusted"}
+FREE = {"errors", "keys", "registry", "trees", "untrusted"}
 
 # The library is pure; the laboratory (the command `main`, `export` and the rooms below) uses it, and never the reverse.
 LIBRARY = {
@@ -136,6 +136,16 @@ def test_who_imports_whom():
         wrong = {each for each in used(tree) if not within(each, allowed) and each != name}
         wrong_by_name[name] = wrong
     assert not {name: wrong for name, wrong in wrong_by_name.items() if wrong}
+
+
+def test_keys_are_made_in_one_module_which_fixes_their_kind():
+    """Otherwise JAX_DEFAULT_PRNG_IMPL would change the numbers of a run."""
+    makes = re.compile(r"(key|PRNGKey|wrap_key_data)")
+    for name, tree in modules():
+        for node in ast.walk(tree) if name != "keys" else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("jax.random."):
+                fixed = any(word.arg == "impl" for word in node.keywords)
+                assert fixed or not makes.fullmatch(node.func.attr), f"{name}:{node.lineno}: use fedjax_mr.keys"
 
 
 def test_no_import_goes_round_in_a_circle():

@@ -23,6 +23,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.keys import random_key
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.base import unit_permutations
 
@@ -70,7 +71,7 @@ def replay(run: runs.RunRecord, *, last: int, back: int, data_dir: str | None = 
     origins = np.tile(np.arange(count), (len(units), 1))
     history = [origins]
     for round in range(last - 1, max(hyper.stage1_rounds, last - back) - 1, -1):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), SERVER), round)
+        key = jax.random.fold_in(jax.random.fold_in(random_key(config.seed), SERVER), round)
         permutations = np.asarray(unit_permutations(key, len(units), count))
         origins = np.take_along_axis(permutations, origins, axis=1)
         history.append(origins)

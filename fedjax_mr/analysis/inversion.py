@@ -20,6 +20,7 @@ import scipy.optimize
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import Samples
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
 
 TOTAL_VARIATION = 0.1  # weight, for brightnesses in 0..1
@@ -56,7 +57,7 @@ def gradient(model: Model, variables: Variables, x: jax.Array, y: jax.Array) -> 
     params, state = local.trained_and_state(variables)
     batch = local.Batch(x, y, jnp.ones(y.shape, jnp.float32))
     loss = local.cross_entropy(model)
-    return jax.grad(lambda params: loss(params, state, batch, jax.random.key(0))[0])(params)
+    return jax.grad(lambda params: loss(params, state, batch, random_key(0))[0])(params)
 
 
 def cosine(a: trees.Params, b: trees.Params, weights: trees.Params) -> jax.Array:

@@ -33,6 +33,7 @@ from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
 
 SHARPNESS = "sharpness.json"  # results by `configuration.portable_name` of the run
@@ -97,7 +98,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], fo
             raise UserError(f"{run.path}: {run.config.strategy} deploys no model")
         part = draw(trained, of=arguments.of, count=arguments.samples, seed=arguments.seed)
         around = Around(trained.model, jax.tree.map(jnp.asarray, trained.deployed), part)
-        key = jax.random.key(arguments.seed)
+        key = random_key(arguments.seed)
         directions = [around.direction(jax.random.fold_in(key, number)) for number in range(arguments.dimensions)]
         points = grid.reshape(-1, arguments.dimensions)
         with tqdm(total=len(points), desc=run.name, unit="point", leave=False, disable=None) as bar:

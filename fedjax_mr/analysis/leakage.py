@@ -66,6 +66,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import REAL_CLIENTS, require_same_data
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import Payload
 
@@ -416,7 +417,7 @@ def invert(
     facts, dataset = [], federated.dataset
     low, high = (0.0, 255.0) if dataset.x.dtype == np.uint8 else (float(dataset.x.min()), float(dataset.x.max()))
     pixels = inversion.Pixels.of(normalised(dataset, dataset.x[:1], dataset.y[:1]), low, high)
-    variables = rounds.deployed(progress) if start == "deployed" else jax.jit(model.init)(jax.random.key(seed))
+    variables = rounds.deployed(progress) if start == "deployed" else jax.jit(model.init)(random_key(seed))
     params, clients = variables["params"], config.cohort
     choices = {"all": inversion.all_tensors(params), "largest": inversion.largest_tensor(params)}
     pictures: dict[str, np.ndarray] = {}
@@ -440,7 +441,7 @@ def invert(
             for name, weights in choices.items():
                 near = np.asarray(_cosines(change, gradients, weights))  # [V, K]
                 sources = near.argmax(axis=1)
-                images, _ = attack(variables, change, labels[sources], weights, jax.random.key(seed))
+                images, _ = attack(variables, change, labels[sources], weights, random_key(seed))
                 images = np.asarray(images)
                 pairs = list(zip(images, sources, strict=True))
                 values = [inversion.best_psnr(each, true[source]) for each, source in pairs]

@@ -18,6 +18,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import read_info
+from fedjax_mr.keys import random_key
 from fedjax_mr.strategies.pfedhr import strategy as pfedhr
 from fedjax_mr.strategies.pfedhr.strategy import Account
 
@@ -104,7 +105,7 @@ def measured(rebuilt: runs.Rebuilt, state: pfedhr.State) -> list[tuple[str, str]
     take = lambda row: jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.models)
     networks = [pfedhr.client_blocks(problem.model, take(row), owner=row) for row in rows]
     for _ in range(2):
-        seconds = reassembler.reassemble(networks, networks, jax.random.key(0)).seconds
+        seconds = reassembler.reassemble(networks, networks, random_key(0)).seconds
     lines = [(step, f"{value:.2f}") for step, value in seconds.items()]
     return [
         *lines,

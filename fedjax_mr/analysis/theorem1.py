@@ -46,6 +46,7 @@ from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.samples import Samples
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 
@@ -242,7 +243,7 @@ def rounds_of(name: str, problem: Convex, known: Constants, *, seed: int) -> Rou
     split = Split.of(np.split(np.arange(len(x)), clients))
     axis = client_axis(devices=1, lanes=clients, cohort_size=clients)
     federation = Federation(pool, split.index, split.offsets)
-    return Rounds(RunConstants(jax.tree_util.Partial(build), federated, federation, jax.random.key(seed)), axis)
+    return Rounds(RunConstants(jax.tree_util.Partial(build), federated, federation, random_key(seed)), axis)
 
 
 class History(NamedTuple):

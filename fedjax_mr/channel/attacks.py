@@ -46,6 +46,7 @@ from fedjax_mr.channel.base import Context, Link, Values
 from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData, backdoored
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.keys import random_key
 from fedjax_mr.strategies.base import Info, Problem
 from fedjax_mr.strategies.hyper import require
 
@@ -193,7 +194,7 @@ trained, but on changed data."""
 
 
 def _key(seed: jax.Array | int) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), ATTACKERS)
+    return jax.random.fold_in(random_key(seed), ATTACKERS)
 
 
 def _some_rows(data: ClientData, share: jax.Array, key: jax.Array, max_size: int) -> jax.Array:

@@ -34,6 +34,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData, Samples, one_client
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.strategies import base
 from fedjax_mr.strategies.base import Cohort, Info, LayerExchange, Memory, Payload, Problem, Strategy, Traffic
 
@@ -382,14 +383,14 @@ def payload_shapes(strategy: Strategy, problem: Problem) -> Payload:
 
 
 def _first_payload(strategy: Strategy, problem: Problem) -> Payload:
-    key = jax.random.key(0)
+    key = random_key(0)
     cohort = Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
     return jax.tree.map(lambda leaf: leaf[0], strategy.dispatch(strategy.init(key), cohort, key))
 
 
 def upload_shapes(strategy: Strategy, problem: Problem) -> Payload:
     """The shapes of ONE client's upload. Nothing is computed."""
-    model, key = problem.model, jax.random.key(0)
+    model, key = problem.model, random_key(0)
     samples = Samples(
         jnp.zeros((1, *model.input_shape), model.input_dtype), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)
     )

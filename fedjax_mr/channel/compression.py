@@ -57,6 +57,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Sent, Values, joined, split
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.keys import random_key
 from fedjax_mr.strategies.base import Memory, Payload, Problem, Strategy
 
 KINDS = ("none", "qsgd", "int8", "sign", "topk", "randk")
@@ -175,7 +176,7 @@ def _ef21(codec_of: "CodecOf", problem: Problem) -> dict[str, Any]:
     """Members of the link with EF21. The server's state is g."""
 
     def shapes() -> Values:
-        return {"model": jax.eval_shape(problem.model.init, jax.random.key(0))["params"]}
+        return {"model": jax.eval_shape(problem.model.init, random_key(0))["params"]}
 
     def client(values: Values, reference: Values, memory: Memory, context: Context) -> Sent:
         # An increment, such as that of a control variate, must not be repeated while its client is absent.
@@ -345,7 +346,7 @@ def randk(size: int, kept: int) -> Codec:
     def positions(seed: jax.Array) -> jax.Array:
         # As floats, because on CPU top_k avoids a full sort only for them. The smallest words are exact enough: equal
         # ones, of which the first is taken, are rare.
-        words = jax.random.bits(jax.random.key(seed), (size,)).astype(jnp.float32)
+        words = jax.random.bits(random_key(seed), (size,)).astype(jnp.float32)
         return jax.lax.top_k(-words, kept)[1]
 
     def encode(x: jax.Array, key: jax.Array) -> Numbers:

@@ -25,6 +25,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel import base
 from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic
 from fedjax_mr.strategies.hyper import require
 
@@ -342,7 +343,7 @@ class _Shapes:
         ids = jax.ShapeDtypeStruct((problem.cohort_size,), jnp.int32)
         sizes = jax.ShapeDtypeStruct(ids.shape, problem.sizes.dtype)
         self.cohort = jax.eval_shape(Cohort, ids, sizes)
-        self.key = jax.eval_shape(lambda: jax.random.key(0))
+        self.key = jax.eval_shape(lambda: random_key(0))
         self.round = jax.ShapeDtypeStruct((), jnp.int32)
         self.state = jax.eval_shape(strategy.init, self.key)
         self.uploads = jax.tree.map(
@@ -385,7 +386,7 @@ class _Shapes:
         Some methods average in their first rounds only, so this examines the rounds `PROBED`, one after the other: each
         starts from the state that the one before has left.
         """
-        count, problem, key = self.problem.cohort_size, self.problem, jax.random.key(0)
+        count, problem, key = self.problem.cohort_size, self.problem, random_key(0)
         cohort = Cohort(jnp.arange(count, dtype=jnp.int32), problem.sizes[:count])
 
         values, others = base.split(self.uploads)

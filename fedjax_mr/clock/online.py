@@ -24,6 +24,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import upload_shapes
 from fedjax_mr.clock.asynchronous import VERSION, Keys, client_of_version
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.strategies import base
 from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic
 
@@ -70,7 +71,7 @@ def online(build: Callable[[Problem], Strategy], problem: Problem, seconds: Any,
     def clients(state: State) -> jax.Array:
         """The client of each job [M]."""
         assert inner.select is not None
-        return inner.select(state.inner, jax.random.key(0)).ids
+        return inner.select(state.inner, random_key(0)).ids
 
     def due(state: State) -> tuple[jax.Array, jax.Array]:
         """The model that returns next, and the seconds until then. In a tie the older job comes first."""

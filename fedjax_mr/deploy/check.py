@@ -33,6 +33,7 @@ from fedjax_mr.deploy.samples import ClientSamples, ServerSamples
 from fedjax_mr.deploy.server import check_deployable
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.keys import random_key
 from fedjax_mr.secure.envelopes import Identity, read_roster
 
 FLOWER = (1, 41)
@@ -410,7 +411,7 @@ def channel(folder: str, own_code: str = "") -> Iterator[str]:
     for flag, kind in (("compress", config.compress), ("compress_download", config.compress_download)):
         ratio, levels = config.compress_ratio, config.compress_levels
         if kind != "none" and (codec := compression.make_codec(kind, _TENSOR, ratio=ratio, levels=levels)):
-            sent = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((_TENSOR,), np.float32), jax.random.key(0))
+            sent = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((_TENSOR,), np.float32), random_key(0))
             sizes = f"{trees.num_bytes(sent):,} bytes, not {4 * _TENSOR:,}"
             yield f"--{flag}={kind}: a tensor of {_TENSOR:,} numbers is sent as {sizes}"
     if config.dp_clip is not None:

@@ -41,6 +41,7 @@ from fedjax_mr.experiment.architectures import architectures as architectures_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import local_setting, strategy_of
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.keys import key_from_data, random_key
 from fedjax_mr.models import Model
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy
 from fedjax_mr.strategies.hyper import HIGHEST, LARGEST_INT32
@@ -280,7 +281,7 @@ class Client:
 
     def _key(self, message: Message) -> jax.Array:
         record = wire.unpack(message.content.get("key", {}), {"key": _KEY}, who="the server's key")
-        return jax.random.wrap_key_data(jnp.asarray(record["key"]))
+        return key_from_data(jnp.asarray(record["key"]))
 
     def _secret_key(self, message: Message) -> jax.Array:
         """The key of a round with noise, from a secret of this client and all that the server has sent.
@@ -296,7 +297,7 @@ class Client:
             for each, value in sorted(record.items()):
                 array = np.asarray(value)
                 drawn.update(repr((name, each, array.dtype.str, array.shape)).encode() + array.tobytes())
-        return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(drawn.digest(), np.uint32)))
+        return key_from_data(jnp.asarray(np.frombuffer(drawn.digest(), np.uint32)))
 
     def _last(self, message: Message) -> int:
         return _number(message, "last", low=-1)
@@ -360,7 +361,7 @@ class CompiledClient:
 
     def part(self, problem: Problem) -> Any:
         """The shapes of the server's part of a client's own model."""
-        state = lambda problem: self.build(problem).init(jax.random.key(0))
+        state = lambda problem: self.build(problem).init(random_key(0))
         return self._shapes("part", lambda problem: part_of(self.build(problem), state(problem), 0), problem)
 
     def _shapes(self, name: str, function: Callable[[Problem], Any], problem: Problem) -> Any:
@@ -371,7 +372,7 @@ class CompiledClient:
 
 def _payload(strategy: Strategy, problem: Problem) -> Any:
     cohort = Cohort(jnp.arange(problem.cohort_size, dtype=jnp.int32), problem.sizes[: problem.cohort_size])
-    sent = dispatch(strategy, strategy.init(jax.random.key(0)), cohort, jax.random.key(0))
+    sent = dispatch(strategy, strategy.init(random_key(0)), cohort, random_key(0))
     return jax.tree.map(lambda leaf: leaf[0], sent)
 
 
@@ -414,6 +415,4 @@ def _built(
         architectures=architectures_of(config.architectures, len(config.networks), len(sizes), seed=config.seed),
         samples_on_device=False,
     )
-    return CompiledClient(
-        config, problem, facts.dataset(1), jax.random.wrap_key_data(jnp.array(memory_key, jnp.uint32))
-    )
+    return CompiledClient(config, problem, facts.dataset(1), key_from_data(jnp.array(memory_key, jnp.uint32)))

@@ -18,6 +18,7 @@ from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, consecutive
 from fedjax_mr.deploy.samples import ServerSamples, checked_samples
 from fedjax_mr.deploy.wire import Content
+from fedjax_mr.engine.devices import settings_of_numbers
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
@@ -191,11 +192,11 @@ def trusted_flags(flags: str, own_code: str) -> tuple[str, ...]:
 
 
 def agreement(config: Config, model: Model) -> dict[str, str]:
-    """Digests and versions that server and clients must share, by name: settings, network, packages."""
+    """What server and clients must share, by name: settings, network, packages, JAX's settings that change numbers."""
     network: list[Any] = [_layers(network) for network in model.networks]
     if model.frozen:  # each side has its own copy
         network.append(parts.digest(model.frozen))
-    return {"settings": digest(config), "network": _digest(network), **common_versions()}
+    return {"settings": digest(config), "network": _digest(network), **common_versions(), **settings_of_numbers()}
 
 
 def digest(config: Config) -> str:

@@ -37,6 +37,7 @@ from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.transport import Message, Messenger, NoReply
 from fedjax_mr.deploy.wire import Content, Record
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import key_from_data
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.secure import envelopes, messages
 from fedjax_mr.secure.envelopes import Identity, PublicKeys, read_roster
@@ -378,7 +379,7 @@ def _choices(
         return messages.RandomChoices(share)
     if kind != "simulated":
         raise UserError(f"choices={kind!r} in the node settings of client {party.client}: must be random or simulated")
-    keys = jax.random.split(jax.random.wrap_key_data(jnp.asarray(secret)), repetitions)
+    keys = jax.random.split(key_from_data(jnp.asarray(secret)), repetitions)
     clients, names = party.announcement.clients, tuple(name for name, _ in party.announcement.sizes)
     key = keys[min(step // 2, repetitions - 1)]  # in the last step nothing is drawn
     exchange = jax.device_get(draw(key, num_units=len(names), count=len(clients), share=share))

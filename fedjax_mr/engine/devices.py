@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,39 @@ LONG_TIMEOUTS = {  # in seconds, because devices with uneven work wait long for 
     "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "3600",
 }
+
+# JAX's global settings by which programs compute or draw other numbers, and the environment variables of their names.
+CHANGING_NUMBERS = (
+    "jax_threefry_partitionable", "jax_random_seed_offset", "jax_high_dynamic_range_gumbel",
+    "jax_default_matmul_precision", "jax_softmax_custom_jvp", "jax_use_direct_linearize", "jax_explicit_x64_dtypes",
+    "jax_disable_most_optimizations", "jax_optimization_level", "jax_exec_time_optimization_effort",
+)  # fmt: skip
+_LAYOUT = re.compile(r"--xla_(force_host_platform_device_count|dump_|\w+_timeout_seconds)")  # flags that change none
+
+
+def settings_of_numbers() -> dict[str, str]:
+    """The values of the settings of JAX that change numbers, as texts by name. The kind of keys is fixed in `keys`."""
+    # Another version of JAX may lack some. The attribute of `jax.config` also knows a surrounding context manager.
+    return {name: str(getattr(jax.config, name)) for name in CHANGING_NUMBERS if hasattr(jax.config, name)}
+
+
+def compiler_flags() -> str:
+    """The words of ``XLA_FLAGS`` that may change the last bits of numbers, in alphabetical order."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(sorted(word for word in words if not _LAYOUT.match(word)))
+
+
+def refuse_doubles() -> None:
+    """Refuse numbers of 64 bits.
+
+    Raises:
+      UserError: ``jax_enable_x64`` is on. Programs would have other numbers, and checkpoints other types.
+    """
+    if jax.config.jax_enable_x64:
+        raise UserError(
+            "JAX computes with 64 bits, but this package with 32: unset JAX_ENABLE_X64, or call "
+            'jax.config.update("jax_enable_x64", False) first'
+        )
 
 
 def usable_cores() -> int:
@@ -44,7 +78,11 @@ def set_up_jax(
       cohort_size: K. CPU devices beyond K would be idle.
       num_processes: number of processes that share the devices evenly.
       cache_dir: folder of the compilation cache. Default: the package's folder in the user's cache.
+
+    Raises:
+      UserError: as `refuse_doubles`.
     """
+    refuse_doubles()
     count = cpu_devices(devices, cohort_size, num_processes=num_processes)
     # A waiting CPU collective occupies a thread that its partner may need, so several processes get more threads. One
     # process has no collectives (see `ClientAxis.fused`) and keeps one thread per core: XLA splits operations into as

@@ -24,7 +24,7 @@ from fedjax_mr.data.facts import scale_and_shift
 from fedjax_mr.data.federated import Dataset, FederatedData
 from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
-from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.engine.devices import refuse_doubles, set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
 from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
@@ -44,6 +44,7 @@ from fedjax_mr.engine.round import (
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
@@ -117,8 +118,10 @@ class Simulator:
 
         Raises:
           UserError: unknown name or placement, data that are not divided, a function with other arguments, a network
-            that does not fit the samples, K > N, ``architectures`` that do not fit, or more devices than available.
+            that does not fit the samples, K > N, ``architectures`` that do not fit, more devices than available, or
+            ``jax_enable_x64`` is on.
         """
+        refuse_doubles()
         if not isinstance(federated, FederatedData):
             raise UserError(
                 f"a Simulator needs the clients' data, not {type(federated).__name__}: divide a dataset with "
@@ -138,7 +141,7 @@ class Simulator:
         self.federated = federated
         self.model = network_of(model, federated.dataset)
         if trainable is not None or variables is not None:
-            start = jax.random.fold_in(jax.random.key(seed), INIT)
+            start = jax.random.fold_in(random_key(seed), INIT)
             self.model = parts.partly(self.model, trainable or "*", variables=variables, key=start)
         build = _builder(strategy, hyper)
         if isinstance(strategy, str) and len(self.model.networks) > 1 and not STRATEGIES[strategy].several:
@@ -165,7 +168,7 @@ class Simulator:
         federation = Federation(
             normalised(federated.dataset, federated.dataset.x, federated.dataset.y), split.index, split.offsets
         )
-        self._constants = RunConstants(build, self.problem, federation, jax.random.key(seed))
+        self._constants = RunConstants(build, self.problem, federation, random_key(seed))
         # Whether a user's network or a channel suits the strategy is known only from a trace of the round.
         ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
         if remote is None and (not ours or self._constants.strategy.receive is not None):
@@ -341,7 +344,7 @@ class Simulator:
                     "memory=host is for one process: several processes divide the memories over their devices"
                 )
             return False
-        one = jax.eval_shape(strategy.init_memory, jax.random.key(0), np.int32(0))
+        one = jax.eval_shape(strategy.init_memory, random_key(0), np.int32(0))
         needed = self.problem.num_clients * trees.num_bytes(one)
         on_cpu = axis.platform == "cpu" and not axis.described
         return memory == "host" or too_large(needed, axis) or (on_cpu and needed > MOST_MEMORY_OF_CPU)

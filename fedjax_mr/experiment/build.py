@@ -21,6 +21,7 @@ from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
 from fedjax_mr.experiment.pretrained import start_from
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import MODELS, Model, adapters, parts
 from fedjax_mr.models.precision import with_precision
 from fedjax_mr.strategies import STRATEGIES
@@ -52,7 +53,7 @@ def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:
     Raises:
       UserError: nothing would train, or there are several networks.
     """
-    key = jax.random.fold_in(jax.random.key(config.seed), INIT)
+    key = jax.random.fold_in(random_key(config.seed), INIT)
     if config.variables is not None and variables is None:
         raise registry.not_passed("variables", config.variables)
     if config.pretrained is not None:

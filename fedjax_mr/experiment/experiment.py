@@ -18,6 +18,7 @@ from fedjax_mr.analysis import plots
 from fedjax_mr.clock import Events
 from fedjax_mr.data import FederatedData, partition_file
 from fedjax_mr.data.facts import Facts
+from fedjax_mr.engine.devices import compiler_flags, settings_of_numbers
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.personal import Clients, TestsOfClients
 from fedjax_mr.engine.placement import HostMemory
@@ -172,6 +173,7 @@ class Experiment:
         if missing := [name for name in _META if name not in meta]:
             raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
         self.processes.together(lambda: require_same_data(self.folder.path, meta, self.federated))
+        self.processes.on_first(lambda: self._require_same_numbers(meta))
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
         self.saved_at = self.train_seconds
         if "traffic" not in meta:
@@ -191,6 +193,30 @@ class Experiment:
         self.processes.together(lambda: self.folder.extend(self.config.rounds))
         self.processes.on_first(self._open_logs)
         return self.rounds.place(progress), done
+
+    def _require_same_numbers(self, meta: dict[str, Any]) -> None:
+        """Check that JAX has the settings that the run was trained with. Name other packages and compiler flags.
+
+        Raises:
+          UserError: a setting differs that changes numbers, such as how JAX draws them.
+        """
+
+        def changes(kind: str) -> str:
+            saved, now = meta.get("numbers", {}).get(kind, {}), facts_of_numbers()[kind]
+            different = [name for name in now if saved.get(name, now[name]) != now[name]]
+            return "; ".join(f"{name} was {saved[name] or 'empty'} and is {now[name] or 'empty'}" for name in different)
+
+        if different := changes("jax"):
+            raise UserError(
+                f"{self.folder.path} was trained with other settings of JAX ({different}): set them back, in the "
+                "environment or by jax.config.update"
+            )
+        if different := changes("packages"):
+            print(
+                f"fedjax-mr: {self.folder.path} goes on with other packages or flags, so its numbers may differ from "
+                f"those of an uninterrupted run: {different}",
+                file=sys.stderr,
+            )
 
     def _summary_before(self, done: int) -> dict[str, Any] | None:
         """The summary of a run that has ended with these settings after ``done`` rounds, or None."""
@@ -236,6 +262,7 @@ class Experiment:
             "data": self.federated.hash(),
             "test_data": self.federated.test_hash,
             "frozen": self.frozen,
+            "numbers": facts_of_numbers(),
             "images": self.images,
             "traffic": self.traffic,
             "train_seconds": self.train_seconds,
@@ -417,6 +444,8 @@ class Experiment:
             "devices": [device.device_kind for device in self.rounds.axis.mesh.devices.flat],
             "lanes": self.rounds.axis.lanes,
             "versions": versions(),
+            "jax_settings": settings_of_numbers(),
+            "xla_flags": compiler_flags(),
         }
         if variables is not None and (holdout := self.federated.holdout) is not None:
             test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
@@ -521,6 +550,11 @@ def peak_memory_bytes() -> int:
         return sum(each["peak_bytes_in_use"] for each in statistics)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def facts_of_numbers() -> dict[str, dict[str, str]]:
+    """The facts about this process that can change the numbers of a run, by kind and name."""
+    return {"jax": settings_of_numbers(), "packages": versions() | {"XLA_FLAGS": compiler_flags()}}
 
 
 def versions() -> dict[str, str]:

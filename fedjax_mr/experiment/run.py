@@ -17,7 +17,7 @@ from fedjax_mr import registry
 from fedjax_mr.analysis import plots
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
-from fedjax_mr.engine.devices import memory_errors, set_up_jax
+from fedjax_mr.engine.devices import memory_errors, set_up_jax, settings_of_numbers
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, UserError
@@ -104,7 +104,7 @@ def run(
     config, network = processes.together(lambda: user_objects.build(config, federated))
     config, found = guarantee.complete(config, federated, network)
     notes = (*notes, *found)
-    processes.agree({"data": federated.hash()} | versions() | shared(config))
+    processes.agree({"data": federated.hash()} | versions() | settings_of_numbers() | shared(config))
     interrupts.check()
     with contextlib.ExitStack() as cleanup, processes.lost_by_name(), memory_errors():
         cleanup.callback(give_back_memory)

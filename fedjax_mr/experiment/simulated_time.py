@@ -22,6 +22,7 @@ from fedjax_mr.engine.simulator import problem_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import Asynchrony, Online, build_chosen, chosen, local_setting
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import Problem
 from fedjax_mr.strategies.base import select_uniformly
@@ -87,7 +88,7 @@ def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[
     seed = config.seed if config.partition_seed is None else config.partition_seed
     made = fleet.make(config.fleet or "uniform", federated.num_clients, batch_size=training.batch_size, seed=seed)
     steps = training.epochs * -(-np.asarray(federated.sizes) // training.batch_size)
-    key = jax.random.fold_in(jax.random.key(config.seed), CLOCK)
+    key = jax.random.fold_in(random_key(config.seed), CLOCK)
     down, up = (trees.num_bytes(shapes(strategy, problem)) for shapes in (payload_shapes, upload_shapes))
     return Devices(made, key, steps, down, up), problem
 
@@ -118,7 +119,7 @@ def events_of(
     if not simulates_time(config):
         return None
     devices, problem = devices_of(config, federated, model)
-    key = jax.random.key(config.seed)
+    key = random_key(config.seed)
     if config.mode == "async":
         in_flight = _in_flight(config)
         jobs = np.arange(in_flight + (config.rounds + 2) * config.cohort)
@@ -187,5 +188,5 @@ def _online(config: Config, federated: FederatedData, model: Model) -> Online:
 
 
 def _keys_of_versions(config: Config) -> Keys:
-    key, versions = jax.random.key(config.seed), jnp.arange(config.rounds + 1)
+    key, versions = random_key(config.seed), jnp.arange(config.rounds + 1)
     return Keys(*(jax.vmap(functools.partial(round_key, key, stream))(versions) for stream in (DISPATCH, CLIENT)))

@@ -27,6 +27,7 @@ from flax.traverse_util import unflatten_dict
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import layers, parts
 from fedjax_mr.models.base import PAIR, Model, Variables
 
@@ -259,7 +260,7 @@ def _padding(count: int, rank: int) -> tuple:
 
 def no_change(model: Model) -> Variables:
     """Changes of zeros."""
-    shapes = jax.eval_shape(lambda: changes(model, model.init(jax.random.key(0))))
+    shapes = jax.eval_shape(lambda: changes(model, model.init(random_key(0))))
     return trees.zeros_like(shapes)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import calls, parts, precision
 from fedjax_mr.models.blocks import Projection
 
@@ -239,11 +240,11 @@ class Model:
 
     def shapes(self) -> Variables:
         """Shapes and dtypes of the variables that train. Nothing is computed."""
-        return self._shapes("trained", lambda: self.init(jax.random.key(0)))
+        return self._shapes("trained", lambda: self.init(random_key(0)))
 
     def module_shapes(self) -> Variables:
         """Shapes and dtypes of the variables of the module, those that are frozen here included."""
-        return self._shapes("all", lambda: self.init_all(jax.random.key(0)))
+        return self._shapes("all", lambda: self.init_all(random_key(0)))
 
     def num_outputs(self) -> int:
         """The width of the logits."""

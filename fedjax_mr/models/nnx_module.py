@@ -23,6 +23,7 @@ from flax import traverse_util
 from jax.extend import core
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import parts
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class NNXModule:
           UserError: the module draws random numbers without a key.
         """
         key = None if rngs is None else rngs["dropout"]
-        streams = self._streams(jax.random.key(0) if key is None else key)
+        streams = self._streams(random_key(0) if key is None else key)
         unused = jax.tree.leaves(streams)
         module = nnx.merge(self.graphs[train], *self._states(variables), streams)
         for path, node in nnx.iter_graph(module) if fixed else ():
@@ -155,7 +156,7 @@ class NNXModule:
     def module(self, variables: Any) -> Any:
         """The user's module in evaluation mode, with these variables. Its random streams start from key 0."""
         states = self._states(jax.tree.map(jnp.asarray, variables))
-        return nnx.merge(self.graphs[False], *states, self._streams(jax.random.key(0)))
+        return nnx.merge(self.graphs[False], *states, self._streams(random_key(0)))
 
     def layers_used(self, function: Callable, variables: Any, x: Any) -> list[tuple[str, ...]]:
         """Paths of the modules whose variables ``function(variables, x)`` reads, ordered by their first use."""
@@ -248,7 +249,7 @@ def split(module: Any) -> tuple[NNXModule, dict[str, Any]]:
         found["graphs"] = {False: evaluation, True: nnx.split(built)[0]}
         return tuple(states)
 
-    *shapes, streams = jax.eval_shape(states, jax.random.key(0))
+    *shapes, streams = jax.eval_shape(states, random_key(0))
     forms = {each: Form.of(state) for each, state in zip(COLLECTIONS, shapes, strict=True) if jax.tree.leaves(state)}
     values = lambda built: {each: form.tree(nnx.state(built, _kind(each))) for each, form in forms.items()}
     found |= {"forms": forms, "streams": streams}

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.keys import random_key
 
 PRECISIONS = ("float32", "bfloat16")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -53,7 +54,7 @@ def product_dtypes(model: Any) -> set[Any]:
     """The dtypes of the products and convolutions of a network in training mode. Nothing is computed."""
     shapes = model.shapes()
     x = jax.ShapeDtypeStruct((1, *model.input_shape), model.input_dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: random_key(0))
 
     def forward(shapes: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         state = {name: tree for name, tree in shapes.items() if name != "params"}

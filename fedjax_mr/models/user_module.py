@@ -18,6 +18,7 @@ from jax.extend import core
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import calls, nnx_module
 from fedjax_mr.models.base import Model, Variables, describe
 
@@ -137,7 +138,7 @@ def _check(model: Model, num_classes: int) -> None:
     """
     name, sample = model.name, describe(model.input_shape, model.input_dtype)
     x = jax.ShapeDtypeStruct((BATCH, *model.input_shape), model.input_dtype)
-    key, mask = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((BATCH,), np.float32)
+    key, mask = jax.eval_shape(lambda: random_key(0)), jax.ShapeDtypeStruct((BATCH,), np.float32)
     switch = "does it need a switch between training and evaluation, __call__(self, x, train)?"
     shapes = _traced(model.shapes, f"{name} cannot be initialised for samples {sample}")
     params, state = shapes.get("params", {}), {name: tree for name, tree in shapes.items() if name != "params"}

@@ -39,6 +39,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Layer, Model
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, Slices, slices
@@ -173,7 +174,7 @@ def static_statistics(model: Model, variables: Variables, samples: Samples, *, b
         return variables
     count = samples.x.shape[0]
     size = min(batch_size, count)
-    key = jax.random.key(0)  # for dropout
+    key = random_key(0)  # for dropout
 
     def after(start: float, x: jax.Array, mask: jax.Array) -> Variables:
         filled = jax.tree.map(lambda leaf: jnp.full_like(leaf, start), kept)

@@ -31,6 +31,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.local import Metrics
 from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field
@@ -84,7 +85,7 @@ class Interpolation(NamedTuple):
 
 def divide(data: ClientData, max_size: int) -> Parts:
     """Divide the training rows of a client, at most ``max_size``, into three random parts, the same in every round."""
-    key = jax.random.fold_in(jax.random.key(SPLIT), data.client_id)
+    key = jax.random.fold_in(random_key(SPLIT), data.client_id)
     rows = jnp.asarray(data.index)[data.offset + local.shuffle(key, data.size, max_size)]
     third, few = data.size // 3, data.size < 3
 

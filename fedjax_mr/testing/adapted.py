@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, adapters
 from fedjax_mr.models.base import Variables
 
@@ -27,7 +28,7 @@ WHOLE = Model(Attention(3), (4, 4, 1), name="attention")
 
 def adapted(rank: int = 2, seed: int = 0, *, head: bool = False, **options) -> Model:
     """The network with adapters."""
-    return adapters.lora(WHOLE, rank, 4.0, key=jax.random.key(seed), head=head, **options)
+    return adapters.lora(WHOLE, rank, 4.0, key=random_key(seed), head=head, **options)
 
 
 def random_models(model: Model, count: int) -> Variables:

@@ -5,6 +5,7 @@ import os
 import shlex
 import stat
 
+import jax
 import numpy as np
 import pytest
 
@@ -228,6 +229,11 @@ def test_the_code_of_the_nodes_own_settings_runs(place, tmp_path, registries):
     other = run | {"agreement": json.dumps(agreed | {"settings": "0" * 16})}
     with pytest.raises(UserError, match="install the same versions and code: settings"):
         ask(place, "join", {"run": other}, flags=flags, **{"import": str(code)})
+    with (
+        jax.threefry_partitionable(False),  # it would draw other numbers than the server
+        pytest.raises(UserError, match="jax_threefry_partitionable False here and True at the server"),
+    ):
+        ask(place, "join", {"run": own}, flags=flags, **{"import": str(code)})
     with pytest.raises(UserError, match="import in the node settings must be a text"):
         ask(place, "join", {"run": own}, flags=flags, **{"import": 3})
 

@@ -34,6 +34,7 @@ from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.folder import read_summary, run_state
 from fedjax_mr.experiment.report import summary_table
 from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
+from fedjax_mr.testing.federations import federated
 
 SMALL = dict(
     model="logistic", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, lr=0.05, devices=1, progress=False,
@@ -220,6 +221,44 @@ def test_resuming_a_finished_run_changes_nothing(straight, monkeypatch, capsys, 
     equal(again.variables, straight.variables)
     assert command.main([*FLAGS, "--run_dir=a", "--resume", "--target_accuracy=0.01"]) == 0
     assert read_summary("a")["rounds_to_target"] == 2  # another question: the summary is written again
+
+
+@pytest.mark.slow  # of a key: tests/test_keys.py
+def test_a_run_draws_the_same_numbers_whatever_kind_of_key_jax_makes_by_default(straight):
+    with jax.default_prng_impl("rbg"):
+        assert numbers(fmr.run(fmr.Config(**SMALL, run_dir="rbg"), record=False).folder) == numbers(straight.folder)
+
+
+def test_other_switches_of_jax_that_change_numbers_are_refused_by_name_at_resume(straight, monkeypatch, capsys):
+    resumed = [*FLAGS, f"--run_dir={straight.folder}", "--resume"]
+    with jax.threefry_partitionable(False):
+        assert command.main(resumed) == 2
+    line = "with other settings of JAX (jax_threefry_partitionable was True and is False): set them back, in the"
+    assert line in (shown := capsys.readouterr().err) and shown.count("\n") == 1
+    known = experiment.versions()
+    monkeypatch.setattr(experiment, "versions", lambda: known | {"jax": "9"})
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here --xla_cpu_enable_fast_math=true")
+    assert command.main(resumed) == 0
+    note, _ = capsys.readouterr().err.splitlines()
+    assert f"jax was {known['jax']} and is 9; XLA_FLAGS was " in note and note.endswith(
+        "is --xla_cpu_enable_fast_math=true"
+    )
+    assert straight.summary["jax_settings"]["jax_threefry_partitionable"] == "True"
+
+
+def test_numbers_of_64_bits_are_refused_by_every_entry(straight, capsys):
+    with jax.enable_x64(True):
+        assert command.main([*FLAGS, "--run_dir=doubles"]) == 2
+        shown = capsys.readouterr().err
+        for entry in (lambda: fmr.load(straight.folder).predict(np.zeros((1, 8, 8, 1), np.uint8)), simulator):
+            with pytest.raises(UserError, match="JAX computes with 64 bits"):
+                entry()
+    assert shown.startswith("fedjax-mr: JAX computes with 64 bits, but this package with 32: unset JAX_ENABLE_X64")
+    assert shown.count("\n") == 1 and not Path("doubles").exists()
+
+
+def simulator():
+    return fmr.Simulator("fedavg", "logistic", federated(), cohort=2)
 
 
 @pytest.mark.parametrize("name", ["a b", "a;b", "$(a)", "'[a]' \\"])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import head
 from fedjax_mr.strategies.pfedhr.chains import Block, Chain, PiecePrograms, output_shape
@@ -120,7 +121,7 @@ def stitch(
 
 
 def _size(module: nn.Module, shape: tuple[int, ...], limit: int, previous: int) -> int:
-    start = lambda: module.init(jax.random.key(0), jnp.zeros((1, *shape)), train=False, mask=None)
+    start = lambda: module.init(random_key(0), jnp.zeros((1, *shape)), train=False, mask=None)
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(start)))
     if previous + size > limit:
         raise UserError(

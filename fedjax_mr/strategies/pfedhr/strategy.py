@@ -48,6 +48,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import key_from_data
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import (
     Info,
@@ -483,7 +484,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         start = memory.model
         if hyper.paused == "restart":
-            first = network.init(jax.random.wrap_key_data(memory.start), network.architecture(memory.model))
+            first = network.init(key_from_data(memory.start), network.architecture(memory.model))
             start = trees.where(payload["paused"], first, start)
         model, metrics = local.train(network, problem.local, start, data, key, loss=loss)
         return {"model": model}, memory._replace(model=model), metrics
