@@ -99,6 +99,16 @@ def test_a_long_chain_of_flag_files_is_refused(tmp_path):
         assert f"more than {DEEPEST_FLAG_FILES} deep" in message
 
 
+def test_flag_files_that_include_each_other_often_are_refused(tmp_path):
+    """Sixteen files of ten lines would be read 10^15 times."""
+    for number in range(DEEPEST_FLAG_FILES):
+        line = "--lr=0.3" if number == DEEPEST_FLAG_FILES - 1 else f"--flagfile={tmp_path / str(number + 1)}"
+        (tmp_path / str(number)).write_text(10 * f"{line}\n")
+    assert configuration.parse([f"--flagfile={tmp_path / '14'}"]).lr == 0.3
+    for read in (configuration.parse, lambda flags: settings.values_of_flag(flags, "import")):
+        assert "include each other more than 1,000 times" in refusal(read, [f"--flagfile={tmp_path / '0'}"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr import untrusted
 from fedjax_mr.analysis import groups
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.data import files
@@ -100,7 +101,7 @@ def read_sharpness(path: Path) -> dict[str, dict[str, Any]]:
       UserError: the file cannot be read.
     """
     try:
-        values = files.parse_json(files.read_text(path))
+        values = untrusted.parse_json(untrusted.read_text(path))
         runs = values.pop("runs")
         return {name: values | numbers for name, numbers in runs.items()}
     except OSError as error:

@@ -134,31 +134,6 @@ def refuse_links(folder: Path | str) -> None:
         raise UserError(f"cannot read {folder} ({error.strerror})") from None
 
 
-def read_text(path: Path | str) -> str:
-    """Read the text of a regular file. Other kinds are refused, because reading a named pipe could wait forever.
-
-    Raises:
-      OSError: there is no such file, or it is not a regular file.
-      ValueError: the text is not UTF-8.
-    """
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a file", str(path))
-    return path.read_text(encoding="utf-8")
-
-
-def parse_json(text: str) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-      ValueError: the text is not JSON, or nested too deeply for Python.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def with_checksum(values: dict[str, Any]) -> dict[str, Any]:
     """Add a checksum of all entries to a JSON object; `without_checksum` compares it."""
     return {CHECKSUM: _checksum_of(values), **values}

@@ -1,11 +1,11 @@
 """Partition files: ``partition.npz`` of a run folder, and the JSON files in the released code of FedMR and others."""
 
-import json
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files, npz
 from fedjax_mr.data.federated import Dataset, PartitionPlan, Split
 from fedjax_mr.errors import UserError
@@ -134,11 +134,10 @@ def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
     """
     path = _existing(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        name = str(content["dataset"])
-        clients = sorted(content["train_data"].items(), key=lambda item: int(item[0]))
-        parts = [_whole_numbers(client, rows) for client, rows in clients]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        content = untrusted.parse_json(untrusted.read_text(path), {"dataset": str, "train_data": {int: list}})
+        name = content["dataset"]
+        parts = [_whole_numbers(client, rows) for client, rows in sorted(content["train_data"].items())]
+    except (OSError, ValueError) as error:
         raise UserError(f"partition file {path} is damaged or of another kind ({_brief(error)})") from None
     simple = name.lower().replace("-", "").replace("_", "")
     if _NAMES.get(simple, simple) != dataset.name:
@@ -153,7 +152,7 @@ def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
     return parts
 
 
-def _whole_numbers(client: str, values: list[int]) -> np.ndarray:
+def _whole_numbers(client: int, values: list[int]) -> np.ndarray:
     rows = np.array(values)
     if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
         raise ValueError(f"rows of client {client} are {_kind(rows)}, not a list of whole numbers")

@@ -58,7 +58,7 @@ def encode(texts: Sequence[str], *, length: int = 48, tokenizer: str | None = No
         rows, vocabulary = [[hashed(word) for word in words(text)] for text in texts], WORDS
     else:
         encoder = _tokenizer(Path(tokenizer), length)
-        rows, vocabulary = [each.ids for each in encoder.encode_batch(texts)], encoder.get_vocab_size()
+        rows, vocabulary = _numbered(encoder, texts, Path(tokenizer))
     for numbers, row in zip(x, rows, strict=True):
         numbers[: min(len(row), length)] = row[:length]
     return x, vocabulary
@@ -86,6 +86,22 @@ def _pattern() -> re.Pattern[str]:
     mark = "".join(f"{chr(first)}-{chr(last)}" for first, last in zip(starts, ends, strict=True))
     part = rf"(?![{_UNSPACED}])\w(?:(?![{_UNSPACED}])[\w{mark}{_JOINERS}])*"
     return re.compile(rf"[{_UNSPACED}][{mark}]*|{part}(?:['\u2019]{part})*|[^\w\s]")
+
+
+def _numbered(encoder: Any, texts: list[str], folder: Path) -> tuple[list[list[int]], int]:
+    """The numbers of the tokens of each text, and how many different ones the tokenizer has.
+
+    Raises:
+      UserError: the tokenizer fails, or its numbers are not below the size of its vocabulary.
+    """
+    try:
+        rows, vocabulary = [each.ids for each in encoder.encode_batch(texts)], encoder.get_vocab_size()
+    except Exception as error:  # tokenizers raises no other class
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"{folder / TOKENIZER} cannot number these texts ({reason})") from None
+    if (largest := max(map(max, filter(None, rows)), default=0)) >= vocabulary:
+        raise UserError(f"{folder / TOKENIZER} is damaged: token {largest} is outside its vocabulary of {vocabulary:,}")
+    return rows, vocabulary
 
 
 def hashed(word: str) -> int:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr import untrusted
 from fedjax_mr.clock import Events, Schedule
 from fedjax_mr.clock.asynchronous import VERSION
 from fedjax_mr.data import files
@@ -70,12 +71,11 @@ class AsynchronousClients(RemoteClients):
         self._record = folder / ARRIVALS
         if done == 0:
             return
-        try:
-            content = files.parse_json(files.read_text(self._record))
-            self._seconds = {int(job): float(seconds) for job, seconds in content["seconds"].items()}
-            used = self._events(done).jobs["used"] > 0
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UserError(f"{self._record} is damaged ({error})") from None
+        self._seconds = read_seconds(self._record)
+        events = self._events(done)
+        if not np.isfinite(events.times).all():
+            raise UserError(f"{self._record} is damaged (it lacks jobs of the first {done} versions): start anew")
+        used = events.jobs["used"] > 0
         # Answers that no version has used are asked for again.
         self._seconds = {job: self._seconds[job] for job in self._seconds if job < len(used) and used[job]}
         self._now = self._events(done)
@@ -177,6 +177,21 @@ class AsynchronousClients(RemoteClients):
         if self._record is not None:
             with files.atomic_write(self._record) as path:
                 path.write_text(json.dumps({"seconds": self._seconds}) + "\n", encoding="utf-8")
+
+
+def read_seconds(path: Path) -> dict[int, float]:
+    """The seconds of the jobs by number, as `AsynchronousClients` has written them.
+
+    Raises:
+      UserError: the file is missing or damaged.
+    """
+    try:
+        seconds = untrusted.read_json(path, {"seconds": {int: float}}, "start anew")["seconds"]
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: start anew") from None
+    if wrong := [job for job in seconds if job < 0 or seconds[job] < 0]:
+        raise UserError(f"{path} is damaged (job {wrong[0]} has {seconds[wrong[0]]} seconds): start anew")
+    return seconds
 
 
 def _slots(events: Events) -> dict[int, int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files
 from fedjax_mr.deploy import relay, transport
 from fedjax_mr.deploy.protocol import Member, RunManifest
@@ -509,12 +510,28 @@ class ClientManager:
         """
         path = folder / REAL_CLIENTS
         try:
-            for record in files.parse_json(files.read_text(path))["clients"].values():
-                owner = record.pop("key")
-                member = Member(**record | {"label_counts": tuple(record["label_counts"])})
-                self.members[member.client], self._owners[member.client] = member, owner
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({error})") from None
+            clients = _read_record(path)["clients"]
+        except FileNotFoundError:
+            raise UserError(f"{folder} is not a run of real clients: it has no {REAL_CLIENTS}") from None
+        facts, counted = self.manifest.facts, self.manifest.label_counts
+        for client, record in clients.items():
+            try:
+                member = Member.of(
+                    {"member": record}, num_clients=self._num_clients, num_classes=facts.num_classes, counted=counted
+                )
+            except UserError as error:
+                raise UserError(f"{path} is damaged (client {client}: {error})") from None
+            self.members[member.client], self._owners[member.client] = member, record["key"]
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The run's name, and the clients' facts and keys, as `ClientManager.save` has written them.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      UserError: the file is damaged.
+    """
+    return untrusted.read_json(path, {"run": str, "clients": {int: {"key": str}}})
 
 
 def _listed(clients: Sequence[int]) -> str:
@@ -534,8 +551,6 @@ def name_of_run(folder: Path) -> str | None:
       UserError: the file with the name is damaged.
     """
     try:
-        return str(files.parse_json(files.read_text(folder / REAL_CLIENTS))["run"])
+        return _read_record(folder / REAL_CLIENTS)["run"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / REAL_CLIENTS} is damaged ({error})") from None

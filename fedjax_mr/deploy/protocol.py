@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_mr.data import FederatedData, files
+from fedjax_mr import untrusted
+from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, consecutive
 from fedjax_mr.deploy.samples import ServerSamples, checked_samples
@@ -51,9 +52,7 @@ class RunManifest(NamedTuple):
         try:
             record = dict(content["run"])
             facts = Facts.parse(record["facts"])
-            agreed = files.parse_json(record["agreement"])
-            if not isinstance(agreed, dict) or not all(isinstance(each, str) for each in agreed.values()):
-                raise ValueError("agreement")
+            agreed = untrusted.parse_json(record["agreement"], {str: str})
             return cls(str(record["name"]), facts, agreed, bool(record["label_counts"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"a request of the server is malformed ({error})") from None

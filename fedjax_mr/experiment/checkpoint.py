@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.processes import ALONE, Processes
@@ -399,6 +400,8 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _host(leaf: Any) -> np.ndarray:
+    # If memory does not suffice, waiting raises an error, whereas `np.asarray` alone waits without end.
+    leaf = jax.block_until_ready(leaf)
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
@@ -446,7 +449,7 @@ def _content_checksum(content: dict[str, Any]) -> int:
 def _manifest(folder: Path) -> dict[str, Any]:
     """Read and check the manifest."""
     try:
-        manifest = files.parse_json(files.read_text(folder / MANIFEST))
+        manifest = untrusted.parse_json(untrusted.read_text(folder / MANIFEST))
         content = manifest["content"]
         if manifest["checksum"] != _content_checksum(content):
             raise _DamageError(f"{MANIFEST} was changed")

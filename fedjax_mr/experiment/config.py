@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import LABEL_MODES, SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
@@ -540,7 +541,9 @@ def load(folder: Path | str) -> Config:
     path = Path(folder) / "config.json"
     try:
         kept_run = kept.run(folder)
-        values = kept_run.config if kept_run else files.without_checksum(files.parse_json(files.read_text(path)))
+        values = (
+            kept_run.config if kept_run else files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
+        )
         config = _build(values)
         if config.strategy not in STRATEGIES:
             common = {setting.flag for setting in settings.settings_of(Config)}

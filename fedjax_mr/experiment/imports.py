@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -152,7 +153,7 @@ def _load(value: str) -> None:
         if wanted:
             _require_hash(source, wanted, imported.hash)
         return
-    if is_path and not Path(name).is_file():
+    if is_path and not os.path.isfile(name):  # unlike `Path.is_file`, it accepts any text
         raise UserError(f"--import={source}: there is no such file{_remedy(source) if wanted else ''}")
     if not is_path and not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"--import={source} is neither the path of a Python file nor the dotted name of a module")
@@ -168,7 +169,7 @@ def _place_of(value: str, copies: Path) -> tuple[str, Path] | None:
     copy, older = copies / _copy_name(source), copies / f"{source.rpartition('.')[2]}.py"
     file = Path(_key(source)) if _is_path(source) else _file_of_module(source)
     for name, place in ((source, file), (str(copy), copy), (str(older), older)):
-        if place is not None and place.is_file() and wanted == _hash(place):
+        if place is not None and os.path.isfile(place) and wanted == _hash(place):
             return f"{name}#{wanted}", place
     return None
 
@@ -188,6 +189,8 @@ def _is_executed(value: str, file: Path) -> bool:
 def _file_of_module(name: str) -> Path | None:
     """The file of a module, found without importing it or its packages; None if there is none."""
     path, spec, parts = None, None, name.split(".")
+    if not all(part.isidentifier() for part in parts):  # finders raise many kinds of errors for such names
+        return None
     for count in range(1, len(parts) + 1):
         full, spec = ".".join(parts[:count]), None
         with contextlib.suppress(ImportError, KeyError):  # KeyError: a namespace within one that is not imported
@@ -336,11 +339,18 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _hash(file: Path) -> str:
-    """The content hash of a file, or of all Python files of a package."""
+    """The content hash of a file, or of all Python files of a package.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
     paths = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
     digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
+    try:
+        for path in paths:
+            digest.update(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"--import={file} cannot be read ({error.strerror})") from None
     return digest.hexdigest()[:12]
 
 

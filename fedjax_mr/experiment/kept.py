@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr.data import files
+from fedjax_mr import untrusted
 from fedjax_mr.errors import UserError
 
 SUFFIX = ".jsonl.gz"
@@ -59,8 +59,8 @@ def read(table: Path) -> dict[str, KeptRun]:
 @functools.lru_cache(maxsize=256)
 def _read(table: Path, _modified: int, _size: int) -> dict[str, KeptRun]:
     runs: dict[str, KeptRun] = {}
-    for number, line in enumerate(gzip.decompress(table.read_bytes()).decode().splitlines(), 1):
-        name, kept_run = _parse(files.parse_json(line), number)
+    for number, line in enumerate(untrusted.lines(table), 1):
+        name, kept_run = _parse(untrusted.parse_json(line), number)
         if name in runs:
             raise ValueError(f"it has two runs {name}")
         runs[name] = kept_run

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, plain_numbers, read_summary, run_state
@@ -209,12 +210,9 @@ class Logs:
 
 def _read_ids(folder: Path) -> dict[str, str]:
     try:
-        ids = files.parse_json(files.read_text(folder / IDS))
-        return {str(name): str(id) for name, id in ids.items()}
+        return untrusted.read_json(folder / IDS, {str: str}, "remove it to begin new logs")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder / IDS} cannot be read ({_brief(error)}); remove it to begin new logs") from None
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from fedjax_mr.data import files, tokens
+from fedjax_mr import untrusted
+from fedjax_mr.data import tokens
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import read_arrays
 from fedjax_mr.experiment.trained import NETWORK, VARIABLES
@@ -58,9 +59,9 @@ def _exported(folder: str, needed: Mapping[tuple, Any]) -> Variables:
     """An exported network, without what has one column per class if the network here has other classes."""
     path = Path(folder)
     try:
-        classes = int(files.parse_json(files.read_text(path / NETWORK))["num_classes"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path / NETWORK} is damaged: export the network again") from None
+        classes = untrusted.read_json(path / NETWORK, {"num_classes": int}, "export the network again")["num_classes"]
+    except FileNotFoundError:
+        raise UserError(f"{path / NETWORK} is missing: export the network again") from None
 
     def of_other_classes(name: tuple, leaf: np.ndarray) -> bool:
         there, here = leaf.shape, needed[name].shape if name in needed else leaf.shape

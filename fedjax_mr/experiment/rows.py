@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept
@@ -48,8 +49,8 @@ def read_rows(folder: Path | str) -> list[MetricsRow]:
     )
     in_summary = _inputs_of_summary(Path(folder)).get("metrics.jsonl")
     try:
-        complete, _, _ = files.read_text(path).rpartition("\n")
-        rows = [files.parse_json(line) for line in complete.splitlines()]
+        complete, _, _ = untrusted.read_text(path).rpartition("\n")
+        rows = [untrusted.parse_json(line) for line in complete.splitlines()]
         _require_possible(rows)
         sums = checksums(rows)
     except OSError as error:
@@ -157,7 +158,7 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
         return dict(kept_run.summary)
     path = Path(folder) / "summary.json"
     try:
-        summary = files.without_checksum(files.parse_json(files.read_text(path)))
+        summary = files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
     except OSError as error:
         raise UserError(f"{folder} is not a finished run ({path.name}: {error.strerror})") from None
     except ValueError as error:
@@ -175,7 +176,9 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
 def _inputs_of_summary(folder: Path) -> dict[str, str]:
     """The checksums of the files from which a summary was computed; empty without an intact summary."""
     try:
-        return files.without_checksum(files.parse_json(files.read_text(folder / "summary.json"))).get(INPUTS) or {}
+        return (
+            files.without_checksum(untrusted.parse_json(untrusted.read_text(folder / "summary.json"))).get(INPUTS) or {}
+        )
     except (OSError, ValueError):
         return {}
 

@@ -26,6 +26,7 @@ LONGEST_SHOWN = 120  # characters of a value of the wrong type
 OTHER_NAMES = {name: ("patience",) for name in ("early_stop", "early_stopping", "early_stopping_patience")}
 """Names in other libraries of flags that have a different name here."""
 DEEPEST_FLAG_FILES = 16  # of flag files that include each other
+MOST_FLAG_FILES = 1000  # that one command reads: few files that include each other often would never end
 PACKAGE = Path(__file__).parents[1]  # its exp/ has the flag files: a link here, copies in an installed package
 Owner = typing.TypeVar("Owner")
 
@@ -312,6 +313,9 @@ class _FlagValues(flags.FlagValues):
             raise UserError("--flagfile= is empty: it takes the path of a file")
         if len(parsed_file_stack or ()) >= DEEPEST_FLAG_FILES:
             raise UserError(f"flag files include each other more than {DEEPEST_FLAG_FILES} deep, at {filename}")
+        self.__dict__["files_read"] = self.__dict__.get("files_read", 0) + 1  # setting an attribute sets a flag
+        if self.__dict__["files_read"] > MOST_FLAG_FILES:
+            raise UserError(f"flag files include each other more than {MOST_FLAG_FILES:,} times, at {filename}")
         included = PACKAGE / filename
         if included.suffix == ".flags" and os.path.isfile(included) and not os.path.exists(filename):
             filename = str(included)

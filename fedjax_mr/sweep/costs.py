@@ -1,7 +1,6 @@
 """The remaining rounds of a plan's runs, and an estimate of their time."""
 
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.folder import run_state
+from fedjax_mr.experiment.folder import read_summary, run_state
 from fedjax_mr.sweep.plan import PlannedRun
 from fedjax_mr.sweep.process import Worker, last_words
 
@@ -47,7 +46,7 @@ def calibrate(run: PlannedRun, worker: Worker) -> Cost:
         wall = time.perf_counter() - started
         if code:
             raise UserError(f"{run.kind} cannot be timed: {last_words(run)}")
-        summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+        summary = read_summary(run.folder)
     per_round = summary["seconds_per_round"]
     return Cost(wall - summary["seconds"], per_round, max(0.0, summary["seconds"] - rounds * per_round))
 

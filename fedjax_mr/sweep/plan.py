@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,6 +138,9 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
     strategies = grids.split("strategies", sweep.strategies, config.strategy)
     seeds = grids.seeds_of(sweep.seeds) or [config.seed]
     grid = grids.grid_of(sweep.grid, strategies)
+    count = len(strategies) * len(seeds) * math.prod(map(len, grid))
+    if count > grids.MOST_RUNS:
+        raise UserError(f"--strategies, --seeds and --grid make {count:,} runs, more than {grids.MOST_RUNS:,}")
     runs: dict[str, PlannedRun] = {}
     for strategy, values, seed in itertools.product(strategies, itertools.product(*grid), seeds):
         chosen = dict(pair for pairs in values for pair in pairs)

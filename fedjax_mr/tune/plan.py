@@ -167,8 +167,7 @@ class Tuning:
 
     def is_drawn(self, strategy: str) -> bool:
         """Whether the trials of a method are known before any is trained."""
-        grid = spaces.grid(self.space, strategy)
-        return self.tune.sampler == HALTON or (grid is not None and len(grid) <= self.tune.budget)
+        return self.tune.sampler == HALTON or spaces.grid(self.space, strategy, self.tune.budget) is not None
 
 
 def plan(arguments: Sequence[str]) -> Tuning:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_mr.data import files
+from fedjax_mr import untrusted
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
@@ -32,6 +32,7 @@ from fedjax_mr.sweep import grids
 RANGE = re.compile(r"\s*(log|lin):([^:]+):([^:]+)")
 DECADES = 1.0  # of the default space, on each side of --lr
 DIGITS = 24  # of a point in the base of its column; more would be lost in rounding
+MOST_VALUES = 1000  # of one flag. Each is checked as a configuration before anything is trained, which takes 0.01 s
 SPARE = 100  # points per trial that are tried if some of them are the same settings
 # Methods are compared on one problem, with equal training and equal tests.
 PROBLEM_GROUPS = ("Data", "Partition", "Channel", "Clock", "Evaluation and records", "Engine")
@@ -106,7 +107,7 @@ def read(path: Path | str) -> Space:
       UserError: the file is missing, or a line of it is not a flag with values or a range.
     """
     try:
-        lines = files.read_text(Path(path)).splitlines()
+        lines = untrusted.read_text(Path(path)).splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read --space={path} ({getattr(error, 'strerror', None) or error})") from None
     space: list[Dimension] = []
@@ -138,6 +139,11 @@ def _dimension(text: str, place: str) -> Dimension:
     if values.strip().startswith(("log:", "lin:")):
         raise UserError(f"{place}: {text}: a range has two ends, such as log:0.001:0.3 or lin:0:0.9")
     listed = Dimension(name, tuple(grids.split(name, values, "")), whole=whole)
+    if len(listed.values) > MOST_VALUES:
+        raise UserError(
+            f"{place}: --{name} has {len(listed.values):,} values, more than {MOST_VALUES:,}: write a range, such as "
+            "log:0.001:0.3, or fewer values"
+        )
     for other in sorted(listed.flags()):
         _require_searchable(other, known, place)
     return listed
@@ -187,10 +193,10 @@ def choice(values: Mapping[Dimension, str]) -> Choice:
     return dict(pair for dimension, value in values.items() for pair in grids.pairs(dimension.flag, value))
 
 
-def grid(space: Space, strategy: str) -> list[Choice] | None:
-    """All settings of a method, or None if its space has a range."""
+def grid(space: Space, strategy: str, most: int) -> list[Choice] | None:
+    """All settings of a method, or None if its space has a range or more than ``most`` settings."""
     own = of_method(space, strategy).values()
-    if not all(each.values for each in own):
+    if not all(each.values for each in own) or math.prod(len(each.values) for each in own) > most:
         return None
     return [choice(dict(zip(own, values, strict=True))) for values in itertools.product(*(each.values for each in own))]
 
@@ -204,8 +210,8 @@ def draw(space: Space, strategy: str, count: int, seed: int) -> list[Choice]:
       count: number of settings T.
       seed: seed of the scrambling.
     """
-    everything = grid(space, strategy)
-    if everything is not None and len(everything) <= count:
+    everything = grid(space, strategy, count)
+    if everything is not None:
         return everything
     found: dict[tuple[tuple[str, str], ...], Choice] = {}
     for length in (count, SPARE * count):  # more points if some of the first ones are the same setting

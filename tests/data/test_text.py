@@ -8,13 +8,15 @@ import io
 import json
 import os
 import re
+import sys
 import tarfile
+import types
 import unicodedata
 
 import numpy as np
 import pytest
 
-from fedjax_mr import data
+from fedjax_mr import data, untrusted
 from fedjax_mr.data import tokens
 from fedjax_mr.data.__main__ import main
 from fedjax_mr.data.federated import DataRequest
@@ -306,3 +308,78 @@ def test_folder_of_datasets(tmp_path):
         data.load(f"hf:{tmp_path / 'one'}")
     with pytest.raises(UserError, match=r"is no folder of datasets.save_to_disk"):
         data.load(f"hf:{tmp_path}")
+
+
+def test_a_small_file_that_decompresses_to_very_much_is_refused(tmp_path, monkeypatch):
+    """A line of 64 MiB and a content of 8 GiB are the bounds; here they are smaller."""
+    monkeypatch.setattr(untrusted.lines, "__kwdefaults__", {"max_line": 1 << 10, "max_total": 1 << 12})
+    path = tmp_path / "bomb.jsonl.gz"
+    line = b'{"text": "%s", "label": 0}\n'
+    for content, part in ((line % (b"x" * 2000), "line 1 has more than 1,024 bytes"), (line * 999, "more than 4,096")):
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(UserError, match=rf"bomb.jsonl.gz is damaged \(ValueError: .*{part}"):
+            data.load(str(path))
+
+
+@pytest.mark.parametrize("split", [[], {}, 3, None, "valid", "x" * 10**5])
+def test_a_split_of_any_type_is_one_line(split, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a", "label": 0, "split": split}))
+    with pytest.raises(UserError, match="split is train or test, but a line has") as caught:
+        data.load(str(path))
+    assert len(str(caught.value)) < 300
+
+
+class Encoder:
+    """A damaged tokenizer."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def encode_batch(self, texts):
+        if not self.ids:
+            raise Exception("a panic\nin Rust")  # as tokenizers does
+        return [self for _ in texts]
+
+    def get_vocab_size(self):
+        return 100
+
+
+@pytest.mark.parametrize(
+    ("ids", "part"),
+    [([], "cannot number these texts (a panic in Rust)"), ([1, 2**40], "token 1099511627776 is outside")],
+)
+def test_a_tokenizer_that_fails_or_numbers_beyond_its_vocabulary_is_one_line(ids, part, monkeypatch):
+    monkeypatch.setattr(tokens, "_tokenizer", lambda folder, length: Encoder(ids))
+    with pytest.raises(UserError) as caught:
+        tokens.encode(["a"], tokenizer="folder")
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_changed_description_of_a_folder_of_datasets_is_read_again_and_any_failure_is_one_line(
+    tmp_path, monkeypatch, cache_folder
+):
+    """The JSON files name the classes; a cache of the Arrow files alone would keep the old ones."""
+
+    class Part:
+        column_names = ("text", "label")
+
+        def __getitem__(self, name):
+            return {"text": list("abcdefghij"), "label": [0, 1] * 5}[name]
+
+        @property
+        def features(self):
+            return {"label": types.SimpleNamespace(num_classes=json.loads((tmp_path / "info.json").read_text()))}
+
+    def load(path):
+        if not (tmp_path / "info.json").exists():
+            raise TypeError("a traceback of Arrow")
+        return Part()
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_from_disk=load))
+    with pytest.raises(UserError, match=r"is no folder of datasets.save_to_disk"):
+        data.load(f"hf:{tmp_path}")
+    (tmp_path / "data.arrow").write_bytes(b"x")
+    for classes in (2, 30):
+        (tmp_path / "info.json").write_text(str(classes))
+        assert data.load(f"hf:{tmp_path}").num_classes == classes

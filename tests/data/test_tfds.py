@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -310,3 +311,16 @@ class TestWithTensorFlow:
     def test_offline_prepares_nothing(self, own_builder, tmp_path):
         with pytest.raises(UserError, match="own_numbers is not in"):
             data.load("own_numbers", data_dir=str(tmp_path), offline=True)
+
+
+@pytest.mark.parametrize("name", ["pythonClassName", "python_class_name", "type"])
+def test_a_description_of_another_person_imports_no_other_module(name, write_image_set, tmp_path, monkeypatch):
+    """TensorFlow Datasets imports the module of any class that a description names."""
+    folder, _ = write_image_set()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "chosen.py").write_text("from pathlib import Path; Path('executed').touch()")
+    (path,) = Path(folder).rglob("features.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: "chosen.Feature", "content": {}}))
+    with pytest.raises(UserError, match=r"features.json names 'chosen.Feature', which is not of TensorFlow Datasets"):
+        data.load("cifar10", data_dir=folder)
+    assert not Path("executed").exists()

@@ -1,6 +1,7 @@
 """Clients that join or are lost, with nodes that are plain functions: who joins, what is printed, what follows."""
 
 import itertools
+import json
 import re
 
 import numpy as np
@@ -421,6 +422,37 @@ def test_a_client_of_other_sizes_or_another_node_is_not_the_one_of_the_run(tmp_p
     with pytest.raises(UserError, match="missing: 2"):
         later.wait_for_all()
     assert "client 2 reports other numbers of samples than before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda content: [], "it is a list, not an object"),
+        (lambda content: content | {"clients": [1]}, "clients is a list, not an object"),
+        (lambda content: content | {"run": None}, "run is None, not a text"),
+        (lambda content: content | {"clients": {"0": 3}}, "clients.0 is 3, not an object"),
+        (lambda content: content | {"clients": {"0": content["clients"]["0"] | {"size": "x"}}}, "client 0: its reply"),
+        (
+            lambda content: content | {"clients": {"0": content["clients"]["0"] | {"size": 2**40}}},
+            "client 0: it reports",
+        ),
+        (lambda content: content | {"clients": {"0": content["clients"]["0"] | {"client": 9}}}, "client 0: it has"),
+        (lambda content: content | {"clients": {"0": content["clients"]["0"] | {"label_counts": 1}}}, "client 0: its"),
+    ],
+)
+def test_damaged_facts_about_the_clients_are_one_line(change, part, tmp_path):
+    manager = manager_of(map(node, range(3)))
+    manager.wait_for_all()
+    manager.save(tmp_path)
+    path = tmp_path / "clients.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    later = manager_of(map(node, range(3)))
+    with pytest.raises(UserError) as caught:
+        later.load(tmp_path)
+    assert str(caught.value).startswith(f"{path} is damaged (") and part in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match=r"it has no clients.json"):
+        later.load(tmp_path)
 
 
 def test_all_clients_together_have_at_most_as_many_samples_as_32_bits_count(capsys):

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_mr.clock.schedule import simulate
 from fedjax_mr.deploy import client, protocol, server, transport, wire
-from fedjax_mr.deploy.asynchronous import AsynchronousClients
+from fedjax_mr.deploy.asynchronous import AsynchronousClients, read_seconds
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.errors import UserError
@@ -305,6 +306,41 @@ def test_a_slow_client_does_not_hold_the_others(strategy, tmp_path):
     assert not np.isin(events.jobs["client"][events.jobs["used"] > 0], 2).any()
     simulated = build.simulator_of(one.config, one.federated, one.model, events=events, devices=1, lanes=1)
     tree_equal(progress.server.inner, after(simulated, 4)[0].server.inner)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("[]", "it is a list, not an object"),
+        ("{}", "seconds is missing"),
+        ('{"seconds": {"x": 1}}', "a name in seconds is 'x', not a whole number"),
+        ('{"seconds": {"0": NaN}}', "seconds.0 is nan, not a finite number"),
+        ('{"seconds": {"0": 1' + 400 * "0" + "}}", "not a finite number"),
+        ('{"seconds": {"0": [1]}}', "seconds.0 is a list"),
+        ('{"seconds": {"0": -1}}', "job 0 has -1 seconds"),
+        ('{"seconds": {"-1": 1}}', "job -1 has 1 seconds"),
+        (None, "is missing"),
+    ],
+)
+def test_a_damaged_record_of_arrivals_is_one_line(content, part, tmp_path):
+    if content is not None:
+        (tmp_path / ARRIVALS).write_text(content)
+    with pytest.raises(UserError) as caught:
+        read_seconds(tmp_path / ARRIVALS)
+    assert part in str(caught.value) and str(caught.value).endswith(": start anew")
+
+
+def test_a_record_that_lacks_jobs_of_the_past_versions_is_one_line(tmp_path):
+    """Its times would be infinite."""
+    clients = AsynchronousClients.__new__(AsynchronousClients)
+    (tmp_path / ARRIVALS).write_text('{"seconds": {"0": 1, "1": 2}}')
+    clients._events = lambda versions: simulate(
+        versions, num_clients=6, in_flight=4, cohort=2, refill="update",
+        choose=lambda draw, excluded, count, history: np.flatnonzero(~excluded)[:count],
+        duration=lambda job, client: clients._seconds.get(job, np.inf),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"arrivals.json is damaged \(it lacks jobs of the first 2 versions\)"):
+        clients.resume(tmp_path, 2)
 
 
 def test_bad_settings_have_one_line(tmp_path):

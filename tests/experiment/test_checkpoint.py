@@ -522,3 +522,19 @@ def test_a_disk_that_fills_while_it_is_written_is_one_line(tmp_path, size):
         assert sorted(path.name for path in (disk / "c").iterdir()) == [str(round) for round in rounds]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_memory_that_does_not_suffice_is_an_error_and_not_an_endless_wait(tmp_path):
+    """Copying an array whose program has failed would wait without end; waiting for the program raises its error."""
+
+    class Failed:
+        dtype, size, nbytes, shape = np.dtype(np.float32), 1, 4, (1,)
+
+        def block_until_ready(self):
+            raise MemoryError("RESOURCE_EXHAUSTED")
+
+        def __array__(self, *_, **__):
+            raise AssertionError("an endless wait")
+
+    with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED"):
+        Checkpoints(tmp_path / "checkpoints").save(1, {"w": Failed()}, {})

@@ -363,3 +363,17 @@ def test_a_sweep_passes_imports_on():
     _, planned = sweep.plan(["--flagfile=job.flags", "--strategies=fedavg,further", "--grid=further_further=1,2"])
     assert [len(run.config.imports) for run in planned] == [0, 1, 1]
     assert all("--import=" in " ".join(configuration.to_flags(run.config)) for run in planned[1:])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 300 + ".py#0123456789ab", "x" * 300, "a/" * 3000 + "#0123456789ab", "/proc/self/mem#0123456789ab",
+        "a\0b.py#0123456789ab", "..#0123456789ab", "\ud800#0123456789ab", "os#0123456789ab", "#0123456789ab", ".", "/",
+    ],
+    ids=len,
+)  # fmt: skip
+@pytest.mark.parametrize("trust", [False, True])
+def test_an_odd_name_in_a_folder_from_another_person_is_one_line(value, trust, tmp_path):
+    with pytest.raises(UserError):
+        imports.load_recorded([value], tmp_path / "imports", trust=trust)

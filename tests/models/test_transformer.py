@@ -162,7 +162,7 @@ def test_pretrained_weights_of_another_network_are_refused(tmp_path):
     with pytest.raises(UserError, match="has num_attention_heads=12, but the network has 2"):
         read()
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match=r"config.json cannot be read"):
+    with pytest.raises(UserError, match=r"config.json is damaged"):
         read()
 
 

@@ -110,6 +110,16 @@ def test_a_bad_file_is_one_line(text, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
+def test_a_large_space_is_refused_or_drawn_from_without_being_listed():
+    Path("space.flags").write_text("--lr=" + ",".join(map(str, range(1, 200_001))))
+    with pytest.raises(UserError, match=r"line 1: --lr has 200,000 values, more than 1,000: write a range"):
+        spaces.read("space.flags")
+    many = ",".join(map(str, range(1, 1001)))
+    Path("space.flags").write_text(f"--lr={many}\n--local_epochs={many}\n--batch_size={many}")
+    space = spaces.read("space.flags")
+    assert spaces.grid(space, "fedavg", 100) is None and len(spaces.draw(space, "fedavg", 4, 0)) == 4
+
+
 def test_a_missing_file_is_one_line():
     with pytest.raises(UserError, match=r"cannot read --space=absent.flags \(No such file"):
         spaces.read("absent.flags")

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files, tokens
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
@@ -205,8 +206,10 @@ def load_file(name: str, request: DataRequest) -> Dataset:
     def read() -> dict[str, Any]:
         parts: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
         for row in _lines(path):
-            if (part := row.get("split", "train")) not in parts:
-                raise UserError(f"{path}: split is train or test, but a line has {part!r}: remove such lines")
+            part = row.get("split", "train")
+            if not isinstance(part, str) or part not in parts:
+                shown = ascii(part)[:40]
+                raise UserError(f"{path}: split is train or test, but a line has {shown}: remove such lines")
             parts[part].append(row)
         if not parts["train"]:
             raise UserError(f"{path}: every line has split test, and none is a training sample")
@@ -238,7 +241,7 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
     def read() -> dict[str, Any]:
         try:
             loaded: Any = datasets.load_from_disk(str(path))
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # the parsers of JSON and Arrow raise many kinds
             raise UserError(f"{path} is no folder of datasets.save_to_disk ({_brief(error)})") from None
         parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
         if "train" not in parts:
@@ -255,7 +258,8 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
         train, test = (columns(each) if each in used else {} for each in ("train", "test"))
         return _arguments(train, test) | {"num_classes": getattr(used["train"].features["label"], "num_classes", None)}
 
-    sources = sorted(path.rglob("*.arrow"))
+    # JSON files name the parts, the columns and the classes.
+    sources = sorted(each for each in path.rglob("*") if each.suffix in (".arrow", ".json"))
     return _cached(path.name, request, sources, read)
 
 
@@ -270,21 +274,15 @@ def _arguments(train: dict[str, list], test: dict[str, list]) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        # Not `splitlines`, which also splits at characters that a text may contain, such as U+2028.
-        lines = content.decode("utf-8").split("\n")
+        for number, line in enumerate(untrusted.lines(path), 1):
+            try:
+                rows += [untrusted.parse_json(line, dict)] if line.strip() else []
+            except ValueError as error:
+                raise UserError(f"{path}, line {number} is not a JSON object ({_brief(error)})") from None
     except (OSError, ValueError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged ({_brief(error)})") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number} is not JSON ({_brief(error)})") from None
-        if row is not None and not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is not a JSON object")
-        rows += [] if row is None else [row]
     if not rows:
         raise UserError(f"{path} is empty")
     return rows

@@ -24,6 +24,7 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
+from fedjax_mr import untrusted
 from fedjax_mr.data import files
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
@@ -225,6 +226,7 @@ def _decode(folder: Path, name: str) -> dict[str, Any]:
             "install it (pip check names it)"
         )
     try:
+        _require_known_classes(untrusted.read_json(folder / "features.json", dict))
         builder: Any = tensorflow_datasets.builder_from_directory(folder)
         read = _read_tfrecord if builder.info.file_format.value == "tfrecord" else _read_array_record
         if read is _read_tfrecord and not _has_tensorflow():
@@ -245,6 +247,20 @@ def _decode(folder: Path, name: str) -> dict[str, Any]:
         x, test_x = x.swapaxes(1, 2), test_x.swapaxes(1, 2)
     parts = {f"{label}_{part}": of[label] for part, of in (("train", y), ("test", test_y)) for label in labels}
     return {"x": x, "test_x": test_x} | parts | facts
+
+
+def _require_known_classes(features: Any) -> None:
+    """Check that a description names classes of TensorFlow Datasets alone, which would import any module that it names.
+
+    Raises:
+      ValueError: it names another class.
+    """
+    if isinstance(features, dict):
+        for name in ("pythonClassName", "python_class_name", "type"):
+            if "." in str(value := features.get(name)) and not str(value).startswith("tensorflow_datasets.core."):
+                raise ValueError(f"features.json names {ascii(value)[:80]}, which is not of TensorFlow Datasets")
+    for each in features.values() if isinstance(features, dict) else features if isinstance(features, list) else ():
+        _require_known_classes(each)
 
 
 def _read_array_record(builder: Any, split: str, labels: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
