@@ -22,8 +22,10 @@ sweep() {
     --rounds=60 --eval_every=5 --devices=1 --sweep_dir=runs ${SWEEP_FLAGS:-} "$@" || echo "code $?"
 }
 
-sweep --adapter=lora --lora_rank=8 --strategies=fedit,fedmr,fedcross,fedsalora,ffalora,fedexlora,local --seeds=0
+sweep --adapter=lora --lora_rank=8 --fedexlora_weights=samples \
+  --strategies=fedit,fedmr,fedcross,fedsalora,ffalora,fedexlora,local --seeds=0
 sweep --trainable='classifier/*' --strategies=fedavg --seeds=0
 sweep --adapter=lora --lora_rank=8 --lr=0.05 --strategies=fedit,fedmr,fedcross --seeds=0:3
 sweep --trainable='classifier/*' --lr=0.05 --strategies=fedavg --seeds=0:3
-sweep --adapter=lora --lora_rank=8 --lr=0.05 --strategies=fedsalora,ffalora,fedexlora --seeds=0
+sweep --adapter=lora --lora_rank=8 --lr=0.05 --fedexlora_weights=samples \
+  --strategies=fedsalora,ffalora,fedexlora --seeds=0

@@ -103,6 +103,7 @@ def asynchronous(
         (inner.select, "selects its clients itself, but the schedule does"),
         (inner.between_rounds, "works on the host between rounds"),
         (inner.stale == "lost", "trains another part in each round, and uploads of an earlier round would be lost"),
+        (inner.stale == "renewed", "makes new factors of its adapters in each update, to which no older change fits"),
         (inner.exchange, "lets the clients of a round exchange layers, which needs all of them at the same time"),
         (len(problem.model.networks) > 1, "has clients with different networks"),
     ):

@@ -72,6 +72,8 @@ def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:
             head=config.lora_head,
             trainable=config.trainable or "",
             variables=variables,
+            dropout=config.lora_dropout,
+            stabilized=config.lora_rslora,
         )
     if config.trainable is None and variables is None:
         return model

@@ -170,6 +170,13 @@ class Config:
         "omitted, the queries and values of attention, or without attention all dense kernels but the last",
         source="LoRA, Hu et al. 2022: queries and values", needs=("adapter",))
     lora_head: bool = _model(True, "Train the last layer beside the adapters", needs=("adapter",))
+    lora_dropout: float = _model(
+        0.0, "Probability that an input of an adapter is zero in training. 0 disables it",
+        low=0, high=1, open_high=True, source="peft: 0; codes of federated methods: 0.05 to 0.1",
+        needs=("adapter",))
+    lora_rslora: bool = _model(
+        False, "rsLoRA: scale adapters by alpha / sqrt(r) in place of alpha / r", source="peft: false",
+        needs=("adapter",))
 
     augment: str = _training(
         "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",

@@ -182,7 +182,7 @@ def _check_adapters(config: Config, user_objects: UserObjects) -> None:
     if STRATEGIES[config.strategy].adapters and config.adapter == "none" and not given:
         raise UserError(f"strategy {config.strategy} trains adapters: set adapter=lora")
     defaults = Config()
-    for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_head"):
+    for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_head", "lora_dropout", "lora_rslora"):
         if config.adapter == "none" and getattr(config, name) != getattr(defaults, name):
             raise UserError(f"{name}={getattr(config, name)} needs adapter=lora")
 

@@ -12,6 +12,9 @@ Therefore a pair is one unit of recombination (`Layer.units`), and models are co
 (`Lora.gram`). The mean of several models has the mean of their products (`Lora.mean`), which no pair of rank r has.
 It is stored as a dense change of each targeted matrix in the collection `CHANGE`. Unlike a stack of rank K r, it does
 not grow with the number of models, and methods that change the base need the same form.
+
+Two options of the package peft, both off by default: dropout of the inputs of the adapters in training, and rsLoRA
+(Kalajdzievski, arXiv 2312.03732, 2023), which scales by alpha / sqrt(r).
 """
 
 import dataclasses
@@ -32,7 +35,7 @@ from fedjax_mr.models import layers, parts
 from fedjax_mr.models.base import PAIR, Model, Variables
 
 A, B = PAIR
-SCALE = "lora_scale"  # alpha / r, a frozen number
+SCALE = "lora_scale"  # alpha / r, or alpha / sqrt(r): a frozen number
 CHANGE = "change"  # collection of the changes [in, out] of targeted kernels
 DENSE = (nn.Dense, nn.DenseGeneral, layers.Dense)
 ATTENTION = ("*query/kernel", "*value/kernel")
@@ -41,7 +44,15 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The hooks of an adapted network in `Model`. It has no fields: all numbers are variables."""
+    """The hooks of an adapted network in `Model`.
+
+    Attributes:
+      dropout: probability that an input of an adapter is zero in training. The frozen layer receives all inputs.
+      exponent: adapters of rank r are scaled by alpha / r^exponent. rsLoRA: 0.5.
+    """
+
+    dropout: float = 0.0
+    exponent: float = 1.0
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         """Add the adapter of a dense layer, and the change of its kernel, to its output."""
@@ -51,7 +62,10 @@ class Lora:
         x = functools.partial(_rows, module, args[0] if args else kwargs["inputs"])
         if module.has_variable("params", A):
             a, b, scale = (module.get_variable("params", name) for name in (A, B, SCALE))
-            y = y + (scale * ((x(a) @ a) @ b)).reshape(y.shape)
+            rows = x(a)
+            if self.dropout and module.has_rng("dropout"):  # only training passes this stream
+                rows = dropped(rows, self.dropout, module.make_rng("dropout"))
+            y = y + (scale * ((rows @ a) @ b)).reshape(y.shape)
         if module.has_variable(CHANGE, "kernel"):
             change = module.get_variable(CHANGE, "kernel")
             # The change is no parameter, so it is float32 also where the layer computes in bfloat16.
@@ -93,6 +107,8 @@ def lora(
     head: bool = True,
     trainable: parts.Trainable = "",
     variables: Any = None,
+    dropout: float = 0.0,
+    stabilized: bool = False,
 ) -> Model:
     """A network with adapters. Its base is frozen.
 
@@ -106,6 +122,8 @@ def lora(
       head: whether the last layer trains, too.
       trainable: what trains, if it is not the adapters (and the head), such as ``*/lora_b`` for FFA-LoRA.
       variables: the variables of the base, such as pretrained ones.
+      dropout: probability that an input of an adapter is zero in training.
+      stabilized: whether the products are scaled by alpha / sqrt(r), as in rsLoRA.
 
     Raises:
       UserError: no dense kernel matches ``targets``, or as `parts.partly`.
@@ -119,7 +137,9 @@ def lora(
     chosen = _chosen(model, kernels, targets)
     given = None if variables is None else parts.checked(variables, shapes, model.name)
     base = jax.device_get(jax.jit(model.init)(key)) if given is None else given
-    added = {path: _pair(jax.random.fold_in(key, n), kernels[path], rank, alpha) for n, path in enumerate(chosen)}
+    hooks = Lora(dropout, 0.5 if stabilized else 1.0)
+    scale = alpha / rank**hooks.exponent
+    added = {path: _pair(jax.random.fold_in(key, n), kernels[path], rank, scale) for n, path in enumerate(chosen)}
     own = {"params": unflatten_dict({(*path, name): leaf for path in chosen for name, leaf in added[path].items()})}
     last = "/".join((*list(kernels)[-1], "*"))
     rule = parts.predicate(trainable or f"*{A},*{B}{',' + last if head else ''}")
@@ -129,17 +149,22 @@ def lora(
         raise UserError(f"trainable={trainable} matches no parameter of {model.name} with adapters")
     if given is None:  # of what was drawn here, only the adapters are a start: a head starts from the key of its model
         start = parts.split(parts.joined(model.start, own), trains)[0]
-    return dataclasses.replace(model, frozen=frozen, start=start, adapter=Lora())
+    return dataclasses.replace(model, frozen=frozen, start=start, adapter=hooks)
 
 
-def _pair(key: jax.Array, shape: tuple[int, int], rank: int, alpha: float) -> dict[str, np.ndarray]:
+def _pair(key: jax.Array, shape: tuple[int, int], rank: int, scale: float) -> dict[str, np.ndarray]:
     """A is random, B is zero."""
     inputs, outputs = shape
     return {
         A: np.asarray(_random(key, (inputs, rank))),
         B: np.zeros((rank, outputs), np.float32),
-        SCALE: np.asarray(alpha / rank, np.float32),
+        SCALE: np.asarray(scale, np.float32),
     }
+
+
+def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """Set each number to zero with the probability ``rate``, and divide the others by 1 - rate; consumes ``key``."""
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros_like(x))
 
 
 def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -197,7 +222,7 @@ def pairs(variables: Variables) -> Iterator[tuple[Path, jax.Array, jax.Array]]:
 
 
 def scale_of(model: Model, path: Path) -> jax.Array:
-    """Alpha / r of a layer."""
+    """The number by which the product of a layer is scaled: alpha / r, or alpha / sqrt(r)."""
     scale: jax.Array = parts.flat(model.frozen["params"])[(*path, SCALE)]
     return scale
 
@@ -239,16 +264,44 @@ def fresh(model: Model, key: jax.Array) -> Variables:
     return {"params": unflatten_dict(params)}
 
 
-def factors(model: Model, change: Variables) -> Variables:
-    """The adapters with products nearest to ``change``. Each factor has the roots of the largest singular values."""
+def larger_scale(model: Model, rank: jax.Array) -> jax.Array:
+    """Quotient of the scales of rank r_i and of the largest rank r: r / r_i, or sqrt(r / r_i) with rsLoRA."""
+    (_, a, _), *_ = pairs(model.shapes())
+    return (a.shape[-1] / rank) ** model.adapter.exponent
+
+
+def scaled_for(model: Model, rank: jax.Array) -> Model:
+    """The network of a client of rank r_i, whose products are scaled by alpha / r_i in place of alpha / r."""
+    params, factor = parts.flat(model.frozen["params"]), larger_scale(model, rank)
+    scaled = {path: leaf * factor if path[-1] == SCALE else leaf for path, leaf in params.items()}
+    return dataclasses.replace(model, frozen=model.frozen | {"params": unflatten_dict(scaled)})
+
+
+def with_scaled_b(variables: Variables, factor: jax.Array) -> Variables:
+    """The adapters with each B multiplied by a number."""
+    params = parts.flat(variables["params"])
+    for path, _, b in pairs(variables):
+        params[(*path, B)] = b * factor
+    return variables | {"params": unflatten_dict(params)}
+
+
+def factors(model: Model, change: Variables, *, roots: bool = False) -> Variables:
+    """The adapters with products nearest to ``change``: its largest singular values, and their vectors.
+
+    B has the singular values, and the columns of A are orthonormal. With ``roots``, both factors have the square roots
+    of the singular values.
+    """
     params = {}
     for path, a, _ in pairs(model.shapes()):
         rank = a.shape[-1]
         u, s, vt = jnp.linalg.svd(parts.flat(change)[*path, "kernel"], full_matrices=False)
         u, s, vt = (jnp.pad(each, pad) for each, pad in zip((u, s, vt), _padding(s.shape[0], rank), strict=True))
-        root = jnp.sqrt(s[:rank] / scale_of(model, path))
-        params[*path, A] = u[:, :rank] * root[None, :]
-        params[*path, B] = vt[:rank] * root[:, None]
+        a, values = u[:, :rank], s[:rank] / scale_of(model, path)
+        if roots:
+            values = jnp.sqrt(values)
+            a = a * values[None, :]
+        params[*path, A] = a
+        params[*path, B] = vt[:rank] * values[:, None]
     return {"params": unflatten_dict(params)}
 
 

@@ -324,10 +324,10 @@ _OURS: dict[str, dict[str, Row]] = {
             "ffalora": Row(lora.ffalora, fedavg.Hyper, "Sun et al., ICLR 2024", title="FFA-LoRA"),
             "fedsalora": Row(lora.fedsalora, None, "Guo et al., ICLR 2025", title="FedSA-LoRA"),
             "rolora": Row(lora.rolora, None, "Chen et al., NeurIPS 2025", title="RoLoRA"),
-            "fedexlora": Row(lora.fedexlora, None, "Singhal et al., ACL 2025", title="FedEx-LoRA"),
+            "fedexlora": Row(lora.fedexlora, lora.FedExLora, "Singhal et al., ACL 2025", title="FedEx-LoRA"),
             "flora": Row(lora.flora, lora.Ranks, "Wang et al., NeurIPS 2024", title="FLoRA"),
-            "flexlora": Row(lora.flexlora, lora.Ranks, "Bai et al., NeurIPS 2024", title="FlexLoRA"),
-            "hetlora": Row(lora.hetlora, lora.Ranks, "Cho et al., EMNLP 2024", title="HetLoRA"),
+            "flexlora": Row(lora.flexlora, lora.FlexLora, "Bai et al., NeurIPS 2024", title="FlexLoRA"),
+            "hetlora": Row(lora.hetlora, lora.HetLora, "Cho et al., EMNLP 2024", title="HetLoRA"),
         }.items()
     },
     "baselines": {

@@ -284,7 +284,8 @@ class Strategy(NamedTuple):
     freshness, are added to the model that the server would send now. ``uploaded``: as they are, with
     `Cohort.freshness`. ``branches``: as they are, and the server keeps M models, of which each client trains one
     (`Cohort.branches`); the model that returns is the next to be sent. ``lost``: it uses only what is trained in the
-    current round, so asynchronous clients are refused."""
+    current round, so asynchronous clients are refused. ``renewed``: it makes new factors of its adapters in each
+    update, to which no older change fits, so they are refused, too."""
     choose: Choose | None = None
     """How asynchronous clients are chosen. Default: uniformly among those that are idle."""
 

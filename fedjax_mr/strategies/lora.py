@@ -9,26 +9,38 @@ zero at the start; papers often write B A.
 * FFA-LoRA (Sun et al., ICLR 2024): A is random, common and frozen, so the mean is exact. Half of the bytes are
   sent.
 * RoLoRA (Chen et al., NeurIPS 2025): B trains in even rounds (counted from 0), A in odd ones, so each mean is exact.
-  Clients upload the factor of the round.
+  Clients upload the factor of the round. The code in the paper's supplement begins with B, too, and freezes the
+  classifier (``lora_head=False``). Here it trains in every round if ``lora_head`` is set, as with the other methods.
 * FedSA-LoRA (Guo et al., ICLR 2025): A is averaged. B and the head stay on the client.
-* FedEx-LoRA (Singhal et al., ACL 2025): mean of A and mean of B, and cov is added to the base: exact. The released code
-  adds cov transposed.
+* FedEx-LoRA (Singhal et al., ACL 2025): mean of A and mean of B, and cov is added to the base: exact. The paper and the
+  released code weight all clients equally; ``weights=samples`` weights them by their samples, as FedAvg does. The
+  released code adds cov transposed.
 * FLoRA (Wang et al., NeurIPS 2024): each round starts from new adapters. The server adds the stacked adapters, whose
   product is the mean of the products, to the base: exact.
 * FlexLoRA (Bai et al., NeurIPS 2024): the server keeps the mean of the products, and sends each client as much of its
-  singular value decomposition as the client's rank allows. How the singular values are divided between A and B is not
-  given in the paper: here each factor gets their square root.
+  singular value decomposition U S V as the client's rank r_i allows. As in the released code (FederatedScope, branch
+  FlexLoRA), A = U and B = S V / (alpha / r_i), and client i scales by alpha / r_i. The paper does not say how S is
+  divided. ``split=roots`` gives each factor the square roots of S, and all clients scale by alpha / r: after a cohort
+  of smaller ranks, both factors of the other directions are then nearly zero, so that they hardly train.
 * HetLoRA (Cho et al., EMNLP 2024): mean of A and mean of B, padded with zeros to the largest rank, with weights
-  proportional to the norms of the products of each matrix. A client receives as many columns as its rank. The paper's
-  pruning of ranks on clients is left out, because its constants are not published.
+  proportional to the norms of the products. A client receives as many columns as its rank. The paper is read here as
+  one norm for each matrix; ports of others take one norm for each client, over all its matrices (``norms=client``).
+  The head is weighted by samples. The pruning of ranks on clients is left out. The paper does not give its constants.
+  FlexLoRA's authors have its penalty on the last columns in their code, from the column round(0.99 r) on: with ranks
+  up to 50 these are none.
 
 FedEx-LoRA and FLoRA change the base. Their server's state and payload hold the change of the targeted matrices, which
 is dense, and the traffic counts it; the papers send the factors of all clients in its place. In FLoRA, FlexLoRA and
-HetLoRA a client's rank may be smaller than ``lora_rank`` (``ranks``); all scale by the same alpha / r, as in FLoRA's
-code. A client of rank r_i has zeros in the other columns of A and rows of B, which stay zero, and are not counted.
+HetLoRA a client's rank may be smaller than ``lora_rank`` (``ranks``); FLoRA and HetLoRA scale by the same alpha / r, as
+in FLoRA's code. A client of rank r_i has zeros in the other columns of A and rows of B, which stay zero, and are not
+counted.
+
+FLoRA and FlexLoRA make new factors in every update, and a change of old factors means nothing beside new ones. So they
+refuse asynchronous clients.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +76,44 @@ class Ranks:
         "",
         "r_i of the clients in turn, separated by commas, such as 8,4,2; at most lora_rank. If omitted, all have it",
         source="FLoRA's code: 64,32,16,16,8,8,4,4,4,4",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FedExLora:
+    """Hyper-parameters of FedEx-LoRA."""
+
+    weights: str = field(
+        "uniform",
+        "weights of the clients in the means: equal (uniform), or by their numbers of samples (samples; as in FedIT)",
+        choices=("uniform", "samples"),
+        source="paper and code",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexLora(Ranks):
+    """Hyper-parameters of FlexLoRA."""
+
+    split: str = field(
+        "released",
+        "how the singular values S are divided: B has them, and client i scales by alpha / r_i (released); or A and B "
+        "have their square roots, and all scale by alpha / r (roots; unused directions then hardly train)",
+        choices=("released", "roots"),
+        source="the authors' code, FederatedScope",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HetLora(Ranks):
+    """Hyper-parameters of HetLoRA."""
+
+    norms: str = field(
+        "matrix",
+        "the weight of a client is the norm of its product of each matrix (matrix), or one norm over all its matrices "
+        "(client)",
+        choices=("matrix", "client"),
+        source="our reading of the paper; ports of others: client",
     )
 
 
@@ -151,7 +201,7 @@ def deployed(state: Changed) -> Variables:
     return adapters.with_change(state.model, state.change)
 
 
-def fedexlora(hyper: None, problem: Problem) -> Strategy:
+def fedexlora(hyper: FedExLora, problem: Problem) -> Strategy:
     """Build FedEx-LoRA."""
     require_adapters(problem, "fedexlora")
     model = problem.model
@@ -165,8 +215,9 @@ def fedexlora(hyper: None, problem: Problem) -> Strategy:
         return {"model": _without_change(trained)}, memory, metrics
 
     def server_update(state, uploads, cohort, round, key):
-        mean = trees.mean(uploads["model"], weights=cohort.sizes)
-        products = adapters.mean_changes(model, uploads["model"], weights=cohort.sizes)
+        weights = cohort.sizes if hyper.weights == "samples" else (cohort.sizes > 0).astype(jnp.float32)
+        mean = trees.mean(uploads["model"], weights=weights)
+        products = adapters.mean_changes(model, uploads["model"], weights=weights)
         cov = trees.subtract(products, adapters.changes(model, mean))
         return Changed(mean, trees.add(state.change, cov)), {}
 
@@ -198,7 +249,7 @@ def flora(hyper: Ranks, problem: Problem) -> Strategy:
         return Changed(parts.joined(state.model, others), trees.add(state.change, products)), {}
 
     strategy = Strategy(init, dispatch, client_update, server_update, global_model=deployed)
-    return strategy._replace(traffic=_traffic_of_ranks(problem, ranks, down=False))
+    return strategy._replace(traffic=_traffic_of_ranks(problem, ranks, down=False), stale="renewed")
 
 
 # --- ranks per client ------------------------------------------------------------------------------------------------
@@ -211,44 +262,65 @@ class Products(NamedTuple):
     change: Variables  # mean of the products, leaves ``kernel`` [in, out]
 
 
-def flexlora(hyper: Ranks, problem: Problem) -> Strategy:
+def flexlora(hyper: FlexLora, problem: Problem) -> Strategy:
     """Build FlexLoRA."""
     require_adapters(problem, "flexlora")
-    model, ranks = problem.model, client_ranks(hyper, problem)
+    model, ranks, roots = problem.model, client_ranks(hyper, problem), hyper.split == "roots"
+
+    def larger(clients):
+        """Quotient of the scale of a client in its training and of alpha / r, the scale of the state."""
+        return jnp.ones(clients.shape) if roots else adapters.larger_scale(model, ranks[clients])
 
     def init(key):
         return Products(model.init(key), adapters.no_change(model))
 
+    def dispatch(state, cohort, key):
+        send = lambda client: adapters.with_scaled_b(truncated(state.model, ranks[client]), 1 / larger(client))
+        return {"model": jax.vmap(send)(cohort.ids)}
+
+    def client_update(payload, memory, data, round, key):
+        own = model if roots else adapters.scaled_for(model, ranks[data.client_id])
+        trained, metrics = local.train(own, problem.local, payload["model"], data, key)
+        return {"model": trained}, memory, metrics
+
     def server_update(state, uploads, cohort, round, key):
-        products = adapters.mean_changes(model, uploads["model"], weights=cohort.sizes)
-        mean = trees.mean(uploads["model"], weights=cohort.sizes)
-        return Products(parts.joined(mean, adapters.factors(model, products)), products), {}
+        models = adapters.with_scaled_b(uploads["model"], larger(cohort.ids)[:, None, None])
+        products = adapters.mean_changes(model, models, weights=cohort.sizes)
+        mean = trees.mean(models, weights=cohort.sizes)
+        return Products(parts.joined(mean, adapters.factors(model, products, roots=roots)), products), {}
 
     def global_model(state):
         return adapters.with_change(adapters.without_products(state.model), state.change)
 
-    strategy = averaging(problem)._replace(init=init, server_update=server_update, global_model=global_model)
-    return _with_ranks(strategy._replace(models=None), problem, ranks)
+    strategy = Strategy(init, dispatch, client_update, server_update, global_model=global_model)
+    return strategy._replace(traffic=_traffic_of_ranks(problem, ranks, down=True), stale="renewed")
 
 
-def hetlora(hyper: Ranks, problem: Problem) -> Strategy:
+def hetlora(hyper: HetLora, problem: Problem) -> Strategy:
     """Build HetLoRA."""
     require_adapters(problem, "hetlora")
     ranks = client_ranks(hyper, problem)
 
+    def dispatch(state, cohort, key):
+        return {"model": jax.vmap(lambda client: truncated(state.model, ranks[client]))(cohort.ids)}
+
     def server_update(state, uploads, cohort, round, key):
-        models = uploads["model"]
+        models, found = uploads["model"], list(adapters.pairs(uploads["model"]))
         mean = parts.flat(trees.mean(models, weights=cohort.sizes))
-        for path, a, b in adapters.pairs(models):
-            takes_part = (cohort.sizes > 0).astype(jnp.float32)
-            products = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-            norms = takes_part * jnp.sqrt(jnp.sum(jnp.square(products), axis=(1, 2)))
+        takes_part = (cohort.sizes > 0).astype(jnp.float32)
+        products = [jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST) for _, a, b in found]
+        squares = [jnp.sum(jnp.square(product), axis=(1, 2)) for product in products]  # [K] for each matrix
+        if hyper.norms == "client":
+            squares = [functools.reduce(jnp.add, squares)] * len(found)
+        for (path, a, b), square in zip(found, squares, strict=True):
+            norms = takes_part * jnp.sqrt(square)
             weights = jnp.where(jnp.sum(norms) > 0, norms, takes_part)  # no client may have trained
             for name, leaf in zip(adapters.PAIR, (a, b), strict=True):
                 mean["params", *path, name] = trees.mean(leaf, weights=weights)
         return state._replace(model=unflatten_dict(mean)), {}
 
-    return _with_ranks(averaging(problem)._replace(server_update=server_update), problem, ranks)
+    strategy = averaging(problem)._replace(dispatch=dispatch, server_update=server_update)
+    return strategy._replace(traffic=_traffic_of_ranks(problem, ranks, down=True))
 
 
 def client_ranks(hyper: Ranks, problem: Problem) -> jax.Array:
@@ -273,15 +345,6 @@ def truncated(variables: Variables, rank: jax.Array) -> Variables:
         params[(*path, A)] = jnp.where(kept[None, :], a, jnp.zeros_like(a))
         params[(*path, B)] = jnp.where(kept[:, None], b, jnp.zeros_like(b))
     return variables | {"params": unflatten_dict(params)}
-
-
-def _with_ranks(strategy: Strategy, problem: Problem, ranks: jax.Array) -> Strategy:
-    """The strategy, whose clients receive the adapters up to their rank."""
-
-    def dispatch(state, cohort, key):
-        return {"model": jax.vmap(lambda client: truncated(state.model, ranks[client]))(cohort.ids)}
-
-    return strategy._replace(dispatch=dispatch, traffic=_traffic_of_ranks(problem, ranks, down=True))
 
 
 def _traffic_of_ranks(problem: Problem, ranks: jax.Array, *, down: bool) -> Any:

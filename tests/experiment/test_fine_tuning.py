@@ -8,8 +8,10 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.build import fine_tuned
 from fedjax_mr.experiment.config import parse
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.models import adapters
 from fedjax_mr.testing.adapted import WHOLE, Attention
 from fedjax_mr.testing.federations import federated, tree_close
 
@@ -60,12 +62,24 @@ def test_adapters_of_a_run_are_exported_into_plain_flax(tmp_path):
     ("flags", "line"),
     [
         (["--lora_rank=4"], "lora_rank=4 needs adapter=lora"),
+        (["--lora_dropout=0.1"], "lora_dropout=0.1 needs adapter=lora"),
+        (["--lora_rslora"], "lora_rslora=True needs adapter=lora"),
+        (["--adapter=lora", "--lora_dropout=1"], "lora_dropout=1.0 is out of range"),
         (["--variables=pretrained"], "variables=pretrained cannot be set"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(flags, line):
     with pytest.raises(UserError, match=line):
         resolve(parse(flags))
+
+
+def test_flags_set_the_dropout_and_the_scale_of_adapters():
+    flags = ["--adapter=lora", "--lora_rank=4", "--lora_alpha=6", "--lora_dropout=0.1", "--lora_rslora"]
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), WHOLE.shapes())
+    model = fine_tuned(parse(flags), WHOLE, variables=zeros)
+    assert model.adapter == adapters.Lora(dropout=0.1, exponent=0.5)
+    assert adapters.scale_of(model, ("attend", "query")) == 3.0  # 6 / sqrt(4)
+    assert fine_tuned(parse(flags[:2]), WHOLE, variables=zeros).adapter == adapters.Lora()
 
 
 def test_a_network_of_flags_trains_a_part():

@@ -1,5 +1,6 @@
 """LoRA: adapters beside frozen weights, their products and their units."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +47,41 @@ def test_a_change_of_the_base_is_computed_in_the_precision_of_the_layer():
     products = [each for each in precision.equations(closed.jaxpr) if each.primitive.name in precision.PRODUCTS]
     assert len(products) > 8 and closed.out_avals[0].dtype == jnp.float32
     assert {each.aval.dtype.name for product in products for each in product.invars} == {"bfloat16"}
+
+
+class Wide(nn.Module):
+    """Two dense layers of 32 x 32 weights."""
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        return nn.Dense(32, use_bias=False, name="two")(nn.Dense(32, use_bias=False, name="one")(x))
+
+
+def test_dropout_drops_inputs_of_the_adapters_in_training_alone():
+    """All kernels and factors are the identity, so that the output shows which inputs of the adapter were dropped."""
+    eye, x = np.eye(32, dtype=np.float32), jnp.ones((4, 32))
+    base = {"params": {name: {"kernel": eye} for name in ("one", "two")}}
+    model = adapters.lora(
+        Model(Wide(), (32,)), 32, 32.0, key=jax.random.key(0), targets="*", head=False, variables=base, dropout=0.25
+    )
+    only = lambda layer: {"params": {name: {"lora_a": eye, "lora_b": eye * (name == layer)} for name in ("one", "two")}}
+    train = lambda layer, key: np.asarray(
+        model.train_apply(only(layer)["params"], {}, x, mask=None, key=jax.random.key(key))[0]
+    )
+    one, again, other, two = train("one", 1), train("one", 1), train("one", 2), train("two", 1)
+    added = one - 1  # x W is 1 in any case
+    np.testing.assert_allclose(np.unique(added.round(4)), [0.0, 1 / 0.75], atol=1e-3)
+    assert 0.1 < np.mean(added == 0) < 0.4  # 128 draws with the probability 0.25
+    tree_equal(one, again)
+    assert np.any(one != other) and np.any(one != two)
+    tree_equal(model.apply(only("one"), x), jnp.full((4, 32), 2.0))
+
+
+def test_without_dropout_the_training_draws_nothing():
+    run = lambda model: jax.make_jaxpr(
+        lambda params: model.train_apply(params, {}, X, mask=None, key=jax.random.key(0))[0]
+    )(model.shapes()["params"])
+    assert "random_bits" not in str(run(adapted())) and "random_bits" in str(run(adapted(dropout=0.1)))
 
 
 @pytest.mark.parametrize(
