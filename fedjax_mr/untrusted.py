@@ -88,9 +88,12 @@ def _checked(value: Any, schema: Any, place: str) -> Any:
         case dict() if isinstance(value, dict):
             (first, inner), *_ = schema.items()
             if not isinstance(first, str):
-                return {
+                checked = {
                     _name(name, first, place): _checked(each, inner, _at(place, name)) for name, each in value.items()
                 }
+                if len(checked) < len(value):
+                    raise ValueError(f"two names in {place or 'it'} are the same number, such as 1 and 01")
+                return checked
             checked = dict(value)
             for name, inner in schema.items():
                 plain = name.removesuffix("?")

@@ -134,7 +134,7 @@ def read_authors(path: Path | str, *, dataset: Dataset) -> list[np.ndarray]:
     """
     path = _existing(path)
     try:
-        content = untrusted.parse_json(untrusted.read_text(path), {"dataset": str, "train_data": {int: list}})
+        content = untrusted.parse_json(untrusted.read_text(path), {"dataset": str, "train_data": {int: object}})
         name = content["dataset"]
         parts = [_whole_numbers(client, rows) for client, rows in sorted(content["train_data"].items())]
     except (OSError, ValueError) as error:

@@ -19,7 +19,6 @@ from fedjax_mr.errors import UserError
 
 TOKENIZER = "tokenizer.json"
 WORDS = 8192  # numbers of hashed words, with that of padding
-WORD_RULES = 2  # to be incremented if `words` changes; the names of cached texts contain it
 
 # Scripts that are written without spaces between words: Han, Hiragana, Katakana, Thai, Lao, Khmer and Myanmar.
 _UNSPACED = (

@@ -59,6 +59,29 @@ def test_given_test_part_and_statistics():
     assert dataset.client_names == ("0", "1", "2", "3")
 
 
+@pytest.mark.parametrize(
+    ("client", "client_test", "names"),
+    [
+        ([1.0, 2.0, 10.0], ["1", "10", "2"], ("1", "10", "2")),
+        ([1.0, "2", 10], None, ("1", "10", "2")),
+        (np.array([1.0, 2.0, 10.0]), np.array([1, 2, 10]), ("1", "2", "10")),
+        (np.array([1, 2, 10], np.uint64), np.array([2, 2, 2]), ("1", "2", "10")),
+        (np.array([b"anna", b"ben", b"zo\xc3\xab"]), ["anna", "ben", "zoë"], ("anna", "ben", "zoë")),
+        ([1, 2, ""], None, ("1", "2")),
+        (np.ma.array([1, 2, 10]), None, ("1", "2", "10")),
+        ([True, False, True], None, ("False", "True")),
+    ],
+)
+def test_an_id_has_one_form_whatever_its_type(client, client_test, names):
+    repeat = lambda ids: (
+        None if ids is None else np.repeat(np.asarray(ids, object), 3) if type(ids) is list else ids.repeat(3)
+    )
+    test = (
+        {} if client_test is None else {"x_test": IMAGES[:9], "y_test": LABELS[:9], "client_test": repeat(client_test)}
+    )
+    assert data.from_arrays(IMAGES[:9], LABELS[:9], client=repeat(client), **test).client_names == names
+
+
 def test_samples_are_shown_in_one_short_line():
     dataset = data.from_arrays(IMAGES, LABELS, client=np.arange(60) % 4, name="mine")
     line = "Dataset(mine: 48 training and 12 test samples, 6x5x1 of uint8, 3 classes, 4 clients)"
@@ -163,7 +186,19 @@ def with_nan():
         ({"y": [[0], [1, 2]]}, "y has entries of different shapes"),
         ({"client": [[0], [1, 2]]}, "client has entries of different shapes"),
         ({"mean": [[0], [1, 2]]}, "mean has entries of different shapes"),
-        ({"client": [None, *range(59)]}, "client ids must be all numbers or all text"),
+        (
+            {"client": [None, *range(59)]},
+            'client: 1 of 60 are missing (the first is None in row 0): name them or drop their samples, or use ""',
+        ),
+        ({"client": [*["a"] * 59, np.nan]}, "client: 1 of 60 are missing (the first is nan in row 59)"),
+        ({"client": np.array([*["a"] * 59, np.nan])}, "client: 1 of 60 are missing (the first is 'nan' in row 59)"),
+        ({"client": np.where(LABELS, 1.0, np.nan)}, "client: 20 of 60 are missing (the first is nan in row 0)"),
+        ({"client": np.ma.array(LABELS, mask=LABELS > 1)}, "client: 20 of 60 are missing (the first is None in row 2)"),
+        ({"client": LABELS / 2}, "client must be whole numbers or texts, but row 1 has 0.5"),
+        ({"client": np.array([b"\xff"] * 60)}, "client must be whole numbers or texts, but row 0 has b'\\xff'"),
+        ({"domain": [None, *"a" * 59]}, "domain: 1 of 60 are missing (the first is None in row 0): name them or drop"),
+        ({"x": np.ma.array(IMAGES, mask=IMAGES > 250)}, "x is a masked array that hides "),
+        ({"y": np.ma.array(LABELS, mask=LABELS > 1)}, "y is a masked array that hides 20 values, the first in row 2"),
         ({"x": IMAGES[:0], "y": LABELS[:0]}, "the training set is empty"),
         ({"x": IMAGES[:2], "y": LABELS[:2]}, "no class has three samples, of which one is held out for the test"),
         ({"y": np.where(LABELS == 2, 10**9, LABELS)}, "labels up to 1000000000 mean 1,000,000,001 classes"),

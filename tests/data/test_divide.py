@@ -250,6 +250,7 @@ class TestPartitionFile:
         assert "damaged or of another kind (ValueError: no complete .npz file" in message(
             "pickle.npz", pickle.dumps([1, 2])
         )
+        assert "two names in train_data are the same number" in message("one.json", start + '{"1": [1], "01": [2]}}')
         assert "one sample to two clients" in message("twice.json", start + '{"0": [1], "1": [1]}}')
         assert "client 1 of 2 of numbered has no training samples" in message(
             "empty.json", start + '{"0": [1], "1": []}}'

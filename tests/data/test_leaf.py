@@ -167,6 +167,17 @@ class TestBadInput:
         path.write_text(json.dumps(content))
         self.refuse(femnist_folder, "user 'f1': 'f1' is missing")
 
+    def test_numbers_among_the_users_are_texts_and_missing_ones_are_named(self, femnist_folder):
+        for path in sorted((femnist_folder / "train").iterdir()):
+            content = json.loads(path.read_text())
+            content["users"] = [int(user[1:]) for user in content["users"]]
+            content["user_data"] = {user[1:]: data for user, data in content["user_data"].items()}
+            path.write_text(json.dumps(content))
+        dataset = data.load("femnist", data_dir=str(femnist_folder))
+        assert dataset.client_names == ("1", "2", "3", "f1", "f2", "f3")
+        path.write_text(json.dumps(content | {"users": [None]}))
+        self.refuse(femnist_folder, f"{path}: users: 1 of 1 are missing (the first is None in row 0)")
+
     def test_no_user_with_samples(self, write_leaf, handwriting):
         folder = write_leaf({"a": (6, 0), "b": (4, 0)}, handwriting)
         self.refuse(folder, f"{folder}/test/all_data_0_test.json has no users with samples")

@@ -240,6 +240,15 @@ def test_json_lines(tmp_path):
     assert len(held_out.test_y) == 4
 
 
+def test_clients_of_lines_have_one_form_and_none_is_missing(tmp_path):
+    lines = [line | {"client": [1, "1", 1.0][i % 3]} for i, line in enumerate(rows())]
+    assert data.load(write(tmp_path / "mine.jsonl", lines)).client_names == ("1",)
+    with pytest.raises(
+        UserError, match=r"other.jsonl \(train\): client: 1 of 12 are missing \(the first is nan in row 11\)"
+    ):
+        data.load(write(tmp_path / "other.jsonl", [*lines[1:], lines[0] | {"client": float("nan")}]))
+
+
 @pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
 def test_only_line_feeds_end_a_line(tmp_path, separator):
     lines = [line | {"text": f"one{separator}two"} for line in rows()]
@@ -256,7 +265,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capl
     path = write(tmp_path / "mine.jsonl", rows())
     monkeypatch.setattr(os, "fsync", full)
     assert len(data.load(path).y) == 10 and not list(cache_folder.iterdir())
-    assert "the next run decodes text-mine-48-words2 again" in caplog.text and "No space left on device" in caplog.text
+    assert "the next run decodes text2-mine-48-words again" in caplog.text and "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -303,6 +312,12 @@ def test_folder_of_datasets(tmp_path):
     datasets.DatasetDict(train=train, test=test.rename_column("text", "s")).save_to_disk(str(tmp_path / "other"))
     with pytest.raises(UserError, match=r"other \(test\) has the columns s, label, but text is needed; rename one"):
         data.load(f"hf:{tmp_path / 'other'}")
+    names = ["a", None] * 10
+    whole.remove_columns("client").add_column("client", names).save_to_disk(str(tmp_path / "missing"))
+    with pytest.raises(
+        UserError, match=r"missing \(train\): client: 10 of 20 are missing \(the first is None in row 1\)"
+    ):
+        data.load(f"hf:{tmp_path / 'missing'}")
     whole.rename_column("text", "sentence").save_to_disk(str(tmp_path / "one"))
     with pytest.raises(UserError, match=r"has the columns sentence, label, client, but text is needed; rename one"):
         data.load(f"hf:{tmp_path / 'one'}")

@@ -5,12 +5,15 @@ would have to repeat the conversion.
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedjax_mr.data import files, npz
 from fedjax_mr.data.federated import Dataset, first_position
+from fedjax_mr.data.values import as_array, ids
 from fedjax_mr.errors import UserError
 
 TEST_SHARE = 0.2  # share of the test set if the user provides none
@@ -63,12 +66,12 @@ def from_arrays(
     x: np.ndarray,
     y: np.ndarray,
     *,
-    client: np.ndarray | None = None,
+    client: Sequence[Any] | np.ndarray | None = None,
     x_test: np.ndarray | None = None,
     y_test: np.ndarray | None = None,
-    client_test: np.ndarray | None = None,
-    domain: np.ndarray | None = None,
-    domain_test: np.ndarray | None = None,
+    client_test: Sequence[Any] | np.ndarray | None = None,
+    domain: Sequence[Any] | np.ndarray | None = None,
+    domain_test: Sequence[Any] | np.ndarray | None = None,
     name: str = "arrays",
     num_classes: int | None = None,
     mean: tuple[float, ...] | None = None,
@@ -113,18 +116,18 @@ def from_arrays(
     if x_test is not None and y_test is not None:
         x_test, y_test = _samples(x_test, f"{name}: x_test", scaled), _labels(y_test, f"{name}: y_test")
     num_classes = _num_classes(y, y_test, num_classes, name)
-    client = None if client is None else _array(client, f"{name}: client")
-    client_test = None if client_test is None else _array(client_test, f"{name}: client_test")
-    domain = None if domain is None else _array(domain, f"{name}: domain")
-    domain_test = None if domain_test is None else _array(domain_test, f"{name}: domain_test")
-    for what, ids, labels in (
+    client = None if client is None else ids(client, f"{name}: client", nobody=True)
+    client_test = None if client_test is None else ids(client_test, f"{name}: client_test", nobody=True)
+    domain = None if domain is None else ids(domain, f"{name}: domain")
+    domain_test = None if domain_test is None else ids(domain_test, f"{name}: domain_test")
+    for what, owners, labels in (
         ("client id", client, y), ("client id", client_test, y_test),
         ("domain", domain, y), ("domain", domain_test, y_test),
     ):  # fmt: skip
-        if ids is not None and labels is not None and ids.shape != labels.shape:
-            raise UserError(f"{name}: labels of shape {labels.shape} need one {what} each, not shape {ids.shape}")
-    names, number, number_of_test = _numbered(client, client_test, f"{name}: client ids")
-    domain_names, domain, domain_test = _numbered(domain, domain_test, f"{name}: domains")
+        if owners is not None and labels is not None and owners.shape != labels.shape:
+            raise UserError(f"{name}: labels of shape {labels.shape} need one {what} each, not shape {owners.shape}")
+    names, number, number_of_test = _numbered(client, client_test)
+    domain_names, domain, domain_test = _numbered(domain, domain_test)
     if x_test is not None and y_test is not None:
         test_x, test_y = x_test, y_test
     else:
@@ -163,37 +166,16 @@ def from_arrays(
     ).check()
 
 
-def _array(values: object, name: str) -> np.ndarray:
-    """Convert the user's values to an array.
-
-    Raises:
-      UserError: the values are nested lists, or a list of arrays, with entries of different shapes.
-    """
-    try:
-        return np.asarray(values)
-    except ValueError:
-        raise UserError(
-            f"{name} has entries of different shapes, but an array needs one shape: crop, pad or resize them"
-        ) from None
-
-
 def _numbered(
-    client: np.ndarray | None, client_test: np.ndarray | None, name: str
+    client: np.ndarray | None, client_test: np.ndarray | None
 ) -> tuple[tuple[str, ...], np.ndarray | None, np.ndarray | None]:
-    """The sorted names of the clients (or domains), and the number of that of each training and test sample.
-
-    Raises:
-      UserError: the ids cannot be sorted, such as None among numbers.
-    """
+    """The sorted names of the clients (or domains), and the number of that of each training and test sample."""
     if client is None:
         return (), None, None
-    all_ids = client if client_test is None else np.concatenate([client, client_test])
-    try:
-        ids, number = np.unique(all_ids, return_inverse=True)
-    except TypeError as error:
-        raise UserError(f"{name} must be all numbers or all text ({error})") from None
+    all_ids = client if client_test is None else np.concatenate([client, client_test])  # numbers beside texts are texts
+    names, number = np.unique(all_ids, return_inverse=True)
     number, number_of_test = np.split(number.astype(np.int32), [len(client)])
-    return tuple(str(each) for each in ids), number, None if client_test is None else number_of_test
+    return tuple(str(each) for each in names), number, None if client_test is None else number_of_test
 
 
 def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
@@ -204,7 +186,7 @@ def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
       name: name of the dataset and of the array in errors.
       scaled: whether the user has passed mean or std.
     """
-    x = _array(x, name)
+    x = as_array(x, name)
     if x.ndim < 2 or not (np.issubdtype(x.dtype, np.integer) or np.issubdtype(x.dtype, np.floating)):
         raise UserError(f"{name} is {x.dtype} of shape {x.shape}; it must be numbers [samples, ...]")
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3] > 4:
@@ -248,7 +230,7 @@ def _labels(y: np.ndarray, name: str) -> np.ndarray:
     Raises:
       UserError: the values are not labels. The message says how to convert them.
     """
-    y = _array(y, name)
+    y = as_array(y, name)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise UserError(f"{name} is {y.dtype} of shape {y.shape}; it must be one integer per sample{_remedy(y)}")
     if len(y) and (y.min() < 0 or y.max() > np.iinfo(np.int32).max):
@@ -278,7 +260,7 @@ def _num_classes(y: np.ndarray, y_test: np.ndarray | None, num_classes: int | No
     """
     largest = int(y.max(initial=0))
     if num_classes is not None:
-        number = _array(num_classes, f"{name}: num_classes")
+        number = as_array(num_classes, f"{name}: num_classes")
         if number.ndim or not np.issubdtype(number.dtype, np.integer) or number <= largest:
             raise UserError(
                 f"{name}: num_classes is {num_classes}, but must be an integer above the largest label, {largest}"
@@ -305,7 +287,7 @@ def _per_channel(
     """
     if statistic is None:
         return default
-    values = np.atleast_1d(_array(statistic, name))
+    values = np.atleast_1d(as_array(statistic, name))
     if values.ndim > 1 or values.dtype.kind not in "iuf" or len(values) not in (1, x.shape[-1]):
         raise UserError(f"{name} is {statistic}; it must be one number, or one for each of {x.shape[-1]} channels")
     if not np.isfinite(values).all() or (nonzero and not values.all()):

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
+from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -117,7 +118,7 @@ def _users(source: Path, convert: Callable) -> Iterator[tuple[str, np.ndarray, n
         user_data, users = dict(content["user_data"]), list(content["users"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{source} is empty, truncated or not a LEAF file ({type(error).__name__}: {error})") from None
-    for user in users:
+    for user in ids(users, f"{source}: users").astype(str).tolist():  # keys are always texts
         try:
             data = user_data.pop(user)  # freed as soon as it is converted
             xs, ys = data["x"], data["y"]

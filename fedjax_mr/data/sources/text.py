@@ -26,10 +26,12 @@ from fedjax_mr.data import files, tokens
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError
 
 FOLDER_PREFIX = "hf:"  # of the path of a folder that `datasets` has written
 SUFFIXES = (".jsonl", ".jsonl.gz")
+FORMAT = 2  # to be incremented when words, clients or domains are read differently: part of the names of cached texts
 
 SENTENCES = "sentiment_snippets.jsonl.gz"
 NEUTRAL = 0.5  # ratings from -0.5 to 0.5 are neither positive nor negative
@@ -45,12 +47,12 @@ def from_texts(
     texts: Sequence[str],
     labels: Any,
     *,
-    client: Sequence[str] | None = None,
-    domain: Sequence[str] | None = None,
+    client: Sequence[str] | np.ndarray | None = None,
+    domain: Sequence[str] | np.ndarray | None = None,
     texts_test: Sequence[str] | None = None,
     labels_test: Any = None,
-    client_test: Sequence[str] | None = None,
-    domain_test: Sequence[str] | None = None,
+    client_test: Sequence[str] | np.ndarray | None = None,
+    domain_test: Sequence[str] | np.ndarray | None = None,
     name: str = "texts",
     num_classes: int | None = None,
     tokenizer: str | None = None,
@@ -77,10 +79,9 @@ def from_texts(
     """
     x, vocabulary = tokens.encode(texts, length=length, tokenizer=tokenizer)
     x_test = None if texts_test is None else tokens.encode(texts_test, length=length, tokenizer=tokenizer)[0]
-    as_array = lambda names: None if names is None else np.array(names)
     dataset = from_arrays(
-        x, labels, client=as_array(client), x_test=x_test, y_test=labels_test, client_test=as_array(client_test),
-        domain=as_array(domain), domain_test=as_array(domain_test), name=name, num_classes=num_classes,
+        x, labels, client=client, x_test=x_test, y_test=labels_test, client_test=client_test,
+        domain=domain, domain_test=domain_test, name=name, num_classes=num_classes,
     )  # fmt: skip
     return dataclasses.replace(dataset, vocabulary=vocabulary)
 
@@ -90,8 +91,8 @@ def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable
     settings = {"tokenizer": request.tokenizer, "length": request.text_length}
     if request.tokenizer is not None and (file := Path(request.tokenizer) / tokens.TOKENIZER).is_file():
         sources = [*sources, file]
-    unit = f"words{tokens.WORD_RULES}" if request.tokenizer is None else "tokens"
-    kind = f"text-{name}-{request.text_length}-{unit}"
+    unit = "words" if request.tokenizer is None else "tokens"
+    kind = f"text{FORMAT}-{name}-{request.text_length}-{unit}"
 
     def build() -> dict[str, Any]:
         dataset = from_texts(**read(), **settings, name=name)
@@ -219,7 +220,7 @@ def load_file(name: str, request: DataRequest) -> Dataset:
             kinds = {"text": str, "label": int} | dict.fromkeys(optional, object)
             return {each: [_value(path, row, each, kind) for row in rows] for each, kind in kinds.items()}
 
-        return _arguments(columns(parts["train"]), columns(parts["test"]))
+        return _arguments(path, columns(parts["train"]), columns(parts["test"]))
 
     return _cached(path.name.partition(".")[0], request, [path], read)
 
@@ -256,20 +257,27 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
             return {each: list(used[name][each]) for each in ("text", "label", "client", "domain") if each in has}
 
         train, test = (columns(each) if each in used else {} for each in ("train", "test"))
-        return _arguments(train, test) | {"num_classes": getattr(used["train"].features["label"], "num_classes", None)}
+        return _arguments(path, train, test) | {
+            "num_classes": getattr(used["train"].features["label"], "num_classes", None)
+        }
 
     # JSON files name the parts, the columns and the classes.
     sources = sorted(each for each in path.rglob("*") if each.suffix in (".arrow", ".json"))
     return _cached(path.name, request, sources, read)
 
 
-def _arguments(train: dict[str, list], test: dict[str, list]) -> dict[str, Any]:
+def _arguments(path: Path, train: dict[str, list], test: dict[str, list]) -> dict[str, Any]:
     """The arguments of `from_texts` for the columns of the training and the test samples. The latter may be empty."""
     names = {"text": "texts", "label": "labels"}
-    texts = lambda each, column: list(map(str, column)) if each in ("client", "domain") else column
-    arguments = {names.get(each, each): texts(each, column) for each, column in train.items()}
+
+    def values(part: str, name: str, column: list) -> Any:
+        if name not in ("client", "domain"):
+            return column
+        return ids(column, f"{path} ({part}): {name}", nobody=name == "client").astype(str)
+
+    arguments = {names.get(name, name): values("train", name, column) for name, column in train.items()}
     if test.get("text"):
-        arguments |= {f"{names.get(each, each)}_test": texts(each, column) for each, column in test.items()}
+        arguments |= {f"{names.get(name, name)}_test": values("test", name, each) for name, each in test.items()}
     return arguments
 
 
