@@ -1,5 +1,6 @@
 """FedCross: who collaborates with whom, by which similarity, and what it coincides with."""
 
+import dataclasses
 import functools
 
 import jax
@@ -50,27 +51,6 @@ def test_warmup_is_uniform_fedavg(engine, close):
         warming.deployed(after(warming, 2)),
         after(engine("fedavg", "perceptron", hyper=fedavg.Hyper(weights="uniform")), 2).server.model,
     )
-
-
-@pytest.mark.parametrize("deployed", ["mixed", "uploaded"])
-def test_the_deployed_model_is_a_mean_after_or_before_the_mixing(federation, close, deployed):
-    """Only the mean of the uploads is kept: that of the models follows from the state."""
-    problem = federation("perceptron").problem
-    strategy = fedcross.build(Hyper(alpha=0.7, selection="highest", deployed=deployed), problem)
-    state, global_model = jax.jit(strategy.init)(jax.random.key(0)), jax.jit(strategy.global_model)
-    close(global_model(state), jax.tree.map(lambda leaf: np.asarray(leaf)[0], state.models))
-    rng = np.random.default_rng(1)
-    normal = lambda leaf: np.asarray(leaf) + rng.normal(size=leaf.shape).astype(np.float32)
-    uploads = {"model": jax.tree.map(normal, state.models)}
-    ids = jnp.arange(problem.cohort_size, dtype=jnp.int32)
-    cohort = Cohort(ids, problem.sizes[ids])
-    update = jax.jit(lambda state, uploads: strategy.server_update(state, uploads, cohort, jnp.int32(0), None)[0])
-    state = update(state, uploads)
-    assert (state.deployed is None) == (deployed == "mixed")
-    mean = lambda models: jax.tree.map(lambda leaf: np.mean(leaf, axis=0), models)
-    means = {"mixed": mean(state.models), "uploaded": mean(uploads["model"])}
-    close(global_model(state), means[deployed])
-    assert not np.allclose(*(jax.tree.leaves(mean)[1] for mean in means.values()), atol=1e-3)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
@@ -202,10 +182,88 @@ def test_mixing_weights(acceleration):
         np.testing.assert_allclose(own[15], (0.5 + 0.99) / 2, atol=1e-6)
 
 
-def test_cross_aggregation_uses_the_uploaded_models(close):
-    weights = jnp.asarray([[0.9, 0.1], [0.1, 0.9]])
-    mixed = trees.mix({"a": jnp.asarray([[1.0, 2.0], [3.0, 6.0]])}, weights)
-    close(mixed, {"a": jnp.asarray([[1.2, 2.4], [2.8, 5.6]])})
+# Four models of two numbers x and y; their directions are 0, 18, 90 and 135 degrees.
+UPLOADED = np.array([[1.0, 0.0], [3.0, 1.0], [0.0, 2.0], [-1.0, 1.0]], np.float32)
+LOWEST, HIGHEST = [3, 3, 0, 0], [1, 0, 3, 2]
+# The same directions in another order: among these models, the collaborators would be 2, 3, 3, 2 and 3, 2, 1, 0.
+SENT = UPLOADED[[1, 2, 3, 0]]
+
+
+def pairs(rows):
+    return {"params": {"x": jnp.asarray(rows[:, 0]), "y": jnp.asarray(rows[:, 1])}}
+
+
+def rows_of(models):
+    return np.stack([np.asarray(models["params"][name]) for name in "xy"], axis=-1)
+
+
+def four_models(federation, **settings):
+    return dataclasses.replace(federation("linear").problem, cohort_size=4, **settings)
+
+
+@pytest.mark.parametrize(
+    "selection, round, collaborators",
+    [
+        ("lowest", 0, LOWEST),
+        ("lowest", 5, LOWEST),
+        ("highest", 0, HIGHEST),
+        ("in_order", 0, [1, 2, 3, 0]),
+        ("in_order", 1, [2, 3, 0, 1]),
+        ("in_order", 2, [3, 0, 1, 2]),
+        ("in_order", 3, [1, 2, 3, 0]),  # Eq. 2: i + (r mod (K - 1)) + 1 mod K
+    ],
+)
+def test_each_uploaded_model_is_mixed_with_its_collaborator_among_the_uploaded_ones(
+    federation, selection, round, collaborators
+):
+    """alpha v_i + (1 - alpha) v_co; the models before the training do not matter."""
+    strategy = fedcross.build(Hyper(alpha=0.75, selection=selection), four_models(federation))
+    state = fedcross.State(pairs(SENT), None, None)
+    cohort = Cohort(np.arange(4), np.array([1, 9, 1, 9]))  # not weighted by samples
+    state, _ = strategy.server_update(state, {"model": pairs(UPLOADED)}, cohort, np.int32(round), None)
+    expected = 0.75 * UPLOADED + 0.25 * UPLOADED[collaborators]
+    np.testing.assert_allclose(rows_of(state.models), expected, rtol=1e-6)
+    np.testing.assert_allclose(rows_of(strategy.global_model(state)), expected.mean(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("deployed", ["mixed", "uploaded"])
+def test_the_deployed_model_is_a_mean_after_or_before_the_mixing(federation, close, deployed):
+    """Only the mean of the uploads is kept: that of the models follows from the state."""
+    strategy = fedcross.build(Hyper(alpha=0.75, selection="highest", deployed=deployed), four_models(federation))
+    state = jax.jit(strategy.init)(jax.random.key(0))
+    close(strategy.global_model(state), jax.tree.map(lambda leaf: np.asarray(leaf)[0], state.models))
+    cohort = Cohort(np.arange(4), np.array([1, 9, 1, 9]))
+    uploads = {"model": pairs(np.array([[0, 0], [2, 1], [8, 0], [10, 1]], np.float32))}  # the mixture moves their mean
+    state, _ = strategy.server_update(state, uploads, cohort, np.int32(0), None)
+    assert (state.deployed is None) == (deployed == "mixed")
+    means = {"mixed": rows_of(state.models).mean(axis=0), "uploaded": np.array([5.0, 0.5])}
+    np.testing.assert_allclose(rows_of(strategy.global_model(state)), means[deployed], rtol=1e-6)
+    assert not np.allclose(means["mixed"], means["uploaded"], atol=0.1)
+
+
+def test_a_returned_branch_is_mixed_with_the_newest_upload_of_its_collaborator(federation):
+    """Asynchronous: branch 2 of four returns. Of the others, the newest uploads matter, not what was sent to them."""
+    problem = dataclasses.replace(four_models(federation, in_flight=4), cohort_size=1)
+    strategy = fedcross.build(Hyper(alpha=0.75, selection="highest"), problem)
+    before = np.where(np.arange(4)[:, None] == 2, 7.0, UPLOADED).astype(np.float32)
+    state = fedcross.State(pairs(SENT), None, pairs(before))
+    cohort = Cohort(np.array([0]), np.array([5]), branches=jnp.array([2]))
+    state, _ = strategy.server_update(state, {"model": pairs(UPLOADED[2:3])}, cohort, np.int32(0), None)
+    np.testing.assert_array_equal(rows_of(state.newest), UPLOADED)
+    expected = SENT.copy()
+    expected[2] = 0.75 * UPLOADED[2] + 0.25 * UPLOADED[3]
+    np.testing.assert_allclose(rows_of(state.models), expected, rtol=1e-6)
+
+
+def test_the_two_propellers_of_a_model_are_others():
+    """The in-order collaborator and the model after it, or the one behind that if it is the model itself."""
+    hyper = Hyper(acceleration="pm", acceleration_rounds=3, start_alpha=0.4)
+    for round, propellers in enumerate([[(1, 2), (2, 3), (3, 0), (0, 1)], [(2, 3), (3, 0), (0, 1), (1, 2)],
+                                        [(3, 1), (0, 2), (1, 3), (2, 0)]]):  # fmt: skip
+        expected = 0.4 * np.eye(4)
+        for model, pair in enumerate(propellers):
+            expected[model, list(pair)] = 0.3
+        np.testing.assert_allclose(fedcross.mixing(hyper, jnp.zeros((4, 4)), np.int32(round)), expected, atol=1e-6)
 
 
 def test_distances_need_no_pairwise_copy_of_the_models():

@@ -1,7 +1,9 @@
 """FedMR's recombination: properties over random models, and identities with other methods."""
 
 import collections
+import dataclasses
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,10 +14,13 @@ import pytest
 import scipy.stats
 
 from fedjax_mr import trees
+from fedjax_mr.engine import round as engine_round
+from fedjax_mr.engine.local import Metrics
+from fedjax_mr.engine.round import CohortPlan, Progress
 from fedjax_mr.models import Layer
-from fedjax_mr.strategies import fedmr
-from fedjax_mr.strategies.base import unit_permutations
-from fedjax_mr.testing.federations import first_cohort, random_like
+from fedjax_mr.strategies import fedmr, indep
+from fedjax_mr.strategies.base import Cohort, Models, unit_permutations
+from fedjax_mr.testing.federations import first_cohort
 
 shapes = st.lists(st.lists(st.integers(1, 3), min_size=0, max_size=3), min_size=1, max_size=6)
 
@@ -94,22 +99,100 @@ def check_recombination(drawn, hyper, seed):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), deployed, kept)
 
 
-def test_all_get_the_mean_in_the_first_stage_and_recombined_models_afterwards(federation, close):
-    problem = federation("linear").problem
+MODELS = {
+    "params": {name: np.arange(5, dtype=np.float32) + 10 * number for number, name in enumerate("abc")}
+}  # K = 5, three units
+EACH_LEAF = tuple(Layer(name, (position,), (name,)) for position, name in enumerate("abc"))
+
+
+@pytest.fixture(scope="module")
+def recombination(federation):
+    """(round, seed) -> the five models after the server's step, one row for each of the units a, b and c."""
+    problem = dataclasses.replace(federation("linear").problem, layers=EACH_LEAF, cohort_size=5)
     strategy = fedmr.build(fedmr.Hyper(stage1_rounds=2), problem)
-    state, cohort = jax.jit(strategy.init)(jax.random.key(0)), first_cohort(problem)
-    uploads = random_like(jax.device_get(state.models))
-    update = jax.jit(lambda round: strategy.server_update(state, {"model": uploads}, cohort, round, jax.random.key(1)))
-    averaged, mixed = update(1)[0].models, update(2)[0].models
-    close(averaged, trees.broadcast(trees.mean(uploads), problem.cohort_size))
-    for sent, new in zip(jax.tree.leaves(uploads), jax.tree.leaves(mixed), strict=True):
-        assert copies([sent], (0,), len(sent)) == copies([new], (0,), len(sent))
-    assert any(not np.array_equal(*pair) for pair in zip(jax.tree.leaves(uploads), jax.tree.leaves(mixed), strict=True))
+    update = jax.jit(strategy.server_update)
+
+    def run(round, seed):
+        new, _ = update(Models(MODELS), {"model": MODELS}, first_cohort(problem), round, jax.random.key(seed))
+        return np.stack(jax.tree.leaves(new.models))
+
+    return run
+
+
+def test_every_unit_gets_a_permutation_of_its_own(recombination):
+    """A common permutation of all units would only rename the models, as in Indep."""
+    for seed in range(3):
+        a, b, c = recombination(2, seed) - np.array([[0], [10], [20]])
+        assert sorted(a) == sorted(b) == sorted(c) == [0, 1, 2, 3, 4]
+        assert len({tuple(a), tuple(b), tuple(c)}) == 3
+
+
+def test_every_unit_is_permuted_anew_with_another_key(recombination):
+    """All three units, including the last one, move and differ between any two keys."""
+    drawn = [recombination(2, seed) for seed in range(3)]
+    still = np.stack(jax.tree.leaves(MODELS))
+    for one, other in itertools.combinations([still, *drawn], 2):
+        assert np.all(np.any(one != other, axis=1))
+    np.testing.assert_array_equal(recombination(7, 1), drawn[1])  # the round does not matter, only its key
+
+
+def test_models_are_averaged_while_fewer_rounds_than_stage1_rounds_are_completed(recombination):
+    mean = np.repeat([[2.0], [12.0], [22.0]], 5, axis=1)
+    for round in (0, 1):
+        np.testing.assert_array_equal(recombination(round, 0), mean)
+    assert np.all(np.sort(recombination(2, 0), axis=1) == np.stack(jax.tree.leaves(MODELS)))  # nothing is averaged
+
+
+def test_the_deployed_model_is_the_mean_of_the_recombined_models(federation):
+    strategy = fedmr.build(fedmr.Hyper(), federation("linear").problem)
+    deployed = strategy.global_model(
+        Models({"params": {"a": np.array([[1.0, 5.0], [2.0, 7.0], [6.0, 0.0]], np.float32)}})
+    )
+    np.testing.assert_array_equal(deployed["params"]["a"], [3.0, 4.0])
+
+
+def test_the_jth_client_of_a_cohort_trains_the_jth_model(federation):
+    """As it is; a client that trains in a later round gets the model of its place in that cohort."""
+    strategy = fedmr.build(fedmr.Hyper(), federation("linear").problem)
+    sent = strategy.dispatch(Models(MODELS), Cohort(np.array([3, 0, 4, 1, 2]), np.ones(5)), None)
+    np.testing.assert_array_equal(sent["model"]["params"]["a"], [0, 1, 2, 3, 4])
+
+
+def test_only_the_branches_that_return_are_stored(federation):
+    """Asynchronous: branches 3 and 1 are sent and return. Here the server does not recombine them."""
+    problem = dataclasses.replace(federation("linear").problem, layers=EACH_LEAF, cohort_size=2, in_flight=5)
+    strategy = fedmr.build(fedmr.Hyper(server_recombines=False), problem)
+    cohort = Cohort(np.arange(2), np.ones(2), branches=jnp.array([3, 1]))
+    uploads = {"params": dict.fromkeys("abc", np.array([33.0, 11.0], np.float32))}
+    with jax.disable_jit():
+        sent = strategy.dispatch(Models(MODELS), cohort, None)["model"]["params"]["a"]
+        new, _ = strategy.server_update(Models(jax.device_put(MODELS)), {"model": uploads}, cohort, 0, None)
+    assert sent.tolist() == [3, 1]
+    assert new.models["params"]["a"].tolist() == [0, 11, 2, 33, 4]
+
+
+def test_the_server_gets_another_key_in_every_round(federation):
+    """So the units are permuted anew in every round, and as in the same round of another run of the seed."""
+    known = federation("linear")
+    cohort = first_cohort(known.problem)
+    spy = indep.build(None, known.problem)._replace(
+        dispatch=lambda state, cohort, key: {},
+        server_update=lambda state, uploads, cohort, round, key: (Models(jax.random.key_data(key)), {}),
+    )
+    constants, zeros = known._replace(build=lambda problem: spy), np.zeros(3, np.int32)
+    trained = {"model": {"params": np.ones((3, 2), np.float32)}}, None, Metrics(zeros + 0.0, zeros, zeros, zeros - 1)
+    plan, state = CohortPlan(cohort, np.arange(3)), Models(np.zeros(2, np.uint32))
+    finish = jax.jit(lambda progress, *messages: engine_round.finish(constants, progress, *messages)[0])
+    keys = {
+        tuple(finish(Progress(state, None, np.int32(round)), plan, trained).server.models.tolist())
+        for round in (0, 1, 2, 0)
+    }
+    assert len(keys) == 3
 
 
 def test_one_model_is_left_as_it_is():
     models = {"params": {"a": jnp.arange(6.0).reshape(1, 6)}}
-    new = fedmr.recombine(models, ((0,),), jax.random.key(3))
+    new = jax.jit(fedmr.recombine, static_argnames="units")(models, units=((0,),), key=jax.random.key(3))
     np.testing.assert_array_equal(new["params"]["a"], models["params"]["a"])
 
 
