@@ -11,7 +11,12 @@ Waves. A job may be trained at any time between its start and its arrival. So a 
 upload that is not trained yet; then all jobs in flight that are not trained yet train together, in one batched call.
 Results are the same as if every job trained alone at its start.
 
-At the same instant, all arrivals come first, then the server's update, then new starts. Times are float64.
+Ties. Arrivals at the same instant come in the order of their jobs. The server takes K of them, makes its update, and
+new jobs start. Only then the other arrivals of this instant come, for the next version. Times are float64.
+
+Busy clients. With ``update``, a client whose job ends at the instant of the update, but is not among the K arrivals,
+counts as busy. With ``arrival``, the clients of all K jobs that receive a version are chosen at its update, although
+most of these jobs start later. So a client that returns between the update and such a start counts as busy, too.
 """
 
 import dataclasses

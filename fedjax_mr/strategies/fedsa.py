@@ -5,10 +5,13 @@ Computing, IEEE JSAC 2021. (Another FedSA is Chen et al., FGCS 2021.) All client
 have arrived, w becomes sum of q_i theta_i + (1 - sum of q_i) w with q_i = n_i / n, where n counts all clients' samples.
 A client that takes part rarely has a larger learning rate, lr / (N f_i), where f_i is its share of the arrivals.
 
-Deviations. The paper adapts K' to a budget; here it is fixed (``cohort``), as in the code of GitFL's and CaBaFL's
-authors. That code trains from the newest model at arrival; here, clients train the model that they received. With fewer
-clients in flight than there are (not in the paper), the q_i of a version sum to K' / M. So that f_i is never zero, each
-client counts one arrival more than it had. If all return for each version, it is FedAvg except for the learning rates.
+Deviations. The paper adapts K' to a budget; here it is fixed (``cohort``), as in the codes of GitFL's and CaBaFL's
+authors. Clients train the model that they received, as in CaBaFL's code; GitFL's code trains the newest model at
+arrival. Both codes take for f_i a client's share of all starts, the present one included, and for n the samples of the
+clients in flight. Here f_i is the share of the arrivals, and each client counts one arrival more than it had, so that
+f_i is positive. Both codes also send the model again to clients that are too late, which is left out. With fewer clients
+in flight than there are (not in the paper), the q_i of a version sum to K' / M. If all return for each version, it is
+FedAvg except for the learning rates.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ def events(in_flight, buffer, refill, *, scale=1.0, versions=E, clients=N):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_staleness_adds_up_exactly(setting):
-    """Every boundary of a version is crossed by M - K (M - 1) jobs: the sums of additions.md, A0."""
+    """Every boundary of a version is crossed by M - K (M - 1) jobs: the sums follow from that."""
     in_flight, buffer, refill = setting
     found = events(*setting)
     running = found.jobs[found.jobs["used"] == 0]
@@ -67,6 +67,40 @@ def test_no_client_is_busy_twice_and_no_slot_is_used_twice(setting):
         for slot, client in place(schedule.start_clients[version], schedule.start_slots[version]):
             assert slot not in holder, "a slot is freed before it is filled"
             holder[slot] = client
+
+
+def by_hand(seconds, versions, clients, **options):
+    """The events if the lowest idle clients are chosen and job i takes ``seconds[i]``; and the busy clients by draw."""
+    draws = []
+
+    def choose(number, busy, count, history):
+        draws.append(np.flatnonzero(busy).tolist())
+        return np.flatnonzero(~busy)[:count]
+
+    duration = lambda job, client: float(seconds[job])
+    return simulate(versions, num_clients=clients, cohort=2, choose=choose, duration=duration, **options), draws
+
+
+def test_of_arrivals_at_one_instant_k_come_before_the_update_and_the_others_after_the_new_starts():
+    """Three jobs end at 1 s. Two of them make a version at 1 s; two new jobs start; then the third one arrives."""
+    found, draws = by_hand([1, 1, 1, 1, 1, 9, 9], 2, 6, in_flight=3, refill="update")
+    np.testing.assert_array_equal(found.times, [1.0, 2.0])
+    np.testing.assert_array_equal(found.schedule.arrival_clients, [[0, 1], [2, 0]])
+    np.testing.assert_array_equal(found.schedule.staleness, [[0, 0], [1, 0]])
+    np.testing.assert_array_equal(found.jobs["start"], [0, 0, 0, 1, 1, 2, 2])
+    np.testing.assert_array_equal(found.jobs["version"], [0, 0, 0, 1, 1, 2, 2])
+    # Client 2 has returned at 1 s but counts as busy. At 2 s so does client 1, whose job also ends then.
+    assert draws == [[], [0, 1], [2], [1]]
+
+
+def test_with_refill_arrival_a_client_that_returns_after_the_choice_counts_as_busy():
+    """Client 2 returns at 4 s, when the second job of version 1 starts. That job's client was chosen at 2 s."""
+    found, draws = by_hand([1, 2, 3, 5, 1], 1, 4, in_flight=2, refill="arrival")
+    assert draws == [[], [0, 1], [2]]
+    np.testing.assert_array_equal(found.times, [2.0])
+    np.testing.assert_array_equal(found.jobs["client"], [0, 1, 2, 0])
+    np.testing.assert_array_equal(found.jobs["start"], [0, 0, 1, 2])
+    np.testing.assert_array_equal(found.schedule.start_clients, [[0, 1]])  # client 1 starts at the next arrival
 
 
 def test_the_unit_of_time_changes_only_the_times():
