@@ -7,7 +7,7 @@ clients by the same rule; this one has the paper's weights and learning rate. In
 equal weights and a server learning rate.
 
 Released code. FLSim, of the authors, adds the changes and divides s by s(1): its learning rate is that of the paper
-divided by K sqrt(2). It can drop uploads of a staleness above ``max_staleness`` (default 1e10: none); here all are used.
+divided by K sqrt(2). It can drop uploads of a staleness above ``max_staleness`` (default 1e10: none); here all count.
 FedScale divides by the sum of the s(tau) instead of K (``divide_by=weights``).
 """
 

@@ -9,9 +9,9 @@ Deviations. The paper adapts K' to a budget; here it is fixed (``cohort``), as i
 authors. Clients train the model that they received, as in CaBaFL's code; GitFL's code trains the newest model at
 arrival. Both codes take for f_i a client's share of all starts, the present one included, and for n the samples of the
 clients in flight. Here f_i is the share of the arrivals, and each client counts one arrival more than it had, so that
-f_i is positive. Both codes also send the model again to clients that are too late, which is left out. With fewer clients
-in flight than there are (not in the paper), the q_i of a version sum to K' / M. If all return for each version, it is
-FedAvg except for the learning rates.
+f_i is positive. Both codes also send the model again to clients that are too late, which is left out. With fewer
+clients in flight than there are (not in the paper), the q_i of a version sum to K' / M. If all return for each version,
+it is FedAvg except for the learning rates.
 """
 
 import dataclasses
