@@ -166,6 +166,12 @@ def federate(
 
     held_out = np.zeros(len(sizes), bool)
     held_out[_stream(seed, "holdout").choice(len(held_out), holdout_clients, replace=False)] = True
+    if owned.test is not None and not len(owned.test.of_clients(np.flatnonzero(~held_out)).index):
+        notes.append(
+            f"no participating client of {dataset.name} has test samples (LEAF's split by user gives them to other "
+            f"clients), so the models are tested on all {len(dataset.test_y)} test samples"
+        )
+        owned = owned._replace(test=None)
     train, validation, test = _split(owned.train, validation_share, client_test_share, seed)
     if not client_test_share:
         test = owned.test if owned.test is not None else _matching(dataset, owned.train, seed)

@@ -156,14 +156,16 @@ def classes(
 ) -> Parts:
     """Give every client ``classes_per_client`` different classes and divide each class equally among its clients.
 
-    The numbers of clients per class differ by at most one.
+    The numbers of clients per class differ by at most one. If a class has fewer samples than clients, some of its
+    clients have no sample of it.
 
     Args:
       labels: [M] integer labels.
       num_clients: N.
       rng: consumed.
       classes_per_client: number of classes of each client (pFedHR: 2).
-      report: called with a note if the samples of a class are unused because no client has the class.
+      report: called with a note if the samples of a class are unused because no client has the class, or if clients
+        have fewer classes because a class has too few samples.
 
     Raises:
       UserError: there are fewer classes.
@@ -191,6 +193,13 @@ def classes(
         if len(owners):
             for owner, piece in zip(owners, np.array_split(row, len(owners)), strict=True):
                 parts[owner].append(piece)
+    poor = sum(any(not len(piece) for piece in part) for part in parts)
+    if poor:
+        scarce = np.flatnonzero([0 < len(row) < count for row, count in zip(rows, hands.sum(0), strict=True)])
+        report(
+            f"partition 'classes': {poor} of {num_clients} clients have fewer than {classes_per_client} classes, "
+            f"because {_few('class', scarce)} {'has' if len(scarce) == 1 else 'have'} fewer samples than clients"
+        )
     return [rng.permutation(np.concatenate(part)) for part in parts]
 
 
@@ -201,6 +210,7 @@ def quantity(
     rng: np.random.Generator,
     quantity_power: float,
     min_samples: int = MIN_SAMPLES,
+    report: Report = _silent,
 ) -> Parts:
     """Divide samples at random into parts whose sizes follow a power law: the r-th largest has about r**-power.
 
@@ -210,8 +220,11 @@ def quantity(
       rng: consumed.
       quantity_power: the exponent. 0 gives equal sizes.
       min_samples: smallest size of a client. At most M // N is used.
+      report: called with a note if M // N is smaller.
     """
     least = min(min_samples, len(labels) // num_clients)
+    if least < min_samples:
+        report(_too_few(len(labels), num_clients, least, min_samples))
     weights = np.arange(1, num_clients + 1) ** -float(quantity_power)
     cuts = np.round(np.cumsum(weights) / weights.sum() * (len(labels) - least * num_clients)).astype(int)
     sizes = rng.permutation(np.diff(cuts, prepend=0) + least)
@@ -388,7 +401,7 @@ _OURS: dict[str, Partitioner] = {
     "dirichlet_size": Partitioner(dirichlet_size, ("alpha", "alpha_size", "report")),
     "shards": Partitioner(shards, ("shards_per_client", "shard_size", "report")),
     "classes": Partitioner(classes, ("classes_per_client", "report")),
-    "quantity": Partitioner(quantity, ("quantity_power",)),
+    "quantity": Partitioner(quantity, ("quantity_power", "report")),
     "bootstrap": Partitioner(bootstrap, ("samples_per_client",), with_replacement=True),
     "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, ("samples_per_client", "alpha"), with_replacement=True),
     "domain": Partitioner(domain, ("domain", "alpha", "report")),
@@ -427,11 +440,21 @@ def _dirichlet(
             f"(smallest client: {smallest}); moved {moved} samples from the largest clients"
         )
     elif least < min_samples:
-        report(
-            f"partition: {len(labels)} samples are too few for {min_samples} samples in each of {len(targets)} "
-            f"clients; each has at least {least}"
-        )
+        report(_too_few(len(labels), len(targets), least, min_samples))
     return _deal(_rows_by_class(labels, rng), best.T, len(targets), rng).parts()
+
+
+def _too_few(num_samples: int, num_clients: int, least: int, min_samples: int) -> str:
+    return (
+        f"partition: {num_samples} samples are too few for {min_samples} samples in each of {num_clients} clients; "
+        f"each has at least {least}"
+    )
+
+
+def _few(what: str, numbers: np.ndarray) -> str:
+    """At most three numbers as words, such as "class 3" or "classes 1, 2, 5, ..."."""
+    listed = ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
+    return f"{what} {listed}" if len(numbers) == 1 else f"{what}es {listed}"
 
 
 def _draw_counts(

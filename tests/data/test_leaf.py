@@ -73,6 +73,18 @@ def test_a_client_without_training_samples_is_left_out(write_leaf, handwriting):
         data.federate(dataset, partition="natural", num_clients=3)
 
 
+@pytest.mark.parametrize("client_test_share", [0.0, 0.25])
+def test_a_split_by_user_is_tested_on_all_test_samples(write_leaf, handwriting, client_test_share):
+    """LEAF's ``-t user``: no client has both training and test samples."""
+    folder = write_leaf({"a": (8, None), "c": (None, 5), "b": (4, None), "d": (None, 2)}, handwriting)
+    dataset = data.load("femnist", data_dir=str(folder))
+    federated = data.federate(dataset, partition="natural", num_clients=0, client_test_share=client_test_share)
+    assert federated.names == ("a", "b") and len(federated.dataset.test_y) == 7
+    assert any("so the models are tested on all 7 test samples" in note for note in federated.notes)
+    assert federated.own_test == (client_test_share > 0)
+    assert client_test_share == 0 or len(federated.test.index) == 3
+
+
 def test_min_samples_counts_training_and_test(write_leaf, handwriting):
     folder = write_leaf({"a": (6, 3), "b": (8, 1), "c": (6, 2), "d": (5, 3)}, handwriting)
     dataset = data.load("femnist", data_dir=str(folder))

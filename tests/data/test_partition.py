@@ -197,8 +197,24 @@ class TestClasses:
         divide("classes", CIFAR, 3, report=notes.append)
         assert "4 classes unused" in notes[0]
 
+    def test_tells_of_clients_with_fewer_classes(self):
+        labels, notes = np.repeat(np.arange(10), [300] * 9 + [3]), []
+        table = counts(divide("classes", labels, 50, report=notes.append), labels)
+        short = int(((table > 0).sum(axis=1) < 2).sum())
+        assert short == 7
+        assert notes == [
+            "partition 'classes': 7 of 50 clients have fewer than 2 classes, because class 9 has fewer samples than "
+            "clients"
+        ]
+
 
 class TestQuantity:
+    def test_tells_of_clients_with_fewer_samples_than_promised(self):
+        notes = []
+        parts = divide("quantity", CIFAR[:40], 8, quantity_power=1.0, report=notes.append)
+        assert min(map(len, parts)) == 5
+        assert notes == ["partition: 40 samples are too few for 10 samples in each of 8 clients; each has at least 5"]
+
     def test_sizes_follow_the_power(self):
         ordered = np.sort(sizes(divide("quantity", CIFAR, 50, quantity_power=1.5)))[::-1] - 10
         slope = np.polyfit(np.log(np.arange(1, 21)), np.log(ordered[:20]), 1)[0]
