@@ -47,7 +47,7 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData, backdoored
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies.base import Info, Problem
+from fedjax_mr.strategies.base import Info, Problem, Strategy
 from fedjax_mr.strategies.hyper import require
 
 Number = jax.Array | float
@@ -79,6 +79,7 @@ def attack(
 
     Raises:
       UserError: unknown kind, a number outside its range, or ``replacement`` on samples that are no images.
+        `Link.check` raises it if clients exchange layers before the upload.
     """
     if kind not in KINDS:
         raise unknown_name("attack", kind, KINDS)
@@ -113,7 +114,15 @@ def attack(
         forged = trees.add(reference, message(trees.subtract(values, reference), ~attacker, scale, context))
         return state, jax.vmap(trees.where)(attacker, forged, values), info
 
-    return Link("attack", server=server, data={"label_flip": flipped, "replacement": with_backdoor}.get(kind))
+    def check(strategy: Strategy, problem: Problem) -> None:
+        if strategy.exchange is not None and strategy.exchange.before_upload:
+            raise UserError(
+                "after an exchange of layers no message is the change of one client, which an attacker would forge: "
+                "use the exchange or an attack, not both"
+            )
+
+    data = {"label_flip": flipped, "replacement": with_backdoor}.get(kind)
+    return Link("attack", server=server, data=data, check=check)
 
 
 def attackers_of(num_clients: int, share: Number, seed: jax.Array | int) -> jax.Array:

@@ -21,7 +21,8 @@ bit for bit.
 Refused messages. A client whose message was refused shall be as if it had not taken part. In SCAFFOLD and its relatives
 a client's memory and the server's state change by the same upload. If only the memory did, they would drift apart until
 the training diverges. So the server tells the client at its next contact, and the client first restores the memory that
-it had before. Memories of strategies with a personal model are kept, because the personal model is in them.
+it had before, of the strategy and of the links (error feedback). The strategy's memory is kept if it has a personal
+model, because that is in it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +109,7 @@ class Link(NamedTuple):
     """Whether the client's side returns a message with another structure than the values."""
     refuses: bool = False
     """Whether the server may refuse whole messages. The state is then which clients' last message was refused [N] bool,
-    and ``announce`` tells each client. The state is None where no client has a memory to restore."""
+    and ``announce`` tells each client. The state is None where neither strategy nor links have a memory to restore."""
 
 
 class State(NamedTuple):
@@ -124,6 +125,7 @@ class ClientMemory(NamedTuple):
     inner: Memory
     links: tuple[Memory, ...]
     before: Memory = None  # ``inner`` before the last message, if that may be refused
+    links_before: Memory = None  # ``links`` before it
 
 
 def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strategy:
@@ -175,12 +177,14 @@ class _Channel:
     """The members of the strategy that `channel` returns."""
 
     def __init__(self, inner: Strategy, problem: Problem, links: tuple[Link, ...]) -> None:
-        # The clients' memories that a refused message must not change.
-        self.restores = inner.init_memory is not None and inner.personal_model is None
+        # The clients' memories that a refused message must not change: of the strategy, of the links, of any of them.
+        may_refuse = any(link.refuses for link in links)
+        self.restores_inner = may_refuse and inner.init_memory is not None and inner.personal_model is None
+        self.restores_links = may_refuse and any(link.init_memory for link in links)
+        self.restores = self.restores_inner or self.restores_links
         if not self.restores:
             stateless = lambda link: link._replace(init=None, announce=None) if link.refuses else link
             links = tuple(map(stateless, links))
-        self.restores &= any(link.refuses for link in links)
         self.inner, self.problem, self.links = inner, problem, links
 
     def strategy(self) -> Strategy:
@@ -245,11 +249,14 @@ class _Channel:
         for number, link in self._numbered():
             if link.data is not None:
                 data = link.data(data, context(number, None))
-        before = None if memory is None else memory.inner
+        before, links_before = (None, None) if memory is None else (memory.inner, memory.links)
         if self.restores:
             (refused,) = (notes[link.kind] for link in self.links if link.refuses)
             assert memory is not None
-            before = trees.where(refused, memory.before, memory.inner)
+            if self.restores_inner:
+                before = trees.where(refused, memory.before, memory.inner)
+            if self.restores_links:
+                links_before = trees.where(refused, memory.links_before, memory.links)
         upload, own, metrics = self.inner.client_update(payload, before, data, round, key)
         values, others = split(upload)
         if not values:
@@ -257,7 +264,7 @@ class _Channel:
         reference = received(values, others, payload)
         memories, sent_notes, info = [], {}, dict(metrics.info)
         for number, link in self._numbered():
-            sent = Sent(values, None if memory is None else memory.links[number])
+            sent = Sent(values, None if links_before is None else links_before[number])
             if link.client is not None:
                 sent = link.client(values, reference, sent.memory, context(number, notes.get(link.kind)))
             values = sent.values
@@ -266,14 +273,23 @@ class _Channel:
             info |= sent.info
         message = others | {ENCODED: values} if self._encoded else joined(values, others)
         message |= {NOTES: sent_notes} if sent_notes else {}
-        kept = None if memory is None else ClientMemory(own, tuple(memories), before if self.restores else None)
+        kept = None
+        if memory is not None:
+            kept = ClientMemory(
+                own,
+                tuple(memories),
+                before if self.restores_inner else None,
+                links_before if self.restores_links else None,
+            )
         return message, kept, metrics._replace(info=info)
 
     def init_memory(self, key: jax.Array, client_id: jax.Array) -> ClientMemory:
         own = None if self.inner.init_memory is None else self.inner.init_memory(key, client_id)
         values = self._shapes_of_values() if any(link.init_memory for link in self.links) else {}
         memories = tuple(link.init_memory(values) if link.init_memory else None for link in self.links)
-        return ClientMemory(own, memories, own if self.restores else None)
+        return ClientMemory(
+            own, memories, own if self.restores_inner else None, memories if self.restores_links else None
+        )
 
     def _shapes_of_values(self) -> Values:
         return split(upload_shapes(self.inner, self.problem))[0]

@@ -45,6 +45,9 @@ Deviations. QSGD's paper also codes the levels by Elias' code, which is shorter 
 counts votes of signs without a scale. In GRACE, ``randk`` is not scaled (which is biased), norms of zero give NaN, and
 EF with ``sign`` divides the sum by the learning rate. FLSim counts one bit per entry for a mask, or 64 bits per
 dimension of each index, and its random mask is not scaled. Here zero tensors are sent as zeros.
+
+A tensor with a number that is not finite arrives with one, whatever the kind, so the server can tell. A finite tensor
+arrives finite, except that ``randk`` may scale a number beyond the range of float32.
 """
 
 import dataclasses
@@ -289,12 +292,14 @@ def qsgd(size: int, levels: int) -> Codec:
     bits = 1 + levels.bit_length()  # a sign, and ceil(log2(L + 1)) for the level
 
     def encode(x: jax.Array, key: jax.Array) -> Numbers:
-        norm = jnp.sqrt(jnp.sum(x * x))
-        exact = jnp.abs(x) * (levels / jnp.where(norm > 0, norm, 1.0))
+        unit = _unit(jnp.sum(x * x))
+        scaled = x * unit
+        norm = jnp.sqrt(jnp.sum(scaled * scaled))
+        exact = jnp.abs(scaled) * (levels / jnp.where(norm > 0, norm, 1.0))
         below = jnp.floor(exact)
         level = below + (jax.random.uniform(key, x.shape) < exact - below).astype(jnp.float32)
         level = jnp.minimum(level, levels).astype(jnp.uint32)  # rounding of the quotient may exceed L
-        return {"levels": pack(2 * level + (x < 0).astype(jnp.uint32), bits), "norm": norm}
+        return {"levels": pack(2 * level + (x < 0).astype(jnp.uint32), bits), "norm": _divided(norm, unit)}
 
     def decode(numbers: Numbers) -> jax.Array:
         code = unpack(numbers["levels"], size, bits)
@@ -318,7 +323,8 @@ def sign(size: int) -> Codec:
     """Signs with one scale, the mean magnitude."""
 
     def encode(x: jax.Array, key: jax.Array) -> Numbers:
-        return {"signs": pack((x >= 0).astype(jnp.uint32), 1), "scale": jnp.mean(jnp.abs(x))}
+        unit = _unit(jnp.sum(jnp.abs(x)))
+        return {"signs": pack((x >= 0).astype(jnp.uint32), 1), "scale": _divided(jnp.mean(jnp.abs(x * unit)), unit)}
 
     def decode(numbers: Numbers) -> jax.Array:
         return jnp.where(unpack(numbers["signs"], size, 1) == 1, numbers["scale"], -numbers["scale"])
@@ -351,12 +357,23 @@ def randk(size: int, kept: int) -> Codec:
 
     def encode(x: jax.Array, key: jax.Array) -> Numbers:
         seed = jax.random.bits(key)
-        return {"kept": x[positions(seed)], "seed": seed}
+        kept = jnp.where(jnp.all(jnp.isfinite(x)), x[positions(seed)], jnp.nan)  # the bad number may not be kept
+        return {"kept": kept, "seed": seed}
 
     def decode(numbers: Numbers) -> jax.Array:
         return jnp.zeros(size).at[positions(numbers["seed"])].set(numbers["kept"] * (size / kept))
 
     return Codec(encode, decode)
+
+
+def _unit(total: jax.Array) -> jax.Array:
+    """A factor for numbers whose ``total`` may have overflowed: 1, or a power of two that makes them small."""
+    return jnp.where(jnp.isfinite(total), 1.0, 2.0**-80).astype(total.dtype)
+
+
+def _divided(number: jax.Array, unit: jax.Array) -> jax.Array:
+    """``number`` / ``unit``; the largest float if a finite number would overflow."""
+    return jnp.where(jnp.isfinite(number), jnp.minimum(number / unit, jnp.finfo(number.dtype).max), number)
 
 
 def pack(integers: jax.Array, bits: int) -> jax.Array:

@@ -9,10 +9,15 @@ at user level). Andrew, Thakkar, McMahan, Ramaswamy: Differentially Private Lear
 
 Deviations. In these papers the server adds noise to a mean. Methods with several models release every upload, so here
 each client adds noise to its own upload. With ``noise_on="mean"`` the clients' noise adds up to that of the papers.
+
+Numbers. `jax.random.normal` ends at 5.4 standard deviations in float32. A number further away than that from what other
+data would give is then certain evidence. For s = 1 its probability is 3e-4, more than the usual delta. So `normal`
+draws the noise, which ends at 13.3 standard deviations and states the delta that remains.
 """
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +31,12 @@ from fedjax_mr.channel import base
 from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic
+from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic, select_uniformly
 from fedjax_mr.strategies.hyper import require
 
 NOISE_ON = ("upload", "mean")
 PROBED = (0, *(10**power for power in range(10)))  # rounds in which a server is examined
+WORDS = 4  # of 32 random bits, in which `normal` looks for the first 1: the noise ends at sqrt(2 ln(2) 32 WORDS) = 13.3
 BITS_SHARE = 0.1  # at most this share of 1 / noise^2 is spent on the clients' bits, by default
 
 
@@ -43,6 +49,7 @@ def privacy(
     quantile: float | jax.Array | None = None,
     quantile_lr: float | jax.Array = 0.2,
     quantile_noise: float | jax.Array | None = None,
+    secret: Any = None,
 ) -> Link:
     """A link that clips the change of each upload and adds Gaussian noise.
 
@@ -72,6 +79,8 @@ def privacy(
       quantile_lr: learning rate of log C; 0.2 in Andrew et al.
       quantile_noise: standard deviation of the noise of the sum of the K bits. Default: K / 20 (Andrew et al.), or more
         if otherwise the bits would take more than a tenth of the privacy budget, and 0 without ``noise``.
+      secret: two words [2] uint32 that only the clients know (`draw_secret`), from which the noise follows. Default:
+        the noise follows from the key of the run, so those who know its seed can subtract the noise.
 
     Raises:
       UserError: a number is out of range, or ``noise_on`` is unknown.
@@ -80,6 +89,7 @@ def privacy(
         raise UserError(f"unknown noise_on {noise_on!r} (known: {', '.join(NOISE_ON)})")
     require(clip > 0, "the clipping norm must be positive: pass clip=1")
     require(noise >= 0, "the noise must not be negative: pass noise=0 for none")
+    require((clip < math.inf) | (noise == 0), "noise needs a finite clipping norm: pass clip=1")
     if quantile is not None:
         require(quantile >= 0, "the quantile of adaptive clipping lies in 0..1: pass quantile=0.5")
         require(quantile <= 1, "the quantile of adaptive clipping lies in 0..1: pass quantile=0.5")
@@ -91,16 +101,17 @@ def privacy(
 
     def client(values: Values, reference: Values, memory: Any, context: Context) -> Sent:
         bound = jnp.asarray(clip if quantile is None else context.note, jnp.float32)
-        key, bit_key = jax.random.split(context.key)
+        key, bit_key = jax.random.split(secret_key(context.key, secret))
         clipped, norm = clip_change(values, reference, bound)
+        is_short = jnp.isfinite(norm) & (norm <= bound)
         multiplier = jnp.asarray(noise, jnp.float32)
         deviation = jnp.where(multiplier == 0, 0.0, multiplier * bound / divisor)  # no noise, though C may be infinite
         message = add_noise(clipped, deviation, key)
         note = None
         if bit_noise is not None:
-            bit = (norm <= bound).astype(jnp.float32)
+            bit = is_short.astype(jnp.float32)
             note = add_noise(bit, jnp.asarray(bit_noise, jnp.float32), bit_key)
-        return Sent(message, memory, note, {"clipped": jnp.logical_not(norm <= bound).astype(jnp.float32)})
+        return Sent(message, memory, note, {"clipped": (~is_short).astype(jnp.float32)})
 
     def server(bound: Any, values: Values, reference: Values, context: Context) -> tuple[Any, Values, dict[str, Any]]:
         assert quantile is not None
@@ -115,7 +126,9 @@ def privacy(
             "announce": lambda bound, client: bound,
         }
     between = "changes the uploads before their mean, whose noise protects nothing else: pass noise_on=upload"
-    excludes = tuple((kind, f"{kind} {between}") for kind in ("compression", "robust")) if noise_on == "mean" else ()
+    excludes = tuple((kind, f"{kind} {between}") for kind in ("compression", "robust"))
+    excludes += (("attack", "attackers add no noise, so their mean with others has too little: pass noise_on=upload"),)
+    excludes = excludes if noise_on == "mean" else ()
     return Link("privacy", client=client, check=_check, excludes=excludes, **adaptive)
 
 
@@ -127,11 +140,11 @@ def clip_change(values: Values, reference: Values, bound: jax.Array) -> tuple[Va
     change = jax.tree.map(jnp.subtract, values, reference)
     norm = jnp.sqrt(trees.squared_norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), change)))
     finite = jnp.isfinite(norm)
-    factor = bound / jnp.where(finite & (norm > 0), norm, 1.0)
+    factor = jnp.where(finite, bound, 0.0) / jnp.where(finite & (norm > 0), norm, 1.0)
 
     def scaled(value: jax.Array, start: jax.Array, change: jax.Array) -> jax.Array:
         shorter = start + jnp.where(finite, change, jnp.zeros_like(change)) * factor.astype(change.dtype)
-        return jnp.where(norm <= bound, value, shorter)
+        return jnp.where(finite & (norm <= bound), value, shorter)
 
     return jax.tree.map(scaled, values, reference, change), norm
 
@@ -145,10 +158,64 @@ def add_noise(tree: Any, deviation: jax.Array, key: jax.Array) -> Any:
     keys = jax.random.split(key, len(leaves))
 
     def noisy(leaf: jax.Array, key: jax.Array) -> jax.Array:
-        noise = jax.random.normal(key, leaf.shape, leaf.dtype)
-        return jnp.where(deviation == 0, leaf, leaf + deviation.astype(leaf.dtype) * noise)
+        noisy = leaf.astype(jnp.float32) + deviation * normal(key, leaf.shape)
+        return jnp.where(deviation == 0, leaf, noisy.astype(leaf.dtype))
 
     return jax.tree.unflatten(structure, [noisy(leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
+
+
+def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normals in float32 with all of their tails (Box and Muller, 1958); consumes ``key``.
+
+    They end at 13.3 standard deviations. If data move a number by D standard deviations, at most 2 / s, this adds at
+    most P(N > 13.3 - D) to delta, for a standard normal N: less than 1e-19 for s = 0.5 or more, and 6e-8 for s = 0.25.
+    """
+    exponent_key, fraction_key, angle_key = jax.random.split(key, 3)
+    words = jax.random.bits(exponent_key, (WORDS, *shape), jnp.uint32)
+    squares = 2 * exponential(words, jax.random.uniform(fraction_key, shape))
+    return jnp.sqrt(squares) * jnp.cos(2 * jnp.pi * jax.random.uniform(angle_key, shape))
+
+
+def exponential(words: jax.Array, fraction: jax.Array) -> jax.Array:
+    """-log(u) for the uniform number u = (1 + ``fraction``) / 2^(z + 1), with z zeros before the first 1 in ``words``.
+
+    So u has the precision of float32 near 0 as well, where a uniform number of JAX is a multiple of 2^-23.
+
+    Args:
+      words: random bits [WORDS, ...] uint32.
+      fraction: uniform numbers [...] in 0..1 without 1.
+    """
+    zeros = jax.lax.clz(words)
+    total = zeros[-1]
+    for each in zeros[-2::-1]:
+        total = jnp.where(each == 32, total + 32, each)
+    halvings = (total + 1).astype(jnp.float32)
+    return jnp.maximum(halvings * jnp.float32(math.log(2)) - jnp.log1p(fraction), 0.0)
+
+
+def draw_secret() -> np.ndarray:
+    """A secret for `privacy` and `secretly_selected` from the operating system: two words [2] uint32."""
+    return np.frombuffer(os.urandom(8), np.uint32).copy()
+
+
+def secret_key(key: jax.Array, secret: Any) -> jax.Array:
+    """The random key for a secret [2] uint32 and a known key, which may be public. Without a secret, the known key."""
+    if secret is None:
+        return key
+    hidden = jax.random.wrap_key_data(jnp.asarray(secret, jnp.uint32), impl="threefry2x32")
+    for word in jax.random.key_data(key).reshape(-1):
+        hidden = jax.random.fold_in(hidden, word)
+    return hidden
+
+
+def secretly_selected(inner: Strategy, problem: Problem, secret: Any) -> Strategy:
+    """The strategy whose cohorts do not follow from the seed of the run, but from a secret as well (`draw_secret`)."""
+
+    def select(state: Any, key: jax.Array) -> Cohort | None:
+        key = secret_key(key, secret)
+        return select_uniformly(problem, key) if inner.select is None else inner.select(state, key)
+
+    return inner._replace(select=select)
 
 
 def multipliers(

@@ -41,11 +41,16 @@ Where papers and codes differ. Krum's paper sums over the K - f - 2 nearest; Byz
 one more. The code of the bucketing paper has fourth powers of distances in Krum and returns the sum in Multi-Krum.
 Geometric median: ByzFL makes three steps from 0 with a smoothing of 0.1, RFA at most four from the mean with 1e-6. A
 smoothing of 0.1 can exceed the length of a model's change, and then the rule is a mean. From the mean, an outlier of
-size 1e9 needs many steps to be forgotten. The default here is eight steps from 0 (the reference) with 1e-6. Centered
-clipping: ByzFL and the authors have a constant radius (100 and 10) and continue from the result of the last round.
-The default here is the median distance of the changes, from the reference in each round, so there is nothing to tune.
+size 1e9 needs many steps to be forgotten. From 0, a single client that sends back what it received stops the rule: the
+first point is then one of the rows, whose weight is a million times that of the others. The default here is eight steps
+from the median of each number, with 1e-6. That median is robust by itself, and no step increases the sum of distances.
+Centered clipping: ByzFL and the authors have a constant radius (100 and 10) and continue from the result of the last
+round. The default here is the median distance of the changes, from the reference in each round, so there is nothing to
+tune.
 
-A message that is not finite, or whose squared length is not, is replaced by the reference first.
+A message that is not finite, or whose squared length is not, counts as one of the f outliers. The rules leave it out:
+with m such messages they combine the other K - m against max(f - m, 0) outliers. If no message is usable, the result is
+the reference.
 """
 
 from typing import Any
@@ -114,18 +119,19 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
         usable = jnp.isfinite(squared_norms(trees.subtract(values, reference)))
         values = jax.vmap(trees.where)(usable, values, reference)
         changes = trees.subtract(values, reference)
+        counted = usable | ~jnp.any(usable)  # if no message is usable, all changes are zero, and so is the result
         if stacked:
-            values, shares = _screened(rule, values, reference, changes, outliers)
+            values, shares = _screened(rule, values, reference, changes, outliers, counted)
         elif before == "none" and "krum" in rule:
-            kept = accepted(changes, outliers, count=1 if rule == "krum" else None)
+            kept = accepted(changes, outliers, counted, count=1 if rule == "krum" else None)
             values = jax.vmap(trees.where)(kept, values, _around(reference, _mean_of(changes, kept)))
             shares = ~kept
         else:
             if before == "nnm":
-                changes = nearest_neighbour_mixing(changes, outliers)
+                changes = nearest_neighbour_mixing(changes, outliers, counted)
             if before == "bucketing":
-                changes = bucketing(changes, context.key)
-            values, shares = _around(reference, RULES[rule](changes, outliers)), ~usable
+                changes, counted = bucketing(changes, context.key, counted)
+            values, shares = _around(reference, RULES[rule](changes, outliers, counted)), ~usable
         if state is not None:
             state = state.at[context.client].set(shares | ~usable)
         return state, values, {"rejected": jnp.mean(jnp.where(usable, shares.astype(jnp.float32), 1.0))}
@@ -143,111 +149,146 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
 
 
 # --- Rules: leaves [K, ...] -> leaves [...] ---------------------------------------------------------------------------
+# Only the rows that are ``usable`` [K] bool count. Default: all. The others must be finite as well.
 
 
-def median(tree: Tree) -> Tree:
-    """The median of each number. For an even K, the mean of the two in the middle."""
-    middle = lambda leaf: (leaf[(leaf.shape[0] - 1) // 2] + leaf[leaf.shape[0] // 2]) * 0.5
-    return jax.tree.map(lambda leaf: middle(jnp.sort(leaf, axis=0)), tree)
+def median(tree: Tree, usable: jax.Array | None = None) -> Tree:
+    """The median of each number. For an even number of rows, the mean of the two in the middle."""
+    count = _count(tree, usable)
+
+    def middle(leaf: jax.Array) -> jax.Array:
+        return (leaf[(count - 1) // 2] + leaf[count // 2]) * 0.5
+
+    return jax.tree.map(lambda leaf: middle(_sorted(leaf, usable)), tree)
 
 
-def trimmed_mean(tree: Tree, outliers: int) -> Tree:
+def trimmed_mean(tree: Tree, outliers: int, usable: jax.Array | None = None) -> Tree:
     """The mean of each number without its f lowest and f highest values."""
-    return jax.tree.map(lambda leaf: jnp.mean(_trimmed(leaf, outliers), axis=0), tree)
+    low, high = _trimmed_range(tree, outliers, usable)
+
+    def mean(leaf: jax.Array) -> jax.Array:
+        position = jnp.arange(leaf.shape[0]).reshape(-1, *(1,) * (leaf.ndim - 1))
+        kept = jnp.where((position >= low) & (position <= high), _sorted(leaf, usable), jnp.zeros_like(leaf))
+        return jnp.sum(kept, axis=0) / (high - low + 1).astype(leaf.dtype)
+
+    return jax.tree.map(mean, tree)
 
 
-def krum(tree: Tree, outliers: int) -> Tree:
+def krum(tree: Tree, outliers: int, usable: jax.Array | None = None) -> Tree:
     """The row with the lowest of `krum_scores`."""
-    return trees.take(tree, jnp.argmin(krum_scores(tree, outliers)))
+    return trees.take(tree, jnp.argmin(krum_scores(tree, outliers, usable)))
 
 
-def multi_krum(tree: Tree, outliers: int) -> Tree:
+def multi_krum(tree: Tree, outliers: int, usable: jax.Array | None = None) -> Tree:
     """The mean of the K - f rows with the lowest of `krum_scores`."""
-    return _mean_of(tree, accepted(tree, outliers))
+    return _mean_of(tree, accepted(tree, outliers, usable))
 
 
-def krum_scores(tree: Tree, outliers: int) -> jax.Array:
-    """The mean squared distance of each row to its K - f - 1 nearest others [K]."""
-    squares = pairwise_squares(tree)
-    return jnp.mean(jnp.sort(squares, axis=1)[:, 1 : squares.shape[0] - outliers], axis=1)
+def krum_scores(tree: Tree, outliers: int, usable: jax.Array | None = None) -> jax.Array:
+    """The mean squared distance of each row to its K - f - 1 nearest others [K]; infinite for unusable rows."""
+    squares = pairwise_squares(tree, usable)
+    nearest = jnp.sort(squares, axis=1)[:, 1 : squares.shape[0] - outliers]
+    count = jnp.clip(_count(tree, usable) - 1, 1, nearest.shape[1])  # with more than f unusable rows there are fewer
+    is_known = jnp.arange(nearest.shape[1]) < count
+    scores = jnp.sum(jnp.where(is_known[None, :], nearest, 0.0), axis=1) / count.astype(nearest.dtype)
+    return scores if usable is None else jnp.where(usable, scores, jnp.inf)
 
 
-def accepted(tree: Tree, outliers: int, *, count: int | None = None) -> jax.Array:
+def accepted(tree: Tree, outliers: int, usable: jax.Array | None = None, *, count: int | None = None) -> jax.Array:
     """The ``count`` rows with the lowest of `krum_scores` [K] bool. Default: K - f rows."""
-    scores = krum_scores(tree, outliers)
+    scores = krum_scores(tree, outliers, usable)
     first = jnp.argsort(scores, stable=True)[: scores.shape[0] - outliers if count is None else count]
-    return jnp.zeros(scores.shape, bool).at[first].set(True)
+    return jnp.zeros(scores.shape, bool).at[first].set(True) & _all_rows(tree, usable)
 
 
-def geometric_median(tree: Tree, *, smoothing: Number = 1e-6, steps: int = 8) -> Tree:
+def geometric_median(
+    tree: Tree,
+    usable: jax.Array | None = None,
+    *,
+    start: Tree | None = None,
+    smoothing: Number = 1e-6,
+    steps: int = 8,
+) -> Tree:
     """The point with the smallest sum of distances, approximately.
 
-    Weiszfeld's steps from zero: z becomes the mean of the rows with weights 1 / max(smoothing, distance to z).
+    Weiszfeld's steps: z becomes the mean of the rows with weights 1 / max(smoothing, distance to z). A first point that
+    is one of the rows hardly moves, so it must not be one that an attacker knows and that is no good result.
 
     Args:
       tree: leaves [K, ...].
+      usable: which rows count [K] bool. Default: all.
+      start: the first z. Default: the median of each number.
       smoothing: nu, the smallest distance in a weight.
       steps: number of steps T.
     """
+    counts = _all_rows(tree, usable)
 
     def step(_: jax.Array, z: Tree) -> Tree:
-        weights = 1 / jnp.maximum(jnp.sqrt(squares_to(tree, z)), smoothing)
+        weights = jnp.where(counts, 1 / jnp.maximum(jnp.sqrt(squares_to(tree, z)), smoothing), 0.0)
         return _combined(tree, weights / jnp.sum(weights))
 
-    return jax.lax.fori_loop(0, steps, step, _zero_row(tree))
+    return jax.lax.fori_loop(0, steps, step, median(tree, usable) if start is None else start)
 
 
-def centered_clip(tree: Tree, *, radius: Number | None = None, steps: int = 3) -> Tree:
+def centered_clip(tree: Tree, usable: jax.Array | None = None, *, radius: Number | None = None, steps: int = 3) -> Tree:
     """Steps from zero: v becomes v + the mean of the differences x_i - v, each clipped to the length ``radius``.
 
     Args:
       tree: leaves [K, ...].
+      usable: which rows count [K] bool. Default: all.
       radius: tau. Default: in each step, the median distance of the rows to v.
       steps: number of steps L. Default: that of the authors' code.
     """
+    counts = _all_rows(tree, usable)
 
     def step(_: jax.Array, v: Tree) -> Tree:
         distances = jnp.sqrt(squares_to(tree, v))
-        limit = median(distances) if radius is None else jnp.asarray(radius, distances.dtype)
+        limit = median(distances, usable) if radius is None else jnp.asarray(radius, distances.dtype)
         factors = _factors(distances, limit)
         clipped = jax.tree.map(lambda leaf, v: _rows_times(factors, leaf - v[None]), tree, v)
-        return trees.add(v, trees.mean(clipped))
+        return trees.add(v, _mean_of(clipped, counts))
 
     return jax.lax.fori_loop(0, steps, step, _zero_row(tree))
 
 
 RULES = {
-    "median": lambda tree, outliers: median(tree),
+    "median": lambda tree, outliers, usable=None: median(tree, usable),
     "trimmed_mean": trimmed_mean,
     "krum": krum,
     "multi_krum": multi_krum,
-    "geometric_median": lambda tree, outliers: geometric_median(tree),
-    "centered_clip": lambda tree, outliers: centered_clip(tree),
+    "geometric_median": lambda tree, outliers, usable=None: geometric_median(tree, usable),
+    "centered_clip": lambda tree, outliers, usable=None: centered_clip(tree, usable),
 }
-"""The rules, (changes [K, ...], f) -> change [...]."""
+"""The rules, (changes [K, ...], f, usable [K]) -> change [...]."""
 
 
 # --- Steps before a rule: leaves [K, ...] -> leaves [R, ...] ----------------------------------------------------------
 
 
-def nearest_neighbour_mixing(tree: Tree, outliers: int) -> Tree:
+def nearest_neighbour_mixing(tree: Tree, outliers: int, usable: jax.Array | None = None) -> Tree:
     """Replace each row by the mean of its K - f nearest rows, itself included."""
-    squares = pairwise_squares(tree)
+    squares = pairwise_squares(tree, usable)
     count = squares.shape[0]
     nearest = jnp.argsort(squares, axis=1, stable=True)[:, : count - outliers]
-    chosen = jnp.sum(jax.nn.one_hot(nearest, count), axis=1)
-    return _combined(tree, chosen / (count - outliers))
+    chosen = jnp.sum(jax.nn.one_hot(nearest, count), axis=1) * _all_rows(tree, usable)[None, :].astype(jnp.float32)
+    return _combined(tree, chosen / jnp.sum(chosen, axis=1, keepdims=True))
 
 
-def bucketing(tree: Tree, key: jax.Array, *, size: int = BUCKET) -> Tree:
+def bucketing(
+    tree: Tree, key: jax.Array, usable: jax.Array | None = None, *, size: int = BUCKET
+) -> tuple[Tree, jax.Array]:
     """The means of ``size`` rows each, in random order: R = ceil(K / size). The last bucket may be smaller.
 
     Consumes ``key``.
+
+    Returns:
+      The means, and which buckets have a usable row [R] bool.
     """
     count = jax.tree.leaves(tree)[0].shape[0]
     bucket = jax.random.permutation(key, count) // size
-    members = jax.nn.one_hot(bucket, -(-count // size)).T
-    return _combined(tree, members / jnp.sum(members, axis=1, keepdims=True))
+    members = jax.nn.one_hot(bucket, -(-count // size)).T * _all_rows(tree, usable)[None, :].astype(jnp.float32)
+    sizes = jnp.sum(members, axis=1, keepdims=True)
+    return _combined(tree, members / jnp.maximum(sizes, 1.0)), sizes[:, 0] > 0
 
 
 # --- Distances --------------------------------------------------------------------------------------------------------
@@ -263,36 +304,45 @@ def squared_norms(tree: Tree) -> jax.Array:
     return jax.vmap(trees.squared_norm)(tree)
 
 
-def pairwise_squares(tree: Tree) -> jax.Array:
-    """The squared distances of all pairs of rows [K, K], from differences.
+def pairwise_squares(tree: Tree, usable: jax.Array | None = None) -> jax.Array:
+    """The squared distances of all pairs of rows [K, K], from differences; those to unusable rows are infinite.
 
     They are exact to rounding also where distances are much smaller than lengths, unlike those from inner products.
     One row is compared with all others at a time, so memory is that of the tree.
     """
-    return jax.lax.map(lambda row: squares_to(tree, row), tree)
+    squares = jax.lax.map(lambda row: squares_to(tree, row), tree)
+    return squares if usable is None else jnp.where(usable[None, :], squares, jnp.inf)
 
 
 # --- Screening before a recombination ---------------------------------------------------------------------------------
 
 
-def _screened(rule: str, values: Values, reference: Values, changes: Values, outliers: int) -> tuple[Values, jax.Array]:
-    """The values [K, ...] that K models may take, and which were changed [K] (for trimming, the share of numbers)."""
+def _screened(
+    rule: str, values: Values, reference: Values, changes: Values, outliers: int, usable: jax.Array
+) -> tuple[Values, jax.Array]:
+    """The values [K, ...] that K models may take, and which were changed [K] (for trimming, the share of numbers).
+
+    The values of unusable rows are their references.
+    """
     if "krum" in rule:
-        kept = accepted(changes, outliers, count=1 if rule == "krum" else None)
+        kept = accepted(changes, outliers, usable, count=1 if rule == "krum" else None)
         return jax.vmap(trees.where)(kept, values, reference), ~kept
     if rule == "trimmed_mean":
-        in_range = jax.tree.map(lambda leaf: _trimmed(leaf, outliers), changes)
-        low, high = jax.tree.map(lambda leaf: leaf[:1], in_range), jax.tree.map(lambda leaf: leaf[-1:], in_range)
+        first, last = _trimmed_range(changes, outliers, usable)
+        limit = lambda position: jax.tree.map(lambda leaf: _sorted(leaf, usable)[position][None], changes)
+        low, high = limit(first), limit(last)
         outside = jax.tree.map(lambda leaf, low, high: (leaf < low) | (leaf > high), changes, low, high)
+        outside = jax.tree.map(lambda leaf: _rows_times(usable, leaf), outside)
         clipped = trees.add(reference, jax.tree.map(jnp.clip, changes, low, high))
         size = sum(leaf[0].size for leaf in jax.tree.leaves(changes))
         share = lambda row: sum(jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(row)) / jnp.float32(size)
         return jax.tree.map(jnp.where, outside, clipped, values), jax.vmap(share)(outside)
-    centre = RULES[rule](changes, outliers)
+    centre = RULES[rule](changes, outliers, usable)
     distances = jnp.sqrt(squares_to(changes, centre))
-    factors = _factors(distances, jnp.sort(distances)[distances.shape[0] - outliers - 1])
+    last = jnp.minimum(usable.shape[0] - outliers, _count(changes, usable)) - 1
+    factors = _factors(distances, _sorted(distances, usable)[last])
     pulled = jax.tree.map(lambda leaf, v: v[None] + _rows_times(factors, leaf - v[None]), changes, centre)
-    far = factors < 1
+    far = (factors < 1) & usable
     return jax.vmap(trees.where)(far, trees.add(reference, pulled), values), far
 
 
@@ -301,8 +351,27 @@ def _factors(distances: jax.Array, radius: jax.Array) -> jax.Array:
     return jnp.where(distances > radius, radius / distances, 1.0)
 
 
-def _trimmed(leaf: jax.Array, outliers: int) -> jax.Array:
-    return jnp.sort(leaf, axis=0)[outliers : leaf.shape[0] - outliers]
+def _all_rows(tree: Tree, usable: jax.Array | None) -> jax.Array:
+    return jnp.ones(jax.tree.leaves(tree)[0].shape[0], bool) if usable is None else usable
+
+
+def _count(tree: Tree, usable: jax.Array | None) -> jax.Array:
+    """The number of usable rows."""
+    return jnp.sum(_all_rows(tree, usable))
+
+
+def _sorted(leaf: jax.Array, usable: jax.Array | None) -> jax.Array:
+    """The values of each number in ascending order, those of unusable rows last."""
+    if usable is not None:
+        leaf = jnp.where(usable.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.inf)
+    return jnp.sort(leaf, axis=0)
+
+
+def _trimmed_range(tree: Tree, outliers: int, usable: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The first and the last of the sorted values that trimming keeps. Each unusable row is one of the f outliers."""
+    rows, count = _all_rows(tree, usable).shape[0], _count(tree, usable)
+    trimmed = jnp.maximum(outliers - (rows - count), 0)
+    return trimmed, count - trimmed - 1
 
 
 def _combined(tree: Tree, weights: jax.Array) -> Tree:

@@ -83,10 +83,23 @@ def test_every_kind_equals_numpy(kind):
 def test_a_zero_tensor_stays_zero_and_undefined_numbers_do_not_vanish(kind):
     zeros = result(kind, np.zeros(SIZE, np.float32), ratio=0.3, levels=5)
     np.testing.assert_array_equal(zeros, 0)
-    if kind != "randk":  # which may not draw it
-        undefined = numbers()
-        undefined[3] = np.nan
-        assert np.isnan(result(kind, undefined, ratio=0.3, levels=5)).any()
+    for bad in (np.nan, np.inf):
+        for key in range(4):  # randk keeps 7 of 23 numbers
+            undefined = numbers()
+            undefined[3] = bad
+            assert not np.isfinite(result(kind, undefined, key=key, ratio=0.3, levels=5)).all()
+
+
+@pytest.mark.parametrize("size", [1e30, 3e38])
+@pytest.mark.parametrize("kind", LOSSY)
+def test_an_outlier_whose_square_is_too_large_for_float32_stays_a_number(kind, size):
+    """The norm of the two numbers is 5 / 4 of ``size``: for 3e38 more than the largest float, which is then sent."""
+    x, key = np.zeros(SIZE, np.float32), jax.random.key(1)
+    x[[3, 8]] = 0.75 * size, -size
+    message, decoded = compiled(kind, ratio=0.3, levels=5)(x, key)
+    capped = np.float64(np.finfo(np.float32).max) / (1.25 * size) if (kind, size) == ("qsgd", 3e38) else 1.0
+    expected = capped * by_hand(kind, x, message, key, ratio=0.3, levels=5)
+    np.testing.assert_allclose(np.asarray(decoded, np.float64), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", LOSSY)

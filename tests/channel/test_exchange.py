@@ -112,11 +112,14 @@ def test_other_links_and_a_second_exchange_are_refused(problem):
     for other, reason in (
         (links.compression(problem, "topk", ratio=0.1), "cannot compress"),
         (links.robust(problem, "median", outliers=1, stacked=True), "mixes the layers"),
+        (links.attack(problem, "label_flip", attackers=0.2, seed=0), "which an attacker would forge"),
     ):
         with pytest.raises(UserError, match=reason):
             channel(plain, problem, [other, exchange(problem)])
         with pytest.raises(UserError, match=reason):
             channel(secure, problem, [other])
+    ahead = [exchange(problem, when="before_training"), links.attack(problem, "ipm", attackers=0.2, seed=0)]
+    assert channel(plain, problem, ahead).exchange.before_training
     with pytest.raises(UserError, match="increase repetitions"):
         channel(secure, problem, [exchange(problem)])
     with pytest.raises(UserError, match="at most one link of each kind"):

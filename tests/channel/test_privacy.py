@@ -1,6 +1,7 @@
 """The privacy link: clipping, noise, adaptive clipping, refusals, and an audit of its guarantee."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,16 @@ from fedjax_mr.channel import accounting, base, channel, links
 from fedjax_mr.channel.base import Context
 from fedjax_mr.channel.privacy import (
     clip_change,
+    draw_secret,
+    exponential,
     hides_cohorts,
     multipliers,
+    normal,
     poisson,
     privacy,
     refusal,
+    secret_key,
+    secretly_selected,
     uniform_weights,
 )
 from fedjax_mr.engine.round import client_key
@@ -114,12 +120,33 @@ def test_only_longer_changes_are_scaled():
     np.testing.assert_allclose(half["control"], [0.2, 0.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("bound", [1.0, np.inf])
 @pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
-def test_a_change_without_a_finite_norm_is_replaced_by_zero(broken):
+def test_a_change_without_a_finite_norm_is_replaced_by_zero(federation, broken, bound):
     """Otherwise a diverged client would be visible."""
     reference = {"model": jnp.full(3, 0.1)}
-    sent, _ = clip_change({"model": jnp.asarray([0.2, broken, -broken])}, reference, jnp.float32(1))
+    values = {"model": jnp.asarray([0.2, broken, -broken])}
+    sent, _ = clip_change(values, reference, jnp.float32(bound))
     np.testing.assert_array_equal(sent["model"], reference["model"])
+    message, clipped, bit = adaptively_clipped(problem_of(federation).cohort_size, values, reference, np.float32(bound))
+    np.testing.assert_array_equal(message["model"], reference["model"])
+    assert clipped == 1 and bit == 0
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def adaptively_clipped(cohort, values, reference, bound):
+    """The message of a client, whether its change is too long, and its bit, without noise."""
+    link = privacy(SimpleNamespace(cohort_size=cohort), clip=9.0, quantile=0.5)
+    sent = link.client(values, reference, None, Context(jax.random.key(0), None, None, bound))
+    return sent.values, sent.info["clipped"], sent.note
+
+
+def test_an_infinite_norm_clips_nothing_and_allows_no_noise(federation):
+    values = {"model": jnp.asarray([0.2, 3e18])}
+    sent, _ = clip_change(values, {"model": jnp.zeros(2)}, jnp.float32(np.inf))
+    np.testing.assert_array_equal(sent["model"], values["model"])
+    with pytest.raises(UserError, match="noise needs a finite clipping norm"):
+        privacy(problem_of(federation), clip=np.inf, noise=1.0)
 
 
 # --- Noise ------------------------------------------------------------------------------------------------------------
@@ -134,7 +161,7 @@ def problem_of(federation, cohort=4):
 def noise_of(link, keys, note=None):
     """The noise [len(keys), 110,000] that a link adds to a change of zero."""
     client = lambda key: link.client(LARGE, LARGE, None, Context(key, jnp.int32(0), jnp.int32(0), note)).values
-    return as_vectors(jax.vmap(client)(keys))
+    return as_vectors(jax.jit(jax.vmap(client))(keys))
 
 
 def test_noise_is_gaussian_and_independent(federation):
@@ -150,6 +177,56 @@ def test_noise_is_gaussian_and_independent(federation):
     parts = np.concatenate([noise[:, :20_000], noise[:, -20_000:]])  # of both leaves
     correlations = np.corrcoef(parts) - np.eye(len(parts))
     assert np.max(np.abs(correlations)) < 5 / np.sqrt(20_000)
+
+
+def test_noise_has_the_distribution_and_the_tails_of_a_normal():
+    """The normals of JAX in float32 end at 5.4, and no more than one of 2^23 numbers exceeds 5.2."""
+    noise = np.asarray(jax.jit(normal, static_argnums=1)(jax.random.key(4), (60_000,)), np.float64)
+    assert stats.kstest(noise, "norm").pvalue > 1e-3
+    words = jnp.asarray([[0, 0, 2**31, 2**30], [0, 1, 5, 0], [0, 7, 7, 7], [1, 0, 9, 9]], jnp.uint32)  # four numbers
+    drawn = exponential(words, jnp.asarray([0.0, 0.5, 0.5, 0.0]))
+    halvings = np.array([128, 64, 1, 2])  # 3 * 32 + 31 + 1; 32 + 31 + 1; none before the first 1; one
+    np.testing.assert_allclose(drawn, halvings * np.log(2) - np.log([1, 1.5, 1.5, 1]), rtol=1e-6)
+    assert np.sqrt(2 * drawn[0]) > 13.3
+    largest = jnp.nextafter(jnp.float32(1), jnp.float32(0))
+    assert exponential(jnp.full((4, 1), 2**31, jnp.uint32), largest[None]) >= 0
+
+
+def test_a_secret_decides_the_noise_and_the_seed_does_not_reveal_it(federation):
+    """The key of a round, its secret, or only the second word of the secret: each gives other noise."""
+
+    @jax.jit
+    def noise(key, secret):
+        zero = {"model": jnp.zeros(40)}
+        link = privacy(problem_of(federation), clip=1.0, noise=1.0, secret=secret)
+        return link.client(zero, zero, None, Context(jax.random.key(key), 0, 0)).values["model"]
+
+    words = lambda *each: np.asarray(each, np.uint32)
+    drawn = [noise(0, words(1, 2)), noise(1, words(1, 2)), noise(0, words(1, 3)), noise(0, words(2, 2))]
+    assert np.max(np.abs(np.corrcoef(np.stack(drawn)) - np.eye(4))) < 0.75
+    np.testing.assert_array_equal(noise(0, words(1, 2)), drawn[0])
+    known = jax.random.key(3)
+    assert secret_key(known, None) is known
+
+
+def test_a_secret_decides_who_is_selected(federation):
+    problem = problem_of(federation)
+    inner = inner_strategy("fedmr", problem)
+    assert inner.select is None
+    ids = lambda strategy, key: [int(each) for each in strategy.select(None, jax.random.key(key)).ids]
+    one, two = (secretly_selected(inner, problem, np.asarray([5, word], np.uint32)) for word in (1, 2))
+    assert len({str(ids(one, 0)), str(ids(one, 1)), str(ids(two, 0))}) == 3
+    assert ids(one, 0) == ids(one, 0) and len(set(ids(one, 0))) == problem.cohort_size
+    joined = poisson(inner, problem, 0.4)
+    hidden = secretly_selected(joined, problem, np.asarray([5, 1], np.uint32)).select(None, jax.random.key(0))
+    seen = joined.select(None, secret_key(jax.random.key(0), np.asarray([5, 1], np.uint32)))
+    np.testing.assert_array_equal(hidden.ids, seen.ids)
+    np.testing.assert_array_equal(hidden.sizes, seen.sizes)
+
+
+def test_the_system_draws_a_secret():
+    first, second = draw_secret(), draw_secret()
+    assert first.shape == (2,) and first.dtype == np.uint32 and not np.array_equal(first, second)
 
 
 def test_clients_rounds_and_runs_have_different_noise():
@@ -177,7 +254,7 @@ def test_the_mean_of_clipped_changes_is_that_of_optax(federation):
     changes = {"model": {"a": jax.random.normal(jax.random.key(0), (4, 5)) * jnp.asarray([[0.01], [0.3], [1], [9]])}}
     zero = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), changes)
     context = Context(jax.random.key(0), jnp.int32(0), jnp.int32(0))
-    ours = trees.mean(jax.vmap(lambda change: link.client(change, zero, None, context).values)(changes))
+    ours = trees.mean(jax.jit(jax.vmap(lambda change: link.client(change, zero, None, context).values))(changes))
     aggregate = optax.contrib.differentially_private_aggregate(l2_norm_clip=0.7, noise_multiplier=0.0, key=0)
     theirs, _ = aggregate.update(changes, aggregate.init(zero))
     np.testing.assert_allclose(ours["model"]["a"], theirs["model"]["a"], rtol=1e-5, atol=1e-7)
@@ -476,14 +553,18 @@ def test_an_audit_stays_below_the_claimed_epsilon(federation):
     assert audit(0.0) > claimed
 
 
-@pytest.mark.parametrize("other", ["compression", "robust"])
+@pytest.mark.parametrize("other", ["compression", "robust", "attack"])
 def test_noise_on_the_mean_excludes_what_changes_the_uploads_before_it(other):
-    """Each upload then has too little noise for itself, and a sign or a median of them is no function of their mean."""
+    """Each upload then has too little noise for itself, and a sign or a median of them is no function of their mean.
+
+    Attackers add no noise, so the mean of K uploads would have that of fewer.
+    """
     problem = constants("linear").problem
     strategy = fedavg.build(fedavg.Hyper(weights="uniform"), problem)
     second = {
         "compression": links.compression(problem, "sign"),
         "robust": links.robust(problem, "median", outliers=1, stacked=False),
+        "attack": links.attack(problem, "label_flip", attackers=0.2, seed=0),
     }[other]
     for noise_on, allowed in (("upload", True), ("mean", False)):
         both = [links.privacy(problem, clip=1.0, noise=1.0, noise_on=noise_on), second]

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import sys
 import types
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.channel import Context, channel
 from fedjax_mr.channel.attacks import attack
+from fedjax_mr.channel.compression import compression
 from fedjax_mr.channel.exchange import exchange
 from fedjax_mr.channel.robust import (
     BEFORE,
@@ -27,6 +29,7 @@ from fedjax_mr.channel.robust import (
     pairwise_squares,
     robust,
 )
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Cohort, averaging
@@ -56,8 +59,9 @@ def flat(tree):
 @jax.jit
 def everything(tree):
     """All rules and steps at once, so that they are compiled once."""
+    zero_row = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), tree)
     results = {name: rule(tree, OUTLIERS) for name, rule in RULES.items()}
-    results["byzfl_geometric_median"] = geometric_median(tree, smoothing=0.1, steps=3)
+    results["byzfl_geometric_median"] = geometric_median(tree, start=zero_row, smoothing=0.1, steps=3)
     results["byzfl_centered_clip"] = centered_clip(tree, radius=2.0, steps=2)
     results["nnm"] = nearest_neighbour_mixing(tree, OUTLIERS)
     return results
@@ -74,14 +78,13 @@ def squares_of(x):
     return np.array([[np.sum((a - b) ** 2) for b in x] for a in x])
 
 
-def best_of(x):
+def best_of(x, f=OUTLIERS):
     """The rows in the order of Krum's scores."""
-    others = np.sort(squares_of(x), axis=1)[:, 1 : len(x) - OUTLIERS]
+    others = np.sort(squares_of(x), axis=1)[:, 1 : len(x) - f]
     return np.argsort(others.mean(axis=1))
 
 
-def weiszfeld(x, smoothing, steps):
-    z = np.zeros(x.shape[1])
+def weiszfeld(x, smoothing, steps, z):
     for _ in range(steps):
         weights = 1 / np.maximum(np.linalg.norm(x - z, axis=1), smoothing)
         z = weights @ x / weights.sum()
@@ -98,15 +101,15 @@ def clipped_steps(x, steps, radius=None):
 
 
 DEFINITIONS = {
-    "median": lambda x: np.median(x, axis=0),
-    "trimmed_mean": lambda x: np.sort(x, axis=0)[OUTLIERS:-OUTLIERS].mean(axis=0),
-    "krum": lambda x: x[best_of(x)[0]],
-    "multi_krum": lambda x: x[best_of(x)[:-OUTLIERS]].mean(axis=0),
-    "geometric_median": lambda x: weiszfeld(x, 1e-6, 8),
-    "centered_clip": lambda x: clipped_steps(x, 3),
-    "byzfl_geometric_median": lambda x: weiszfeld(x, 0.1, 3),
-    "byzfl_centered_clip": lambda x: clipped_steps(x, 2, 2.0),
-    "nnm": lambda x: np.array([x[np.argsort(each)[: len(x) - OUTLIERS]].mean(axis=0) for each in squares_of(x)]),
+    "median": lambda x, f=OUTLIERS: np.median(x, axis=0),
+    "trimmed_mean": lambda x, f=OUTLIERS: np.sort(x, axis=0)[f : len(x) - f].mean(axis=0),
+    "krum": lambda x, f=OUTLIERS: x[best_of(x, f)[0]],
+    "multi_krum": lambda x, f=OUTLIERS: x[best_of(x, f)[: len(x) - f]].mean(axis=0),
+    "geometric_median": lambda x, f=OUTLIERS: weiszfeld(x, 1e-6, 8, np.median(x, axis=0)),
+    "centered_clip": lambda x, f=OUTLIERS: clipped_steps(x, 3),
+    "byzfl_geometric_median": lambda x, f=OUTLIERS: weiszfeld(x, 0.1, 3, np.zeros(x.shape[1])),
+    "byzfl_centered_clip": lambda x, f=OUTLIERS: clipped_steps(x, 2, 2.0),
+    "nnm": lambda x, f=OUTLIERS: np.array([x[np.argsort(each)[: len(x) - f]].mean(axis=0) for each in squares_of(x)]),
 }
 
 
@@ -188,9 +191,9 @@ def test_two_rows_of_a_billion_are_harmless(rule, size):
         assert np.linalg.norm(result) < 2 * np.linalg.norm(honest, axis=1).max()
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "nnm"])
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "nnm"])
 def test_a_translation_of_the_rows_translates_the_result(rule):
-    """Not geometric_median and centered_clip, which start at 0."""
+    """Not centered_clip, which starts at 0."""
     shift = rows(9)[0]
     np.testing.assert_allclose(applied(rule, rows() + shift), applied(rule, rows()) + shift, rtol=1e-5, atol=1e-5)
 
@@ -206,19 +209,19 @@ def test_mixing_without_outliers_and_one_bucket_are_the_mean():
     np.testing.assert_allclose(
         flat(nearest_neighbour_mixing(stacked(x), 0)), np.tile(x.mean(axis=0), (COUNT, 1)), atol=1e-6
     )
-    one = bucketing(stacked(x), jax.random.key(0), size=COUNT)
+    one, _ = bucketing(stacked(x), jax.random.key(0), size=COUNT)
     np.testing.assert_allclose(flat(one), x.mean(axis=0)[None], atol=1e-6)
 
 
 def test_buckets_are_means_of_different_pairs_and_of_the_last_row():
     x = rows()
-    buckets = flat(bucketing(stacked(x), jax.random.key(1)))
+    buckets = flat(bucketing(stacked(x), jax.random.key(1))[0])
     assert buckets.shape == (4, 11)
     sums = {(i, j): (x[i] + x[j]) / 2 for i, j in itertools.combinations(range(COUNT), 2)}
     found = [next(pair for pair, mean in sums.items() if np.allclose(mean, each, atol=1e-6)) for each in buckets[:3]]
     (alone,) = (i for i in range(COUNT) if np.allclose(x[i], buckets[3], atol=1e-6))
     assert sorted([*itertools.chain(*found), alone]) == list(range(COUNT))
-    assert not np.allclose(flat(bucketing(stacked(x), jax.random.key(2))), buckets)
+    assert not np.allclose(flat(bucketing(stacked(x), jax.random.key(2))[0]), buckets)
 
 
 def test_small_distances_of_long_rows_are_exact():
@@ -226,6 +229,80 @@ def test_small_distances_of_long_rows_are_exact():
     x = 4096 + np.arange(COUNT)[:, None] * np.full(11, 2.0**-10)
     squares = np.asarray(pairwise_squares(stacked(x)))
     np.testing.assert_allclose(squares, squares_of(x), rtol=1e-6)
+
+
+# --- Attackers that send nothing new, or no numbers -------------------------------------------------------------------
+
+HONEST = np.array([[1.0, 2.0, 4.0], [1.5, 2.5, 3.5], [0.5, 1.5, 4.5], [1.0, 2.5, 4.0], [1.5, 2.0, 4.5]])
+BAD = {"silent": 0.0, "nan": np.nan}  # their two attackers' changes
+
+
+@pytest.fixture(scope="module")
+def changes_after():
+    """(rule, changes [7, 3], several) -> the changes after the server's side, where every client has received 10."""
+    reference = {"model": jnp.full((COUNT, 3), 10.0)}
+    context = Context(jax.random.key(0), jnp.int32(0), jnp.arange(COUNT, dtype=jnp.int32))
+
+    @functools.partial(jax.jit, static_argnums=(0, 2, 3))
+    def server(rule, values, several, before):
+        link = robust(None, rule, outliers=OUTLIERS, before=before, stacked=several)
+        return link.server(None, {"model": values}, reference, context)[1]["model"]
+
+    def changes(rule, changes, several=False, before="none"):
+        return np.asarray(server(rule, jnp.asarray(10 + changes, jnp.float32), several, before), np.float64) - 10
+
+    return changes
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("rule", RULES)
+def test_attackers_that_send_nothing_new_do_not_stop_a_rule(changes_after, rule, kind):
+    """They send back what they received, or NaN. Each number of the result lies between those of honest clients."""
+    result = changes_after(rule, np.concatenate([HONEST, np.full((OUTLIERS, 3), BAD[kind])]))[-1]
+    low, high = HONEST.min(axis=0), HONEST.max(axis=0)
+    slack = 0.4 * low if (rule, kind) == ("centered_clip", "silent") else 1e-5  # it takes three short steps from 0
+    assert np.all((result >= low - slack) & (result <= high + slack))
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("rule", RULES)
+def test_attackers_that_send_nothing_new_leave_honest_models_as_they_are(changes_after, rule, kind):
+    """Screening of several models: an honest change stays within the honest ones, and an attacker's is not used."""
+    attacked = np.concatenate([HONEST, np.full((OUTLIERS, 3), BAD[kind])])
+    result = changes_after(rule, attacked, several=True)
+    if rule != "krum":  # it keeps a single message
+        np.testing.assert_allclose(result[: len(HONEST)], HONEST, atol=0.51 if rule == "trimmed_mean" else 1e-5)
+    if kind == "nan":
+        np.testing.assert_array_equal(result[len(HONEST) :], 0)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "nnm"])
+@pytest.mark.parametrize("lost", [1, 3])
+def test_rows_that_are_not_usable_do_not_count(rule, lost):
+    """The others are combined as if there were no more of them. Each unusable row is one of the f outliers."""
+    x = rows(4, count=COUNT - lost)
+    padded, usable = np.insert(x, [2] * lost, 50.0, axis=0), np.insert(np.ones(len(x), bool), [2] * lost, False)
+    found = flat(without(stacked(padded), jnp.asarray(usable))[rule])
+    expected = DEFINITIONS[rule](x, max(OUTLIERS - lost, 0))
+    np.testing.assert_allclose(found[usable] if rule == "nnm" else found, expected, rtol=1e-5, atol=1e-5)
+
+
+@jax.jit
+def without(tree, usable):
+    results = {name: rule(tree, OUTLIERS, usable) for name, rule in RULES.items()}
+    return results | {"nnm": nearest_neighbour_mixing(tree, OUTLIERS, usable)}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_any_usable_message_the_result_is_what_was_received(changes_after, rule):
+    np.testing.assert_array_equal(changes_after(rule, np.full((COUNT, 3), np.inf)), 0)
+
+
+def test_a_bucket_without_a_usable_message_does_not_count(changes_after):
+    """All but one are refused, so the one is alone in its bucket, and its bucket alone."""
+    x = np.full((COUNT, 3), np.nan)
+    x[4] = HONEST[0]
+    np.testing.assert_allclose(changes_after("median", x, before="bucketing"), np.tile(HONEST[0], (COUNT, 1)))
 
 
 # --- The link ---------------------------------------------------------------------------------------------------------
@@ -464,6 +541,34 @@ def test_a_client_that_sent_nothing_stays_refused():
     state, _, _ = strategy.receive(state, messages, payloads, cohort, jnp.int32(0), key)
     refused = np.asarray(state.links[0])
     assert refused[:2].all() and not refused[2:5].all()
+
+
+def test_a_refused_client_also_restores_its_compression_error():
+    """Without training: its change is 1 in all numbers. Top-k sends the larger one of the two errors plus 1."""
+    problem = constants("linear").problem
+    shapes = jax.eval_shape(problem.model.init, jax.random.key(0))
+    report = local.Metrics(jnp.zeros(()), jnp.int32(0), jnp.int32(0), jnp.int32(-1))
+    trained = lambda payload, memory, data, round, key: (trees.add(payload, ones_like(payload)), memory, report)
+    ones_like = functools.partial(jax.tree.map, jnp.ones_like)
+    inner = averaging(problem)._replace(client_update=trained)
+    stages = [compression(problem, "topk", ratio=0.01, feedback="ef")]
+    stages += [robust(problem, "multi_krum", outliers=1, stacked=False)]
+    strategy = channel(inner, dataclasses.replace(problem, cohort_size=5), stages)
+
+    @jax.jit
+    def errors(refused, before, after):
+        """What the client keeps after one more round, of one that was refused or not: errors of all numbers."""
+        payload = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), {"model": shapes})
+        memory = strategy.init_memory(jax.random.key(0), jnp.int32(0))
+        filled = lambda tree, value: jax.tree.map(lambda leaf: jnp.full_like(leaf, value), tree)
+        memory = memory._replace(links=filled(memory.links, after), links_before=filled(memory.links, before))
+        announced = payload | {"channel": {"robust": refused}}
+        data = SimpleNamespace(client_id=jnp.int32(0))
+        kept = strategy.client_update(announced, memory, data, jnp.int32(0), jax.random.key(0))[1]
+        largest = lambda tree: jnp.max(jnp.stack([jnp.max(leaf) for leaf in jax.tree.leaves(tree)]))
+        return largest(kept.links), largest(kept.links_before)
+
+    assert errors(True, 3.0, 5.0) == (4, 3) and errors(False, 3.0, 5.0) == (6, 5)
 
 
 def test_rules_without_refusals_are_refused_for_control_variates():
