@@ -95,7 +95,25 @@ class NormedImages(nn.Module):
         return nn.Dropout(0.1, deterministic=not train)(x)
 
 
-NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perceptron}
+class Constant(models.BlockNet):
+    """The parameters are the logits of every sample, so gradients and losses can be followed by hand."""
+
+    def blocks(self):
+        return (("classifier", Logits(self.num_classes)),)
+
+
+class Logits(nn.Module):
+    """The layer of `Constant`; it starts at 0."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        theta = self.param("theta", nn.initializers.zeros, (self.num_classes,))
+        return jnp.broadcast_to(theta, (x.shape[0], self.num_classes))
+
+
+NETWORKS = {"thin": Thin, "normed": Normed, "linear": Linear, "perceptron": Perceptron, "constant": Constant}
 
 
 @functools.cache  # a model keeps its shapes

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from fedjax_mr import trees
+from fedjax_mr.engine import local
+from fedjax_mr.engine.samples import Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Zoo
 from fedjax_mr.strategies import Cohort, fedme
@@ -96,6 +98,107 @@ def test_the_running_example(problem):
 
 def value(models):
     return np.asarray(models["params"]["vector"])[:, 0]
+
+
+def of_logits(*theta):
+    """A network whose logits are the same for every sample."""
+    return {"params": {"classifier": {"theta": jnp.asarray(theta, jnp.float32)}}}
+
+
+def logits_of(models):
+    return np.asarray(models["params"]["classifier"]["theta"])
+
+
+@pytest.fixture(scope="module")
+def client(federation):
+    """(lr, own logits, received logits, validation label) -> the upload of a client with training labels 0."""
+    problem = federation("constant").problem
+    x, key = np.zeros((4, 4, 4, 1), np.float32), jax.random.key(0)
+
+    @jax.jit
+    def update(lr, own, received, y):
+        once = local.LocalSetting("sgd", epochs=1, batch_size=2, max_size=2, lr=lr)
+        strategy = fedme.build(fedme.Hyper(clustering=False), dataclasses.replace(problem, local=once))
+        data = one_client(Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32)), size=2, validation_size=2)
+        payload = {"model": own, "received": received, "partner": jnp.int32(7)}
+        return strategy.client_update(payload, None, data, 0, key)[0]
+
+    return lambda lr, own, received, label: update(
+        lr, of_logits(*own), of_logits(*received), jnp.array([0, 0, label, label])
+    )
+
+
+def test_the_own_and_the_received_model_learn_from_the_labels_and_from_each_other(client):
+    """One step with rate 1: p = 1/3 each and q = 1/2, 1/4, 1/4; the gradients are (p - e_0) + (p - q), and reversed."""
+    upload = client(1.0, (0, 0, 0), np.log([2, 1, 1]), 0)
+    np.testing.assert_allclose(logits_of(upload["model"]), [5 / 6, -5 / 12, -5 / 12], rtol=1e-5)
+    np.testing.assert_allclose(logits_of(upload["received"]), np.log([2, 1, 1]) + np.array([2, -1, -1]) / 6, rtol=1e-5)
+    assert int(upload["partner"]) == 7
+
+
+@pytest.mark.parametrize(
+    "own, received, label, takes",
+    [
+        ((0, 0, 0), (1, 0, 0), 0, True),
+        ((1, 0, 0), (0, 0, 0), 0, False),
+        ((1, 0, 0), (1, 0, 0), 0, False),  # strictly lower
+        ((1, 0, 0), (0, 1, 0), 1, True),  # better on the validation samples, worse on the training samples
+        ((0, 1, 0), (1, 0, 0), 1, False),
+    ],
+)
+def test_a_client_switches_to_a_received_model_that_is_better_on_its_validation_samples(
+    client, own, received, label, takes
+):
+    assert bool(client(0.0, own, received, label)["takes"]) == takes
+
+
+def test_models_are_compared_after_the_training(client):
+    """At first the received model is worse. It has the larger gradient, so a large step makes it the better one."""
+    own, received = (np.log(2), 0, 0), (np.log(2) - 0.1, 0, 0)
+    assert not client(0.0, own, received, 0)["takes"]
+    assert client(4.0, own, received, 0)["takes"]
+
+
+def test_a_client_receives_the_model_of_another_client_of_its_own_cluster(federation):
+    """Clients 4 and 0 are the cluster 1 of this round, clients 2 and 3 the cluster 2."""
+    strategy = fedme.build(fedme.Hyper(), federation("constant", sizes=(2,) * 5, cohort=4).problem)
+    state = fedme.State({"theta": jnp.arange(5.0) * 10}, jnp.array([1, 0, 2, 2, 1]))
+    cohort = Cohort(jnp.array([4, 0, 2, 3]), jnp.full(4, 2))
+    dispatch = jax.jit(strategy.dispatch)
+    for seed in range(3):
+        payload = dispatch(state, cohort, jax.random.key(seed))
+        assert payload["partner"].tolist() == [1, 0, 3, 2]
+        assert payload["model"]["theta"].tolist() == [40, 0, 20, 30]
+        assert payload["received"]["theta"].tolist() == [0, 40, 30, 20]
+
+
+def test_a_client_continues_with_the_mean_of_the_copies_of_the_model_that_it_selected(federation):
+    """Row 0 switched to the model of row 1, which rows 0 and 2 trained, too. Clients 1, 3 and 5 keep theirs."""
+    strategy = fedme.build(fedme.Hyper(), federation("constant").problem)
+    state = fedme.State({"theta": jnp.arange(-6.0, 0)}, jnp.array([0, 1, 1, 0, 0, 1]))
+    uploads = {
+        "model": {"theta": jnp.array([1.0, 2.0, 3.0])},
+        "received": {"theta": jnp.array([10.0, 20.0, 30.0])},
+        "partner": jnp.array([1, 2, 1]),
+        "takes": jnp.array([True, False, False]),
+    }
+    cohort = Cohort(jnp.array([4, 0, 2]), jnp.array([9, 1, 5]))
+    state, info = jax.jit(strategy.server_update)(state, uploads, cohort, 0, None)
+    np.testing.assert_allclose(state.models["theta"], [14, -5, 11.5, -3, 14, -1], rtol=1e-6)  # (2 + 10 + 30) / 3
+    assert state.clusters.tolist() == [0, 1, 1, 0, 0, 1] and float(info["clients_that_switched"]) == 1
+    assert float(strategy.personal_part(state, 2)["theta"]) == 11.5
+
+
+def test_from_each_cluster_round_on_there_is_one_cluster_more(federation):
+    """Six clients whose outputs are in three places."""
+    strategy = fedme.build(fedme.Hyper(cluster_rounds=(2, 4)), federation("constant").problem)
+    rows = np.array([[0, 0, 0], [5, 0, 0], [0, 9, 0], [0, 9, 0.1], [0, 0, 0.1], [5, 0, 0.1]], np.float32)
+    state, clusters = fedme.State(of_logits(*rows), jnp.zeros(6, jnp.int32)), {}
+    for done in (1, 2, 3, 4, 5):
+        clusters[done] = np.asarray(strategy.between_rounds(state, done, jax.random.key(done), None)[0].clusters)
+    assert [len(set(clusters[done].tolist())) for done in (1, 2, 3, 4, 5)] == [1, 2, 2, 3, 3]
+    a, b, c, *rest = clusters[4].tolist()
+    assert rest == [c, a, b] and len({a, b, c}) == 3
 
 
 @pytest.mark.parametrize("seed", range(20))
