@@ -1,13 +1,18 @@
-"""Equations written down a second time, in PyTorch and float64, beside the compiled rounds of a strategy."""
+"""Two ways to compute a strategy by hand: whole rounds in PyTorch and float64, and single steps on a tiny network."""
 
+import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr import trees
-from fedjax_mr.engine import rounds
+from fedjax_mr import models, trees
+from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine.samples import Samples, one_client
+from fedjax_mr.strategies.base import Problem
 
 FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, momentum=0.5)  # full batches
 
@@ -115,3 +120,109 @@ def transcription(engine):
         return Transcription(engine(strategy, "perceptron", hyper=hyper, **settings), torch, **federation)
 
     return make
+
+
+class Layer(nn.Module):
+    """A dense layer without a bias. Width 0: the identity."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        return nn.Dense(self.width, use_bias=False, name="dense")(x) if self.width else x
+
+
+class TinyNetwork(models.BlockNet):
+    """One or two linear layers: logits = x @ hidden @ head, where the width 0 of ``hidden`` omits it."""
+
+    width: int = 0
+    takes = "numbers"
+
+    def blocks(self):
+        return ("hidden", Layer(self.width)), ("head", Layer(self.num_classes))
+
+
+@functools.cache  # a model keeps its shapes
+def tiny_network(classes, width):
+    return models.Model(TinyNetwork(classes, width=width), (2,), name="tiny")
+
+
+class Tiny:
+    """Clients, problems and models that a hand can follow: two features, linear layers, no bias.
+
+    If the head is zero, all C classes have probability 1/C. Then the gradient of the head is the mean over the samples
+    of x (1/C - onehot), and the loss is log C.
+    """
+
+    @staticmethod
+    def problem(sizes=(1, 3, 2), cohort=2, *, steps=1, lr=1.0, momentum=0.0, classes=2, width=0, counts=None, **fields):
+        """A problem whose clients take ``steps`` steps of SGD in a round."""
+        setting = local.setting(lr=lr, momentum=momentum, epochs=steps, batch_size=8)
+        return Problem(
+            model=tiny_network(classes, width),
+            local=dataclasses.replace(setting, max_size=8),
+            num_clients=len(sizes),
+            cohort_size=cohort,
+            num_classes=classes,
+            layers=(),
+            sizes=jnp.asarray(sizes, jnp.int32),
+            label_counts=jnp.asarray(np.ones((len(sizes), classes)) if counts is None else counts, jnp.int32),
+            architectures=jnp.zeros(len(sizes), jnp.int32),
+            **fields,
+        )
+
+    @staticmethod
+    def model(head, hidden=None):
+        layers = {"head": head} | ({} if hidden is None else {"hidden": hidden})
+        return {"params": {name: {"dense": {"kernel": jnp.asarray(k, jnp.float32)}} for name, k in layers.items()}}
+
+    @staticmethod
+    def params(head):
+        """Parameters, or a change of them."""
+        return Tiny.model(head)["params"]
+
+    @staticmethod
+    def head(tree):
+        """The kernel of the head in a model, or in parameters."""
+        return np.asarray(tree.get("params", tree)["head"]["dense"]["kernel"])
+
+    @staticmethod
+    def hidden(tree):
+        return np.asarray(tree["params"]["hidden"]["dense"]["kernel"])
+
+    @staticmethod
+    def client(x=((1.0, 0.0),), y=(0,), *, client_id=0, size=None, work=None):
+        """The data of a client. Rows from ``size`` on are padding."""
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        data = one_client(
+            Samples(np.asarray(x, np.float32), np.asarray(y, np.int32), one, zero), client_id=client_id, size=size
+        )
+        return data if work is None else data._replace(work=jnp.float32(work))
+
+    @staticmethod
+    def train(strategy, payload, memory=None, *, data=None, round=0, key=0):
+        """The upload, memory and metrics of a client."""
+        data = Tiny.client() if data is None else data
+        return strategy.client_update(payload, memory, data, jnp.int32(round), jax.random.key(key))
+
+
+def in_full_batches(local_step, setting, start, data, key):
+    """`local.run` as a plain loop: each epoch is one step on all rows of the client, in their order."""
+    samples, size = data.samples, int(data.size)
+    position = np.arange(len(samples.y), dtype=np.int32)
+    mask = jnp.asarray(position < size, jnp.float32)
+    batch = local.Batch(jnp.asarray(samples.x), jnp.asarray(samples.y), mask, jnp.asarray(position))
+    steps = int(setting.num_steps(data.size, data.work))
+    carry, total = local_step.init(start), 0.0
+    for number in range(steps):
+        carry, value = local_step.step(carry, batch, jax.random.fold_in(key, number))
+        total = total + float(value) * size
+    metrics = local.Metrics(jnp.float32(total), jnp.int32(steps * size), jnp.int32(steps), jnp.int32(-1))
+    return local_step.result(carry), metrics
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """`Tiny`, whose clients train without a compiled program."""
+    monkeypatch.setattr(local, "run", in_full_batches)
+    return Tiny

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist, squareform
 
-from fedjax_mr.strategies import clusamp
+from fedjax_mr.strategies import Cohort, clusamp
 from fedjax_mr.strategies.clusamp import Hyper
 
 by_size = jax.jit(clusamp.by_size, static_argnums=1)
@@ -201,3 +201,70 @@ def test_draws_follow_the_distributions(federation):
     shares = np.stack([np.bincount(row, minlength=6) for row in np.asarray(cohorts.ids).T]) / 4000
     np.testing.assert_allclose(shares, state.distributions, atol=0.03)
     np.testing.assert_array_equal(cohorts.sizes, np.asarray(problem.sizes)[np.asarray(cohorts.ids)])
+
+
+def state_of(tiny, *, changes, distances=None, count=4):
+    """A state whose model is 0 and whose clients have some last changes."""
+    zeros = jnp.zeros((count, count)) if distances is None else jnp.asarray(distances, jnp.float32)
+    return clusamp.State(
+        {"params": {"w": jnp.zeros(2)}}, {"w": jnp.asarray(changes, jnp.float32)}, zeros, jnp.ones((2, count)) / count
+    )
+
+
+def updated(tiny, hyper, state, ids, models, sizes=(1, 3)):
+    strategy = clusamp.build(hyper, tiny.problem((3, 1, 2, 2)))
+    uploads = {"model": {"params": {"w": jnp.asarray(models, jnp.float32)}}}
+    return strategy.server_update(state, uploads, Cohort(jnp.array(ids), jnp.array(sizes)), 0, None)[0]
+
+
+def test_the_server_keeps_each_clients_last_change_and_measures_it_against_all_others(tiny):
+    """In rows and columns of the clients of the round; a client that has never trained has the change 0."""
+    start = state_of(tiny, changes=[[0, 0], [1, 1], [0, 0], [5, 5]], distances=np.full((4, 4), 9.0))
+    start = start._replace(model={"params": {"w": jnp.array([10.0, 20.0])}})
+    state = updated(tiny, Hyper("L1"), start, [3, 0], [[14, 20], [10, 18]])
+    np.testing.assert_array_equal(state.changes["w"], [[0, -2], [1, 1], [0, 0], [4, 0]])
+    np.testing.assert_array_equal(state.distances, [[0, 4, 2, 6], [4, 9, 9, 4], [2, 9, 9, 4], [6, 4, 4, 0]])
+    np.testing.assert_array_equal(state.model["params"]["w"], [12, 19])  # the plain mean, in spite of the sizes
+
+
+def test_a_client_that_is_drawn_twice_has_the_mean_of_its_changes(tiny):
+    state = updated(tiny, Hyper("L2"), state_of(tiny, changes=np.zeros((4, 2))), [1, 1], [[4, 0], [0, 2]])
+    np.testing.assert_array_equal(state.changes["w"], [[0, 0], [2, 1], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(state.distances[1], [5, 0, 5, 5])
+
+
+def test_the_authors_weight_by_samples_and_fill_one_column_of_the_table(tiny):
+    state = updated(tiny, Hyper("L1", "authors"), state_of(tiny, changes=np.zeros((4, 2))), [3, 0], [[4, 0], [0, -2]])
+    expected = np.zeros((4, 4))
+    expected[3, 0] = 6  # of the first client from the last one
+    np.testing.assert_array_equal(state.distances, expected)
+    np.testing.assert_array_equal(state.model["params"]["w"], [1, -1.5])
+
+
+def test_between_rounds_clients_with_similar_changes_share_a_draw(tiny):
+    strategy = clusamp.build(Hyper(), tiny.problem((2, 2, 2, 2)))
+    apart = 1 - np.kron(np.eye(2), np.ones((2, 2)))[[0, 2, 1, 3]][:, [0, 2, 1, 3]]  # clients 0 and 2, 1 and 3
+    state = state_of(tiny, changes=np.zeros((4, 2)), distances=apart)
+    new, info = strategy.between_rounds(state, 0, jax.random.key(0), None)
+    assert info == {}
+    assert sorted(np.asarray(new.distributions).tolist()) == [[0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0]]
+
+
+def test_the_order_within_a_group_is_random_and_that_of_the_rounds_key(tiny):
+    """The twelve clients fill three draws with groups of their own; the fourth draw and the rest take the others."""
+    strategy = clusamp.build(Hyper(), tiny.problem((1,) * 14, 4))
+    distances = 10.0 * (1 - np.kron(np.eye(7), np.ones((2, 2))))
+    state = state_of(tiny, changes=np.zeros((14, 2)), distances=distances, count=14)
+    drawn = [
+        np.asarray(strategy.between_rounds(state, 0, jax.random.key(seed), None)[0].distributions)
+        for seed in (0, 0, 1, 2, 3)
+    ]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert len({each.tobytes() for each in drawn}) > 1
+
+
+def test_each_draw_has_a_distribution_of_its_own(tiny):
+    strategy = clusamp.build(Hyper(), tiny.problem((3, 1, 2, 2)))
+    state = state_of(tiny, changes=np.zeros((4, 2)))._replace(distributions=jnp.array([[0.0, 0, 1, 0], [0, 1.0, 0, 0]]))
+    cohort = strategy.select(state, jax.random.key(0))
+    assert (cohort.ids.tolist(), cohort.sizes.tolist()) == ([2, 1], [2, 1])

@@ -57,3 +57,24 @@ def test_the_labels_logit_says_nothing_and_two_classes_leave_nothing():
     assert float(value) == 0 and float(jnp.abs(gradient).max()) < 1e-7
     two = fedntd.not_true_divergence(teacher[:, :2], student[:, :2], labels % 2, 2.0)
     np.testing.assert_array_equal(two, 0)
+
+
+def test_the_loss_compares_the_other_classes_of_the_received_and_the_trained_network(tiny):
+    """In the first step both are equal; in the second one the others' logits of x = (1, 0) differ by the first step."""
+    beta, tau, lr = 2.0, 0.5, 3.0
+    start = np.array([[0.0, np.log(2), 0.0], [0.0, 0.0, 0.0]])  # shares 1/4, 2/4, 1/4
+    once, twice = (
+        tiny.train(
+            fedntd.build(Hyper(beta, tau), tiny.problem(steps=steps, lr=lr, classes=3)), {"model": tiny.model(start)}
+        )
+        for steps in (1, 2)
+    )
+    assert float(once[2].loss) == pytest.approx(np.log(4))
+    logits = tiny.head(once[0]["model"])[0]
+    np.testing.assert_allclose(logits, start[0] + lr * np.array([3 / 4, -2 / 4, -1 / 4]), rtol=1e-5)
+    shares = lambda z: np.exp(z / tau) / np.exp(z / tau).sum()
+    teacher, student = shares(start[0, 1:]), shares(logits[1:])
+    divergence = np.sum(teacher * np.log(teacher / student))
+    second = -logits[0] + np.log(np.exp(logits).sum()) + beta * tau**2 * divergence
+    assert float(twice[2].loss) == pytest.approx(np.log(4) + second, rel=1e-5)
+    assert divergence > 0.1

@@ -53,3 +53,21 @@ def test_a_client_trains_with_its_factor(federation, close):
 def test_if_all_arrive_at_one_learning_rate_it_is_fedavg(engine, close):
     semi, average = engine("fedsa", "linear", hyper=fedsa.Hyper(adapt_lr=False)), engine("fedavg", "linear")
     close(semi.run(semi.init(), 2)[0].server.model, average.run(average.init(), 2)[0].server.model)
+
+
+def test_a_clients_step_is_scaled_by_the_factor_it_receives(tiny):
+    strategy = fedsa.build(fedsa.Hyper(), tiny.problem(lr=0.5))
+    payload = {"model": tiny.model(np.zeros((2, 2))), "lr_factor": jnp.float32(3.0)}
+    upload, _, _ = tiny.train(strategy, payload)
+    np.testing.assert_allclose(tiny.head(upload["model"]), [[0.5 * 3 / 2, -0.5 * 3 / 2], [0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("adapt, factors", [(True, [6 / 3, 6 / 12]), (False, [1, 1])])
+def test_the_factor_is_one_over_n_times_the_clients_own_share_of_arrivals(tiny, adapt, factors):
+    """With one arrival more than it had, each of three clients has had 4, 1 and 1 of 6: N f is 2, 1/2 and 1/2."""
+    strategy = fedsa.build(fedsa.Hyper(adapt), tiny.problem())
+    state = fedsa.State({"params": {"w": jnp.array(2.0)}}, jnp.array([3.0, 0.0, 0.0]))
+    sent = strategy.dispatch(state, Cohort(jnp.array([2, 0]), jnp.array([2, 1])), None)
+    np.testing.assert_allclose(sent["lr_factor"], factors, rtol=1e-6)
+    assert sent["model"]["params"]["w"].tolist() == [2, 2]
+    assert strategy.stale == "uploaded"

@@ -7,6 +7,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.strategies import moon
+from fedjax_mr.strategies.base import LastModel
 from fedjax_mr.strategies.moon import Hyper
 
 
@@ -51,3 +52,41 @@ def test_representations_of_zeros_have_a_gradient():
     assert np.isfinite(gradient).all()
     assert float(moon.cosine(jnp.zeros((1, 3)), jnp.ones((1, 3)))[0]) == 0
     assert float(moon.cosine(jnp.ones((1, 3)), 2 * jnp.ones((1, 3)))[0]) == pytest.approx(1)
+
+
+IDENTITY, TURNED = [[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]  # x = (1, 0) has the representation x, or (0, 1)
+
+
+def trained_once(tiny, *, before, hidden=IDENTITY, trained=True, mu=3.0, lr=0.1):
+    """A step of a client with a zero head, whose gradient with respect to the hidden layer is the contrastive one."""
+    strategy = moon.build(Hyper(mu, 0.5), tiny.problem(lr=lr, width=2))
+    received, memory = (tiny.model(np.zeros((2, 2)), each) for each in (hidden, before))
+    data = tiny.client(x=[[1.0, 0.0], [0.0, 5.0]], y=[0, 1], size=1)  # the second row is padding
+    return tiny.train(strategy, {"model": received}, LastModel(memory, jnp.asarray(trained)), data=data)
+
+
+def test_a_step_turns_the_representation_away_from_that_of_the_clients_last_model(tiny):
+    """At the received model, the cosine with itself is 1 and that with the last model 0; the temperature is 1/2."""
+    upload, memory, metrics = trained_once(tiny, before=TURNED)
+    assert float(metrics.loss) == pytest.approx(np.log(2) + 3 * np.log(1 + np.exp(-2)))
+    slope = 3 * 2 / (1 + np.exp(2))  # of mu softplus(2 (far - near)) along the representation's second coordinate
+    np.testing.assert_allclose(tiny.hidden(upload["model"]), [[1, -0.1 * slope], [0, 1]], rtol=1e-5)
+    np.testing.assert_array_equal(tiny.hidden(memory.model), tiny.hidden(upload["model"]))  # the trained model
+    assert memory.trained.dtype == bool and memory.trained
+
+
+def test_a_last_model_with_the_same_representation_teaches_nothing(tiny):
+    upload, _, metrics = trained_once(tiny, before=[[3.0, 0.0], [1.0, 1.0]])
+    assert float(metrics.loss) == pytest.approx(np.log(2) + 3 * np.log(2))
+    np.testing.assert_allclose(tiny.hidden(upload["model"]), IDENTITY, atol=1e-6)
+
+
+def test_a_client_without_a_last_model_trains_on_the_cross_entropy_alone(tiny):
+    upload, memory, metrics = trained_once(tiny, before=TURNED, trained=False)
+    assert float(metrics.loss) == pytest.approx(np.log(2)) and memory.trained
+    np.testing.assert_array_equal(tiny.hidden(upload["model"]), IDENTITY)
+
+
+def test_the_cosine_does_not_depend_on_lengths():
+    a, b = jnp.array([[3.0, 4.0]]), jnp.array([[0.0, 2.0]])
+    assert float(moon.cosine(a, b)[0]) == pytest.approx(0.8)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -102,3 +103,77 @@ def test_an_optimizer_whose_steps_tell_no_gradients_is_refused(federation, setti
     problem = dataclasses.replace(problem, local=dataclasses.replace(problem.local, **setting))
     with pytest.raises(UserError, match="optimizer=sgd"):
         scaffold.build(Hyper(), problem)
+
+
+GRADIENT = np.array([[-0.5, 0.5], [0.0, 0.0]])  # of a zero head with x = (1, 0) and label 0
+
+
+@pytest.mark.parametrize(
+    "momentum, steps, moved, mean",
+    [
+        (0.0, 1, [1.0], 1.0),
+        # Two steps along a constant correction move by 1 + 1.5, which is 2 / (1 - 0.5) - 1.5 in the steady state.
+        (0.5, 2, [1.0, 1.5], 2.5 / (2 * 2)),
+    ],
+)
+def test_a_client_adds_c_minus_its_own_to_each_gradient_and_keeps_its_mean_gradient(tiny, momentum, steps, moved, mean):
+    """On samples whose inputs are 0, all gradients are 0, and only the correction moves the model."""
+    control, own = np.array([[3.0, 1.0], [0.0, 2.0]]), np.array([[1.0, 2.0], [0.0, 0.0]])
+    strategy = scaffold.build(Hyper(), tiny.problem(steps=steps, lr=0.5, momentum=momentum))
+    payload = {"model": tiny.model(np.ones((2, 2))), "control": tiny.params(control)}
+    upload, memory, _ = tiny.train(strategy, payload, tiny.params(own), data=tiny.client(x=[[0.0, 0.0]]))
+    np.testing.assert_allclose(tiny.head(upload["model"]), 1 - 0.5 * sum(moved) * (control - own), rtol=1e-6)
+    change = mean * (control - own) - control
+    np.testing.assert_allclose(tiny.head(upload["control"]), change, rtol=1e-6)
+    np.testing.assert_allclose(tiny.head(memory), own + change, rtol=1e-6)
+
+
+def test_after_one_step_the_own_variate_is_the_gradient(tiny):
+    strategy = scaffold.build(Hyper(), tiny.problem(lr=0.5))
+    payload = {"model": tiny.model(np.zeros((2, 2))), "control": tiny.params([[3.0, 1.0], [0.0, 2.0]])}
+    own = tiny.params([[1.0, 2.0], [0.0, 0.0]])
+    upload, memory, _ = tiny.train(strategy, payload, own)
+    np.testing.assert_allclose(tiny.head(memory), GRADIENT, atol=1e-6)
+    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * (GRADIENT + [[2, -1], [0, 2]]), atol=1e-6)
+
+
+def test_the_authors_divide_c_by_the_relative_size_clip_the_sum_and_divide_by_lr_alone(tiny):
+    """The client with 6 of 8 samples of two clients has the relative size 3/2, and its gradient is longer than 10."""
+    control, own = np.array([[30.0, 0.0], [0.0, 0.0]]), np.array([[0.0, 15.0], [0.0, 0.0]])
+    strategy = scaffold.build(Hyper(variant="authors"), tiny.problem((6, 2), lr=0.5, momentum=0.5))
+    payload = {"model": tiny.model(np.zeros((2, 2))), "control": tiny.params(control)}
+    data = tiny.client(x=[[0.0, 0.0]] * 6, y=[0] * 6)
+    upload, memory, _ = tiny.train(strategy, payload, tiny.params(own), data=data)
+    step = (control / 1.5 - own) * 10 / 25  # (20, -15) has length 25
+    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * step, rtol=1e-6)
+    np.testing.assert_allclose(tiny.head(upload["control"]), step - control, rtol=1e-6)
+    np.testing.assert_allclose(tiny.head(memory), own + step - control, rtol=1e-6)
+
+
+UPLOADS = {"model": {"params": {"w": jnp.array([4.0, 8.0])}}, "control": {"w": jnp.array([1.0, 5.0])}}
+
+
+def served(tiny, hyper, sizes):
+    strategy = scaffold.build(hyper, tiny.problem((1, 3, 2, 2)))
+    start = scaffold.State({"params": {"w": jnp.array(2.0)}}, {"w": jnp.array(7.0)})
+    state, _ = strategy.server_update(start, UPLOADS, Cohort(jnp.array([2, 1]), jnp.array(sizes)), 0, None)
+    return float(state.model["params"]["w"]), float(state.control["w"])
+
+
+def test_the_server_takes_plain_means_and_k_of_n_of_the_change_of_c(tiny):
+    assert served(tiny, Hyper(), (1, 3)) == (6.0, 7 + 2 / 4 * 3)
+    assert served(tiny, Hyper(server_lr=0.5), (1, 3)) == (4.0, 7 + 2 / 4 * 3)  # half way from 2 to 6
+    assert served(tiny, Hyper(), (0, 3)) == (6.0, 7 + 1 / 4 * 3)  # `channel` fills a late client's upload
+
+
+def test_the_authors_weight_models_and_changes_by_samples(tiny):
+    """The mean size of the four clients is 2, so the relative sizes are 1/2 and 3/2."""
+    assert served(tiny, Hyper(variant="authors"), (1, 3)) == (7.0, 7 + 2 / 4 * (0.5 * 1 + 1.5 * 5) / 2)
+    assert served(tiny, Hyper(variant="authors"), (0, 3)) == (8.0, 7 + 2 / 4 * (1.5 * 5) / 2)
+
+
+def test_clients_receive_the_model_and_c_and_upload_an_increment(tiny):
+    strategy = scaffold.build(Hyper(), tiny.problem())
+    sent = strategy.dispatch(scaffold.State({"params": {"w": jnp.array(2.0)}}, {"w": jnp.array(7.0)}), None, None)
+    assert sent["model"]["params"]["w"].tolist() == [2, 2] and sent["control"]["w"].tolist() == [7, 7]
+    assert strategy.increments == ("control",)  # a refused upload then counts as no change, see `channel`

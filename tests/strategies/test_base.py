@@ -1,0 +1,132 @@
+"""The shared parts of strategies: permutations, starts, circulating models, shares and steps, by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr.strategies import Cohort, base
+from fedjax_mr.strategies.base import GlobalModel, Models, averaging, circulating
+
+
+def numbered(**fields):
+    """A problem whose networks start as (a word of the key, architecture)."""
+
+    def init(key, architecture=0):
+        return {"params": {"w": jnp.stack([jax.random.uniform(key), jnp.float32(architecture)])}}
+
+    model = SimpleNamespace(init=init, mean=lambda models: jax.tree.map(lambda leaf: leaf.mean(axis=0), models))
+    return SimpleNamespace(model=model, num_branches=3, cohort_size=2, **fields)
+
+
+def w_of(model):
+    return np.asarray(model["params"]["w"])
+
+
+def test_every_unit_and_every_key_has_a_permutation_of_its_own():
+    drawn = [np.asarray(base.unit_permutations(jax.random.key(seed), 3, 8)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(np.sort(drawn[0], axis=1), np.tile(np.arange(8), (3, 1)))
+    rows = {tuple(row) for permutations in drawn for row in permutations}
+    assert len(rows) == 6  # three units under two keys; the same key draws the same
+    assert tuple(range(8)) not in rows
+
+
+def test_clients_start_from_networks_of_their_own_and_their_own_architecture():
+    problem: Any = numbered(architectures=jnp.array([0, 2, 1]), num_clients=3)
+    all = w_of(base.own_starts(problem, jax.random.key(0)))
+    np.testing.assert_array_equal(all[:, 1], [0, 2, 1])
+    assert len(set(all[:, 0].tolist())) == 3
+    one = w_of(base.own_start(problem, jax.random.key(0), jnp.int32(1)))
+    np.testing.assert_array_equal(one, all[1])
+
+
+def test_k_models_start_as_copies_or_independently():
+    problem: Any = numbered()
+    copies, independent = (
+        w_of(start(problem, jax.random.key(0)))[:, 0] for start in (base.copies_of_one, base.independent_starts)
+    )
+    assert copies.shape == independent.shape == (3,)  # M with asynchronous clients, not K
+    assert len(set(copies.tolist())) == 1 and len(set(independent.tolist())) == 3
+
+
+MODELS = Models({"params": {"w": jnp.array([1.0, 2.0, 6.0])}})
+
+
+def test_model_j_goes_to_client_j_and_comes_back_unchanged():
+    strategy = circulating(numbered())  # pyright: ignore[reportArgumentType]
+    cohort = Cohort(jnp.array([2, 0, 1]), jnp.array([5, 1, 3]))
+    np.testing.assert_array_equal(w_of(strategy.dispatch(MODELS, cohort, None)["model"]), [1, 2, 6])
+    uploads = {"model": {"params": {"w": jnp.array([7.0, 8.0, 12.0])}}}
+    state, info = strategy.server_update(MODELS, uploads, cohort, 0, None)
+    np.testing.assert_array_equal(w_of(state.models), [7, 8, 12])
+    assert info == {} and float(w_of(strategy.global_model(state))) == 9  # the uniform mean, whatever the sizes
+
+
+def test_asynchronous_clients_train_and_replace_the_models_of_their_branches():
+    strategy = circulating(numbered())  # pyright: ignore[reportArgumentType]
+    cohort = Cohort(jnp.array([0, 1]), jnp.array([5, 1]), branches=jnp.array([2, 0]))
+    np.testing.assert_array_equal(w_of(strategy.dispatch(MODELS, cohort, None)["model"]), [6, 1])
+    uploads = {"model": {"params": {"w": jnp.array([60.0, 10.0])}}}
+    state, _ = strategy.server_update(MODELS, uploads, cohort, 0, None)
+    np.testing.assert_array_equal(w_of(state.models), [10, 2, 60])
+
+
+def test_the_server_steps_beyond_the_mean_but_takes_its_statistics():
+    old = {"params": {"w": jnp.array(1.0)}, "batch_stats": {"var": jnp.array(5.0)}}
+    mean = {"params": {"w": jnp.array(3.0)}, "batch_stats": {"var": jnp.array(2.0)}}
+    new = base.step_towards(old, mean, 1.5)
+    assert (float(new["params"]["w"]), float(new["batch_stats"]["var"])) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize("sizes, share", [((4, 1, 2), 3 / 6), ((4, 0, 2), 2 / 6), ((0, 0, 0), 0.0)])
+def test_late_clients_do_not_count_as_participants(sizes, share):
+    problem: Any = SimpleNamespace(cohort_size=3, num_clients=6)
+    taken = base.participation(problem, Cohort(jnp.arange(3), jnp.array(sizes)))
+    np.testing.assert_allclose(taken, share, rtol=1e-6)
+
+
+def test_uploads_weigh_one_unless_they_have_a_freshness():
+    cohort = Cohort(jnp.array([4, 2]), jnp.array([5, 1]))
+    np.testing.assert_array_equal(base.freshness(cohort), [1, 1])
+    np.testing.assert_array_equal(base.freshness(cohort._replace(freshness=jnp.array([0.5, 0.25]))), [0.5, 0.25])
+
+
+def test_a_view_reads_and_replaces_one_field():
+    view = base.view("model")
+    state = view.set(GlobalModel("old"), "new")
+    assert (state, view.get(state), view.stacked) == (GlobalModel("new"), "new", False)
+
+
+def test_averaging_trains_by_the_given_training_and_keeps_other_fields_of_the_state():
+    problem: Any = numbered()
+    strategy = averaging(problem, train=lambda received, data, key: ((received, data, key), "metrics"))
+    assert strategy.client_update({"model": "w"}, "kept", "data", 0, "key") == (
+        {"model": ("w", "data", "key")},
+        "kept",
+        "metrics",
+    )
+
+
+def test_the_models_of_each_network_are_counted_with_its_bytes():
+    model = SimpleNamespace(
+        num_bytes=lambda: np.array([100, 7]), architecture=lambda models: models["architecture"].astype(jnp.int32)
+    )
+    problem: Any = SimpleNamespace(model=model)
+    sent = base.models_sent(problem, {"architecture": jnp.array([1, 0, 1])})
+    assert [(int(each.count), each.size) for each in sent] == [(1, 100), (2, 7)]
+
+
+def test_validation_samples_are_counted_or_zero():
+    problem: Any = SimpleNamespace(sizes=jnp.array([3, 4]), validation_sizes=None)
+    assert base.kept_for_validation(problem).tolist() == [0, 0]
+    problem.validation_sizes = jnp.array([1, 2])
+    assert base.kept_for_validation(problem).tolist() == [1, 2]
+
+
+def test_before_its_first_training_a_client_has_a_model_of_zeros_that_counts_as_untrained():
+    problem: Any = SimpleNamespace(model=SimpleNamespace(shapes=lambda: {"params": jnp.ones(2)}))
+    memory = base.untrained(problem)
+    assert memory.model["params"].tolist() == [0, 0] and not memory.trained
