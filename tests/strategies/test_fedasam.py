@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.strategies import fedasam
+from fedjax_mr.strategies import Cohort, fedasam
 from fedjax_mr.strategies.fedasam import Hyper
 
 
@@ -90,3 +90,63 @@ def test_a_gradient_of_zero_stays_where_it_is():
     loss = lambda params, state, batch, key: (0.0 * jnp.sum(params["w"]["kernel"]), state)
     _, gradient = fedasam.sharpness_aware(loss, rho=0.7, eta=0.2)({"w": {"kernel": jnp.ones(3)}}, {}, None, None)
     assert float(jnp.sum(jnp.abs(gradient["w"]["kernel"]))) == 0
+
+
+def test_the_worst_neighbour_lies_along_the_gradient_scaled_twice():
+    """Of (a^2 + b^2) / 2 with a kernel a = -3 and a bias b = 4: T = (3 + 1, 1) and T g = (-12, 4)."""
+    loss = lambda params, state, batch, key: (sum(jnp.sum(w**2) for w in params["layer"].values()) / 2, state)
+    params = {"layer": {"kernel": jnp.array([-3.0]), "bias": jnp.array([4.0])}}
+    (value, _), gradient = fedasam.sharpness_aware(loss, rho=0.5, eta=1.0)(params, {}, None, None)
+    length = 0.5 / np.sqrt(12**2 + 4**2)
+    np.testing.assert_allclose(gradient["layer"]["kernel"], [-3 - length * 4 * 12], rtol=1e-6)
+    np.testing.assert_allclose(gradient["layer"]["bias"], [4 + length * 4], rtol=1e-6)
+    assert float(value) == 12.5  # the loss at the weights themselves
+
+
+def test_the_gradient_of_zero_weights_is_taken_at_the_worst_neighbour(tiny):
+    """With eta = 1 all scales are 1. The gradient (-1/2, 1/2) has length 1/sqrt(2); at ln 3 / 2 along it p is 1/4."""
+    hyper = Hyper(rho=np.sqrt(2) * np.log(3) / 2, eta=1.0)
+    upload, _, _ = tiny.train(fedasam.build(hyper, tiny.problem()), {"model": tiny.model(np.zeros((2, 2)))})
+    np.testing.assert_allclose(tiny.head(upload["model"]), [[3 / 4, -3 / 4], [0, 0]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "hyper, rates",
+    [
+        (Hyper(rho=0.0), [1, 1, 1, 1, 1]),
+        # From the start on, the rate falls within each cycle of rounds 0, 1 | 2, 3 | 4 to a tenth.
+        (Hyper(rho=0.0, swa_start=1, swa_cycle=2, swa_lr=0.1), [1, 0.1, 0.55, 0.1, 0.55]),
+        (Hyper(rho=0.0, swa_start=1, swa_cycle=1, swa_lr=0.1), [1, 0.1, 0.1, 0.1, 0.1]),
+    ],
+)
+def test_the_rate_falls_to_its_lowest_in_the_last_round_of_a_cycle(tiny, hyper, rates):
+    strategy, start = fedasam.build(hyper, tiny.problem()), {"model": tiny.model(np.zeros((2, 2)))}
+    for round, rate in enumerate(rates):
+        upload, _, _ = tiny.train(strategy, start, round=round)
+        np.testing.assert_allclose(tiny.head(upload["model"])[0], [rate / 2, -rate / 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "when, start, cycle, deployed",
+    [
+        # The server's model after round r is r + 1. The mean of those after rounds 3, 5 and 7 is 4, 5, 6.
+        ("cycle_end", 2, 2, [1, 2, 3, 4, 4, 5, 5, 6]),
+        ("cycle_end", 3, 2, [1, 2, 3, 4, 4, 5, 5, 6]),  # cycles are counted from round 0
+        ("cycle_end", 0, 4, [1, 2, 3, 4, 4, 4, 4, 6]),
+        # As released: the model at the start (that after round 1) until those after rounds 4 and 6 enter the mean.
+        ("released", 2, 2, [1, 2, 2, 2, 5, 5, 6, 6]),
+        (None, None, 2, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_the_mean_takes_the_models_at_the_ends_of_cycles(tiny, when, start, cycle, deployed):
+    hyper = Hyper(swa_start=start, swa_cycle=cycle, **({} if when is None else {"swa_when": when}))
+    strategy = fedasam.build(hyper, tiny.problem())
+    zero = {"params": {"w": jnp.array(0.0)}}
+    averages = start is not None
+    state = fedasam.State(zero, zero if averages else None, jnp.int32(0) if averages else None)
+    for round, expected in enumerate(deployed):
+        uploads = {"model": {"params": {"w": jnp.array([round - 2.0, round + 2.0])}}}  # weighted: round + 1
+        cohort = Cohort(jnp.array([2, 1]), jnp.array([1, 3]))
+        state, _ = strategy.server_update(state, uploads, cohort, jnp.int32(round), None)
+        assert float(state.model["params"]["w"]) == round + 1
+        assert float(strategy.global_model(state)["params"]["w"]) == pytest.approx(expected), round

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.strategies import fedswa
+from fedjax_mr.strategies import Cohort, fedswa
 from fedjax_mr.strategies.fedswa import Hyper, MomentumHyper
 
 LR, MOMENTUM, STEPS = 0.1, 0.5, 3  # full batches: one step per epoch
@@ -83,3 +83,55 @@ def test_the_sum_of_the_rates_is_that_of_the_steps():
         expected = sum((1 - k / steps) + 0.3 * k / steps for k in range(done))
         np.testing.assert_allclose(fedswa.sum_of_shares(0.3, jnp.int32(done), jnp.int32(steps)), expected, rtol=1e-6)
     assert float(fedswa.sum_of_shares(0.3, jnp.int32(0), jnp.int32(0))) == 1  # a padded client divides by it
+
+
+CORRECTION = np.array([[3.0, 1.0], [0.0, 2.0]])
+
+
+def test_the_rate_falls_within_a_round_from_lr_towards_rho_lr(tiny):
+    """On samples whose inputs are 0, the momentum m - c_i alone moves the model, with the rates 1, 3/4 and 1/2."""
+    strategy = fedswa.build_momentum(MomentumHyper(rho=0.25), tiny.problem(steps=3, lr=0.5))
+    own = 2 * CORRECTION
+    payload = {"model": tiny.model(np.ones((2, 2))), "momentum": tiny.params(3 * CORRECTION)}
+    upload, memory, _ = tiny.train(strategy, payload, tiny.params(own), data=tiny.client(x=[[0.0, 0.0]]))
+    np.testing.assert_allclose(tiny.head(upload["model"]), 1 - 0.5 * (1 + 0.75 + 0.5) * CORRECTION, rtol=1e-5)
+    # The mean step is m - c_i, whose subtraction leaves the mean gradient, 0.
+    np.testing.assert_allclose(tiny.head(memory), np.zeros((2, 2)), atol=1e-5)
+    np.testing.assert_array_equal(tiny.head(upload["control"]), tiny.head(memory))
+
+
+def test_after_one_step_the_variate_of_fedmoswa_is_the_gradient(tiny):
+    strategy = fedswa.build_momentum(MomentumHyper(), tiny.problem(lr=0.5))
+    payload = {"model": tiny.model(np.zeros((2, 2))), "momentum": tiny.params(CORRECTION)}
+    upload, memory, _ = tiny.train(strategy, payload, tiny.params(3 * CORRECTION))
+    gradient = np.array([[-0.5, 0.5], [0.0, 0.0]])
+    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * (gradient - 2 * CORRECTION), rtol=1e-5)
+    np.testing.assert_allclose(tiny.head(memory), gradient, atol=1e-5)
+
+
+def test_a_client_of_fedswa_takes_its_second_step_at_the_rate_between(tiny):
+    """From a zero head: one step of 1/2, then sigmoid(-1) at (1 + rho) / 2 of the rate."""
+    strategy = fedswa.build(Hyper(rho=0.5), tiny.problem(steps=2))
+    upload, _, _ = tiny.train(strategy, {"model": tiny.model(np.zeros((2, 2)))})
+    reached = 0.5 + 0.75 / (1 + np.e)
+    np.testing.assert_allclose(tiny.head(upload["model"]), [[reached, -reached], [0, 0]], rtol=1e-5)
+
+
+def test_the_server_steps_alpha_times_towards_the_mean_weighted_by_samples(tiny):
+    """The mean is 7, and 1.5 steps from 2 towards it reach 9.5; the statistics are those of the mean."""
+    uploads = {"params": {"w": jnp.array([4.0, 8.0])}, "batch_stats": {"var": jnp.array([1.0, 3.0])}}
+    model = {"params": {"w": jnp.array(2.0)}, "batch_stats": {"var": jnp.array(5.0)}}
+    cohort = Cohort(jnp.array([2, 1]), jnp.array([1, 3]))
+    controls = {"w": jnp.array([3.0, -1.0])}  # their plain mean is 1, towards which m goes from 6 by gamma = 0.2
+    plain = fedswa.build(Hyper(), tiny.problem())
+    own = fedswa.build_momentum(MomentumHyper(), tiny.problem())
+    state, _ = plain.server_update(fedswa.State(model, None), {"model": uploads}, cohort, 0, None)
+    start = fedswa.State(model, {"w": jnp.array(6.0)})
+    second, _ = own.server_update(start, {"model": uploads, "control": controls}, cohort, 0, None)
+    for each in (state, second):
+        assert (float(each.model["params"]["w"]), float(each.model["batch_stats"]["var"])) == (9.5, 2.5)
+    assert float(second.momentum["w"]) == pytest.approx(5.0) and state.momentum is None
+    assert (sorted(plain.dispatch(state, None, None)), sorted(own.dispatch(second, None, None))) == (
+        ["model"],
+        ["model", "momentum"],
+    )

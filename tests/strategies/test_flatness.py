@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.strategies import fedavg, feddyn, flatness, scaffold
+from fedjax_mr.strategies import Cohort, fedavg, feddyn, flatness, scaffold
 from fedjax_mr.strategies.fedasam import sharpness_aware
 
 LR, MOMENTUM, STEPS, CLIENTS = 0.1, 0.5, 3, 4  # full batches: one step per epoch
@@ -133,3 +133,56 @@ def test_without_eta_the_neighbourhood_is_a_ball():
     for kernel, expected in [([3.0, 4.0], [3.3, 4.4]), ([0.0, 0.0], [0.0, 0.0])]:
         _, gradient = take({"layer": {"kernel": jnp.array(kernel)}}, {}, None, None)
         np.testing.assert_allclose(gradient["layer"]["kernel"], expected, rtol=1e-6)
+
+
+# A zero head with x = (1, 0) and label 0 has the gradient (-1/2, 1/2), of length 1/sqrt(2). At its worst point in a
+# ball of this radius, the label's share is 1/4, and the gradient is (-3/4, 3/4).
+RADIUS = float(np.sqrt(2) * np.log(3) / 2)
+SHARP = np.array([[-0.75, 0.75], [0.0, 0.0]])
+MATRIX = np.array([[3.0, 1.0], [0.0, 2.0]])
+
+
+def test_a_client_of_fedsam_descends_along_the_gradient_at_the_worst_point_of_a_ball(tiny):
+    start = {"model": tiny.model(np.zeros((2, 2)))}
+    upload, _, _ = tiny.train(flatness.fedsam(flatness.FedSAM(RADIUS), tiny.problem(lr=0.5)), start)
+    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * SHARP, rtol=1e-5)
+
+
+def test_a_client_of_mofedsam_mixes_its_sharp_gradient_with_the_last_mean_step(tiny):
+    strategy = flatness.mofedsam(flatness.MoFedSAM(RADIUS, beta=0.25), tiny.problem(lr=0.5))
+    payload = {"model": tiny.model(np.zeros((2, 2))), "gradient": tiny.params(MATRIX)}
+    upload, _, _ = tiny.train(strategy, payload)
+    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * (0.25 * SHARP + 0.75 * MATRIX), rtol=1e-5)
+
+
+def test_the_server_of_mofedsam_keeps_the_mean_descent_per_step_weighted_by_samples(tiny):
+    """Descents 2 and -6 in one and three steps of size 0.5 / (1 - 0.5): per step 2 and -2, weighted 1 : 3."""
+    problem = tiny.problem((1, 3, 2), steps=1, lr=0.5, momentum=0.5)
+    problem = dataclasses.replace(problem, local=dataclasses.replace(problem.local, batch_size=1))
+    strategy = flatness.mofedsam(flatness.MoFedSAM(), problem)
+    start = flatness.State({"params": {"w": jnp.array(10.0)}}, {"w": jnp.array(99.0)})
+    uploads = {"model": {"params": {"w": jnp.array([8.0, 16.0])}}}
+    cohort = Cohort(jnp.array([0, 1]), jnp.array([1, 3]))
+    state, _ = strategy.server_update(start, uploads, cohort, 0, None)
+    assert (float(state.model["params"]["w"]), float(state.gradient["w"])) == (14.0, (1 * 2 + 3 * -2) / 4)
+    unfinished = cohort._replace(work=jnp.array([1.0, 2 / 3]))  # the second one did two of three steps
+    state, _ = strategy.server_update(start, uploads, unfinished, 0, None)
+    assert float(state.gradient["w"]) == (1 * 2 + 3 * -3) / 4
+    sent = strategy.dispatch(state, cohort, None)
+    assert sent["gradient"]["w"].shape == sent["model"]["params"]["w"].shape == (2,)
+
+
+def test_a_client_of_fedgamma_corrects_its_sharp_gradient_as_scaffold(tiny):
+    strategy = flatness.fedgamma(flatness.FedGAMMA(RADIUS), tiny.problem(lr=0.5))
+    payload = {"model": tiny.model(np.zeros((2, 2))), "control": tiny.params(MATRIX)}
+    upload, memory, _ = tiny.train(strategy, payload, tiny.params(2 * MATRIX))
+    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * (SHARP + MATRIX - 2 * MATRIX), rtol=1e-5)
+    np.testing.assert_allclose(tiny.head(memory), SHARP, atol=1e-5)
+
+
+def test_a_client_of_fedspeed_adds_the_pull_of_feddyn_to_its_sharp_gradient(tiny):
+    strategy = flatness.fedspeed(flatness.FedSpeed(RADIUS, strength=0.25), tiny.problem(lr=0.5))
+    upload, memory, _ = tiny.train(strategy, {"model": tiny.model(np.zeros((2, 2)))}, tiny.params(MATRIX))
+    change = -0.5 * (SHARP + 0.25 * MATRIX)
+    np.testing.assert_allclose(tiny.head(upload["model"]), change, rtol=1e-5)
+    np.testing.assert_allclose(tiny.head(memory), MATRIX + change, rtol=1e-5)
