@@ -1,6 +1,8 @@
 """Two networks that learn from each other: the gradient, and the limits in which they do not."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,3 +106,27 @@ def test_a_zoo_trains_pairs_as_the_networks_themselves(constants, close, kinds):
     plain, own = train_pair(models, setting, starts, data, weights)
     close(metrics, own)
     close(unpack(ours), plain)
+
+
+def fixed(logits, calls):
+    """A network with constant logits [B, C], which counts its calls in its state."""
+
+    def train_apply(params, state, x, *, mask, key):
+        calls.append(jax.random.key_data(key).tolist())
+        return jnp.asarray(logits, jnp.float32) + params[None], state + 1
+
+    return SimpleNamespace(train_apply=train_apply)
+
+
+def test_the_loss_of_each_network_has_its_own_weights_and_the_other_as_teacher():
+    """Shares (3/4, 1/4) and (1/2, 1/2), label 0; the second sample is padding. Each network has a key of its own."""
+    calls = []
+    models: Any = Pair(fixed([[np.log(3), 0], [9, 9]], calls), fixed([[0, 0], [5, 7]], calls))
+    loss = mutual.mutual_loss(models, Pair(Weights(2.0, 3.0), Weights(5.0, 7.0)))
+    batch = local.Batch(jnp.zeros((2, 1)), jnp.array([0, 1]), jnp.array([1.0, 0.0]))
+    value, states = loss(Pair(jnp.zeros(1), jnp.zeros(1)), Pair(10, 20), batch, jax.random.key(0))
+    of_second = 0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25)  # KL(second || first)
+    of_first = 0.75 * np.log(0.75 / 0.5) + 0.25 * np.log(0.25 / 0.5)
+    expected = 2 * np.log(4 / 3) + 3 * of_second + 5 * np.log(2) + 7 * of_first
+    assert float(value) == pytest.approx(expected)
+    assert states == Pair(11, 21) and calls[0] != calls[1]

@@ -212,12 +212,13 @@ def in_full_batches(local_step, setting, start, data, key):
     position = np.arange(len(samples.y), dtype=np.int32)
     mask = jnp.asarray(position < size, jnp.float32)
     batch = local.Batch(jnp.asarray(samples.x), jnp.asarray(samples.y), mask, jnp.asarray(position))
-    steps = int(setting.num_steps(data.size, data.work))
-    carry, total = local_step.init(start), 0.0
+    steps = setting.epochs * -(-size // setting.batch_size)
+    steps = steps if data.work is None else round(float(data.work) * steps)
+    carry, total = local_step.init(start), jnp.zeros(())
     for number in range(steps):
         carry, value = local_step.step(carry, batch, jax.random.fold_in(key, number))
-        total = total + float(value) * size
-    metrics = local.Metrics(jnp.float32(total), jnp.int32(steps * size), jnp.int32(steps), jnp.int32(-1))
+        total = total + value * jnp.sum(mask)
+    metrics = local.Metrics(total, jnp.int32(steps * size), jnp.int32(steps), jnp.int32(-1))
     return local_step.result(carry), metrics
 
 

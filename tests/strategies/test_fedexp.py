@@ -106,6 +106,8 @@ def test_late_clients_have_no_weight_under_uniform_weights(tiny):
 
 def test_the_mean_of_the_last_two_iterates_is_deployed_and_the_first_one_alone(tiny):
     strategy, state, _ = stepped(tiny, Hyper(100.0))
-    np.testing.assert_array_equal(strategy.global_model(state)["params"]["w"], OLD + [0, 1])  # OLD, OLD + (0, 2)
+    np.testing.assert_array_equal(
+        strategy.global_model(state)["params"]["w"], OLD + np.array([0, 1])
+    )  # of OLD and OLD + (0, 2)
     _, state, _ = stepped(tiny, Hyper(100.0), round=0)
-    np.testing.assert_array_equal(strategy.global_model(state)["params"]["w"], OLD + [0, 2])
+    np.testing.assert_array_equal(strategy.global_model(state)["params"]["w"], OLD + np.array([0, 2]))

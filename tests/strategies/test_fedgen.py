@@ -1,5 +1,6 @@
 """FedGen against its equations, its special case, and the generator that fits every network."""
 
+import dataclasses
 import math
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from fedjax_mr import models, trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.round import CLIENT, SERVER
-from fedjax_mr.strategies import fedgen
+from fedjax_mr.strategies import Cohort, fedgen
 from fedjax_mr.strategies.fedgen import Hyper
 
 TINY = dict(gamma_teacher=0.7, gamma_latent=0.4, server_lr=0.01, steps=4, batch_size=8, noise=3, hidden=4, decay=0.9)
@@ -220,3 +221,84 @@ def test_no_label_that_several_hold_is_no_nan(engine, network):
 def test_the_label_counts_are_sent_once(engine, sent):
     (_, first, _), (_, later, _) = (sent(engine("fedgen", "perceptron"), round) for round in (0, 1))
     assert first - later == 6 * 3 * 4  # N x C integers
+
+
+LN2, LN3 = float(np.log(2)), float(np.log(3))
+SMALL = dict(noise=1, hidden=2, batch_size=8, steps=1, weight_decay=0.0)
+
+
+def constant_generator(strategy, representation):
+    """A generator that gives one representation for all labels and noises: all parameters are 0 but the last bias."""
+    shapes = jax.eval_shape(strategy.init, jax.random.key(0)).generator
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
+    zero["params"]["latent"]["bias"] = jnp.asarray(representation, jnp.float32)
+    return zero
+
+
+def client_losses(tiny, hyper, head, rounds):
+    """The losses of a client with x = (1, 0) and label 0 in some rounds; generated representations are (0, 1)."""
+    strategy = fedgen.build(hyper, tiny.problem(width=2))
+    payload = {"model": tiny.model(head, np.eye(2)), "generator": constant_generator(strategy, [0.0, 1.0])}
+    data = tiny.client(x=[[1.0, 0.0], [0.0, 5.0]], y=[0, 1], size=1)  # the second row is padding
+    update = jax.jit(lambda round: strategy.client_update(payload, None, data, round, jax.random.key(0))[2].loss)
+    return [float(update(jnp.int32(round))) for round in rounds]
+
+
+@pytest.mark.parametrize(
+    "variant, decays",
+    [
+        # Not in round 0, when the generator is untrained; then decays to a lower bound.
+        ("original", {0: (0, 0), 1: (0.8 / 2, 0.4 / 2), 2: (0.8 / 4, 0.4 / 4), 99: (1e-4, 1e-4)}),
+        ("authors", {0: (0, 0), 2: (0.8, 0.4)}),
+    ],
+)
+def test_a_clients_loss_has_a_head_term_and_a_divergence_from_the_second_round_on(tiny, variant, decays):
+    """Its shares are (3/4, 1/4), and those of generated representations are equal."""
+    hyper = Hyper(gamma_teacher=0.8, gamma_latent=0.4, decay=0.5, variant=variant, **SMALL)
+    divergence = 0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25)
+    expected = [np.log(4 / 3) + teacher * LN2 + latent * divergence for teacher, latent in decays.values()]
+    np.testing.assert_allclose(client_losses(tiny, hyper, [[LN3, 0.0], [0.0, 0.0]], decays), expected, rtol=2e-6)
+
+
+def test_weights_below_the_lower_bound_are_not_raised_to_it(tiny):
+    hyper = Hyper(gamma_teacher=0.0, gamma_latent=0.0, **SMALL)
+    assert client_losses(tiny, hyper, np.zeros((2, 2)), [5]) == [float(np.float32(LN2))]
+
+
+def test_the_generator_learns_labels_that_the_round_holds_from_heads_by_their_shares(tiny):
+    """The head of client 2 is the identity, that of client 1 the negative one. Generated representations are zero."""
+    problem = tiny.problem(width=2)
+    hyper = Hyper(server_lr=0.1, decay=0.5, **SMALL)
+    heads = [tiny.model(sign * np.eye(2), np.eye(2)) for sign in (1, -1)]
+    uploads = {"model": jax.tree.map(lambda *leaves: jnp.stack(leaves), *heads)}
+    strategy = fedgen.build(hyper, problem)
+    shapes = jax.eval_shape(strategy.init, jax.random.key(0)).optimizer
+    optimizer = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    state = fedgen.State(heads[0], constant_generator(strategy, [0.0, 0.0]), optimizer)
+
+    @jax.jit
+    def update(counts, sizes):
+        counted = fedgen.build(hyper, dataclasses.replace(problem, label_counts=counts))
+        cohort = Cohort(jnp.array([2, 1]), sizes)
+        return counted.server_update(state, uploads, cohort, jnp.int32(2), jax.random.key(0))[0]
+
+    for counts, sizes, gradient in (
+        # Only label 0 is held more than once, by shares 3/4 and 1/4: 3/4 (-1/2, 1/2) + 1/4 (1/2, -1/2).
+        ([[9, 9], [1, 1], [3, 0]], (3, 2), [-0.25, 0.25]),
+        # Client 2 is late, so only label 1 can be drawn, although client 1 holds it once: -(1/2, -1/2).
+        ([[9, 9], [0, 1], [3, 0]], (0, 1), [-0.5, 0.5]),
+    ):
+        new = update(jnp.array(counts, jnp.int32), jnp.array(sizes, jnp.int32))
+        (moment,) = [each for each in new.optimizer if hasattr(each, "mu")]
+        np.testing.assert_allclose(moment.mu["latent"]["bias"], 0.1 * np.array(gradient), rtol=1e-5)
+        # Adam's first step has the length of the rate, which has been halved twice.
+        bias = new.generator["params"]["latent"]["bias"]
+        np.testing.assert_allclose(bias, -0.1 / 4 * np.sign(gradient), rtol=1e-5)
+        share = (sizes[0] - sizes[1]) / sum(sizes)
+        np.testing.assert_allclose(tiny.head(new.model), share * np.eye(2), atol=1e-6)
+
+
+def test_the_diversity_is_the_exponential_of_the_mean_product_of_distances():
+    """Two pairs of distances 4 (squared) and (1 + 3) / 2, and two of 0: exp(-(2 x 4 x 2) / 4)."""
+    loss = fedgen.diversity(jnp.array([[0.0], [2.0]]), jnp.array([[0.0, 0.0], [1.0, -3.0]]))
+    assert float(loss) == pytest.approx(np.exp(-4))

@@ -134,17 +134,16 @@ def test_after_one_step_the_own_variate_is_the_gradient(tiny):
     own = tiny.params([[1.0, 2.0], [0.0, 0.0]])
     upload, memory, _ = tiny.train(strategy, payload, own)
     np.testing.assert_allclose(tiny.head(memory), GRADIENT, atol=1e-6)
-    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * (GRADIENT + [[2, -1], [0, 2]]), atol=1e-6)
+    np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * (GRADIENT + np.array([[2, -1], [0, 2]])), atol=1e-6)
 
 
 def test_the_authors_divide_c_by_the_relative_size_clip_the_sum_and_divide_by_lr_alone(tiny):
-    """The client with 6 of 8 samples of two clients has the relative size 3/2, and its gradient is longer than 10."""
-    control, own = np.array([[30.0, 0.0], [0.0, 0.0]]), np.array([[0.0, 15.0], [0.0, 0.0]])
-    strategy = scaffold.build(Hyper(variant="authors"), tiny.problem((6, 2), lr=0.5, momentum=0.5))
+    """The client with one of four samples of two clients has the relative size 1/2; the gradient is longer than 10."""
+    control, own = np.array([[10.0, 0.0], [0.0, 0.0]]), np.array([[0.0, 15.0], [0.0, 0.0]])
+    strategy = scaffold.build(Hyper(variant="authors"), tiny.problem((1, 3), lr=0.5, momentum=0.5))
     payload = {"model": tiny.model(np.zeros((2, 2))), "control": tiny.params(control)}
-    data = tiny.client(x=[[0.0, 0.0]] * 6, y=[0] * 6)
-    upload, memory, _ = tiny.train(strategy, payload, tiny.params(own), data=data)
-    step = (control / 1.5 - own) * 10 / 25  # (20, -15) has length 25
+    upload, memory, _ = tiny.train(strategy, payload, tiny.params(own), data=tiny.client(x=[[0.0, 0.0]]))
+    step = (2 * control - own) * 10 / 25  # (20, -15) has length 25
     np.testing.assert_allclose(tiny.head(upload["model"]), -0.5 * step, rtol=1e-6)
     np.testing.assert_allclose(tiny.head(upload["control"]), step - control, rtol=1e-6)
     np.testing.assert_allclose(tiny.head(memory), own + step - control, rtol=1e-6)

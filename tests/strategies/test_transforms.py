@@ -74,6 +74,10 @@ def slow(*parameters):
     return pytest.param(*parameters, marks=pytest.mark.slow)
 
 
+class Counter(NamedTuple):
+    model: Any
+
+
 # --- The optimizers against their papers ------------------------------------------------------------------------------
 
 
@@ -124,6 +128,45 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
         model = server.step(model, mean)
         by_hand.check(by_hand.progress.server.inner.model, model)
         by_hand.check(by_hand.engine.deployed(by_hand.progress), model)
+
+
+@pytest.mark.parametrize(
+    "name, after",
+    [
+        # beta1 = 1/2, beta2 = 3/4, tau = 1, v = 1 at the start. Changes of 4 and 2, so m is 2 and then 2.
+        ("adam", (1 + 2 / (4.75**0.5 + 1), 1 + 2 / (4.75**0.5 + 1) + 2 / (4.5625**0.5 + 1))),
+        ("adagrad", (1 + 2 / (17**0.5 + 1), 1 + 2 / (17**0.5 + 1) + 2 / (21**0.5 + 1))),
+        ("yogi", (1 + 2 / (5**0.5 + 1), 1 + 2 / (5**0.5 + 1) + 2 / (4**0.5 + 1))),  # 5 > 4, so v falls by 1
+        ("momentum", (1 + 4, 1 + 4 + (4 / 2 + 2))),
+    ],
+)
+def test_two_steps_from_the_old_model_by_hand(name, after):
+    optimizer = make_server_optimizer(name, lr=1.0, momentum=0.5, beta2=0.75, tau=1.0)
+    changes = iter([4.0, 2.0])
+    inner = Strategy(
+        init=lambda key: Counter({"params": jnp.ones(1)}),
+        dispatch=lambda state, cohort, key: {},
+        client_update=lambda payload, memory, data, round, key: ({}, memory, data),
+        server_update=lambda state, uploads, cohort, round, key: (
+            Counter({"params": state.model["params"] + next(changes)}),
+            {},
+        ),
+        models=view("model"),
+    )
+    wrapped = server_optimizer(inner, optimizer)
+    state = wrapped.init(None)
+    for expected in after:
+        state, _ = wrapped.server_update(state, {}, None, 0, None)
+        np.testing.assert_allclose(state.inner.model["params"], [expected], rtol=1e-6)
+
+
+def test_momentum_of_a_server_with_k_models_has_the_rate_one_minus_beta():
+    for several, name, rate in ((True, "momentum", 0.25), (False, "momentum", 1.0), (True, "yogi", 0.01)):
+        default = make_server_optimizer(name, momentum=0.75, several=several)
+        same = make_server_optimizer(name, lr=rate, momentum=0.75)
+        params, gradient = {"a": jnp.zeros(1)}, {"a": jnp.array([0.3])}
+        first, second = (each.update(gradient, each.init(params), params)[0]["a"] for each in (default, same))
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.slow
@@ -234,10 +277,6 @@ def test_each_of_k_models_has_an_optimizer_of_its_own(problem):
     changes = jax.tree.map(lambda a, b: (np.asarray(a) - b).reshape(3, -1), after.inner.models["params"], old)
     changes = np.linalg.norm(np.concatenate(jax.tree.leaves(changes), axis=1), axis=1)
     np.testing.assert_allclose(changes, [0.5, 1.0, 1.0], rtol=1e-4)
-
-
-class Counter(NamedTuple):
-    model: Any
 
 
 def test_every_other_member_sees_the_inner_state():
