@@ -23,7 +23,7 @@ USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]
          (default: a new folder in {PARTITIONS_FOLDER}). The flags are those of {configuration.COMMAND}.
        python -m fedjax_mr.data prepare NAME [--data_dir=FOLDER]
          Download {", ".join(tfds.IMAGE_SETS)} (or a configuration such as
-         emnist/letters) into FOLDER. Needs TensorFlow: pip install 'fedjax-mr[prepare]'
+         emnist/letters) into FOLDER. All but CIFAR need TensorFlow: pip install 'fedjax-mr[prepare]'
        python -m fedjax_mr.data prepare sentiment [--data_dir=FOLDER]
          Convert the source distribution of vaderSentiment in FOLDER. Nothing is downloaded.
 """

@@ -1,8 +1,12 @@
 """Image datasets of TensorFlow Datasets: small folders in the real format, and errors."""
 
+import hashlib
 import importlib.util
+import io
 import json
 import os
+import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,7 @@ import requests
 
 from fedjax_mr import data
 from fedjax_mr.data.federated import DataRequest
-from fedjax_mr.data.sources import tfds
+from fedjax_mr.data.sources import cifar, tfds
 from fedjax_mr.errors import UserError
 
 without_tensorflow = pytest.mark.skipif(
@@ -66,6 +70,62 @@ def test_takes_the_newest_version_with_the_known_first_number(write_image_set):
     write_image_set("cifar10", version="3.0.9", counts=(30, 10))
     folder, _ = write_image_set("cifar10", version="4.0.0", counts=(40, 10))
     assert len(data.load("cifar10", data_dir=folder).y) == 20
+
+
+@pytest.fixture
+def archive(tmp_path, monkeypatch):
+    """Write a small archive like those of CIFAR's authors, which `prepare` then downloads. Return its rows by file."""
+
+    def write(name):
+        known, rng = cifar.ARCHIVES[name], np.random.default_rng(0)
+        path = tmp_path / "server" / known.url.rpartition("/")[2]
+        path.parent.mkdir(exist_ok=True)
+        rows = {}
+        with tarfile.open(path, "w:gz") as members:
+            for member in (*reversed(known.train), *known.test, "../outside.bin"):
+                labels = np.stack([rng.integers(0, count, 2) for count in known.classes.values()], axis=1)
+                rows[member] = np.concatenate([labels, rng.integers(0, 256, (2, 3072))], axis=1).astype(np.uint8)
+                info = tarfile.TarInfo(member)
+                info.size = rows[member].nbytes
+                members.addfile(info, io.BytesIO(rows[member].tobytes()))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        monkeypatch.setitem(cifar.ARCHIVES, name, known._replace(url=path.as_uri(), sha256=digest))
+        return known, rows
+
+    return write
+
+
+@pytest.mark.parametrize("name, modes", [("cifar10", ["fine"]), ("cifar100", ["fine", "coarse"])])
+def test_cifar_is_prepared_and_read_without_tensorflow(archive, tmp_path, monkeypatch, name, modes):
+    known, rows = archive(name)
+    for module in ("tensorflow", "tensorflow_datasets"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import fails
+    folder = tmp_path / "data"
+    place = tfds.prepare(DataRequest(name, str(folder)))
+    assert [place] == list(folder.iterdir())  # and nothing else is left
+    assert tfds.prepare(DataRequest(name, str(folder), offline=True)) == place
+    for mode in modes:
+        dataset = data.load(name, data_dir=str(folder), label_mode=mode, offline=True)
+        train, test = (np.concatenate([rows[each] for each in part]) for part in (known.train, known.test))
+        byte = list(known.classes).index(tfds.LABELS[mode])
+        for x, y, part in ((dataset.x, dataset.y, train), (dataset.test_x, dataset.test_y, test)):
+            np.testing.assert_array_equal(y, part[:, byte])
+            assert x.shape == (len(part), 32, 32, 3) and (x.dtype, y.dtype) == (np.uint8, np.int32)
+            first = len(known.classes)  # the red, then the green, then the blue bytes of an image, row by row
+            np.testing.assert_array_equal(x[:, 1, 2, :], part[:, [first + 34, first + 1024 + 34, first + 2048 + 34]])
+        assert dataset.num_classes == known.classes[tfds.LABELS[mode]]
+
+
+def test_another_file_is_not_taken_for_the_archive_of_cifar(archive, tmp_path, monkeypatch):
+    known, _ = archive("cifar10")
+    monkeypatch.setitem(cifar.ARCHIVES, "cifar10", cifar.ARCHIVES["cifar10"]._replace(sha256=known.sha256))
+    with pytest.raises(UserError, match=r"damaged or not the archive of file:.*: delete it and prepare it again"):
+        tfds.prepare(DataRequest("cifar10", str(tmp_path / "data")))
+    assert not (tmp_path / "data").exists()
+    with pytest.raises(UserError, match="damaged or not the archive"):
+        data.load("cifar10", data_dir=str(tmp_path / "server"))
+    with pytest.raises(UserError, match=r"cifar10 is not in .*; get it with: python -m fedjax_mr.data prepare cifar10"):
+        data.load("cifar10", data_dir=str(tmp_path / "nowhere"), offline=True)
 
 
 class TestCache:
@@ -189,8 +249,8 @@ class TestBadInput:
 class TestPrepare:
     @without_tensorflow
     def test_needs_tensorflow(self, tmp_path):
-        with pytest.raises(UserError, match=r"cifar100 needs TensorFlow: pip install 'fedjax-mr\[prepare\]'"):
-            tfds.prepare(DataRequest("cifar100", str(tmp_path)))
+        with pytest.raises(UserError, match=r"mnist needs TensorFlow: pip install 'fedjax-mr\[prepare\]'"):
+            tfds.prepare(DataRequest("mnist", str(tmp_path)))
 
     def test_what_is_there_already_is_kept(self, write_image_set):
         folder, _ = write_image_set("cifar10")

@@ -1,5 +1,7 @@
 """Image datasets of TensorFlow Datasets. Preparing one needs TensorFlow; reading an array_record folder does not.
 
+CIFAR-10 and CIFAR-100 never need it: the archives of their authors are read as they are (`cifar`).
+
 Normalisation, for pixels in 0..1: that of the released FedMR code (Hu et al., KDD 2024) for CIFAR-10, CIFAR-100 (with
 the statistics of CIFAR-10), MNIST and Fashion-MNIST (none). That code has no SVHN and EMNIST, which are normalised like
 CIFAR-10 and MNIST. Deviation: the images of EMNIST are stored transposed and are turned upright here.
@@ -28,6 +30,7 @@ from fedjax_mr import untrusted
 from fedjax_mr.data import files
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
+from fedjax_mr.data.sources import cifar
 from fedjax_mr.errors import UserError
 
 
@@ -57,22 +60,24 @@ TRIES_TO_REMOVE = 20
 def load(request: DataRequest) -> Dataset:
     """An image dataset of TensorFlow Datasets. Names such as ``emnist/letters`` select a configuration.
 
-    If the folder is missing, it is prepared first, provided that TensorFlow is installed and downloads are allowed.
+    CIFAR-10 and CIFAR-100 may also be the archive of their authors. If neither is there, it is prepared first, provided
+    that TensorFlow is installed and downloads are allowed.
 
     Raises:
       UserError: the folder is missing, incomplete, of another version, or in a format that needs TensorFlow.
     """
     name, known = _full_name(request.name)
     root = _root(request.data_dir)
-    folder = _version_folder(root / name, name, known)
-    if folder is None:
+    place = _version_folder(root / name, name, known) or cifar.archive_in(root, name)
+    if place is None:
         if elsewhere := _near(root, name, known):
             raise UserError(f"{name} is not in {root} but in {elsewhere}: use data_dir={shlex.quote(str(elsewhere))}")
         if request.offline or not _has_tensorflow():
             raise UserError(f"{name} is not in {root}; get it with: {_prepare_command(name, root)}")
-        folder = prepare(request)
-    sources = [path for path in folder.iterdir() if path.is_file()]
-    values = cached(f"{name}-{folder.name}", sources, lambda: _decode(folder, name))
+        place = prepare(request)
+    sources = [place] if place.is_file() else [path for path in place.iterdir() if path.is_file()]
+    decode = cifar.decode if place.is_file() else _decode
+    values = cached(f"{name}-{place.name}", sources, lambda: decode(place, name))
     label = LABELS[request.label_mode]
     return Dataset(
         name, values["x"], values[f"{label}_train"], values["test_x"], values[f"{label}_test"],
@@ -83,23 +88,25 @@ def load(request: DataRequest) -> Dataset:
 def prepare(request: DataRequest) -> Path:
     """Download a dataset with its builder, write it as array_record, and return its folder.
 
-    All files are written to a temporary folder. The result is moved when it is complete, and the temporary folder is
-    always removed.
+    For CIFAR-10 and CIFAR-100, download the archive of their authors instead, and return it. All files are written to a
+    temporary folder. The result is moved when it is complete, and the temporary folder is always removed.
 
     Raises:
       UserError: TensorFlow is missing, downloads are forbidden, the network is unavailable, or the builder fails.
     """
     name, known = _full_name(request.name)
     root = _root(request.data_dir)
-    folder = _version_folder(root / name, name, known)
-    if folder is not None:
-        return folder
-    if not _has_tensorflow():
+    if present := _version_folder(root / name, name, known) or cifar.archive_in(root, name):
+        return present
+    from_archive = name in cifar.ARCHIVES
+    if not from_archive and not _has_tensorflow():
         raise UserError(f"the preparation of {name} needs TensorFlow: {_prepare_command(name, root)}")
     if request.offline:
         raise UserError(f"the preparation of {name} downloads files, which offline=True forbids")
 
     def build(temporary: Path) -> Path:
+        if from_archive:
+            return cifar.download(name, temporary)
         import tensorflow_datasets
 
         builder = tensorflow_datasets.builder(name, data_dir=temporary, file_format="array_record", try_gcs=False)
@@ -191,7 +198,8 @@ def _has_tensorflow() -> bool:
 
 def _prepare_command(name: str, root: Path) -> str:
     arguments = shlex.join([name, f"--data_dir={root}"])
-    return f"pip install 'fedjax-mr[prepare]' && python -m fedjax_mr.data prepare {arguments}"
+    install = "" if name in cifar.ARCHIVES else "pip install 'fedjax-mr[prepare]' && "
+    return f"{install}python -m fedjax_mr.data prepare {arguments}"
 
 
 def _version_folder(folder: Path, name: str, known: ImageSet) -> Path | None:
