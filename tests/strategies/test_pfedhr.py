@@ -14,8 +14,10 @@ from fedjax_mr.engine.placement import rows_of
 from fedjax_mr.engine.round import HOST, round_key
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.strategies.pfedhr import Hyper
+from fedjax_mr.strategies import Cohort
+from fedjax_mr.strategies.pfedhr import Hyper, chains, groups, similarity
 from fedjax_mr.strategies.pfedhr import strategy as pfedhr
+from fedjax_mr.strategies.pfedhr.chains import Piece
 
 QUICK = dict(groups=2, max_candidates=2, server_epochs=1)
 # A client learns from no teacher; the server makes them all the same.
@@ -47,6 +49,149 @@ def key(taught):
     """The key of the first round's reassembly: with another one, other candidates would be compiled."""
     one, _ = taught
     return round_key(one.constants.key, HOST, 1)
+
+
+TUNED = Piece(None, {}, inherited=False)  # the mark of a chain that `Spy.train` has tuned
+
+
+class Spy:
+    """The programs of a reassembler, which compile nothing: results are looked up instead of computed."""
+
+    def __init__(self, *, activations=None, logits=None):
+        self._activations, self._logits, self.tuned = activations, logits, []
+
+    def init(self, module, shape, key):
+        return Piece(module, {}, inherited=False)
+
+    def activations(self, chain, samples):
+        return self._activations(chain)
+
+    def train(self, chain, samples, key, *, stitches_only=False, **options):
+        assert TUNED not in chain
+        self.tuned.append(options | {"stitches_only": stitches_only, "samples": samples})
+        return (*chain, TUNED)
+
+    def logits(self, chain, samples, rows=None):
+        return self._logits(chain, samples)
+
+
+@pytest.fixture(scope="module")
+def thin(federation):
+    """The problem of the network `thin`, and the blocks (a convolution, a head) of two clients."""
+    problem = federation("thin").problem
+    zeros = lambda: jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), problem.model.shapes())
+    return problem, [chains.decompose(problem.model, zeros(), owner=owner) for owner in range(2)]
+
+
+def with_spy(problem, hyper, **results):
+    reassembler = pfedhr.Reassembler(hyper, problem)
+    reassembler.programs = Spy(**results)
+    return reassembler
+
+
+def owner_of(chain, networks):
+    """The client whose convolution a chain has."""
+    (owner,) = [n for n, network in enumerate(networks) if any(piece is network[0].piece for piece in chain)]
+    return owner
+
+
+def test_fine_tuned_candidates_are_compared_with_fine_tuned_copies_of_the_clients_networks(thin):
+    """By the mean cosine of their logits: the candidate of the other client's convolution, whatever the lengths."""
+    problem, networks = thin
+    rng = np.random.default_rng(0)
+    inputs, maps, outputs = rng.normal(size=(3, 10, 4))  # the same in both networks: two groups, convolutions and heads
+    of_client = {0: [[1.0, 0, 0], [0, 2, 0]], 1: [[0, 0, 3.0], [3, 0, 0]]}
+    of_candidate = {0: [[0, 0, 0.1], [0.1, 0, 0]], 1: [[9.0, 9, 0], [0, 1, 0]]}
+
+    def logits(chain, samples):
+        if chain[-1] is not TUNED:
+            return -np.ones((2, 3))
+        table = of_client if chain[0].inherited else of_candidate
+        return np.array(table[owner_of(chain, networks)])
+
+    reassembler = with_spy(problem, Hyper(**QUICK), activations=lambda chain: [inputs, maps, outputs], logits=logits)
+    result = reassembler.reassemble(networks, networks, jax.random.key(0))
+    assert sorted(owner_of(chain, networks) for chain in result.chains) == [0, 1]
+    assert all(chain[-1] is TUNED for chain in result.chains)
+    columns = [owner_of(chain, networks) for chain in result.chains]
+    expected = np.array([[0, (0.5**0.5 + 1) / 2], [1, (0 + 0) / 2]])
+    np.testing.assert_allclose(result.logit_similarity, expected[:, columns], atol=1e-9)
+    options = reassembler.programs.tuned
+    assert len(options) == 4  # two candidates, two copies
+    for each in options:
+        assert (each["epochs"], each["batch_size"], each["stitches_only"]) == (1, 8, False)
+        np.testing.assert_array_equal(each["samples"].y, problem.public.y)
+
+
+def test_only_the_stitches_of_candidates_are_tuned_if_asked(thin):
+    problem, networks = thin
+    same = np.random.default_rng(0).normal(size=(3, 10, 4))
+    reassembler = with_spy(
+        problem, Hyper(finetune="stitches", **QUICK), activations=lambda chain: same, logits=lambda *_: np.ones((2, 3))
+    )
+    reassembler.reassemble(networks, networks, jax.random.key(0))
+    assert [each["stitches_only"] for each in reassembler.programs.tuned] == [True, True, False, False]
+
+
+def test_blocks_are_grouped_by_the_similarity_of_their_inputs_and_of_their_outputs(thin):
+    """Inputs alone, or outputs alone, would give other groups."""
+    problem, networks = thin
+    rng = np.random.default_rng(5)
+    values = [rng.normal(size=(3, 10, 2)).astype(np.float32) for _ in networks]  # input, after block 0, after block 1
+    reassembler = with_spy(
+        problem,
+        Hyper(**QUICK),
+        activations=lambda chain: values[owner_of(chain, networks)],
+        logits=lambda *_: np.ones((2, 3)),
+    )
+    result = reassembler.reassemble(networks, networks, jax.random.key(0))
+    entering, leaving = (similarity.cka([each[block + step] for each in values for block in (0, 1)]) for step in (0, 1))
+    np.testing.assert_allclose(result.similarity, (entering + leaving) / 2, atol=1e-6)
+    with_first = lambda labels: (labels == labels[0]).tolist()  # which blocks are in the group of the first one
+    by = lambda *tables: with_first(groups.k_medoids(1 / sum(tables), 2))
+    assert with_first(result.groups) == by(entering, leaving)
+    assert by(entering, leaving) not in (by(entering, entering), by(leaving, leaving))
+
+
+def test_a_client_is_taught_by_the_candidate_that_is_most_similar_to_its_own_network(federation, monkeypatch):
+    """The cohort is (4, 0, 2). The spy's logits are the number of the candidate and the mean of the client's images."""
+    known = federation("thin")
+    problem, strategy = known.problem, pfedhr.build(Hyper(**QUICK), known.problem)
+    reassembler = with_spy(problem, Hyper(**QUICK))
+
+    def logits(chain, samples):
+        means = np.asarray(samples.x).mean(axis=(1, 2, 3))
+        return np.stack([np.full(len(means), chain[0].variables["number"][0]), means, 0 * means], axis=1)
+
+    reassembler.programs = Spy(logits=logits)
+    chosen = [(Piece(None, {"number": np.full(size, number, np.float32)}),) for number, size in ((0, 5), (1, 7))]
+    table = np.array([[0.1, 0.9], [0.8, -0.9], [-0.5, -0.4]])
+    result = pfedhr.Reassembly([], np.zeros(0), np.zeros((0, 0)), [(), ()], chosen, table, {})
+    monkeypatch.setattr(reassembler, "reassemble", lambda networks, sources, key: result)
+    monkeypatch.setattr(pfedhr, "client_blocks", lambda model, variables, owner: owner)
+    rows = np.array([1, -1, 2, -1, 0, -1])
+    start = pfedhr.State(rows, np.zeros((3, 1)), np.full((6, problem.local.max_size, 3), -1.0), np.full(6, 9))
+    state, info = reassembler.teach(start, None, known.client)
+    assert info["clients"].tolist() == [4, 0, 2] and info["teachers"].tolist() == [1, 0, 1]
+    assert state.teacher_size.tolist() == [5, 0, 7, 0, 7, 0]  # parameters; the teachers of other clients are gone
+    for client, number in ((4, 1), (0, 0), (2, 1)):
+        index, offsets = np.asarray(known.federation.index), known.federation.offsets
+        images = known.federation.samples.x[index[offsets[client] : offsets[client + 1]]]
+        expected = images.mean(axis=(1, 2, 3))
+        np.testing.assert_allclose(state.teaching[client, : len(images), 0], number)
+        np.testing.assert_allclose(state.teaching[client, : len(images), 1], expected, rtol=1e-5)
+    np.testing.assert_array_equal(state.teaching[1], -1.0)
+    payload = strategy.dispatch(state, Cohort(np.array([2, 3, 0]), np.ones(3)), None)
+    assert payload["taught"].tolist() == [True, False, True] and payload["paused"].tolist() == [False, True, False]
+    np.testing.assert_array_equal(payload["teaching"][0], state.teaching[2])
+    reassembler.hyper = dataclasses.replace(reassembler.hyper, teachers="latest")
+    assert reassembler.teach(start, None, known.client)[0].teacher_size.tolist() == [5, 9, 7, 9, 7, 9]
+
+
+def test_similarity_of_logits_is_the_mean_cosine_of_their_rows():
+    """Of 0 and 45 degrees; lengths do not matter."""
+    a, b = np.array([[1.0, 0], [2, 2]]), np.array([[3.0, 0], [0, 0.5]])
+    assert pfedhr.cosines(a, b) == pytest.approx((1 + 0.5**0.5) / 2)
 
 
 @pytest.mark.slow

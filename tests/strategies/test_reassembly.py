@@ -277,6 +277,40 @@ def test_adaptive_averages_are_pytorchs():
         np.testing.assert_allclose(result, expected.permute(0, 2, 3, 1), atol=1e-6)
 
 
+def test_a_stitch_is_relu_of_a_mixture_of_channels():
+    """Channels (x, y) become (x, -y) + (0, 1/2); the mean of four positions, or copies of one."""
+    variables = {"params": {"dense": {"kernel": np.diag([1.0, -1.0]), "bias": np.array([0.0, 0.5])}}}
+    variables = jax.tree.map(jnp.float32, variables)
+    apply = lambda stitch, x: np.asarray(stitch.apply(variables, jnp.asarray(x, jnp.float32))).tolist()
+    assert apply(stitches.ChannelStitch((2,)), [[2, 3], [-1, -3]]) == [[2, 0], [0, 3.5]]
+    assert apply(stitches.ChannelStitch((2,), relu=False), [[2, 3], [-1, -3]]) == [[2, -2.5], [-1, 3.5]]
+    maps = [[[[1, 1], [2, -1]], [[3, 0], [6, -4]]]]  # 2 x 2 positions with the mean (3, -1)
+    assert apply(stitches.ChannelStitch((1, 1, 2)), maps) == [[[[3, 1.5]]]]
+    assert apply(stitches.ChannelStitch((2,)), maps) == [[3, 1.5]]
+    assert apply(stitches.ChannelStitch((1, 2, 2)), [[[[3, -1]]]]) == [[[[3, 1.5], [3, 1.5]]]]
+
+
+def test_a_stitch_comes_before_each_block_and_all_but_the_first_have_relu(zoo, programs, monkeypatch):
+    """Behind the last block there is a new classifier."""
+    small = zoo[0][2]
+    shapes = []
+
+    def init(module, shape, key):
+        shapes.append(shape)
+        return Piece(module, {}, inherited=False)
+
+    monkeypatch.setattr(programs, "init", init)
+    options = dict(input_shape=SHAPE, num_classes=CLASSES, limit=10**5, programs=programs, key=jax.random.key(0))
+    chain = stitches.stitch(small[1:3], kind="channel", **options)
+    assert shapes == [SHAPE, (3, 3, 6), (12,)]  # of the images, and behind each block
+    assert [chain[place].module for place in (0, 2)] == [
+        stitches.ChannelStitch((6, 6, 4), relu=False),
+        stitches.ChannelStitch((3, 3, 6), relu=True),
+    ]
+    assert [chain[place] for place in (1, 3)] == [small[1].piece, small[2].piece]
+    assert chain[4].module == head(CLASSES, initialisation="torch")
+
+
 @pytest.mark.parametrize("kind", ["channel", pytest.param("flat", marks=pytest.mark.slow)])
 def test_any_order_of_blocks_can_be_stitched(zoo, programs, kind):
     (_, _, small), (_, _, tiny) = zoo
