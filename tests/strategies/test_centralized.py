@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 
 from fedjax_mr import Config
+from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.run import run
 from fedjax_mr.strategies import centralized
+from fedjax_mr.strategies.base import GlobalModel, Traffic
 
 
 @pytest.mark.parametrize("cohort", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -67,3 +69,23 @@ def test_samples_on_the_host_are_refused_before_a_folder_exists(tmp_path, monkey
     with pytest.raises(UserError, match="needs the samples of all clients at once: pass data_placement='device'"):
         run(config)
     assert not list(tmp_path.rglob("*"))
+
+
+def test_the_first_row_trains_on_the_samples_of_all_clients_and_its_model_is_the_servers(tiny, monkeypatch):
+    strategy = centralized.build(None, tiny.problem((1, 3, 2), validation_sizes=jnp.array([0, 1, 0])))
+    cohort = strategy.select(None, None)
+    assert (cohort.ids.tolist(), cohort.sizes.tolist()) == ([0, 1], [6, 0])
+
+    def train(model, setting, variables, data, key):
+        return (variables, setting.max_size, data.index.tolist(), int(data.offset), key), "metrics"
+
+    monkeypatch.setattr(local, "train", train)
+    samples = Samples(*(np.zeros(1, np.float32),) * 4)
+    data = ClientData(samples, np.arange(10, 17, dtype=np.int32), jnp.int32(4), jnp.int32(6), jnp.int32(1))
+    upload, _, _ = strategy.client_update({"model": "received"}, None, data, 0, "key")
+    assert upload == {"trained": ("received", 7, [10, 11, 12, 13, 15, 16, 14], 0, "key")}
+
+    trained = {"params": {"w": jnp.array([4.0, 8.0])}}
+    state, _ = strategy.server_update(GlobalModel({"params": {"w": 0.0}}), {"trained": trained}, cohort, 0, None)
+    assert float(state.model["params"]["w"]) == 4
+    assert strategy.traffic("usual", state, trained, cohort, 0) == Traffic()

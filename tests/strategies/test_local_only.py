@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData
-from fedjax_mr.strategies.local_only import Hyper
+from fedjax_mr.strategies import local_only
+from fedjax_mr.strategies.local_only import Hyper, Memory
 
 ROUNDS, PATIENCE = 6, 1
 
@@ -45,3 +47,41 @@ def test_a_client_stops_for_good_after_its_patience(engine, equal):
         equal(trees.take(progress.memory.model, client), trees.take(models[trained - 1], client))
     each_round = problem.local.epochs * np.asarray(problem.sizes)
     assert int(report.images) == int(np.array(last) @ each_round)
+
+
+def test_a_client_goes_on_from_its_own_model_and_nothing_is_sent(tiny):
+    strategy, own = local_only.build(Hyper(), tiny.problem()), tiny.model(np.zeros((2, 2)))
+    upload, memory, _ = tiny.train(strategy, {}, Memory(own, jnp.float32(5.0), jnp.int32(2)))
+    assert upload == strategy.dispatch(local_only.State(), None, None) == {}
+    np.testing.assert_allclose(tiny.head(memory.model), [[0.5, -0.5], [0, 0]])
+    assert strategy.personal_model((), memory, None, None) is memory.model
+
+
+def test_clients_start_from_networks_of_their_own(tiny):
+    strategy = local_only.build(Hyper(), tiny.problem())
+    first, second = (strategy.init_memory(jax.random.key(0), jnp.int32(client)) for client in (0, 1))
+    assert not np.allclose(tiny.head(first.model), tiny.head(second.model))
+    assert float(first.lowest) > 1e38 and int(first.above) == 0
+
+
+@pytest.mark.parametrize(
+    "above, lowest, trains, expected",
+    [
+        # The loss after a step is 0.5, and without a step 0. The patience is two rounds.
+        (0, 0.6, True, (0.5, 0)),
+        (1, 0.5, True, (0.5, 0)),  # equal is not above
+        (2, 0.4, True, (0.4, 3)),
+        (2, 0.6, True, (0.5, 0)),  # a lower loss begins a new count
+        (3, -1.0, False, (-1.0, 4)),
+    ],
+)
+def test_more_rounds_above_the_lowest_loss_than_the_patience_stop_a_client(
+    tiny, monkeypatch, above, lowest, trains, expected
+):
+    measured = lambda model, variables, data, batch_size: variables["params"]["head"]["dense"]["kernel"][0, 0]
+    monkeypatch.setattr(local, "held_out_loss", measured)
+    strategy = local_only.build(Hyper(2), tiny.problem())
+    memory = Memory(tiny.model(np.zeros((2, 2))), jnp.float32(lowest), jnp.int32(above))
+    _, memory, metrics = tiny.train(strategy, {}, memory)
+    assert int(metrics.steps) == trains and tiny.head(memory.model)[0, 0] == 0.5 * trains
+    assert (float(memory.lowest), int(memory.above)) == (pytest.approx(expected[0]), expected[1])
