@@ -130,3 +130,20 @@ def test_before_its_first_training_a_client_has_a_model_of_zeros_that_counts_as_
     problem: Any = SimpleNamespace(model=SimpleNamespace(shapes=lambda: {"params": jnp.ones(2)}))
     memory = base.untrained(problem)
     assert memory.model["params"].tolist() == [0, 0] and not memory.trained
+
+
+@pytest.mark.parametrize(
+    "when, training, upload, exchanges", [("before_upload", 0, 1, 2), ("before_training", 1, 0, 2), ("both", 1, 1, 4)]
+)
+def test_an_exchange_happens_when_it_says_and_counts_each_layer_as_sent_and_received(when, training, upload, exchanges):
+    exchange = base.LayerExchange(lambda payloads, key: (payloads, {}), when, share=0.25, repetitions=2)
+    assert (exchange.before_training, exchange.before_upload) == (training, upload)
+    parcels = exchange.parcels({"params": {"w": jnp.zeros((3, 10))}})
+    assert (int(parcels.count), parcels.size) == (1, 2 * exchanges * 0.25 * 120)
+
+
+def test_a_round_sends_one_parcel_a_client_each_way():
+    down, up = {"model": jnp.zeros((3, 5)), "control": jnp.zeros((3, 2))}, {"model": jnp.zeros((3, 5))}
+    traffic = base.usual_traffic(down, up)
+    assert [(int(each.count), each.size) for each in (*traffic.down, *traffic.up)] == [(3, 28), (3, 20)]
+    assert traffic.num_bytes() == (84, 60, 0) and base.usual_traffic({}, up).down == ()
