@@ -1,7 +1,8 @@
-"""Two ways to compute a strategy by hand: whole rounds in PyTorch and float64, and single steps on a tiny network."""
+"""Ways to compute a strategy by hand: whole rounds in PyTorch and float64, and single steps on a tiny network."""
 
 import dataclasses
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -11,8 +12,9 @@ import pytest
 
 from fedjax_mr import models, trees
 from fedjax_mr.engine import local, rounds
-from fedjax_mr.engine.samples import Samples, one_client
-from fedjax_mr.strategies.base import Problem
+from fedjax_mr.engine.samples import ClientData, Samples, one_client
+from fedjax_mr.strategies.base import Cohort, Problem
+from fedjax_mr.testing.federations import ThinHead
 
 FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, momentum=0.5)  # full batches
 
@@ -227,3 +229,97 @@ def tiny(monkeypatch):
     """`Tiny`, whose clients train without a compiled program."""
     monkeypatch.setattr(local, "run", in_full_batches)
     return Tiny
+
+
+class Rows(nn.Module):
+    """A trained representation of two numbers for each of ``count`` tokens."""
+
+    count: int
+
+    @nn.compact
+    def __call__(self, x, *, train=False, mask=None):
+        return self.param("z", nn.initializers.zeros, (self.count, 2), jnp.float32)[x[:, 0]]
+
+
+class Table(models.BlockNet):
+    """The network of `Tokens`: a representation for each token, and a dense layer with two classes."""
+
+    count: int = 0
+    takes = "tokens"
+
+    def blocks(self):
+        return ("body", Rows(self.count)), ("classifier", ThinHead(self.num_classes))
+
+
+class Tokens:
+    """A federation whose sample k is the token k, so a network is a table of one representation per sample.
+
+    With the head of ``model``, an identity, a representation is also the logits of its sample: with (log 3, 0), class 0
+    has probability 3/4. ``labels`` are those of each client. Public samples are the tokens after those of the clients.
+    """
+
+    def __init__(self, labels, *, public=(), batch_size=2, epochs=1, lr=1.0):
+        y, sizes = np.concatenate([*labels, public]).astype(np.int32), np.array([*map(len, labels)], np.int32)
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        self.offsets = np.cumsum([0, *sizes])
+        count, own = len(y), int(self.offsets[-1])
+        x = np.arange(count, dtype=np.int32)[:, None]
+        self.samples, self.index = Samples(x[:own], y[:own], one, zero), np.arange(own, dtype=np.int32)
+        setting = local.LocalSetting("sgd", epochs, batch_size, max_size=int(sizes.max()), lr=np.float32(lr))
+        self.problem = Problem(
+            models.Model(Table(num_classes=2, count=count), (1,), np.int32, name="table"),
+            setting,
+            num_clients=len(labels),
+            cohort_size=len(labels),
+            num_classes=2,
+            layers=(),
+            sizes=sizes,
+            label_counts=np.array([[sum(np.equal(each, c)) for c in range(2)] for each in labels], np.int32),
+            architectures=np.zeros(len(labels), np.int32),
+            public=Samples(x[own:], y[own:], one, zero) if len(public) else None,
+        )
+        self.cohort = Cohort(np.arange(len(labels), dtype=np.int32), sizes)
+
+    @staticmethod
+    def point(number):
+        """A model that is a single number, for tests that only ask which model goes where."""
+        return {"params": {"w": np.float32(number)}}
+
+    def client(self, i):
+        begin, end = map(np.int32, self.offsets[i : i + 2])
+        return ClientData(self.samples, self.index, begin, end - begin, np.int32(i))
+
+    def model(self, z, *, kernel=((1, 0), (0, 1)), bias=(0, 0)):
+        """The network with these representations; rows that are not given are zeros."""
+        table = np.zeros((len(self.samples.y) + (0 if self.problem.public is None else len(self.problem.public.y)), 2))
+        table[: len(z)] = z
+        dense = {"kernel": np.array(kernel, np.float32), "bias": np.array(bias, np.float32)}
+        return {"params": {"body": {"z": table.astype(np.float32)}, "classifier": {"dense": dense}}}
+
+    def batch(self, *tokens, labels, mask=None, position=None):
+        """A batch of these tokens. By default all are samples, at the positions of their tokens."""
+        x, y = np.array(tokens, np.int32)[:, None], np.array(labels, np.int32)
+        mask = np.ones(len(x), np.float32) if mask is None else np.array(mask, np.float32)
+        return local.Batch(x, y, mask, x[:, 0] if position is None else np.array(position, np.int32))
+
+
+@pytest.fixture(scope="session")
+def tokens():
+    return Tokens
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """Calls of `local.train`, which here adds 1 to each number of the start instead of training it."""
+    calls = []
+
+    def train(model, setting, variables, data, key, **options):
+        calls.append(
+            types.SimpleNamespace(model=model, setting=setting, start=variables, data=data, key=key, **options)
+        )
+        one, zero = np.float32(1), np.int32(0)
+        moved = jax.tree.map(lambda leaf: np.asarray(leaf) + np.asarray(1, np.asarray(leaf).dtype), variables)
+        return moved, local.Metrics(one, data.size, one.astype(np.int32), zero - 1)
+
+    monkeypatch.setattr(local, "train", train)
+    return calls

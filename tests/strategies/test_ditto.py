@@ -1,9 +1,12 @@
 """Ditto against its equations, and its special case."""
 
+import jax
 import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.strategies import ditto
+from fedjax_mr.strategies.base import GlobalModel, LastModel
 from fedjax_mr.strategies.ditto import Hyper
 
 
@@ -26,6 +29,31 @@ def test_three_rounds_equal_the_equations(transcription):
             by_hand.check(trees.take(by_hand.progress.memory.model, i), weights)
         assert np.flatnonzero(by_hand.progress.memory.trained).tolist() == sorted(own)
     assert again > 0  # somebody went on with its own
+
+
+def test_the_personal_model_continues_on_the_same_batches_and_is_pulled_to_the_received_one(tokens, trainings):
+    federation, key = tokens([[0, 1], [1]], lr=0.1), jax.random.key(1)
+    strategy = ditto.build(Hyper(strength=0.5), federation.problem)
+    for trained, start in ((True, 5.0), (False, 2.0)):
+        trainings.clear()
+        memory = LastModel(tokens.point(5), np.bool_(trained))
+        upload, kept, _ = strategy.client_update({"model": tokens.point(2)}, memory, federation.client(0), 0, key)
+        shared, personal = trainings
+        assert shared.start == tokens.point(2) and personal.start == tokens.point(start)
+        assert upload == {"model": tokens.point(3)} and kept.model == tokens.point(start + 1) and bool(kept.trained)
+        assert shared.key is key and personal.key is key  # the same batches
+        params = {"w": np.float32(10)}  # at 10, where the loss is flat, a step is -0.1 x 0.5 (10 - 2)
+        optimizer = personal.optimizer
+        step, _ = optimizer.update({"w": np.float32(0)}, optimizer.init(params), params)
+        np.testing.assert_allclose(step["w"], -0.4, rtol=1e-6)
+
+
+def test_a_client_that_has_not_trained_is_tested_with_the_global_model(tokens):
+    strategy = ditto.build(Hyper(), tokens([[0, 1], [1]]).problem)
+    tested = lambda trained: strategy.personal_model(
+        GlobalModel(tokens.point(2)), LastModel(tokens.point(5), np.bool_(trained)), None, None
+    )
+    assert tested(True) == tokens.point(5) and tested(False) == tokens.point(2)
 
 
 @pytest.mark.slow

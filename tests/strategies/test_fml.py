@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.strategies import fedavg
+from fedjax_mr.engine import mutual
+from fedjax_mr.engine.mutual import Pair, Weights
+from fedjax_mr.strategies import fedavg, fml
+from fedjax_mr.strategies.base import GlobalModel
 from fedjax_mr.strategies.fml import Hyper
 
 
@@ -42,6 +45,40 @@ def test_two_rounds_equal_the_equations(transcription, variant):
         by_hand.check(by_hand.progress.server.model, model)
         for i, weights in personal.items():
             by_hand.check(trees.take(by_hand.progress.memory, i), weights)
+
+
+@pytest.mark.parametrize("variant, mean", [("original", 6.0), ("authors", 8.0)])
+def test_the_own_network_and_the_meme_learn_from_each_other_and_only_the_meme_is_sent(
+    tokens, federation, monkeypatch, variant, mean
+):
+    """Training turns the own network 2 into 5 and the meme 3 into 7. Clients with 3 and 1 samples send 10 and 2."""
+    problem, seen = federation("linear,perceptron").problem, {}
+
+    def train_pair(models, setting, pair, data, key, *, weights):
+        seen.update(models=models, pair=pair, weights=weights)
+        return Pair(tokens.point(5), tokens.point(7)), None
+
+    monkeypatch.setattr(mutual, "train_pair", train_pair)
+    strategy = fml.build(Hyper(alpha=0.25, beta=0.875, variant=variant), problem)
+    upload, memory, _ = strategy.client_update({"model": tokens.point(3)}, tokens.point(2), None, 0, None)
+    assert upload == {"model": tokens.point(7)} and memory == tokens.point(5)
+    assert seen["pair"] == (tokens.point(2), tokens.point(3))
+    assert seen["models"].first is problem.model and seen["models"].second is problem.model.networks[0]
+    expected = Pair(Weights(0.25, 0.75), Weights(0.875, 0.125))
+    assert seen["weights"] == (Pair(Weights(1, 1), Weights(1, 1)) if variant == "authors" else expected)
+    uploads = {"model": {"params": {"w": np.array([10, 2], np.float32)}}}
+    state, _ = strategy.server_update(GlobalModel(None), uploads, tokens([[0, 1, 1], [1]]).cohort, 0, None)
+    assert float(state.model["params"]["w"]) == pytest.approx(mean)
+    assert strategy.personal_model(strategy.personal_part(state, 0), memory, None, None) == memory
+
+
+def test_the_deployed_model_is_the_meme_which_is_network_0(federation):
+    network = federation("linear,perceptron").problem.model
+    strategy = fml.build(Hyper(), federation("linear,perceptron").problem)
+    meme = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), network.networks[0].shapes())
+    deployed = strategy.global_model(GlobalModel(meme))
+    assert int(network.architecture(deployed)) == 0
+    assert float(np.sum(deployed["params"]["vector"])) == network.networks[0].num_parameters()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
@@ -81,6 +81,70 @@ def test_what_stays_and_what_is_sent(federation):
         assert trees.num_bytes(payload) == sent
         joined = partial.join(state.part, memory)
         assert jax.tree.structure(joined) == jax.tree.structure(shapes)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "lgfedavg", "fedbn"])
+def test_a_client_joins_both_parts_trains_them_sends_the_shared_one_and_keeps_its_own(
+    tokens, trainings, monkeypatch, name
+):
+    """Received numbers are 10 and kept ones 20. Training adds 1. `is_own` stands in for the rule of each method."""
+    federation = tokens([[0, 1, 1], [1]], epochs=5)
+    model = federation.model([[0, 0]])
+    is_own = {"lgfedavg": lambda path: path[1] == "body", "fedbn": lambda path: path[-1] == "bias"}.get(
+        name, lambda path: path[1] == "classifier"
+    )
+    monkeypatch.setattr(partial, "in_batchnorm", lambda model: lambda path: path[-1] == "bias")
+    row = STRATEGIES[name]
+    strategy = row.build(partial.FedRep(shared_epochs=2) if name == "fedrep" else None, federation.problem)
+    filled = {path: np.full_like(leaf, 20 if is_own(path) else 10) for path, leaf in flatten_dict(model).items()}
+    split = lambda own: unflatten_dict({path: leaf for path, leaf in filled.items() if is_own(path) == own})
+    upload, memory, _ = strategy.client_update({"part": split(False)}, split(True), federation.client(0), 0, None)
+    jax.tree.map(np.testing.assert_array_equal, trainings[0].start, unflatten_dict(filled))
+    more = lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree)
+    jax.tree.map(np.testing.assert_array_equal, upload, {"part": more(split(False))})
+    jax.tree.map(np.testing.assert_array_equal, memory, more(split(True)))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        strategy.personal_model(partial.State(split(False)), split(True), None, None),
+        unflatten_dict(filled),
+    )
+    uploads = {"part": jax.tree.map(lambda leaf: np.stack([leaf, leaf + 8]), split(False))}
+    state, _ = strategy.server_update(None, uploads, federation.cohort, 0, None)  # 3 samples and 1
+    jax.tree.map(lambda new, old: np.testing.assert_allclose(new, old + 2), state.part, split(False))
+
+
+def test_fedrep_moves_only_the_head_in_the_first_epochs_and_only_the_rest_in_the_last(tokens, trainings):
+    """Five samples in batches of two and three epochs are nine steps, of which the head has the first six.
+
+    With momentum 0.5, lr 1 and gradients of 1, a part that just begins to move makes a step of 1: no velocity is left
+    from the steps in which it stood still.
+    """
+    federation = tokens([[0, 1, 1, 0, 1], [1]], epochs=3)
+    problem = dataclasses.replace(
+        federation.problem, local=dataclasses.replace(federation.problem.local, momentum=np.float32(0.5))
+    )
+    model = federation.model([[0, 0]])
+    strategy = partial.fedrep(partial.FedRep(shared_epochs=1), problem)
+    memory = {"params": {"classifier": model["params"]["classifier"]}}
+    strategy.client_update(
+        {"part": {"params": {"body": model["params"]["body"]}}}, memory, federation.client(0), 0, None
+    )
+    optimizer, params = trainings[0].optimizer, model["params"]
+    state, ones, steps = optimizer.init(params), jax.tree.map(np.ones_like, params), []
+    for _ in range(9):
+        update, state = optimizer.update(ones, state, params)
+        steps.append((float(update["classifier"]["dense"]["bias"][0]), float(update["body"]["z"][0, 0])))
+    assert [head != 0 for head, _ in steps] == [True] * 6 + [False] * 3
+    assert [body != 0 for _, body in steps] == [False] * 6 + [True] * 3
+    assert [head for head, _ in steps[:2]] == [body for _, body in steps[6:8]] == [-1.0, -1.5]
+
+
+def test_batchnorm_layers_are_those_with_statistics_and_heads_the_last_block(federation):
+    network = federation("normed").problem.model
+    paths = sorted(flatten_dict(network.shapes()))
+    norm = [path for path in paths if partial.in_batchnorm(network)(path)]
+    assert {path[0] for path in norm} == {"params", "batch_stats"} and {path[-2] for path in norm} == {"norm"}
+    assert {path[1] for path in paths if partial.in_head(network)(path)} == {"classifier"}
 
 
 def test_fedrep_needs_an_epoch_for_the_head(federation):

@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import perfedavg
+from fedjax_mr.strategies.base import GlobalModel
 from fedjax_mr.strategies.perfedavg import Hyper
 
 ALPHA = 0.3
@@ -65,6 +67,44 @@ def check_own_models(by_hand, model):
         data = ClientData(samples, index, offsets[i], np.int32(by_hand.sizes[i]), np.int32(i))
         own = adapt(by_hand.progress.server, data, jax.random.key(i))
         by_hand.check(own, own_step(by_hand, model, i))
+
+
+def parabola(params, state, batch, key):
+    """f = a (w - c)^2 / 2 for a batch (a, c); the state counts the passes."""
+    curvature, centre = batch
+    return curvature * (params["w"] - centre) ** 2 / 2, {"passes": state["passes"] + 1}
+
+
+@pytest.mark.parametrize("gradient, expected", [("first_order", 2.0), ("hessian_free", 2.0 * (1 - 0.5 * 3))])
+def test_the_gradient_is_taken_after_a_step_on_another_batch(tokens, trainings, monkeypatch, gradient, expected):
+    """From w = 4, D = (1, 0) and alpha = 0.5 give u = 2. D' = (2, 1) has the slope 2 there. D'' has the Hessian 3."""
+    federation, drawn = tokens([[0, 1], [1]]), []
+
+    def draw(setting, data, key):
+        drawn.append(tuple(jax.random.key_data(key).tolist()))
+        return (np.float32(1), np.float32(0)) if len(drawn) == 1 else (np.float32(3), np.float32(7))
+
+    monkeypatch.setattr(local, "draw", draw)
+    strategy = perfedavg.build(Hyper(adapt_lr=0.5, gradient=gradient, delta=0.125), federation.problem)
+    strategy.client_update({"model": tokens.point(4)}, None, federation.client(0), 0, jax.random.key(0))
+    meta_gradient = trainings[0].gradient(parabola)
+    batch, state = (np.float32(2), np.float32(1)), {"passes": np.int32(0)}
+    (value, _), slope = meta_gradient(tokens.point(4)["params"], state, batch, jax.random.key(1))
+    assert float(value) == pytest.approx(1.0)  # the loss of D' at u
+    assert float(slope["w"]) == pytest.approx(expected)
+    assert len(set(drawn)) == len(drawn) == (1 if gradient == "first_order" else 2)  # independent batches
+
+
+@pytest.mark.parametrize("alpha, step", [(0.5, 0.5), (None, 0.25)])  # by default, that of the clients
+def test_a_personal_model_is_one_step_on_the_clients_own_batch(tokens, monkeypatch, alpha, step):
+    federation = tokens([[0, 1], [1]], lr=0.25)
+    monkeypatch.setattr(local, "draw", lambda setting, data, key: (np.float32(2), np.float32(data.client_id)))
+    monkeypatch.setattr(local, "cross_entropy", lambda model: parabola)
+    strategy = perfedavg.build(Hyper(adapt_lr=alpha), federation.problem)
+    state = GlobalModel(tokens.point(4) | {"passes": np.int32(0)})
+    own = strategy.personal_model(state, None, federation.client(1), jax.random.key(0))
+    assert float(own["params"]["w"]) == pytest.approx(4 - step * 2 * (4 - 1))
+    assert int(own["passes"]) == 1  # the statistics of this pass
 
 
 @pytest.mark.slow

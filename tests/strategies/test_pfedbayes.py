@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.strategies import pfedbayes
-from fedjax_mr.strategies.pfedbayes import Hyper
+from fedjax_mr.strategies.pfedbayes import Gaussian, Hyper, Memory, State
 
 
 def same_noise(key, params):
@@ -64,6 +66,78 @@ def test_three_rounds_equal_the_equations(transcription, monkeypatch, lr):
             by_hand.check(trees.take(memory.rho, i), q[4:])
         assert np.flatnonzero(memory.trained).tolist() == sorted(own)
     assert again > 0
+
+
+def rho_of(deviation):
+    """The rho of a standard deviation: the inverse of softplus."""
+    return np.float32(np.log(np.expm1(deviation)))
+
+
+def gaussian(mean, deviation):
+    return Gaussian({"w": np.float32(mean)}, {"w": rho_of(deviation)})
+
+
+def test_the_divergence_is_that_of_two_gaussians():
+    """KL(N(1, 1) || N(0, 2^2)) = log 2 + (1 + 1) / (2 x 4) - 1/2."""
+    found = pfedbayes.divergence(gaussian(1, 1), gaussian(0, 2))
+    assert float(found) == pytest.approx(np.log(2) + 2 / 8 - 1 / 2, rel=1e-5)
+
+
+def test_a_mini_batch_moves_q_with_new_noise_in_each_step_and_then_p_once(monkeypatch):
+    """f = w, so each step of q subtracts 1 + KL's slope from its mean, and p follows on zeta / n KL alone."""
+    keys = []
+
+    def fixed_noise(key, params):
+        keys.append(tuple(jax.random.key_data(key).tolist()))
+        return {"w": np.float32(0.5)}
+
+    monkeypatch.setattr(pfedbayes, "noise", fixed_noise)
+    loss = lambda params, state, batch, key: (params["w"], state)
+    sgd = optax.stateless(lambda gradient, params: jax.tree.map(lambda leaf: -0.5 * leaf, gradient))
+    step = pfedbayes.local_round(loss, sgd, strength=np.float32(0.2), steps=2)
+    with jax.disable_jit():
+        carry, _ = step.step(step.init((gaussian(3, 1), gaussian(1, 2), {})), None, jax.random.key(0))
+    q, p, _ = step.result(carry)
+    assert len(set(keys)) == 2
+    slope = 1 + 0.2 * (3 - 1) / 4  # of the mean of q: f, and (q - p) / deviation of p squared
+    first = 3 - 0.5 * slope
+    second = first - 0.5 * (1 + 0.2 * (first - 1) / 4)
+    assert float(q.mean["w"]) == pytest.approx(second, rel=1e-5)
+    assert float(p.mean["w"]) == pytest.approx(1 + 0.5 * 0.2 * (second - 1) / 4, rel=1e-5)
+
+
+def test_the_copy_of_p_is_sent_and_q_stays_and_the_divergence_is_divided_by_the_samples(tokens, monkeypatch):
+    federation, seen = tokens([[0, 1, 1, 0], [1]]), {}
+    monkeypatch.setattr(pfedbayes, "local_round", lambda loss, optimizer, **numbers: seen.update(numbers))
+
+    def run(step, setting, start, data, key):
+        seen["start"] = start
+        return (gaussian(5, 1), gaussian(6, 2), {}), None
+
+    monkeypatch.setattr(local, "run", run)
+    strategy = pfedbayes.build(Hyper(zeta=10.0, inner_steps=3), federation.problem)
+    payload = {"model": tokens.point(1), "rho": {"w": np.float32(-1)}}
+    for trained in (True, False):
+        memory = Memory(tokens.point(2), {"w": np.float32(-2)}, np.bool_(trained))
+        upload, kept, _ = strategy.client_update(payload, memory, federation.client(0), 0, None)
+        q, p, _ = seen["start"]
+        assert float(seen["strength"]) == pytest.approx(10 / 4) and seen["steps"] == 3
+        assert p == Gaussian({"w": 1}, {"w": -1})
+        assert q == (Gaussian({"w": 2}, {"w": -2}) if trained else p)
+        assert upload == {"model": tokens.point(6), "rho": {"w": rho_of(2)}}
+        assert kept == Memory(tokens.point(5), {"w": rho_of(1)}, np.bool_(True))
+        own = strategy.personal_model(strategy.personal_part(State(tokens.point(1), None), 0), memory, None, None)
+        assert own == tokens.point(2 if trained else 1)
+
+
+def test_the_server_averages_both_halves_by_samples_and_all_deviations_start_alike(tokens):
+    federation = tokens([[0, 1, 1], [1]])
+    strategy = pfedbayes.build(Hyper(rho=-1.5), federation.problem)
+    uploads = {"model": {"params": {"w": np.array([10, 2], np.float32)}}, "rho": {"w": np.array([-4, -8], np.float32)}}
+    state, _ = strategy.server_update(None, uploads, federation.cohort, 0, None)
+    assert float(state.model["params"]["w"]) == pytest.approx(8) and float(state.rho["w"]) == pytest.approx(-5)
+    shapes = jax.tree.leaves(strategy.init(jax.random.key(0)).rho)
+    assert all((np.asarray(leaf) == -1.5).all() for leaf in shapes)
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import pytest
 from absl import logging
 
 from fedjax_mr import trees
+from fedjax_mr.engine import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import pfedme
+from fedjax_mr.strategies.base import GlobalModel, LastModel
 from fedjax_mr.strategies.pfedme import Hyper
 
 SETTING = Hyper(strength=4.0, inner_steps=3, eta=0.05, personal_lr=0.1, beta=0.5)
@@ -42,6 +44,55 @@ def test_three_rounds_equal_the_equations(transcription, evaluate):
         for client in range(4):  # those that have not yet trained are tested with the global model
             memory = trees.take(by_hand.progress.memory, client)
             by_hand.check(personal(by_hand.progress.server, memory), kept.get(client, model))
+
+
+def test_theta_takes_its_steps_on_the_loss_and_the_pull_and_then_w_moves_once_towards_theta():
+    """f = theta^2 / 2, lambda 2, step 0.1: from 10, theta is 10 - 0.1 (10 + 0) = 9, then 9 - 0.1 (9 - 2) = 8.3."""
+    keys = []
+
+    def loss(params, state, batch, key):
+        keys.append(tuple(jax.random.key_data(key).tolist()))
+        return params["w"] ** 2 / 2, state
+
+    step = pfedme.local_round(loss, strength=2.0, steps=2, eta=0.25, personal_lr=0.1)
+    with jax.disable_jit():
+        carry, value = step.step(step.init({"params": {"w": np.float32(10)}}), None, jax.random.key(0))
+    theta, w = step.result(carry)
+    assert float(theta["params"]["w"]) == pytest.approx(8.3)
+    assert float(w["params"]["w"]) == pytest.approx(10 - 0.25 * 2 * (10 - 8.3))
+    assert float(value) == pytest.approx(9**2 / 2)  # of theta, before its last step
+    assert len(set(keys)) == 2  # each step has its own dropout
+
+
+def test_w_is_sent_and_the_chosen_model_is_tested(tokens, monkeypatch):
+    federation, point = tokens([[0, 1], [1]]), tokens.point
+    monkeypatch.setattr(local, "run", lambda step, setting, start, data, key: ((point(7), point(8)), start))
+    for evaluate, tested in (("theta", 7), ("w_local", 8), ("global", 2)):
+        strategy = pfedme.build(Hyper(evaluate=evaluate), federation.problem)
+        upload, memory, start = strategy.client_update({"model": point(2)}, None, federation.client(0), 0, None)
+        assert upload == {"model": point(8)} and start == point(2)  # theta starts at the received model
+        assert strategy.personal_model(GlobalModel(point(2)), memory, None, None) == point(tested)
+        fresh = LastModel(point(0), np.bool_(False))
+        assert strategy.personal_model(GlobalModel(point(2)), fresh, None, None) == point(2)
+
+
+def test_the_server_moves_by_beta_towards_the_mean_by_samples(tokens):
+    """Clients with 3 and 1 samples send 10 and 2, so the mean is 8; from 4, beta = 1.5 gives 4 + 1.5 x 4 = 10."""
+    federation = tokens([[0, 1, 1], [1]])
+    strategy = pfedme.build(Hyper(beta=1.5), federation.problem)
+    uploads = {"model": {"params": {"w": np.array([10, 2], np.float32)}}}
+    state, _ = strategy.server_update(GlobalModel(tokens.point(4)), uploads, federation.cohort, 0, None)
+    assert float(state.model["params"]["w"]) == pytest.approx(10)
+
+
+def test_the_two_learning_rates_are_not_mixed_up(tokens, monkeypatch):
+    federation, seen = tokens([[0, 1], [1]], lr=0.5), []
+    monkeypatch.setattr(pfedme, "local_round", lambda loss, **numbers: seen.append(numbers))
+    monkeypatch.setattr(local, "run", lambda step, setting, start, data, key: ((start, start), None))
+    for hyper in (Hyper(eta=0.01, strength=2.0), Hyper(personal_lr=0.02, inner_steps=3, strength=2.0)):
+        pfedme.build(hyper, federation.problem).client_update({"model": tokens.point(2)}, None, None, 0, None)
+    assert seen[0] == {"strength": 2.0, "steps": 5, "eta": 0.01, "personal_lr": 0.5}
+    assert seen[1] == {"strength": 2.0, "steps": 3, "eta": 0.5, "personal_lr": 0.02}
 
 
 def own_models(engine, **hyper):
