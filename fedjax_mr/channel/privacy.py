@@ -30,7 +30,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel import base
 from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.errors import UserError
-from fedjax_mr.keys import random_key
+from fedjax_mr.keys import key_from_data, random_key
 from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic, select_uniformly
 from fedjax_mr.strategies.hyper import require
 
@@ -202,7 +202,7 @@ def secret_key(key: jax.Array, secret: Any) -> jax.Array:
     """The random key for a secret [2] uint32 and a known key, which may be public. Without a secret, the known key."""
     if secret is None:
         return key
-    hidden = jax.random.wrap_key_data(jnp.asarray(secret, jnp.uint32), impl="threefry2x32")
+    hidden = key_from_data(jnp.asarray(secret, jnp.uint32))
     for word in jax.random.key_data(key).reshape(-1):
         hidden = jax.random.fold_in(hidden, word)
     return hidden

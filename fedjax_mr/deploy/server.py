@@ -121,6 +121,8 @@ def check_deployable(config: Config) -> None:
         raise UserError(
             "the server sees every upload of real clients, not only their mean: remove --dp_noise_on and --dp_poisson"
         )
+    if config.dp_seed is not None:
+        raise UserError("real clients draw their noise from secrets of their own: remove --dp_seed")
     if config.dp_target_epsilon is not None:
         raise UserError(
             "real clients need to know their noise: find it in a simulation, and replace --dp_target_epsilon by "

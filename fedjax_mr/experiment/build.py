@@ -83,7 +83,13 @@ def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:
 
 
 def simulator_of(
-    config: Config, federated: FederatedData, model: Model, *, events: Events | None = None, **changes: Any
+    config: Config,
+    federated: FederatedData,
+    model: Model,
+    *,
+    events: Events | None = None,
+    secret: np.ndarray | None = None,
+    **changes: Any,
 ) -> Simulator:
     """The simulator of a configuration.
 
@@ -92,11 +98,12 @@ def simulator_of(
       federated: the clients' data.
       model: the network.
       events: the result of `events_of`. Default: it is computed if it is needed.
+      secret: see `chosen`. A simulator that trains needs it.
       changes: arguments of `Simulator` that replace those of the configuration.
     """
     arguments: dict[str, Any] = {
         "strategy": build_chosen,
-        "hyper": chosen(config),
+        "hyper": chosen(config, secret=secret),
         "cohort": config.cohort,
         "local": local_setting(config, federated.dataset),
         "seed": config.seed,
@@ -155,7 +162,7 @@ def argument_flags(config: Config) -> set[str]:
     With other shapes of the arguments, such as another number of clients, a program is compiled anew.
     """
     partition = {each.flag for each in settings_of(Config) if each.info.group == "Partition"} - {"clients"}
-    return {"seed"} | partition | number_flags(config)
+    return {"seed", "dp_seed"} | partition | number_flags(config)
 
 
 def number_flags(config: Config) -> set[str]:

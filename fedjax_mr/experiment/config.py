@@ -265,6 +265,10 @@ class Config:
         low=0, high=1, open_low=True, needs=("dp_clip",))
     dp_delta: float = _channel(
         1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True, needs=("dp_clip",))
+    dp_seed: int | None = _channel(
+        None, "Seed of the noise and of the choice of clients, which then follow from published numbers, for tests. If "
+        "omitted, they follow from a secret of the operating system, which only the checkpoints contain",
+        low=0, high=LARGEST_INT32, needs=("dp_clip",))
     dp_target_epsilon: float | None = _channel(
         None, "Choose --dp_noise so that epsilon has this value after --rounds", low=0, open_low=True,
         needs=("dp_clip",))

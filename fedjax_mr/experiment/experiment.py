@@ -110,6 +110,7 @@ class Experiment:
         events: Events | None = None,
         on_row: OnRow | None = None,
         record: bool = True,
+        secret: np.ndarray | None = None,
     ) -> None:
         """Keep the parts. Nothing is computed yet.
 
@@ -121,8 +122,10 @@ class Experiment:
           events: the events in simulated time, for the column ``clock``. Default: there is none.
           on_row: see `run.run`.
           record: see `run.run`.
+          secret: the secret of the simulator, which checkpoints contain (`guarantee.secret_of`).
         """
         self.config = config
+        self.secret = secret
         self.federated = simulator.federated
         self.model = simulator.model
         self.rounds = simulator.rounds
@@ -269,6 +272,8 @@ class Experiment:
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds(),
         }
+        if self.secret is not None:
+            meta[guarantee.SECRET] = self.secret.tolist()
         if isinstance(progress.memory, HostMemory):
             meta["memories"] = len(progress.memory)
         best = best_row(self.folder.rows()) if self.config.keep_best else None

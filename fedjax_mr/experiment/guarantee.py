@@ -2,16 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from fedjax_mr.channel import accounting, privacy
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.simulator import problem_of
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
+from fedjax_mr.experiment.processes import ALONE, Processes
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import Problem
+
+SECRET = "secret"  # entry of checkpoints
 
 
 def complete(config: Config, federated: FederatedData, model: Model) -> tuple[Config, tuple[str, ...]]:
@@ -63,6 +72,35 @@ def epsilon_after(config: Config, problem: Problem, *, public: bool = False) -> 
     return lambda rounds: accounting.epsilon(rounds, **settings)
 
 
+def secret_of(config: Config, processes: Processes = ALONE) -> np.ndarray | None:
+    """The secret [2] uint32 from which the noise and the cohorts of a run follow. None if the run adds no noise.
+
+    It follows from ``dp_seed``. Without, it is that of the checkpoints of a resumed run, or the operating system draws
+    it. It is the same in all processes.
+    """
+    if config.dp_clip is None or not config.dp_noise:
+        return None
+    if config.dp_seed is not None:
+        return np.asarray(jax.random.key_data(random_key(config.dp_seed)))
+    words = processes.on_first(lambda: _kept_secret(config) or privacy.draw_secret().tolist())
+    return np.asarray(words, np.uint32)
+
+
+def _kept_secret(config: Config) -> list[int] | None:
+    """The secret in the checkpoints of a run to resume, or None."""
+    if not config.resume or config.run_dir is None:
+        return None
+    checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints")
+    kept = (checkpoints.meta(round).get(SECRET) for round in reversed(checkpoints.rounds()))
+    return next((each for each in kept if _is_secret(each)), None)
+
+
+def _is_secret(words: Any) -> bool:
+    return (
+        isinstance(words, list) and len(words) == 2 and all(type(each) is int and 0 <= each < 2**32 for each in words)
+    )
+
+
 def _settings(config: Config, problem: Problem) -> dict[str, Any]:
     settings = {
         "delta": config.dp_delta,
@@ -72,7 +110,7 @@ def _settings(config: Config, problem: Problem) -> dict[str, Any]:
     }
     if config.dp_poisson is not None:
         return settings | {"sampling": "poisson", "probability": config.dp_poisson}
-    whole = chosen(config)
-    honest = {kind: link for kind, link in whole.links.items() if kind != "attack"}  # no server knows who attacks
-    hidden = privacy.hides_cohorts(build_chosen(dataclasses.replace(whole, links=honest), problem), problem)
+    # Attackers know when they take part, and their messages can show who does. Simulated time is a column of the run.
+    seen = config.attack != "none" or config.fleet is not None
+    hidden = not seen and privacy.hides_cohorts(build_chosen(chosen(config), problem), problem)
     return settings | {"sampling": "without_replacement" if hidden else "public"}

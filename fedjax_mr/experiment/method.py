@@ -86,11 +86,19 @@ class Chosen:
     server: Any  # ServerOptimizer or None
     links: dict[str, Arguments]  # of the channel, by kind
     poisson: Any = None  # the probability of Poisson sampling
+    secret: Any = None  # two words [2] uint32, from which the noise follows, see `channel.privacy`
+    secret_cohorts: bool = dataclasses.field(default=False, metadata=local.STATIC)  # they follow from it as well
     clock: Asynchrony | Online | Cohorts | None = None
 
 
-def chosen(config: Config) -> Chosen:
-    """The strategy of a configuration, with its numbers as arrays."""
+def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
+    """The strategy of a configuration, with its numbers as arrays.
+
+    Args:
+      config: the configuration.
+      secret: two words [2] uint32, from which the noise and the cohorts follow (`guarantee.secret_of`). Default: the
+        noise follows from the keys of the clients, which real clients draw from a secret of their own.
+    """
     server = None
     if config.server_optimizer != "none":
         server = ServerOptimizer(
@@ -98,7 +106,8 @@ def chosen(config: Config) -> Chosen:
         )
     poisson = None if config.dp_poisson is None else np.float32(config.dp_poisson)
     hyper = as_arguments(configuration.hyper(config))
-    return Chosen(config.strategy, hyper, as_arguments(server), _links(config), poisson)
+    hidden = secret is not None and config.fleet is None  # simulated time shows who was selected
+    return Chosen(config.strategy, hyper, as_arguments(server), _links(config), poisson, secret, hidden)
 
 
 def _links(config: Config) -> dict[str, Arguments]:
@@ -158,7 +167,9 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
         strategy = server_optimizer(strategy, optimizer)
     if chosen.poisson is not None:
         strategy = privacy.poisson(strategy, problem, chosen.poisson)
-    depends = {"robust": {"stacked": several}}
+    if chosen.secret_cohorts:
+        strategy = privacy.secretly_selected(strategy, problem, chosen.secret)
+    depends = {"robust": {"stacked": several}, "privacy": {"secret": chosen.secret}}
     made = [arguments(problem, **depends.get(kind, {})) for kind, arguments in chosen.links.items()]
     return channel(strategy, problem, made)
 

@@ -192,6 +192,12 @@ def _check_channel(config: Config) -> None:
     for flag in ("dp_noise", "dp_target_epsilon", "dp_quantile"):
         if getattr(config, flag) and not clipped:
             raise UserError(f"{flag}={getattr(config, flag):g} needs dp_clip=, the largest norm of a client's upload")
+    if config.dp_seed is not None and not config.dp_noise and config.dp_target_epsilon is None:
+        raise UserError("dp_seed= decides the noise, and this run adds none: add dp_noise= or leave it out")
+    if config.attack != "none" and config.dp_noise_on == "mean" and clipped:
+        raise UserError(
+            "attackers add no noise, so with dp_noise_on=mean the mean has too little: use dp_noise_on=upload"
+        )
     if config.dp_poisson is not None:
         if config.dp_noise_on != "mean" or not clipped:
             raise UserError(
@@ -200,8 +206,6 @@ def _check_channel(config: Config) -> None:
             )
         if config.dp_quantile is not None:
             raise UserError("dp_poisson= needs a constant norm: leave dp_quantile= out")
-        if config.attack != "none":
-            raise UserError("dp_poisson= leaves slots of a round empty, and attack= needs all: use only one of them")
     if config.dp_target_epsilon is not None and config.dp_noise:
         raise UserError("dp_target_epsilon= chooses the noise: leave dp_noise= out")
     if config.mode == "async" and (config.dp_noise or config.dp_target_epsilon is not None):

@@ -150,7 +150,8 @@ def set_up(
 ) -> Experiment:
     """Build the simulator and create the run folder. ``cleanup`` removes a folder without a run."""
     events = events_of(config, federated, model)
-    simulator = simulator_of(config, federated, model, events=events)
+    secret = guarantee.secret_of(config, processes)
+    simulator = simulator_of(config, federated, model, events=events, secret=secret)
     folder = open_folder(config, processes)
     cleanup.callback(folder.close)
     if config.progress and processes.writes:
@@ -164,7 +165,7 @@ def set_up(
             notes.append(f"--precision={config.precision} is usually slower on CPUs than float32")
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
         print(headline(config, federated, simulator.axis), file=sys.stderr)
-    return Experiment(config, simulator, folder, processes, events=events, on_row=on_row, record=record)
+    return Experiment(config, simulator, folder, processes, events=events, on_row=on_row, record=record, secret=secret)
 
 
 def open_folder(config: Config, processes: Processes) -> RunFolder:

@@ -2,14 +2,22 @@
 
 import dataclasses
 import importlib.util
+import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr.channel import accounting
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import guarantee
+from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.method import build_chosen, chosen
 from fedjax_mr.experiment.simulated_time import most_at_once
+from fedjax_mr.testing.federations import constants
 
 CONFIG = fmr.Config(
     strategy="fedmr", model="logistic", clients=9, cohort=3, rounds=4, eval_every=2, local_epochs=1, devices=1,
@@ -47,6 +55,78 @@ def test_epsilon_grows_and_a_target_is_met(tmp_path):
     assert epsilons[0] < epsilons[-1] <= 50.01 and epsilons[-1] > 49
 
 
+NOISY = dataclasses.replace(CONFIG, dp_clip=1.0, dp_noise=1.0)
+
+
+PUBLIC = {"attack": "label_flip", "dp_clip": 1.0, "dp_noise": 1.0}  # so that epsilon needs no further package
+
+
+@pytest.mark.slow
+def test_runs_of_one_seed_have_different_noise_and_resume_with_their_own(tmp_path):
+    changes = PUBLIC | {"rounds": 1, "eval_every": 1}
+    one, other = (run(tmp_path / name, **changes) for name in ("one", "other"))
+    assert numbers(one)[0, 1] != numbers(other)[0, 1]
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    resumed = [run(tmp_path / name, **changes | {"rounds": 2, "resume": True}) for name in ("one", "copy")]
+    np.testing.assert_array_equal(*map(numbers, resumed))
+
+
+def test_only_checkpoints_contain_the_secret_of_a_run_and_a_resumed_run_goes_on_with_it(tmp_path, monkeypatch):
+    used = []
+
+    def instead_of_training(rounds, progress, count):
+        used.append([leaf for leaf in jax.tree.leaves(rounds.constants.build) if leaf.dtype == np.uint32])
+        raise UserError("enough")
+
+    monkeypatch.setattr(Rounds, "run", instead_of_training)
+    for resume in (False, True):
+        with pytest.raises(UserError, match="enough"):
+            run(tmp_path / "run", resume=resume, **PUBLIC)
+    ((first,), (second,)) = used
+    words = Checkpoints(tmp_path / "run" / "checkpoints").meta(0)["secret"]
+    assert first.tolist() == second.tolist() == words
+    published = "".join(path.read_text() for path in (tmp_path / "run").iterdir() if path.suffix in (".json", ".flags"))
+    assert "dp_noise" in published and not any(str(word) in published for word in words)
+
+
+def test_the_secret_of_a_run(tmp_path):
+    drawn = [tuple(guarantee.secret_of(NOISY)) for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    seeded = dataclasses.replace(NOISY, dp_seed=3, resume=True, run_dir=str(tmp_path))
+    np.testing.assert_array_equal(guarantee.secret_of(seeded), [0, 3])
+    assert guarantee.secret_of(dataclasses.replace(CONFIG, dp_clip=1.0)) is None
+    for round, kept in enumerate(({"secret": [1, 2]}, {"secret": [3, 4]}, {"secret": "56"}, {})):
+        Checkpoints(tmp_path / "checkpoints", keep=9).save(round, {}, kept)
+    resumed = dataclasses.replace(seeded, dp_seed=None)
+    np.testing.assert_array_equal(guarantee.secret_of(resumed), [3, 4])
+    assert tuple(guarantee.secret_of(dataclasses.replace(resumed, resume=False))) != (3, 4)
+
+
+def test_noise_and_cohorts_follow_from_the_secret_but_cohorts_not_where_simulated_time_shows_them():
+    problem = constants("linear").problem
+    secret = np.asarray([1, 2], np.uint32)
+    selects = lambda config: build_chosen(chosen(config, secret=secret), problem).select is not None
+    assert selects(NOISY) and not selects(dataclasses.replace(NOISY, fleet="uniform"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling"),
+    [
+        ({}, "without_replacement"),
+        ({"fleet": "uniform"}, "public"),
+        ({"attack": "label_flip"}, "public"),
+        ({"attack": "alie"}, "public"),
+        ({"strategy": "scaffold"}, "public"),
+    ],
+    ids=str,
+)
+def test_cohorts_that_somebody_can_know_are_accounted_as_public(monkeypatch, changes, sampling):
+    seen = []
+    monkeypatch.setattr(accounting, "epsilon", lambda rounds, **settings: seen.append(settings["sampling"]))
+    guarantee.epsilon_after(dataclasses.replace(NOISY, **changes), constants("linear").problem)
+    assert seen == [sampling]
+
+
 def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(UserError, match="dp-accounting"):
@@ -61,7 +141,9 @@ def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
         ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_target_epsilon": 2.0}, "leave dp_noise= out"),
         ({"dp_clip": 1.0, "dp_poisson": 0.1}, "add dp_noise_on=mean"),
         ({"dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean", "dp_quantile": 0.5}, "leave dp_quantile= out"),
-        ({"dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean", "attack": "alie"}, "leaves slots of a round empty"),
+        ({"dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean", "attack": "alie"}, "attackers add no noise"),
+        ({"dp_clip": 1.0, "dp_noise_on": "mean", "attack": "label_flip"}, "use dp_noise_on=upload"),
+        ({"dp_clip": 1.0, "dp_seed": 0}, "this run adds none"),
         (
             {"strategy": "scaffold", "dp_clip": 1.0, "dp_poisson": 0.1, "dp_noise_on": "mean"},
             "needs clients without a memory",
