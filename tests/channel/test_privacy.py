@@ -192,13 +192,13 @@ def test_noise_has_the_distribution_and_the_tails_of_a_normal():
     assert exponential(jnp.full((4, 1), 2**31, jnp.uint32), largest[None]) >= 0
 
 
-def test_a_secret_decides_the_noise_and_the_seed_does_not_reveal_it(federation):
+def test_a_secret_decides_the_noise_and_the_seed_does_not_reveal_it():
     """The key of a round, its secret, or only the second word of the secret: each gives other noise."""
 
     @jax.jit
     def noise(key, secret):
         zero = {"model": jnp.zeros(40)}
-        link = privacy(problem_of(federation), clip=1.0, noise=1.0, secret=secret)
+        link = privacy(problem_of(), clip=1.0, noise=1.0, secret=secret)
         return link.client(zero, zero, None, Context(jax.random.key(key), 0, 0)).values["model"]
 
     words = lambda *each: np.asarray(each, np.uint32)
