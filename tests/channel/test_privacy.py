@@ -198,7 +198,7 @@ def test_a_secret_decides_the_noise_and_the_seed_does_not_reveal_it():
     @jax.jit
     def noise(key, secret):
         zero = {"model": jnp.zeros(40)}
-        link = privacy(problem_of(), clip=1.0, noise=1.0, secret=secret)
+        link = privacy(SimpleNamespace(cohort_size=4), clip=1.0, noise=1.0, secret=secret)
         return link.client(zero, zero, None, Context(jax.random.key(key), 0, 0)).values["model"]
 
     words = lambda *each: np.asarray(each, np.uint32)
