@@ -115,6 +115,38 @@ def test_a_loss_that_is_not_finite_is_named_by_its_first_step(federation):
     assert (int(metrics.steps), int(metrics.bad_step)) == (1, 1)
 
 
+def test_the_mean_of_a_batch_is_that_of_its_true_samples():
+    values = jnp.array([1.0, 2.0, 6.0, 100.0])
+    assert float(local.masked_mean(values, jnp.array([1.0, 1.0, 1.0, 0.0]))) == 3.0
+    assert float(local.masked_mean(values, jnp.zeros(4))) == 0.0
+
+
+def test_a_drawn_batch_is_the_start_of_an_epoch_and_a_client_that_stops_early_does_a_share_of_all_its_steps():
+    samples = Samples(
+        np.arange(8, dtype=np.float32).reshape(8, 1), np.arange(8, dtype=np.int32), np.ones(1), np.zeros(1)
+    )
+    data = ClientData(samples, np.array([7, 6, 5, 4, 3], np.int32), np.int32(1), np.int32(3), np.int32(0))
+    setting, key = local.LocalSetting("sgd", epochs=2, batch_size=2, max_size=5), jax.random.key(3)
+    counted = local.LocalStep(
+        lambda start: start, lambda carry, batch, key: (carry + batch.mask.sum(), 0.0), lambda c: c
+    )
+
+    @jax.jit
+    def results(data):
+        early = local.run(counted, setting, 0.0, data._replace(work=jnp.float32(0.8)), key)
+        order = local.shuffle(jax.random.fold_in(key, 0), data.size, 5)
+        steps = jnp.stack([setting.num_steps(data.size, jnp.float32(work)) for work in (1.0, 0.8, 0.25)])
+        return local.draw(setting, data, key), order[:2], early, steps
+
+    batch, order, (seen, metrics), steps = results(data)
+    np.testing.assert_array_equal(batch.position, order)
+    np.testing.assert_array_equal(batch.y, np.array([6, 5, 4])[order])
+    np.testing.assert_array_equal(batch.x[:, 0], np.array([6, 5, 4])[order])
+    np.testing.assert_array_equal(batch.mask, [1, 1])
+    np.testing.assert_array_equal(steps, [4, 3, 1])  # of three samples, two a step: two steps in each of two epochs
+    assert (float(seen), int(metrics.images), int(metrics.steps)) == (5.0, 5, 3)  # 2 + 1 in one epoch, then 2
+
+
 def test_bytes_become_normalised_pixels_and_tokens_stay():
     samples = Samples(
         np.array([[[[0, 255]]], [[[51, 0]]]], np.uint8), np.zeros(2, np.int32),
