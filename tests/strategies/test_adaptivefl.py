@@ -1,5 +1,6 @@
 """AdaptiveFL against its equations: the tables by the released loops, the mean of slices by hand, what it sends."""
 
+import functools
 import math
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_mr.engine.samples import Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import adaptivefl
 from fedjax_mr.strategies.adaptivefl import Hyper
@@ -54,6 +56,78 @@ def test_tables_and_weights_are_the_released_ones():
     np.testing.assert_array_equal(ours[1], counts)
     expected = [rewards_by_hand(*tables) for tables in zip(records, counts, strict=True)]
     np.testing.assert_allclose(jax.jit(adaptivefl.rewards)(*ours), expected, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def six(federation):
+    """The strategy for six clients of equal strengths by pairs: weak, medium and strong."""
+    problem = federation("perceptron").problem
+    return problem, adaptivefl.build(Hyper(weak_share=1 / 3, medium_share=1 / 3), problem)
+
+
+def test_a_client_trains_the_largest_slice_inside_the_received_one_that_it_can_hold(six):
+    """S, M and L have 0.42, 0.61 and 1 of the parameters; weak clients hold 0.18 to 0.33, medium ones 0.39 to 0.56."""
+    problem, strategy = six
+    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), problem.model.shapes())
+    samples = Samples(np.zeros((1, 4, 4, 1), np.float32), np.zeros(1, np.int32), np.ones(1), np.zeros(1))
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, 0, 0))
+    def returned(client, sent, key):
+        data = one_client(samples, size=0)._replace(client_id=client)  # no step: the model returns as it was cut
+        upload, _, _ = strategy.client_update({"model": ones, "level": sent}, None, data, 0, key)
+        return upload["level"], upload["model"]["params"]["hidden"]["dense"]["bias"]
+
+    clients, sent = (each.ravel() for each in np.meshgrid(range(6), range(7), indexing="ij"))
+    keys = jax.random.split(jax.random.key(0), 42)
+    levels, hidden = (np.asarray(each) for each in returned(clients.astype(np.int32), sent.astype(np.int32), keys))
+    np.testing.assert_array_equal(hidden.sum(axis=1), np.array(UNITS)[levels])
+    levels = levels.reshape(6, 7)
+    assert np.all(levels[:2] == 0)
+    assert np.all((levels[2:4, :3] == range(3)) | (levels[2:4, :3] == 0)) and np.all(levels[2:4, 3:] <= 2)
+    assert np.all(levels[4:, :6] == range(6)) and set(levels[4:, 6]) <= {3, 6}  # M1 is the largest inside L
+
+
+def test_the_server_averages_what_each_client_held_and_records_whose_it_was(six):
+    """Clients 5, 0 and 3 return 6, 0 and 4 of the slices 6, 3 and 4; they have 1, 2 and 5 samples."""
+    problem, strategy = six
+    shapes = problem.model.shapes()
+    full = lambda *values: jax.tree.map(
+        lambda leaf: np.stack([np.full(leaf.shape, v, np.float32) for v in values]), shapes
+    )
+    state = adaptivefl.State(
+        jax.tree.map(lambda leaf: leaf[0], full(-1)), jnp.array([6, 3, 4]), jnp.ones((6, 7)), jnp.ones((6, 3))
+    )
+    cohort = adaptivefl.Cohort(jnp.array([5, 0, 3]), jnp.array([1, 2, 5]))
+    update = jax.jit(lambda uploads, key: strategy.server_update(state, uploads, cohort, 0, key))
+    uploads = {"model": full(10, 20, 30), "level": jnp.array([6, 0, 4])}
+    new, info = update(uploads, jax.random.key(0))
+    all_three, two = (10 + 40 + 150) / 8, (10 + 150) / 6
+    np.testing.assert_allclose(new.model["params"]["hidden"]["dense"]["bias"], [all_three] * 2 + [two] + [10] * 2)
+    np.testing.assert_allclose(new.model["params"]["classifier"]["dense"]["bias"], [all_three] * 3)
+    records, counts = np.ones((6, 7)), np.ones((6, 3))
+    for client, sent, back in ((5, 6, 6), (0, 3, 0), (3, 4, 4)):
+        tables_by_hand(records[client], counts[client], sent, back)
+    np.testing.assert_array_equal(new.records, records)
+    np.testing.assert_array_equal(new.counts, counts)
+    assert float(info["cut"]) == pytest.approx(1 / 3)
+    assert float(info["slice_multiply_adds"]) == pytest.approx((5 + 2 + 3) / 15)
+    assert len({tuple(update(uploads, jax.random.key(seed))[0].drawn.tolist()) for seed in range(3)}) == 3
+    individual = strategy.individual_models(new)["params"]["hidden"]["dense"]["bias"]  # S1, M1 and L
+    assert np.count_nonzero(individual, axis=1).tolist() == [2, 3, 5]
+
+
+def test_a_place_sends_its_slice_to_a_client_with_a_good_record_of_its_size(six):
+    """Client 4 always held L, all others never; so it gets L in almost every round. S goes to any of the others."""
+    _, strategy = six
+    records = jnp.ones((6, 7)).at[:, 6].set(0.0).at[4].set(jnp.array([0.0] * 6 + [9.0]))
+    model = {"w": jnp.ones(())}
+    state = adaptivefl.State(model, jnp.array([6, 0, 0]), records, jnp.ones((6, 3)))
+    select = jax.jit(lambda state, key: strategy.select(state, key).ids)
+    ids = np.array([select(state, jax.random.key(seed)) for seed in range(20)])
+    assert np.all(ids[:, 0] == 4) and set(ids[:, 1:].ravel().tolist()) == {0, 1, 2, 3, 5}
+    often = state._replace(counts=state.counts.at[1:].set(1e6), drawn=jnp.array([0, 6, 6]))
+    assert [int(select(often, jax.random.key(seed))[0]) for seed in range(5)] == [0] * 5  # rarely chosen before
 
 
 def test_nobody_is_drawn_twice_and_weights_decide():

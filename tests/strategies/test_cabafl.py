@@ -1,5 +1,6 @@
 """CaBaFL: its server and a plain event loop, written a second time with lists and loops."""
 
+import dataclasses
 import functools
 import heapq
 
@@ -13,7 +14,7 @@ from fedjax_mr.clock import online
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.engine.round import CLIENT, DISPATCH, HOST, INIT, client_key, round_key
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import cabafl, gitfl
+from fedjax_mr.strategies import Cohort, cabafl, gitfl
 from fedjax_mr.testing.federations import constants, simulator, tree_close, tree_equal
 
 SIZES = (7, 12, 1, 5, 9, 4, 3, 8, 6)
@@ -182,6 +183,94 @@ def test_in_synchronous_rounds_the_chains_return_one_after_the_other():
         tree_close(state.model, server.model, rtol=1e-4)
         assert np.asarray(state.clients).tolist() == server.clients
     assert server.version == M
+
+
+# Four clients. The sum of their features is (4, 3); the cosines of clients 0 and 1 with it are 4/5 and 3/5.
+FEATURES = np.array([[4.0, 0], [0, 3], [0, 0], [0, 0]])
+
+
+def jobs(*chains):
+    """Chains of clients as numbers of jobs [M, 4]."""
+    return np.array([np.bincount(chain, minlength=4) for chain in chains], np.int32)
+
+
+def test_a_cached_model_weighs_the_power_of_its_samples_over_one_minus_its_cosine():
+    hyper, sizes = cabafl.Hyper(size_power=0.5), np.array([4, 9, 5, 7])
+    cached = np.vstack([jobs([0], [1], [0, 0]), np.zeros((1, 4), int)])
+    np.testing.assert_allclose(cabafl.weights(hyper, cached, FEATURES, sizes), [2 / 0.2, 3 / 0.4, 8**0.5 / 0.2, 0])
+    assert cabafl.weights(hyper, jobs([0, 1]), FEATURES, sizes) == pytest.approx(13**0.5 / cabafl.SMALLEST)
+
+
+@pytest.mark.parametrize(
+    "row, idle, used, sizes, variance, client",
+    [
+        (0, [1, 2, 3], [1, 0, 1, 0], [4, 4, 4, 4], 1.0, 1),  # client 1 completes the features of client 0
+        (1, [0, 1, 3], [1, 0, 1, 0], [4, 4, 4, 4], 1.0, 0),  # the chain of client 2 is nearest with client 0
+        (
+            0,
+            [2, 3],
+            [1, 0, 1, 0],
+            [4, 4, 90, 88],
+            1.0,
+            3,
+        ),  # equal features; 92 is nearer to 90 samples than 94
+        (0, [1, 2, 3], [1, 9, 0, 1], [4, 4, 4, 4], 0.0, 2),  # only the least used ones are candidates
+        (0, [1, 3], [1, 9, 0, 1], [4, 4, 4, 4], 0.0, 3),  # of the idle ones
+    ],
+)
+def test_the_next_client_of_a_chain_balances_its_features_and_the_samples_of_all_chains(
+    row, idle, used, sizes, variance, client
+):
+    hyper, free = cabafl.Hyper(variance=variance), np.isin(np.arange(4), idle)
+    assert cabafl.next_client(hyper, row, jobs([0], [2]), free, np.array(used), FEATURES, np.array(sizes)) == client
+
+
+def after_a_return(federation, *, step, length, rank=0.25, refresh=50):
+    """The state after client 0 has returned the model of chain 0, which is 10; that of chain 1 is with client 2."""
+    problem = federation("linear", sizes=(4, 4, 4, 4), cohort=1).problem
+    problem = dataclasses.replace(problem, in_flight=2)
+    strategy = cabafl.build(cabafl.Hyper(length=length, rank=rank, refresh=refresh, variance=1.0), problem)
+    start = cabafl.State(
+        model={"w": np.float32(1)}, models={"w": jnp.array([2.0, 20.0])}, cache={"w": jnp.array([3.0, 30.0])},
+        step=np.array([step, 0]), chain=jobs([0], [2]), cached=jobs([0, 0], [1]), clients=np.array([0, 2]),
+        arrived=np.zeros(2, bool), used=np.array([1, 0, 1, 0]), features=FEATURES, measured=np.array(False),
+        cosines=np.pad([0.5, 0.9], (0, cabafl.MOST_RANKED - 2)).astype(np.float32), returns=np.int32(2),
+        version=np.int32(6),
+    )  # fmt: skip
+    cohort = strategy.select(start, None)
+    assert np.asarray(cohort.ids).tolist() == [0, 2]
+    cohort = Cohort(np.array([0]), np.array([4]), branches=jnp.array([0]))
+    state, _ = strategy.server_update(start, {"model": {"w": jnp.array([10.0])}}, cohort, 8, None)
+    assert state.models["w"].tolist() == [10, 20] and state.arrived.tolist() == [True, False]
+    return strategy.between_rounds(state, 9, jax.random.key(0), None)
+
+
+@pytest.mark.parametrize(
+    "step, length, rank, enters",
+    [(0, 4, 0.6, True), (0, 4, 0.7, False), (1, 4, 0.7, False), (2, 4, 0.7, True), (0, 5, 0.7, False)],
+)
+def test_a_returned_model_enters_the_cache_if_it_is_trained_or_balanced_enough(federation, step, length, rank, enters):
+    """Of the cosines 0.5, 0.9 and its own 0.8, two thirds are at most its own. Half of T clients always suffice."""
+    state, info = after_a_return(federation, step=step, length=length, rank=rank)
+    assert state.cache["w"].tolist() == [10 if enters else 3, 30]
+    assert state.cached.tolist() == jobs([0] if enters else [0, 0], [1]).tolist()
+    assert state.step.tolist() == [step + 1, 0]
+    assert state.clients.tolist() == [1, 2] and state.chain.tolist() == jobs([0, 1], [2]).tolist()  # client 2 is busy
+    assert state.used.tolist() == [1, 1, 1, 0] and not state.arrived.any()
+    assert int(state.returns) == 3 and state.cosines[:4].tolist() == pytest.approx([0.5, 0.9, 0.8, 0])
+    assert float(state.model["w"]) == 1 and float(info["version"]) == 6  # nothing is aggregated
+
+
+def test_at_the_end_of_a_chain_the_global_model_is_the_mean_of_the_cache_and_the_chain_starts_from_it(federation):
+    """Weights 4 / 0.2 and 4 / 0.4: (20 x 10 + 10 x 30) / 30."""
+    state, info = after_a_return(federation, step=1, length=2)
+    expected = (20 * 10 + 10 * 30) / 30
+    assert float(state.model["w"]) == pytest.approx(expected)
+    assert state.models["w"].tolist() == pytest.approx([expected, 20])
+    assert state.cache["w"].tolist() == pytest.approx([expected, 30])
+    assert float(info["version"]) == 7 and state.step.tolist() == [0, 0]
+    (client,) = np.flatnonzero(state.chain[0])
+    assert client == state.clients[0] != 2  # an idle client, alone in the new chain
 
 
 def test_with_one_client_per_chain_the_global_model_is_the_mean_of_the_cache():

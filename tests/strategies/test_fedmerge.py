@@ -1,11 +1,12 @@
 """FedMerge against its equations, and its special cases."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.strategies import fedmerge, fedprox
+from fedjax_mr.strategies import Cohort, fedmerge, fedprox
 from fedjax_mr.strategies.fedmerge import Hyper
 from fedjax_mr.testing.federations import first_cohort, random_like, tree_equal
 
@@ -47,6 +48,17 @@ def test_three_rounds_equal_the_equations(transcription):
         np.testing.assert_allclose(by_hand.progress.server.logits, logits, rtol=1e-4, atol=1e-5)
         for j, model in enumerate(models):
             by_hand.check(trees.take(by_hand.progress.server.models, j), model)
+
+
+def test_a_client_receives_its_own_mixture_of_the_models(federation):
+    """Clients 2 and 0 of the cohort (2, 0, 1): softmax(log 3, 0) = (3/4, 1/4), and (1/2, 1/2)."""
+    strategy = fedmerge.build(Hyper(models=2), federation("linear").problem)
+    logits = np.zeros((6, 2), np.float32)
+    logits[2] = np.log([3, 1])
+    state = fedmerge.State({"w": np.array([[4.0, 0.0], [8.0, 1.0]], np.float32)}, jnp.asarray(logits))
+    sent = strategy.dispatch(state, Cohort(jnp.array([2, 0, 1]), np.ones(3)), None)["model"]["w"]
+    np.testing.assert_allclose(sent, [[5, 0.25], [6, 0.5], [6, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(strategy.personal_part(state, 2)["w"], [5, 0.25], rtol=1e-6)
 
 
 def test_a_model_in_which_no_client_has_a_share_stays_as_it_was(federation):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.strategies import fedavg, fedmut
+from fedjax_mr.strategies import Cohort, fedavg, fedmut
 from fedjax_mr.strategies.fedmut import Hyper
 
 
@@ -19,6 +19,37 @@ def test_every_tensor_goes_forth_and_back_equally_often(count):
     np.testing.assert_array_equal(moves[:, 2 * pairs :], 0)
     if pairs:
         assert 0.3 < np.mean(moves[:, 0] > 0) < 0.7  # and which mutant does which is drawn for every tensor
+
+
+ONE = {"params": {"a": np.float32(1), "b": np.float32(10)}}
+LAST = {"params": {"a": np.float32(1), "b": np.float32(-100)}}
+
+
+def test_mutants_lie_a_radius_of_the_last_update_before_and_behind_the_model(federation):
+    """Radius 2 and b_t = 1/4: displacements of 2, -3/2 and, for the odd client, 0. The halves differ by tensor."""
+    strategy = fedmut.build(Hyper(radius=2.0), federation("linear").problem)
+    state, drawn = fedmut.State(ONE, LAST, np.float32(0.25)), set()
+    dispatch = jax.jit(strategy.dispatch)
+    for seed in range(6):
+        sent = dispatch(state, None, jax.random.key(seed))["model"]["params"]
+        moves = (np.asarray(sent["a"]) - 1) / 1, (np.asarray(sent["b"]) - 10) / -100
+        for each in moves:
+            np.testing.assert_allclose(sorted(each[:2]), [-1.5, 2], rtol=1e-6)
+            assert each[2] == 0
+        drawn.add((moves[0][0] > 0, moves[1][0] > 0))
+    assert len(drawn) > 2
+
+
+def test_the_server_keeps_the_uniform_mean_and_its_distance_from_the_last_model(federation):
+    """beta_0 (1 - t / T_b): from 0.4 down to 0 at round 4."""
+    strategy = fedmut.build(Hyper(beta=0.4, bound=4), federation("linear").problem)
+    uploads = {"model": {"params": {"a": jnp.array([1.0, 2, 6]), "b": jnp.array([0.0, 0, 9])}}}
+    cohort, state = Cohort(np.arange(3), np.array([1, 2, 99])), fedmut.State(ONE, LAST, np.float32(0.25))
+    for round, beta in ((0, 0.4), (1, 0.3), (4, 0.0), (9, 0.0)):
+        new, _ = strategy.server_update(state, uploads, cohort, jnp.int32(round), None)
+        assert [float(new.model["params"][name]) for name in "ab"] == [3, 3]
+        assert [float(new.change["params"][name]) for name in "ab"] == [2, -7]
+        assert float(new.beta) == pytest.approx(beta)
 
 
 def test_three_rounds_equal_the_equations(transcription):

@@ -113,6 +113,35 @@ def test_farthest_first_sends_a_finite_loss_in_the_first_round(federation, monke
     assert [int(each["cluster"]) for each in sent] == [0, 1, 2, 2]
 
 
+def test_farthest_first_opens_a_cluster_with_the_worst_served_client(problem):
+    """While fewer than k rounds are completed. Then clusters are means, weighted by samples."""
+    strategy = hypcluster.build(Hyper(clusters=2, start="farthest"), problem)
+    state = Models({"w": jnp.array([10.0, 20.0])})
+    cohort = Cohort(np.arange(3), jnp.array([1, 2, 5]))
+    uploads = {
+        "model": {"w": jnp.array([1.0, 4.0, 9.0])},
+        "cluster": jnp.array([1, 1, 1]),
+        "loss": jnp.array([2, 3, 1]),
+    }
+    expected = {1: 4.0, 2: (1 + 8 + 45) / 8}
+    for round, mean in expected.items():
+        new, _ = strategy.server_update(state, uploads, cohort, round, None)
+        assert new.models["w"].tolist() == pytest.approx([10, mean])
+
+
+def test_a_client_trains_the_model_of_the_lowest_mean_loss(problem, monkeypatch):
+    """The spy's losses are sums over ten samples: 3, 1 and 2 for the three models."""
+    monkeypatch.setattr(
+        local, "score", lambda model, number, data, batch_size: local.Score(number, number, jnp.float32(10))
+    )
+    monkeypatch.setattr(local, "train", lambda model, setting, variables, data, key: (variables + 0.5, None))
+    strategy = hypcluster.build(Hyper(clusters=3), problem)
+    with jax.disable_jit():
+        upload, _, _ = strategy.client_update({"models": np.array([3, 1, 2], np.float32)}, None, None, 0, None)
+        assert (float(upload["model"]), int(upload["cluster"])) == (1.5, 1)
+        assert float(strategy.personal_model(Models(np.array([3, 2, 1], np.float32)), None, None, None)) == 1
+
+
 def test_a_clients_own_model_is_the_one_that_fits_its_training_samples_best(transcription):
     by_hand = transcription("hypcluster", Hyper(clusters=3))
     models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]
