@@ -133,15 +133,15 @@ def test_three_rounds_equal_the_equations(transcription, hyper):
 @pytest.mark.parametrize(
     "name, after",
     [
-        # beta1 = 1/2, beta2 = 3/4, tau = 1, v = 1 at the start. Changes of 4 and 2, so m is 2 and then 2.
-        ("adam", (1 + 2 / (4.75**0.5 + 1), 1 + 2 / (4.75**0.5 + 1) + 2 / (4.5625**0.5 + 1))),
-        ("adagrad", (1 + 2 / (17**0.5 + 1), 1 + 2 / (17**0.5 + 1) + 2 / (21**0.5 + 1))),
-        ("yogi", (1 + 2 / (5**0.5 + 1), 1 + 2 / (5**0.5 + 1) + 2 / (4**0.5 + 1))),  # 5 > 4, so v falls by 1
+        # beta1 = 1/2, beta2 = 3/4, tau = 2, v = 4 at the start. Changes of 4 and 2, so m is 2 and then 2.
+        ("adam", (1 + 2 / (7**0.5 + 2), 1 + 2 / (7**0.5 + 2) + 2 / (6.25**0.5 + 2))),
+        ("adagrad", (1 + 2 / (20**0.5 + 2), 1 + 2 / (20**0.5 + 2) + 2 / (24**0.5 + 2))),
+        ("yogi", (1 + 2 / (8**0.5 + 2), 1 + 2 / (8**0.5 + 2) + 2 / (7**0.5 + 2))),  # 8 > 4, so v falls by 1
         ("momentum", (1 + 4, 1 + 4 + (4 / 2 + 2))),
     ],
 )
 def test_two_steps_from_the_old_model_by_hand(name, after):
-    optimizer = make_server_optimizer(name, lr=1.0, momentum=0.5, beta2=0.75, tau=1.0)
+    optimizer = make_server_optimizer(name, lr=1.0, momentum=0.5, beta2=0.75, tau=2.0)
     changes = iter([4.0, 2.0])
     inner = Strategy(
         init=lambda key: Counter({"params": jnp.ones(1)}),
