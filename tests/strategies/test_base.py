@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.strategies import Cohort, base
+from fedjax_mr.engine import local
+from fedjax_mr.strategies import STRATEGIES, Cohort, base
 from fedjax_mr.strategies.base import GlobalModel, Models, averaging, circulating
+from fedjax_mr.testing.federations import default_hyper
 
 
 def numbered(**fields):
@@ -147,3 +149,39 @@ def test_a_round_sends_one_parcel_a_client_each_way():
     traffic = base.usual_traffic(down, up)
     assert [(int(each.count), each.size) for each in (*traffic.down, *traffic.up)] == [(3, 28), (3, 20)]
     assert traffic.num_bytes() == (84, 60, 0) and base.usual_traffic({}, up).down == ()
+
+
+OF_ONE_MODEL = [
+    *("fedavg", "fedexp", "clusamp", "fedprox", "scaffold", "moon", "fedgen", "feddyn", "feddc", "fedntd", "fedlc"),
+    *("fedasam", "fedsam", "mofedsam", "fedgamma", "fedspeed", "fedsmoo", "fedswa", "fedmoswa"),
+    *("fedasync", "fedbuff", "fedsa", "centralized"),
+]
+
+
+@pytest.mark.parametrize("name", OF_ONE_MODEL)
+def test_a_client_trains_the_received_model_on_its_samples_with_its_key_and_uploads_the_result(tiny, monkeypatch, name):
+    """The training adds 1 to all numbers, and the received model consists of threes."""
+    calls = []
+
+    def run(local_step, setting, start, data, key):
+        calls.append((start, data, key))
+        one, trained = jnp.int32(1), jax.tree.map(lambda leaf: leaf + 1, start)
+        return trained, local.Metrics(jnp.float32(0), one, one, one - 2)
+
+    monkeypatch.setattr(local, "run", run)
+    row = STRATEGIES[name]
+    strategy = row.build(default_hyper(name), tiny.problem(width=2))
+    filled = lambda tree, number: jax.tree.map(lambda leaf: jnp.full(leaf.shape, number, leaf.dtype), tree)
+    payload = jax.eval_shape(
+        lambda key: strategy.dispatch(strategy.init(key), Cohort(jnp.arange(2), jnp.ones(2)), key), jax.random.key(0)
+    )
+    payload = filled(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), payload), 3)
+    memory = strategy.init_memory and filled(jax.eval_shape(strategy.init_memory, jax.random.key(0), jnp.int32(0)), 0)
+    own, key = tiny.client(client_id=1), jax.random.key(7)
+    upload, _, _ = strategy.client_update(payload, memory, own, jnp.int32(1), key)
+    ((start, data, used),) = calls
+    numbers = lambda tree: {float(number) for leaf in jax.tree.leaves(tree) for number in np.ravel(leaf)}
+    assert numbers(start[0] if name == "fedsmoo" else start) == {3}
+    assert numbers(upload["trained" if name == "centralized" else "model"]) == {4}
+    np.testing.assert_array_equal(jax.random.key_data(used), jax.random.key_data(key))
+    assert data.samples is own.samples and int(data.client_id) == 1

@@ -85,3 +85,13 @@ def test_more_rounds_above_the_lowest_loss_than_the_patience_stop_a_client(
     _, memory, metrics = tiny.train(strategy, {}, memory)
     assert int(metrics.steps) == trains and tiny.head(memory.model)[0, 0] == 0.5 * trains
     assert (float(memory.lowest), int(memory.above)) == (pytest.approx(expected[0]), expected[1])
+
+
+@pytest.mark.parametrize("patience", [None, 2])
+def test_a_client_trains_its_own_model_with_its_key(tiny, monkeypatch, patience):
+    monkeypatch.setattr(local, "held_out_loss", lambda *arguments, batch_size: jnp.float32(1.0))
+    monkeypatch.setattr(local, "train", lambda model, setting, variables, data, key: ((variables, key), "metrics"))
+    strategy, key = local_only.build(Hyper(patience), tiny.problem()), jax.random.key(7)
+    memory = Memory("own", jnp.float32(2.0), jnp.int32(0))
+    _, memory, metrics = strategy.client_update({}, memory, tiny.client(), jnp.int32(1), key)
+    assert (memory.model, metrics) == (("own", key), "metrics")
