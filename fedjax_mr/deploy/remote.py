@@ -192,8 +192,10 @@ class RemoteClients:
     def _read(self, client: int, reply: Content) -> Any:
         """A client's upload and metrics, checked.
 
+        A client whose training diverged has no valid upload. No reply of a single client ends the run at once.
+
         Raises:
-          UserError: they are malformed or not finite.
+          UserError: they are malformed, not finite, or too large for sums of squares.
         """
         upload, metrics = self._answer
         if self.exchange is not None:
@@ -206,10 +208,15 @@ class RemoteClients:
             raise UserError(f"its report has impossible numbers: {numbers}")
         if self._finite and not diverged and not np.isfinite(metrics.loss):
             raise UserError("its report has a loss that is not finite, but no step at which training diverged")
-        if diverged and self._finite and self.manager.policy.lost == "untrained":
-            raise UserError(f"its loss or weights are not finite since its local step {int(metrics.bad_step)}")
-        finite = self._finite and not diverged  # a client that reports divergence ends the run, as in a simulation
-        return wire.unpack(reply.get("upload", {}), upload, who="its upload", finite=finite), metrics
+        if self._finite and diverged:
+            raise UserError(
+                f"its loss or weights are not finite since its local step {int(metrics.bad_step)}: a smaller --lr or "
+                "--clip_norm may help"
+            )
+        upload = wire.unpack(reply.get("upload", {}), upload, who="its upload", finite=self._finite)
+        if self._finite and (names := too_large(upload)):
+            raise UserError(f"its upload: {names[0]!r} has numbers that are too large for sums of squares")
+        return upload, metrics
 
     # --- lost clients that count as untrained
 
@@ -296,6 +303,22 @@ class RemoteClients:
         rows = [answers.get(client, absent) for client in range(problem.num_clients)]
         found = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         return clients_of(found["test"], found["validation"], found["architecture"])
+
+
+def too_large(tree: Any) -> list[str]:
+    """The paths of the leaves whose sum of squares is not finite in their precision.
+
+    A mean of such numbers may be finite, but no client can train from it.
+    """
+
+    def is_large(leaf: Any) -> bool:
+        return jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(np.sum(np.square(np.asarray(leaf))))
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return [
+            jax.tree_util.keystr(path, simple=True, separator="/") or "tree" for path, leaf in leaves if is_large(leaf)
+        ]
 
 
 def _row(tree: Any, row: Any) -> Any:

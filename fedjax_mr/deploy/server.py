@@ -12,17 +12,18 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedjax_mr import registry
 from fedjax_mr.deploy.asynchronous import AsynchronousClients
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy, name_of_run
 from fedjax_mr.deploy.protocol import RemoteData, RunManifest, agreement, network_of, remote_data
-from fedjax_mr.deploy.remote import RemoteClients
+from fedjax_mr.deploy.remote import RemoteClients, too_large
 from fedjax_mr.deploy.samples import ServerSamples
 from fedjax_mr.deploy.transport import Messenger
 from fedjax_mr.engine.devices import set_up_jax
-from fedjax_mr.engine.round import Progress
+from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
@@ -211,8 +212,24 @@ class RemoteExperiment(Experiment):
 
     def start(self) -> tuple[Progress, int]:
         progress, done = super().start()
+        self._large_at_start = too_large(jax.device_get(progress.server))  # such as an infinite norm
         self._clients.resume(self.folder.path, done)
         return progress, done
+
+    def record_due(self, progress: Progress, report: Report, done: int, *, stop: bool = False) -> None:
+        """As `Experiment.record_due`, but a state from which no client could train is not saved.
+
+        Raises:
+          UserError: the server's state has become too large or not finite.
+        """
+        found = [] if self.config.allow_nonfinite else too_large(jax.device_get(progress.server))
+        if grown := [name for name in found if name not in self._large_at_start]:
+            raise UserError(
+                f"round {done}: the server's state has numbers that are not finite or too large ({grown[0]}), so it is "
+                f"not saved; the checkpoint of round {self.checkpoints.latest()} in {self.folder.path} is kept "
+                "(--robust or --dp_clip bounds what one client can do)"
+            )
+        super().record_due(progress, report, done, stop=stop)
 
     def _begin(self) -> None:
         super()._begin()
