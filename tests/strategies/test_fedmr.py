@@ -221,6 +221,18 @@ def line_of_layers(count, leaves_per_layer=2):
     )
 
 
+@pytest.mark.parametrize(
+    "hyper, units",
+    [
+        (fedmr.Hyper(unit="leaf"), ((3,), (2,), (1,), (0,))),
+        (fedmr.Hyper(unit="layer"), ((3, 2), (1, 0))),
+        (fedmr.Hyper(unit="segment", segment=1.0), ((3, 2, 1, 0),)),
+    ],
+)
+def test_the_unit_is_a_tensor_a_layer_or_a_segment_of_layers(hyper, units):
+    assert fedmr.recombination_units(hyper, line_of_layers(2)) == units
+
+
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 10, 42])
 @pytest.mark.parametrize("numerator, denominator", [(1, 10), (1, 5), (1, 4), (1, 3), (1, 2), (7, 10), (1, 1)])
 def test_segments_follow_the_papers_formula(count, numerator, denominator):

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.engine.samples import one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedavg, heterofl
 from fedjax_mr.strategies.heterofl import Hyper, covered_mean
+from fedjax_mr.testing.federations import tree_equal
 
 WIDTHS = (1.0, 0.4, 0.2)  # of the perceptron's five hidden units: 5, 2, 1
 HIDDEN = (5, 2, 1)
@@ -82,6 +84,52 @@ def test_the_mean_of_what_is_held_leaves_the_rest_bit_for_bit():
             expected = np.average(new[held, place], axis=0, weights=of_rows) if held.any() else old[place]
             np.testing.assert_allclose(result[place], expected, rtol=1e-5)
         np.testing.assert_array_equal(result[0], old[0])
+
+
+def test_a_client_trains_with_the_statistics_of_divided_inputs_and_uploads_those_of_undivided_ones(
+    federation, monkeypatch
+):
+    """Width 1/2: means are multiplied by 2 before the training and by 1/2 after it, variances by 4 and 1/4."""
+    each, problem = strategy(federation, "normed", widths=(0.5,))
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), problem.model.shapes())
+    seen = []
+
+    def train(model, setting, start, data, key, *, loss):
+        seen.append(start)
+        return start, None
+
+    monkeypatch.setattr(heterofl.local, "train", train)
+    data = one_client(problem.public)
+    upload, _, _ = each.client_update({"model": ones, "level": jnp.int32(0)}, None, data, 0, None)
+    statistics = seen[0]["batch_stats"]["body"]["norm"]
+    assert (float(statistics["mean"][0]), float(statistics["var"][0])) == (2, 4)
+    tree_equal(seen[0]["params"], ones["params"])
+    tree_equal(upload["model"], ones)
+
+
+def test_the_inputs_of_a_normalisation_are_divided_in_training(federation):
+    """Its running mean, which starts at 0, moves twice as far, and its variance, of zeros, four times."""
+    problem = federation("normed").problem
+    shapes = problem.model.shapes()
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes["params"])
+    state = {"batch_stats": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes["batch_stats"])}
+    x = jnp.asarray(problem.public.x).reshape(-1, 4, 4, 1)
+    after = lambda: problem.model.train_apply(params, state, x, mask=jnp.ones(len(x)), key=jax.random.key(0))[1]
+    plain = after()["batch_stats"]["body"]["norm"]
+    with heterofl.scaled(problem.layers, jnp.float32(0.5)):
+        divided = after()["batch_stats"]["body"]["norm"]
+    np.testing.assert_allclose(divided["mean"], 2 * plain["mean"], rtol=1e-5)
+    np.testing.assert_allclose(divided["var"], 4 * plain["var"], rtol=1e-5)
+
+
+def test_widths_are_dealt_to_clients_by_their_numbers(federation):
+    """Six clients and three widths: 0 and 1 are wide, 4 and 5 narrow, whatever their places in the cohort."""
+    each, problem = strategy(federation, "perceptron", widths=WIDTHS)
+    model = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), problem.model.shapes())
+    cohort = heterofl.Cohort(jnp.array([5, 0, 3], jnp.int32), jnp.ones(3))
+    sent = each.dispatch(heterofl.GlobalModel(model), cohort, None)
+    assert sent["level"].tolist() == [2, 0, 1]
+    assert np.count_nonzero(sent["model"]["params"]["hidden"]["dense"]["bias"], axis=1).tolist() == [1, 5, 2]
 
 
 @pytest.mark.slow
