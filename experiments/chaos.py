@@ -17,17 +17,26 @@ storage   Limits of file size and small file systems (if this user may mount the
 files     Forged datasets, partitions and files of run folders. Code 2 and one line, or 0 if the file is still valid.
 folders   Links and damage in the files of a run folder, read by resuming, by a table, by export. A link is rejected and
           its target unchanged. A changed digit or a swap is rejected in one line, or has no effect.
+adapters  Damage in the frozen base of a run with adapters, read by resuming, by export, by a new run. It is rejected in
+          one line, or has no effect on the bits.
+clocks    Runs in simulated time, with slow clients, deadlines and asynchronous clients, killed and resumed as in kills.
 flags     Invalid flags, made from the declarations of the settings. Code 2, one line, and no new file in the folder.
 processes Runs of two or three processes, one of which is killed, frozen or stopped. The others end with one line (code
           4, or 143), no process keeps the port, and the resumed run has the bits of an undisturbed one.
 sweeps    Sweeps of two runs: the sweep or the run is killed or stopped, or started twice, or loses a folder. The signal
           is named, and the same command again finishes all runs with the same bits.
+tune      Tunings whose search space or folder is forged, or that are killed or stopped. A forged space is rejected in
+          one line, and the same command again has the same results.
+slurm     Folders of sweeps on Slurm with forged files and links, beside commands of Slurm that say anything. No file is
+          executed or followed. The command ends without a traceback.
 surroundings
           Commands with closed or full streams, a deleted folder, an unusual user or environment. Runs have the same
           bits, no command prints a traceback, and a rejection ends with one line of this package.
 messages  Secure exchanges with one corrupted message: a SecureError immediately, without effects, or at the server.
 clients   Real clients with fake messages, one of which replies arbitrarily: a lost client, one printable line, and the
           same answers of the others.
+values    Real clients, one of which sends well-formed numbers that are extreme or not finite. It is lost, or the round
+          counts it; the run does not diverge, and what it saves is finite.
 servers   Real clients whose server sends arbitrary messages: an answer or one line, and the client works as before.
 
 Trials are forks of this process, which has imported everything but has not started JAX. Plots are not drawn.
@@ -50,12 +59,14 @@ from typing import NamedTuple
 import matplotlib.pyplot  # noqa: F401 (imported once, before the forks)
 import numpy as np
 import orbax.checkpoint  # noqa: F401
-from chaos_deploy import clients, servers
+from chaos_clocks import adapters, clocks
+from chaos_deploy import clients, servers, values
 from chaos_folders import folders
 from chaos_inputs import files, flags
 from chaos_messages import messages
 from chaos_processes import processes
 from chaos_runs import KILLED, Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
+from chaos_studies import slurm, tunings
 from chaos_surroundings import surroundings, sweeps
 
 from fedjax_mr.analysis import plots
@@ -81,12 +92,17 @@ ROWS = {
     "storage": Row(storage, 60, 18),
     "files": Row(files, 240, 14),
     "folders": Row(folders, 240, 10),
+    "adapters": Row(adapters, 60, 10),
+    "clocks": Row(clocks, 24, 14),
     "flags": Row(flags, 2000, 14),
     "sweeps": Row(sweeps, 12, 20),
+    "tune": Row(tunings, 60, 14),
+    "slurm": Row(slurm, 200, 6),
     "surroundings": Row(surroundings, 60, 20),
     "processes": Row(processes, 12, 10),
     "messages": Row(messages, 2400, 2),
     "clients": Row(clients, 700, 6),
+    "values": Row(values, 100, 4),
     "servers": Row(servers, 400, 6),
 }
 

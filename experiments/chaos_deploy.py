@@ -14,20 +14,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from chaos_messages import ODD
 from chaos_runs import World, Wrong
 
-from fedjax_mr.deploy import client, flower, protocol, server, transport
+from fedjax_mr.deploy import client, flower, protocol, relay, server, transport
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 
 CLIENTS = 4
-STEPS = ("join", "begin", "train", "evaluate")
+STEPS = tuple(kind for kind in client.KINDS if kind not in ("rejected", relay.KIND))  # of an honest federation
 TEXTS = (
     "\x1b[2J\x1b]0;x\x07", "a\nfedjax-mr: round 9: accuracy 1.0", "\u202e", "x" * 10**5, "[" * 10**5, "{}", "[1]",
     "null", "--flagfile=/etc/passwd", "--import=/etc/passwd", "'", "../..", "\ud800", "",
@@ -66,6 +67,8 @@ class Place:
         )
         progress, _ = self.clients.simulator.run(self.clients.simulator.init(), 1)
         self.expected = self.clients.test(progress)
+        if silent := set(STEPS) - {kind for kind, _ in self.messages}:
+            raise Wrong(f"this script is older than the protocol: nobody sent {' or '.join(sorted(silent))}")
         self.hostile = next(number for kind, number in self.replies if kind == "train")
 
     def honest(self, message: transport.Message) -> transport.Content:
@@ -118,7 +121,7 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
 
     # Replies are those of the first time: the manager is new, but its clients' work is the same.
     # The first time, the server rejected nobody, so there is no reply to "rejected" to repeat.
-    reply = lambda message: {} if message.kind == "rejected" else place.replies[message.kind, message.node - 100]
+    reply = lambda message: place.replies.get((message.kind, message.node - 100), {})
     manager = place.manager(reply, lost, faults)
     said = io.StringIO()
     ended = ""
@@ -173,6 +176,68 @@ def _forged(chance: random.Random) -> tuple[int, str]:
     return 1, "a forged array: taken"
 
 
+# --- Extreme values --------------------------------------------------------------------------------------------------
+
+EXTREME = (np.nan, np.inf, -np.inf, 3e38, -3e38, 1e30, -1e30, 1e20, 1e-45, 0.0, -0.0)
+
+
+def values(world: World, number: int, folder: Path) -> tuple[int, str]:
+    """Let one client send well-formed numbers that are extreme: the run goes on, and its state is finite."""
+    place, chance = _world(world), random.Random(f"{world.seed}/values/{number}")
+    record, lost = chance.choice(("upload", "upload", "metrics")), chance.choice(("untrained", "wait"))
+    bad_step = chance.choice((None, None, 0, 5))
+    value, few = chance.choice(EXTREME), chance.random() < 0.3
+    tried = f"{record} of {value}, in {'one number' if few else 'every number'}, bad_step {bad_step}, --lost={lost}"
+
+    def faults(message: transport.Message, before: int) -> transport.Fault:
+        if message.kind != "train" or message.node != 100 + place.hostile:
+            return None
+
+        def spoil(content: transport.Content) -> transport.Content:
+            records = {name: dict(each) for name, each in content.items()}
+            names = [name for name, each in records[record].items() if getattr(each, "dtype", None) == np.float32]
+            for name in chance.sample(names, 1) if few else names:
+                array = np.array(records[record][name])
+                array.flat[:: array.size if few else 1] = value
+                records[record][name] = array
+            if bad_step is not None:
+                records["metrics"] = {
+                    name: np.full_like(each, bad_step) if name.endswith("bad_step") else each
+                    for name, each in records["metrics"].items()
+                }
+            return records
+
+        return spoil
+
+    def answer(message: transport.Message) -> transport.Content:
+        return place.replies.get((message.kind, message.node - 100), {})
+
+    manager = place.manager(answer, lost, faults)
+    remote, said = place.clients, io.StringIO()
+    honest, remote.manager = remote.manager, manager
+    try:
+        with contextlib.redirect_stderr(said):
+            manager.wait_for_all()
+            manager.begin({})
+            progress, report = remote.simulator.run(remote.simulator.init(), 1)
+    except UserError as error:
+        if isinstance(error, DivergedError):
+            raise Wrong(f"{tried}: it ends the run: {error}") from None
+        if not str(error).isprintable():
+            raise Wrong(f"{tried}: {error!r}") from None
+        return 1, f"{tried}: refused"
+    except Exception:  # broad: any error other than a UserError is a failure of the trial, reported with its place
+        raise Wrong(f"{tried}: {traceback.format_exc()}") from None
+    finally:
+        remote.manager = honest
+    leaves = jax.tree.leaves(jax.device_get(progress.server))
+    if not all(np.isfinite(leaf).all() for leaf in leaves if np.asarray(leaf).dtype.kind == "f"):
+        raise Wrong(f"{tried}: the server's state is not finite:\n{said.getvalue()}")
+    if int(report.bad_step) >= 0:
+        raise Wrong(f"{tried}: the run counts as diverged:\n{said.getvalue()}")
+    return 1, tried
+
+
 # --- Hostile servers -------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +253,7 @@ def servers(world: World, number: int, folder: Path) -> tuple[int, str]:
     if chance.random() < 0.15:
         flags, how = f"{flags} {chance.choice(TEXTS)}", "flags"
     elif chance.random() < 0.1:
-        message, how = transport.dataclasses.replace(message, kind=chance.choice((*TEXTS, "relay"))), "kind"
+        message, how = transport.dataclasses.replace(message, kind=chance.choice((*TEXTS, *client.KINDS))), "kind"
     else:
         content, how = _spoiled(chance, message.content)
         message = transport.dataclasses.replace(message, content=content)

@@ -22,11 +22,9 @@ from chaos_runs import (
 
 from fedjax_mr import export, main
 from fedjax_mr.analysis import __main__ as analysis
+from fedjax_mr.experiment.folder import CONTENTS
 
-LINKS = (
-    "info", "imports", "analysis", "checkpoints", "metrics.jsonl", "summary.json", "config.json", "samples.json",
-    "partition.npz", "tensorboard", f"checkpoints/{ROUNDS - 1}", "info/3.npz", "imports/own.py", ".lock",
-)  # fmt: skip
+LINKS = (*CONTENTS, f"checkpoints/{ROUNDS - 1}", "info/3.npz", "imports/own.py", ".lock")
 DIGITS = ("metrics.jsonl", "summary.json", "config.json", "samples.json")
 SWAPS = ("checkpoints", "rows", "round", "impossible")
 
@@ -53,7 +51,7 @@ def folders(world: World, number: int, folder: Path) -> tuple[int, str]:
         what = _digit(chance, run, use) if kind == "digit" else _swap(chance, run)
         outside = {}
     tried = f"{what}, read by {use}"
-    ended = _ended(function, arguments, place)
+    ended = ended_in(function, arguments, place)
     try:
         require_one_line(ended)
         if kind == "link":
@@ -68,7 +66,7 @@ def folders(world: World, number: int, folder: Path) -> tuple[int, str]:
     return 1, tried
 
 
-def _ended(function: Callable[[Sequence[str]], int], arguments: Sequence[str], place: Path) -> Ended:
+def ended_in(function: Callable[[Sequence[str]], int], arguments: Sequence[str], place: Path) -> Ended:
     """Run a command in a fork of its own, in a folder: this process must not start JAX, as it forks again."""
 
     def inside() -> int:
@@ -152,12 +150,12 @@ def _require_no_effect(world: World, use: str, run: Path, place: Path, folder: P
             same = folder / "same" / "run"  # the table names folders
             shutil.rmtree(same.parent, ignore_errors=True)
             shutil.copytree(each, same)
-            said.append(_ended(analysis.main, ["table", str(same)], place).said)
+            said.append(ended_in(analysis.main, ["table", str(same)], place).said)
         if said[0] != said[1]:
             raise Wrong(f"another table:\n{said[0]}\nwithout the damage:\n{said[1]}")
         return
     expected = folder / "expected"
-    _ended(export.main, [str(world.straight), str(expected)], place)
+    ended_in(export.main, [str(world.straight), str(expected)], place)
     found = [json.loads((each / "network.json").read_text()) for each in (place / "exported", expected)]
     if found[0] != found[1] and fingerprint(run) != world.expected:
         raise Wrong(f"another network was exported: {found[0]}\nwithout the damage: {found[1]}")

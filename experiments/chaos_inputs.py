@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chaos_runs import ROUNDS, Ended, World, Wrong, require_one_line, settings, stopped
+from chaos_runs import PATIENCE, ROUNDS, Ended, World, Wrong, require_one_line, settings, stopped
 
 from fedjax_mr import main
 from fedjax_mr.analysis import __main__ as analysis
@@ -25,7 +25,7 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import Setting, settings_of
 from fedjax_mr.strategies import STRATEGIES
 
-IN_PROCESS = 120  # seconds after which a command in this process hangs
+IN_PROCESS = PATIENCE  # seconds after which a command in this process hangs
 
 
 def command(function: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path) -> Ended:
@@ -89,7 +89,7 @@ def files(world: World, number: int, folder: Path) -> tuple[int, str]:
     return 1, tried
 
 
-def _spoil(chance: random.Random, content: bytes) -> tuple[bytes, str]:
+def spoil(chance: random.Random, content: bytes) -> tuple[bytes, str]:
     """Make one thing wrong in a file's content: its bytes or, in JSON, a value."""
     with contextlib.suppress(ValueError):
         value = json.loads(content)
@@ -173,7 +173,7 @@ def _data_set(world: World, chance: random.Random, folder: Path) -> tuple[Callab
             arrays, tried = _arrays(chance, dict(archive))
         _npz(arrays, path)
     else:
-        content, tried = _spoil(chance, (world.folder / "tiny.npz").read_bytes())
+        content, tried = spoil(chance, (world.folder / "tiny.npz").read_bytes())
         path.write_bytes(content)
     return main.main, [*_short(world), f"--dataset={path}"], f"a data set, {tried}"
 
@@ -184,7 +184,7 @@ def _partition(world: World, chance: random.Random, folder: Path) -> tuple[Calla
     if kind == 0:
         tried = _forged_npz(chance, path, "train_index")
     elif kind == 1:
-        content, tried = _spoil(chance, valid.read_bytes())
+        content, tried = spoil(chance, valid.read_bytes())
         path.write_bytes(content)
     else:
         with np.load(valid) as archive:
@@ -203,7 +203,7 @@ def _leaf(world: World, chance: random.Random, folder: Path) -> tuple[Callable, 
         (place / part).mkdir(parents=True)
         (place / part / "all.json").write_text(json.dumps(whole))
     path = place / chance.choice(("train", "test")) / "all.json"
-    content, tried = _spoil(chance, path.read_bytes())
+    content, tried = spoil(chance, path.read_bytes())
     path.write_bytes(content)
     kept = [flag for flag in _short(world) if not flag.startswith(("--clients", "--cohort", "--partition", "--model"))]
     model = "logistic" if name == "femnist" else "lstm_shakespeare"
@@ -230,7 +230,7 @@ def _tfds(world: World, chance: random.Random, folder: Path) -> tuple[Callable, 
     whole = {"pythonClassName": f"{kind}.features_dict.FeaturesDict", "featuresDict": {"features": features}}
     contents = {"dataset_info.json": json.dumps(info).encode(), "features.json": json.dumps(whole).encode()}
     name = chance.choice(sorted(contents))
-    contents[name], tried = _spoil(chance, contents[name])
+    contents[name], tried = spoil(chance, contents[name])
     for part in ("train", "test"):
         contents[f"mnist-{part}.array_record-00000-of-00001"] = chance.randbytes(chance.choice((0, 10, 70_000)))
     for each, content in contents.items():
@@ -252,7 +252,7 @@ def _run_file(world: World, chance: random.Random, folder: Path) -> tuple[Callab
     path = run / "checkpoints" / str(ROUNDS - 1) / MANIFEST if name == "manifest.json" else run / name
     if not path.exists():  # the summary of a run that goes on
         path = run / "metrics.jsonl"
-    content, tried = _spoil(chance, path.read_bytes())
+    content, tried = spoil(chance, path.read_bytes())
     path.write_bytes(content)
     tried = f"{path.relative_to(run)} of a run, {tried}, read to {use}"
     short = [*_short(world), f"--dataset={world.folder / 'tiny.npz'}"]
@@ -297,7 +297,7 @@ def flags(world: World, number: int, folder: Path) -> tuple[int, str]:
     arguments = [*_short(world), f"--dataset={world.folder / 'tiny.npz'}", *good, *bad]
     if number % 100 == 99 and "\0" not in "".join(arguments):
         line = [sys.executable, "-m", "fedjax_mr.main", *arguments]
-        done = subprocess.run(line, cwd=place, capture_output=True, text=True, errors="replace", timeout=300)
+        done = subprocess.run(line, cwd=place, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
         ended = Ended(done.returncode, done.stdout + done.stderr)
     else:
         ended = command(main.main, arguments, place)

@@ -11,13 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-from chaos_runs import Child, World, Wrong, fingerprint, require_bits, settings
+from chaos_runs import PATIENCE, Child, World, Wrong, fingerprint, require_bits, settings
 
 from fedjax_mr.experiment.coordination import LINGER_SECONDS
 from fedjax_mr.experiment.folder import saved_round
 
 ROUNDS = 60
-ENDED_SECONDS = 60  # after which the others must have ended
+ENDED_SECONDS = PATIENCE  # after which the others must have ended
 LOST = 4
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP, "asked to stop": signal.SIGTERM}
 OTHERS = re.compile(r"\[Gloo\]|$|stopping after the current rounds")  # lines of a library, and of a stop
@@ -118,7 +118,7 @@ def _free_port() -> int:
 
 def _require_free(port: int) -> None:
     """Require that nobody listens at the coordinator's port any more, soon after the end of all processes."""
-    until = time.monotonic() + LINGER_SECONDS + 5
+    until = time.monotonic() + LINGER_SECONDS + 60
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
             socket.create_server(("127.0.0.1", port)).close()

@@ -26,7 +26,7 @@ from fedjax_mr.experiment.folder import read_rows, saved_round
 from fedjax_mr.strategies import STRATEGIES, on_any_network
 
 ROUNDS = 16
-PATIENCE = 300  # seconds after which a run hangs
+PATIENCE = 1800  # seconds after which a process hangs; on a busy machine a run takes many times longer
 FEW = {  # settings with which the server does little, and what a strategy needs
     "fedrep": ["--local_epochs=2"],  # one for the head, one for the rest
     "fedgen": ["--fedgen_steps=5", "--fedgen_batch_size=16", "--fedgen_hidden=16"],
@@ -188,12 +188,17 @@ KILLED = on_any_network()
 
 def kills(world: World, number: int, folder: Path) -> tuple[int, str]:
     """Kill runs of one strategy; return how many kills there were, and what was tried."""
-    chance = random.Random(f"{world.seed}/kills/{number}")
     strategy = KILLED[number]
     wanted = world.counts["kills"] // len(KILLED) + (number < world.counts["kills"] % len(KILLED))
-    arguments, run, done = settings(world, strategy), folder / "run", 0
     if not wanted:
         return 0, "fewer kills than strategies"
+    chance = random.Random(f"{world.seed}/kills/{number}")
+    return killed(world, chance, strategy, settings(world, strategy), wanted, folder), strategy
+
+
+def killed(world: World, chance: random.Random, what: str, arguments: Sequence[str], wanted: int, folder: Path) -> int:
+    """Kill runs with some flags and resume them; return how many kills there were."""
+    run, done = folder / "run", 0
     began = time.monotonic()
     to_the_end(arguments, folder / "straight")  # compiles, so that the runs to kill need not
     expected, length, moments = fingerprint(folder / "straight"), (time.monotonic() - began) / 2, []
@@ -211,8 +216,8 @@ def kills(world: World, number: int, folder: Path) -> tuple[int, str]:
             to_the_end(arguments, run)
             require_bits(run, expected)
         except Wrong as wrong:
-            raise Wrong(f"{strategy}, killed {', '.join(moments)}: {wrong}") from None
-    return done, strategy
+            raise Wrong(f"{what}, killed {', '.join(moments)}: {wrong}") from None
+    return done
 
 
 def _moment(chance: random.Random, run: Path, length: float) -> tuple[str, Callable[[], bool]]:
@@ -288,7 +293,12 @@ def _used(folder: Path) -> int:
 
 def stopped(world: World, run: Path, round: int) -> None:
     """Make the folder of a run that was stopped after a round, from the uninterrupted one."""
-    shutil.copytree(world.straight, run)
+    stopped_from(world.straight, run, round)
+
+
+def stopped_from(straight: Path, run: Path, round: int) -> None:
+    """Make the folder of a run that was stopped after a round, from one that kept all checkpoints."""
+    shutil.copytree(straight, run)
     (run / "summary.json").unlink()
     for path in (run / "checkpoints").iterdir():
         if int(path.name) > round or int(path.name) < round - 1:

@@ -22,7 +22,8 @@ SETPRIV, RMDIR = shutil.which("setpriv"), shutil.which("rmdir")  # a trial may t
 REFUSED, CLOSED_PIPE, CANNOT_EXECUTE = 2, 141, (126, 127)
 
 
-def _command(module: str, *arguments: str) -> list[str]:
+def command_of(module: str, *arguments: str) -> list[str]:
+    """The command line of a module of the package."""
     return [sys.executable, "-m", f"fedjax_mr.{module}", *arguments]
 
 
@@ -52,15 +53,15 @@ def sweeps(world: World, number: int, folder: Path) -> tuple[int, str]:
     when, delay = chance.randrange(ROUNDS - 2), chance.uniform(0, 0.5)
     tried = f"{kind} {delay:.2f} s after round {when} of the first run"
     flags = [flag for flag in settings(world, "fedmr") if not flag.startswith("--strategy")]
-    command = _command("sweep", *flags, "--strategies=fedmr,fedavg", f"--sweep_dir={folder / 'sweep'}")
+    command = command_of("sweep", *flags, "--strategies=fedmr,fedavg", f"--sweep_dir={folder / 'sweep'}")
     try:
-        with _started(command, folder / "first.log") as (process, ended):
+        with started(command, folder / "first.log") as (process, ended):
             run = _first_run(folder / "sweep", process)
-            _wait(lambda: process.poll() is not None or (saved_round(run) or 0) >= when, ended)
+            wait(lambda: process.poll() is not None or (saved_round(run) or 0) >= when, ended)
             time.sleep(delay)
             _disturb(kind, process, run, command, folder)
             _require_named(kind, ended())
-        _wait(lambda: not is_taken(run), ended)  # a run ends with its sweep, and saves before
+        wait(lambda: not is_taken(run), ended)  # a run ends with its sweep, and saves before
         again = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
         if again.returncode or "Traceback" in again.stderr:
             raise Wrong(f"left alone, the sweep ends with {Ended(again.returncode, again.stdout + again.stderr)}")
@@ -74,7 +75,7 @@ def sweeps(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def _started(command: list[str], log: Path) -> Any:
+def started(command: list[str], log: Path) -> Any:
     """Yield a process whose output goes to a file, and a function that waits for its end."""
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
@@ -94,13 +95,18 @@ def _started(command: list[str], log: Path) -> Any:
 def _first_run(folder: Path, process: subprocess.Popen) -> Path:
     """The folder of the run that the sweep trains first, once it exists."""
     found: list[Path] = []
-    _wait(lambda: bool(found.extend(folder.glob("fedmr-*/config.json")) or found or process.poll() is not None))
+    wait(lambda: bool(found.extend(folder.glob("fedmr-*/config.json")) or found or process.poll() is not None))
     if not found:
         raise Wrong(f"the sweep ended without a run, code {process.returncode}")
     return found[0].parent
 
 
-def _wait(until: Callable[[], bool], ended: Callable[[], Ended] | None = None) -> None:
+def wait(until: Callable[[], bool], ended: Callable[[], Ended] | None = None) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+      Wrong: it takes too long.
+    """
     deadline = time.monotonic() + PATIENCE
     while not until():
         if time.monotonic() > deadline:
@@ -110,7 +116,7 @@ def _wait(until: Callable[[], bool], ended: Callable[[], Ended] | None = None) -
 
 def _disturb(kind: str, process: subprocess.Popen, run: Path, command: list[str], folder: Path) -> None:
     if kind == "two sweeps":
-        with _started(command, folder / "second.log") as (_, ended):
+        with started(command, folder / "second.log") as (_, ended):
             other = ended()
         if other.code not in (0, REFUSED) or "Traceback" in other.said:
             raise Wrong(f"the second sweep ends with {other}")
@@ -168,9 +174,9 @@ def surroundings(world: World, number: int, folder: Path) -> tuple[int, str]:
     stranger = chance.random() < 0.3 and os.getuid() == 0 and SETPRIV is not None
     run = folder / "run" if number % 3 == 0 else None
     if run is not None:
-        command = _command("main", *settings(world, "fedmr"), f"--run_dir={run}")
+        command = command_of("main", *settings(world, "fedmr"), f"--run_dir={run}")
     else:
-        command = _command(*chance.choice(OTHERS))
+        command = command_of(*chance.choice(OTHERS))
     tried = f"{' '.join(command[2:5])} {output} {errors} {closed} in a folder {place or 'as usual'}, {environment}"
     tried += ", by a user without an entry" * stranger
     log = folder / "said"

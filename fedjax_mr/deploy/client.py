@@ -74,6 +74,9 @@ class NodeSettings(NamedTuple):
         return cls(settings["client-id"], Path(settings["data"]), Path(settings["state"]), *own.values())
 
 
+KINDS = ("join", "rejected", "begin", "train", "evaluate", relay.KIND)
+"""The kinds of messages that a client answers. All but the last are methods of `Client`."""
+
 _A = {int: "a whole number", str: "a text"}
 
 
@@ -81,7 +84,7 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
     """Answer a message of the server.
 
     Args:
-      message: message of the kind ``join``, ``rejected``, ``begin``, ``train``, ``evaluate`` or ``relay``.
+      message: message of one of the `KINDS`.
       node_settings: settings of this node (`NodeSettings`).
       run_settings: configuration of the app: ``flags`` for the run.
 
@@ -94,15 +97,12 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
         manifest, flags = RunManifest.of(message.content), str(run_settings["flags"])
         set_up_jax(devices=1, cohort_size=1)
         client = Client(node, manifest, protocol.trusted_flags(flags, node.imports))
-        answers: dict[str, Callable[[Message], Content]] = {
-            "join": client.join, "begin": client.begin, "train": client.train, "evaluate": client.evaluate,
-            "rejected": client.rejected,
-            relay.KIND: functools.partial(client.relay, settings=node_settings),
-        }  # fmt: skip
-        if message.kind not in answers:
+        if message.kind not in KINDS:
             raise UserError(f"unknown request {message.kind!r}: is the server of another version?")
         with client.storage:
-            return answers[message.kind](message)
+            if message.kind == relay.KIND:
+                return client.relay(message, settings=node_settings)
+            return getattr(client, message.kind)(message)
     except UserError as error:
         line = str(error) if str(error).startswith(f"{who} ") else f"{who}: {error}"
     except Exception as error:  # broad: for any message, the server gets one line, and this node's log the traceback

@@ -172,6 +172,11 @@ def _submit(executor: Any, batches: Sequence[Sequence[PlannedRun]]) -> list[str]
             # As text, because a node has not yet imported the files of --import.
             described = [[(configuration.to_flags(run.config), str(run.folder)) for run in runs] for runs in batches]
             jobs = [executor.submit(train_in_job, runs, str(executor.folder)) for runs in described]
+    except _submitit().core.utils.FailedSubmissionError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"sbatch gave no number of a job ({reason}): squeue shows whether it has submitted one"
+        ) from None
     except _submitit().core.utils.FailedJobError as error:
         words = [line.removeprefix("sbatch: error: ") for line in str(error).splitlines() if line.strip()]
         raise UserError(f"Slurm rejects the jobs: {'; '.join(words)} (see the flags --slurm_...)") from None

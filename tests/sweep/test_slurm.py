@@ -172,6 +172,7 @@ def test_a_job_that_leaves_the_queue_without_a_result_has_aborted(commands, caps
     ("scripts", "said"),
     [
         ({"sbatch": "echo 'sbatch: error: invalid partition specified: no' >&2; exit 1"}, "rejects the jobs: invalid"),
+        ({"sbatch": "echo no number"}, "sbatch gave no number of a job (Could not make sense"),
         (
             {"squeue": "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1"},
             "Slurm does not answer: slurm_load",
