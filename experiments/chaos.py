@@ -182,14 +182,18 @@ def run(options: argparse.Namespace) -> int:
             print(f"{row:14}{tried:8,}{len(wrong):8,}{left:10,}{spent:9.0f}", flush=True)
             for what, count in collections.Counter(each["what"] for each in told if not each["tried"]).items():
                 print(f"    {count} not tried: {what}", flush=True)
-            failures += [(row, each) for each in wrong]
-    for row, each in failures:
-        last = [line[:300] for line in each["wrong"].splitlines()]
-        shown = last if len(last) <= 12 else [*last[:3], "...", *last[-8:]]
-        print(f"\n{row}: {shown[0]}", *(f"    | {line}" for line in shown[1:]), sep="\n")
-        again = "".join(f" --{name}={count}" for name, count in counts.items() if name == row)
-        print(f"    again: chaos.py --seed={options.seed} --only={row}{again} --trial={each['number']}")
+            failures += wrong
+            for each in wrong:
+                _describe(row, each, f"--seed={options.seed} --only={row} --{row}={counts[row]}")
     return 1 if failures else 0
+
+
+def _describe(row: str, failed: dict, flags: str) -> None:
+    """Print what failed, its last lines, and the command that repeats it."""
+    last = [line[:300] for line in failed["wrong"].splitlines()]
+    shown = last if len(last) <= 12 else [*last[:3], "...", *last[-8:]]
+    print(f"\n{row}: {shown[0]}", *(f"    | {line}" for line in shown[1:]), sep="\n")
+    print(f"    again: chaos.py {flags} --trial={failed['number']}\n", flush=True)
 
 
 def read(arguments: Sequence[str] | None = None) -> argparse.Namespace:
