@@ -1,0 +1,60 @@
+"""Models that circulate among clients and are never combined, and what all methods with such models share."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_mr.strategies import STRATEGIES, base, indep
+from fedjax_mr.strategies.base import Cohort, Models
+from fedjax_mr.testing.federations import default_hyper
+
+MODELS = {"params": {"a": jnp.array([1.0, 2.0, 6.0]), "b": jnp.array([5.0, 7.0, 0.0])}}
+NEW = {"params": {"a": jnp.array([3.0, 3.0, 0.0]), "b": jnp.array([1.0, 1.0, 4.0])}}
+COHORT = Cohort(jnp.array([4, 0, 2]), jnp.array([1, 9, 5]))
+
+
+def test_every_model_is_stored_as_it_was_uploaded_and_only_their_uniform_mean_is_deployed(federation):
+    strategy = indep.build(None, federation("linear").problem)
+    state, _ = strategy.server_update(Models(MODELS), {"model": NEW}, COHORT, 0, None)
+    for name in "ab":
+        assert state.models["params"][name].tolist() == NEW["params"][name].tolist()
+    deployed = strategy.global_model(state)["params"]
+    assert (float(deployed["a"]), float(deployed["b"])) == (2, 2)
+
+
+def test_all_models_are_tested_one_by_one(federation):
+    assert indep.build(None, federation("linear").problem).individual_models(Models(MODELS)) is MODELS
+
+
+@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "cabafl"])
+def test_the_jth_client_of_the_cohort_receives_the_jth_model(federation, name):
+    """Or, if clients are asynchronous, the model of its branch."""
+    state = Models(MODELS)
+    for cohort, sent in ((COHORT, [1, 2, 6]), (COHORT._replace(branches=jnp.array([2, 0, 1])), [6, 1, 2])):
+        problem = federation("linear").problem
+        payload = STRATEGIES[name].build(default_hyper(name), problem).dispatch(state, cohort, jax.random.key(0))
+        assert payload["model"]["params"]["a"].tolist() == sent
+
+
+@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "cabafl", "gitfl", "fedmut"])
+def test_a_client_trains_the_received_model_on_its_data_and_uploads_the_result(federation, monkeypatch, name):
+    monkeypatch.setattr(base.local, "train", lambda model, setting, *received: (received, "metrics"))
+    strategy = STRATEGIES[name].build(default_hyper(name), federation("linear").problem)
+    upload = strategy.client_update({"model": "received"}, "memory", "data", 0, "key")
+    assert upload == ({"model": ("received", "data", "key")}, "memory", "metrics")
+
+
+def test_models_start_as_copies_and_on_request_as_independent_initialisations(federation):
+    """As many as there are clients in a round, or clients in flight."""
+    problem = federation("linear").problem
+    starts = lambda problem, key: (base.copies_of_one(problem, key), base.independent_starts(problem, key))
+    for shape in jax.tree.leaves(jax.eval_shape(lambda key: starts(problem, key), jax.random.key(0))):
+        assert shape.shape[0] == 3
+    in_flight = dataclasses.replace(problem, in_flight=5)
+    both = jax.jit(lambda key: starts(in_flight, key))(jax.random.key(0))
+    copies, different = (np.asarray(models["params"]["classifier"]["dense"]["kernel"]) for models in both)
+    assert len(copies) == len(different) == 5
+    assert len(np.unique(copies, axis=0)) == 1 and len(np.unique(different, axis=0)) == 5
