@@ -58,12 +58,13 @@ class Spy:
     """The programs of a reassembler, which compile nothing: results are looked up instead of computed."""
 
     def __init__(self, *, activations=None, logits=None):
-        self._activations, self._logits, self.tuned = activations, logits, []
+        self._activations, self._logits, self.tuned, self.probes = activations, logits, [], []
 
     def init(self, module, shape, key):
         return Piece(module, {}, inherited=False)
 
     def activations(self, chain, samples):
+        self.probes.append(samples)
         return self._activations(chain)
 
     def train(self, chain, samples, key, *, stitches_only=False, **options):
@@ -151,6 +152,32 @@ def test_blocks_are_grouped_by_the_similarity_of_their_inputs_and_of_their_outpu
     by = lambda *tables: with_first(groups.k_medoids(1 / sum(tables), 2))
     assert with_first(result.groups) == by(entering, leaving)
     assert by(entering, leaving) not in (by(entering, entering), by(leaving, leaving))
+
+
+def test_blocks_are_compared_on_a_random_part_of_the_public_samples(thin):
+    """Without labels, and the same for all networks."""
+    problem, networks = thin
+    same = np.random.default_rng(0).normal(size=(3, 6, 4))
+    reassembler = with_spy(
+        problem, Hyper(samples=6, **QUICK), activations=lambda chain: same, logits=lambda *_: np.ones((2, 3))
+    )
+    drawn = []
+    for seed in range(2):
+        reassembler.reassemble(networks, networks, jax.random.key(seed))
+        one, other = (np.asarray(probe.x) for probe in reassembler.programs.probes[-2:])
+        np.testing.assert_array_equal(one, other)
+        public = [row.tobytes() for row in np.asarray(problem.public.x)]
+        drawn.append({public.index(row.tobytes()) for row in one})
+        assert len(drawn[-1]) == len(one) == 6
+    assert drawn[0] != drawn[1] and all(probe.y is None for probe in reassembler.programs.probes)
+
+
+def test_the_server_keeps_the_networks_of_the_last_round_alone(federation):
+    strategy = pfedhr.build(Hyper(**QUICK), federation("thin").problem)
+    state = pfedhr.State(jnp.array([0, 1, 2, -1, -1, -1]), "old", None, jnp.array([0, 7, 7, 7, 0, 7]))
+    state, info = strategy.server_update(state, {"model": "new"}, Cohort(jnp.array([4, 0, 2]), None), 0, None)
+    assert state.rows.tolist() == [1, -1, 2, -1, 0, -1] and state.models == "new"
+    assert float(info["taught"]) == 1  # client 2
 
 
 def test_a_client_is_taught_by_the_candidate_that_is_most_similar_to_its_own_network(federation, monkeypatch):

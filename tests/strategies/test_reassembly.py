@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fedjax_mr import models
 from fedjax_mr.engine.samples import Samples
 from fedjax_mr.errors import UserError
+from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import ConvBlock, DenseBlock, head
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
 from fedjax_mr.strategies.pfedhr.chains import Block, Piece, PiecePrograms
@@ -149,6 +150,13 @@ def test_k_medoids_leaves_no_group_empty_and_no_better_exchange(size, count, see
     labels = groups.k_medoids(table, count)
     assert set(labels.tolist()) == set(range(min(count, size)))
     np.testing.assert_array_equal(labels, groups.k_medoids(table, count))
+
+
+def test_k_medoids_swaps_the_medoids_that_were_best_one_by_one():
+    """Of six points on a line, the best single medoid is 2, then 4. But 1 and 4 together are nearer to all."""
+    points = np.arange(6.0)
+    labels = groups.k_medoids(np.abs(points[:, None] - points), 2)
+    assert labels[0] == labels[1] == labels[2] != labels[3] == labels[4] == labels[5]
 
 
 def test_k_medoids_finds_clusters_and_keeps_twins_together():
@@ -397,6 +405,29 @@ def test_training_learns_and_changes_nothing_else(zoo, programs):
     equal = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
     equal(before, [piece.variables for piece in chain])
     equal([piece.variables for piece in trained], [piece.variables for piece in again])
+
+
+def test_inherited_pieces_are_frozen_with_their_statistics_if_only_stitches_are_tuned():
+    """An inherited normalisation, whose running mean otherwise moves by a tenth to the mean (4, 8), and a new head."""
+    x = jnp.array([[0.0, 8], [8, 8], [4, 8]])
+    public = Samples(x, jnp.array([0, 1, 1]), jnp.ones(1), jnp.zeros(1))
+    programs = PiecePrograms(lr=0.1)
+    statistics = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
+    params = {"scale": jnp.ones(2), "bias": jnp.zeros(2)}
+    inherited = Piece(layers.BatchNorm(), {"params": params, "batch_stats": statistics})
+    new = programs.init(head(2, initialisation="torch"), (2,), jax.random.key(0))
+
+    def largest_step(old, new):
+        pairs = zip(*(jax.tree.leaves(piece.variables["params"]) for piece in (old, new)), strict=True)
+        return max(float(abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+    for frozen in (True, False):
+        options = {"epochs": 1, "batch_size": 3, "stitches_only": frozen}
+        trained = programs.train((inherited, new), public, jax.random.key(1), **options)
+        assert largest_step(new, trained[1]) == pytest.approx(0.1, abs=1e-3)  # the first step of Adam is its rate
+        assert largest_step(inherited, trained[0]) == pytest.approx(0.0 if frozen else 0.1, abs=1e-3)
+        mean = trained[0].variables["batch_stats"]["mean"]
+        np.testing.assert_allclose(mean, [0, 0] if frozen else [0.4, 0.8], rtol=1e-5)
 
 
 @pytest.mark.slow
