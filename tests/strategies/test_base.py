@@ -112,6 +112,17 @@ def test_averaging_trains_by_the_given_training_and_keeps_other_fields_of_the_st
     )
 
 
+@pytest.mark.parametrize("weights, mean", [("samples", 3.0), ("uniform", 2.0)])
+def test_averaging_weights_models_by_samples_or_equally_and_deploys_the_mean(weights, mean):
+    problem: Any = numbered()
+    strategy = averaging(problem, weights=weights)
+    uploads = {"model": {"params": {"w": jnp.array([0.0, 4.0])}}}
+    cohort = Cohort(jnp.array([2, 0]), jnp.array([1, 3]))
+    state, info = strategy.server_update(GlobalModel({"params": {"w": jnp.array(9.0)}}), uploads, cohort, 0, None)
+    assert float(w_of(strategy.global_model(state))) == mean and info == {}
+    np.testing.assert_array_equal(w_of(strategy.dispatch(state, cohort, None)["model"]), [mean, mean])
+
+
 def test_the_models_of_each_network_are_counted_with_its_bytes():
     model = SimpleNamespace(
         num_bytes=lambda: np.array([100, 7]), architecture=lambda models: models["architecture"].astype(jnp.int32)

@@ -104,8 +104,8 @@ def test_the_worst_neighbour_lies_along_the_gradient_scaled_twice():
 
 
 def test_the_gradient_of_zero_weights_is_taken_at_the_worst_neighbour(tiny):
-    """With eta = 1 all scales are 1. The gradient (-1/2, 1/2) has length 1/sqrt(2); at ln 3 / 2 along it p is 1/4."""
-    hyper = Hyper(rho=np.sqrt(2) * np.log(3) / 2, eta=1.0)
+    """With eta = 2 all scales are 2, and g = (-1/2, 1/2): 4 rho g / |2 g| = ln 3 (-1/2, 1/2), where p is 1/4."""
+    hyper = Hyper(rho=np.log(3) / (2 * np.sqrt(2)), eta=2.0)
     upload, _, _ = tiny.train(fedasam.build(hyper, tiny.problem()), {"model": tiny.model(np.zeros((2, 2)))})
     np.testing.assert_allclose(tiny.head(upload["model"]), [[3 / 4, -3 / 4], [0, 0]], rtol=1e-5)
 
