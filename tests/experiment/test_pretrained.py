@@ -72,6 +72,15 @@ def test_refusals(changes, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"num_classes": 1e999}', '{"num_classes": "x"}', "[" * 100_000], ids=len
+)
+def test_a_damaged_description_of_an_exported_network_is_one_line(content, tmp_path):
+    (tmp_path / "network.json").write_text(content)
+    with pytest.raises(UserError, match=r"network.json is damaged \(.*\): export the network again"):
+        start._exported(str(tmp_path), {})
+
+
 def test_variables_and_pretrained_exclude_each_other():
     with pytest.raises(UserError, match="exclude each other"):
         build_model(Config(model="started", pretrained="folder"), texts(), variables={"params": {}})

@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -164,6 +166,24 @@ def test_pretrained_weights_of_another_network_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match=r"config.json is damaged"):
         read()
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("float8"), OverflowError("too long"), MemoryError(), RuntimeError("a\nb")]
+)
+def test_weights_that_no_parser_understands_are_one_line(error, tmp_path, monkeypatch):
+    """safetensors and NumPy raise many kinds for the headers that a file may have."""
+
+    def load_file(path):
+        raise error
+
+    numpy = types.SimpleNamespace(load_file=load_file)
+    monkeypatch.setitem(sys.modules, "safetensors", types.SimpleNamespace(numpy=numpy))
+    (tmp_path / "model.safetensors").touch()
+    write_config(tmp_path)
+    with pytest.raises(UserError, match=r"model.safetensors is damaged or of another kind \(.*\)$") as caught:
+        pretrained.bert(tmp_path, heads=2, depth=2)
+    assert "\n" not in str(caught.value)
 
 
 def test_pretrained_weights_are_read(tmp_path):
