@@ -11,6 +11,7 @@ import fedjax_mr as fmr
 from fedjax_mr import data, models
 from fedjax_mr.analysis import runs
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import pretrained as exported
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.checkpoint import read_arrays, save_arrays
 from fedjax_mr.experiment.config import Config
@@ -78,7 +79,7 @@ def test_refusals(changes, message):
 def test_a_damaged_description_of_an_exported_network_is_one_line(content, tmp_path):
     (tmp_path / "network.json").write_text(content)
     with pytest.raises(UserError, match=r"network.json is damaged \(.*\): export the network again"):
-        start._exported(str(tmp_path), {})
+        exported._exported(str(tmp_path), {})
 
 
 def test_variables_and_pretrained_exclude_each_other():
