@@ -3,6 +3,7 @@
 A new source is one file and one row of `SOURCES`.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def is_file(name: str) -> bool:
 
 
 def load(
-    name: str,
+    name: str | os.PathLike[str],
     *,
     data_dir: str | None = None,
     label_mode: str = "fine",
@@ -78,6 +79,7 @@ def load(
     Raises:
       UserError: the name is unknown, files are missing or damaged, or the samples cannot be trained on.
     """
+    name = os.fspath(name)
     if registry.is_supplied(name):
         raise registry.not_passed("dataset", name)
     base = name.partition("/")[0]

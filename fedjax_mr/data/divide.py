@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
+from fedjax_mr.data import inputs
 from fedjax_mr.data import partition as partitions
 from fedjax_mr.data import partition_file as partition_files
 from fedjax_mr.data.federated import Dataset, FederatedData, PartitionPlan, Public, Split
@@ -69,9 +70,9 @@ def federate(
         arguments except ``num_clients`` and ``public_labels``; a .json file replaces the partition alone.
 
     Raises:
-      UserError: the dataset is not a `Dataset`, the partition is unknown, a setting is out of range, there are more
-        clients than samples, a client has no samples, clients that share samples would be tested on training samples of
-        others, or the partition file does not match.
+      UserError: the dataset is not a `Dataset`, or cannot be trained on (`Dataset.check`); the partition is unknown, a
+        setting is out of range, there are more clients than samples, a client has no samples, clients that share
+        samples would be tested on training samples of others, or the partition file does not match.
     """
     if not isinstance(dataset, Dataset):
         raise UserError(
@@ -99,7 +100,13 @@ def federate(
             f"validation_share={validation_share:g} and client_test_share={client_test_share:g} leave no training "
             "samples; their sum must be below 1"
         )
-    notes: list[str] = []
+    dataset.check()
+    notes = [*inputs.notes(dataset)]
+    if (dataset.y == dataset.y[0]).all():
+        notes.append(
+            f"all {len(dataset.y)} training samples of {dataset.name} have label {dataset.y[0]}, so there is nothing "
+            "to learn, whatever the accuracy is"
+        )
     if partition_file and not partition_file.endswith(".json"):
         plan = partition_files.read(partition_file, dataset=dataset)
         _check_count(partition_file, int((~plan.held_out).sum()), num_clients)
@@ -352,8 +359,13 @@ def with_public(federated: FederatedData, other: Dataset, *, labels: bool, seed:
         raise UserError(
             f"{len(public.x)} public samples are needed, but {other.name} has only {len(other.y)} training samples"
         )
+    inputs.refuse_other_units(dataset.name, dataset.x, other.x, f"public ({other.name})")
+    notes = tuple(inputs.other_spread(dataset, other.x, f"public ({other.name})"))
+    for note in notes:
+        logging.warning("%s", note)
     rows = _stream(seed, "public").choice(len(other.y), len(public.x), replace=False)
-    return dataclasses.replace(federated, public=Public(other.x[rows], other.y[rows] if labels else None))
+    public = Public(other.x[rows], other.y[rows] if labels else None)
+    return dataclasses.replace(federated, public=public, notes=federated.notes + notes)
 
 
 def _federation(dataset: Dataset, plan: PartitionPlan, members: np.ndarray) -> FederatedData:

@@ -136,9 +136,3 @@ class Facts:
 
 def _numbers(shape: tuple[int, ...]) -> str:
     return ", ".join(map(str, shape))
-
-
-def scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The normalisation (pixel - mean) / std as a factor and a summand, each [channels] or [1]."""
-    unit = 255.0 if np.dtype(dtype) == np.uint8 else 1.0
-    return (1 / (unit * np.array(std))).astype(np.float32), (-np.array(mean) / np.array(std)).astype(np.float32)

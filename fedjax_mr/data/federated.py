@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_mr import registry
+from fedjax_mr.data import inputs
 from fedjax_mr.errors import UserError
 
 COUNTED_TOGETHER = 65_536  # clients whose labels are counted at a time, so that the table of a million takes no more
@@ -85,7 +86,8 @@ class Dataset:
 
         Raises:
           UserError: names the first fault: no samples, different lengths, samples without values, labels outside
-            0..C-1, too many classes, values that are not finite.
+            0..C-1, too many classes, values that are not finite, test samples of another kind or unit, or a
+            normalisation that does not fit the samples.
         """
         if self.num_classes > MOST_CLASSES:
             raise UserError(
@@ -104,12 +106,13 @@ class Dataset:
                 raise UserError(f"{where} needs one integer label per sample, not {y.dtype} of shape {y.shape}")
             if bad := first_position((y < 0) | (y >= self.num_classes)):
                 raise UserError(f"{where} has label {y[bad[0]]} in row {bad[0]}, outside 0..{self.num_classes - 1}")
-            if np.issubdtype(x.dtype, np.floating) and (bad := first_position(~np.isfinite(x))):
-                raise UserError(f"{where} has a value that is not finite ({x[bad]}) in row {bad[0]}")
+            inputs.refuse_not_finite(where, x)
         if self.x.shape[1:] != self.test_x.shape[1:]:
             raise UserError(
                 f"{self.name}: training samples are {self.x.shape[1:]}, test samples {self.test_x.shape[1:]}"
             )
+        inputs.refuse_other_units(self.name, self.x, self.test_x, "test")
+        inputs.refuse_normalisation(self)
         return self
 
     def fingerprint(self) -> str:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import models, trees
-from fedjax_mr.data.facts import scale_and_shift
 from fedjax_mr.data.federated import Dataset, FederatedData
+from fedjax_mr.data.inputs import scale_and_shift
 from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
 from fedjax_mr.engine.devices import refuse_doubles, set_up_jax

@@ -27,7 +27,7 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
         tokenizer=tokenizer_of(config.pretrained),
         text_length=config.text_length,
     )
-    dataset = load(config.dataset, label_mode=config.label_mode) if dataset is None else dataset.check()
+    dataset = load(config.dataset, label_mode=config.label_mode) if dataset is None else dataset
     federated = data.federate(
         dataset,
         num_clients=config.clients,

@@ -7,6 +7,7 @@ network has a hash of its shapes, which depend on the samples, so `UserObjects.b
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -55,7 +56,9 @@ def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None
         raise UserError(f"a run takes an fmr.Config(...), not a {type(config).__name__}")
     user_objects = UserObjects.of(dataset, model, variables)
     for name in registry.USER_OBJECTS:
-        if not isinstance(value := getattr(config, name), str | None):
+        if isinstance(value := getattr(config, name), os.PathLike):
+            raise UserError(f"{name}= of a Config is a text, not a path object: use {name}={os.fspath(value)!r}")
+        if not isinstance(value, str | None):
             raise UserError(
                 f"{name}= of a Config is a name, not a {type(value).__name__}: pass the object as "
                 f"fmr.run(config, {name}=...)"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ class UserObjects(NamedTuple):
         Raises:
           UserError: an object of another kind.
         """
-        if isinstance(dataset, str):
-            raise UserError(f"dataset= takes samples; a dataset by name or file is fmr.Config(dataset={dataset!r})")
+        if isinstance(dataset, str | os.PathLike):
+            name = os.fspath(dataset)
+            raise UserError(f"dataset= takes samples; a dataset by name or file is fmr.Config(dataset={name!r})")
         if dataset is not None and not isinstance(dataset, Dataset):
             raise UserError(f"dataset= takes what fmr.from_arrays(x, y) returns, not a {type(dataset).__name__}")
         several = isinstance(model, Sequence) and not isinstance(model, str)

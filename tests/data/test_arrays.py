@@ -12,6 +12,7 @@ from fedjax_mr.experiment.resolve import resolve
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (60, 6, 5), dtype=np.uint8)
+FLOATS = IMAGES[..., None] / 1.0
 LABELS = np.arange(60) % 3
 
 
@@ -94,8 +95,9 @@ def test_samples_are_shown_in_one_short_line():
 
 def test_from_a_file_by_its_path(tmp_path):
     np.savez(tmp_path / "mine.npz", x=IMAGES, y=LABELS, client=np.arange(60) % 6)
-    dataset = data.load(str(tmp_path / "mine.npz"))
-    assert (dataset.name, len(dataset.client_names)) == ("mine", 6)
+    for path in (tmp_path / "mine.npz", str(tmp_path / "mine.npz")):
+        dataset = data.load(path)
+        assert (dataset.name, len(dataset.client_names)) == ("mine", 6)
 
 
 def test_classes_that_no_sample_has_need_the_number_of_classes(tmp_path):
@@ -108,7 +110,7 @@ def test_classes_that_no_sample_has_need_the_number_of_classes(tmp_path):
 
 
 def test_floats_of_any_size_with_their_statistics_and_as_vectors():
-    pixels = IMAGES.astype(np.float64)
+    pixels = FLOATS
     assert data.from_arrays(pixels, LABELS, mean=(127.5,), std=(-127.5,)).std == (-127.5,)
     for x in (pixels / 255, (pixels - 127) / 74, pixels.reshape(60, -1) / 50):
         assert data.from_arrays(x, LABELS).x.dtype == np.float32
@@ -132,7 +134,7 @@ def with_nan():
         ({"y": LABELS.astype(float)}, "one integer per sample: use y.astype(int)"),
         ({"y": LABELS > 0}, "one integer per sample: use y.astype(int)"),
         ({"y": LABELS[:, None]}, "one integer per sample: use y[:, 0]"),
-        ({"y": np.eye(3)[LABELS]}, "one integer per sample: use y.argmax(1) if the labels are one-hot"),
+        ({"y": np.eye(3)[LABELS]}, "one integer per sample: use y.argmax(1), because the labels are one-hot"),
         (
             {"y": LABELS + 1},
             "labels up to 3 mean 4 classes, but only 3 have samples (1, 2, 3): use classes, y = np.unique(y",
@@ -143,27 +145,103 @@ def with_nan():
         ({"num_classes": 3.0}, "num_classes is 3.0, but must be an integer"),
         ({"num_classes": 100_001}, "100,001 classes, but at most 100,000 are supported"),
         (
-            {"x": IMAGES / 1.0},
+            {"x": FLOATS},
             "x has floating-point values from 0 to 255; networks learn little from values far above 1",
         ),
         (
-            {"x": IMAGES / 255, "x_test": IMAGES / 1.0, "y_test": LABELS},
+            {"x": FLOATS / 255, "x_test": FLOATS, "y_test": LABELS},
             "x_test has floating-point values from 0 to 255",
         ),
         (
             {"x": np.zeros((60, 3, 8, 8))},
             "x has images of shape (3, 8, 8) with channels first: use x.transpose(",
         ),
-        ({"x": IMAGES / 1.0}, "far above 1: divide them (x / 255), or pass mean=12"),
-        ({"x": IMAGES.reshape(60, -1) / 1.0}, "far above 1: pass mean=x.mean(0) and std=x.std(0) + 1e-6"),
-        ({"x": IMAGES / 16.0}, "divide them (x / 16), or pass mean="),
-        ({"x": IMAGES * -9.0}, "divide them (x / 2295), or pass mean="),
-        ({"x": np.full(IMAGES.shape, 1e30)}, "divide them (x / 1e+30), or pass mean=1e+30 and std="),  # and no warning
+        ({"x": FLOATS}, "far above 1: divide them (x / 255), or pass mean=12"),
+        (
+            {"x": IMAGES.reshape(60, -1) / 1.0},
+            "far above 1: pass mean=x.mean(0) and std=x.std(0) + 1e-6 of the training samples, after a split into x "
+            "and x_test",
+        ),
+        ({"x": FLOATS / 16.0}, "divide them (x / 16), or pass mean="),
+        ({"x": FLOATS * -9.0}, "divide them (x / 2295), or pass mean="),
+        ({"x": np.full(FLOATS.shape, 1e30)}, "divide them (x / 1e+30), or pass mean=1e+30 and std="),  # and no warning
         ({"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); it must be one number, or one for each of 1 channels"),
         ({"std": 0.0}, "std is 0.0; it must be finite and not 0"),
         ({"mean": np.nan}, "mean is nan; it must be finite"),
         ({"mean": "a"}, "mean is a; it must be one number"),
-        ({"x": with_nan()}, "x has a value that is not finite (nan) in row 17"),
+        (
+            {"x": with_nan()},
+            "x has a value that is not finite (nan) in row 17, column 2 (1 of 60 values there): replace such values, "
+            "for example by the median of the training samples in their column, or drop their rows (1)",
+        ),
+        ({"x": np.where(np.eye(60), np.inf, 1)}, "(inf) in row 0, column 0 (1 of 60 values there and 59 more columns)"),
+        ({"y": LABELS + 0.5}, "regression is not supported; classes of values are y = np.digitize(y, edges)"),
+        (
+            {"y": (LABELS + 0.5)[:, None]},
+            "regression is not supported; classes of values are y = np.digitize(y[:, 0], ",
+        ),
+        ({"y": np.ones((60, 2)) * 1.5}, "regression with several values per sample is not supported"),
+        (
+            {"y": np.arange(300).reshape(60, 5) % 7 < 3},
+            "several labels per sample are not supported: train one run for",
+        ),
+        (
+            {"y": np.arange(300).reshape(60, 5) % 7},
+            "one integer per sample: several labels per sample are not supported",
+        ),
+        (
+            {"y": np.full((60, 4), 0.25)},
+            "probabilities of classes are not supported; the most probable class is y.argmax",
+        ),
+        ({"y": np.where(LABELS, 1.0, np.nan)}, "one integer per sample: 20 labels are missing: drop these samples"),
+        ({"y": [None, *"a" * 59]}, "one integer per sample: 1 labels are missing: drop these samples"),
+        (
+            {"y": LABELS - 1},
+            "if -1 marks samples without a label, drop these 20 samples (y >= 0 are the others); if it is a class, use "
+            "classes, y = np.unique(y",
+        ),
+        (
+            {"y": LABELS % 2 * 2 - 1},
+            "labels range from -1 to 1, but must be 0..C-1: use classes, y = np.unique(y, return",
+        ),
+        ({"y": np.full(60, -1)}, "-1 marks samples without a label, and all are -1: labels are needed"),
+        (
+            {"x_test": IMAGES, "y_test": np.full(60, -1)},
+            "y_test: labels range from -1 to -1, but must be 0..C-1: -1 marks samples without a label, and all are -1: "
+            "pass labelled test samples, or leave out x_test and y_test",
+        ),
+        ({"x_test": IMAGES, "y_test": LABELS - 1}, "drop these 20 samples (y_test >= 0 are the others)"),
+        (
+            {"x_test": IMAGES, "y_test": LABELS.astype(str)},
+            "number them as those of y, with classes of np.unique(y): y_test = np.searchsorted(classes, y_test)",
+        ),
+        (
+            {"y": LABELS + 1, "x_test": IMAGES, "y_test": LABELS + 1},
+            "use classes, y = np.unique(y, return_inverse=True) and y_test = np.searchsorted(classes, y_test), or pass",
+        ),
+        ({"x": np.ones((60, 9, 4))}, "x has samples of 9 x 4 floating-point numbers: for images, add the channel with"),
+        ({"x": np.ones((60, 9, 4))}, "sequences of real numbers are not supported"),
+        ({"x": np.full((60, 4), -1)}, "if they are measurements, use x.astype('float32')"),
+        (
+            {"x": FLOATS / 255, "x_test": IMAGES, "y_test": LABELS},
+            "the test samples are bytes (uint8), but the training",
+        ),
+        (
+            {"x": FLOATS.reshape(60, -1) / 255, "x_test": IMAGES.reshape(60, -1).astype(int), "y_test": LABELS},
+            "the test samples are tokens (int32), but the training samples floating-point numbers (float32): convert",
+        ),
+        (
+            {"x_test": np.minimum(IMAGES, 1), "y_test": LABELS},
+            "arrays: typical values are 1 in the test samples, but 1",
+        ),
+        (
+            {"x": FLOATS / 255, "x_test": FLOATS / 255**2, "y_test": LABELS},
+            "in the test samples, but 0.498 in the training samples: bring both to the same unit",
+        ),
+        (
+            {"mean": (125.3,), "std": (63.0,)},
+            "mean is 125.3, but mean and std of bytes are those of pixels in 0..1: divide",
+        ),
         (
             {"x_test": with_nan()[:, :, None, None], "y_test": LABELS},
             "x_test has a value that is not finite (nan) in row 17",

@@ -86,12 +86,13 @@ class TestShares:
     def test_what_pfedhrs_code_leaves_a_client_to_train_on(self, monkeypatch):
         monkeypatch.chdir(Path(__file__).parents[2])
         flags = ["--flagfile=exp/pfedhr_mnist_shards.flags", "--strategy=local"]
-        federated = federated_data(config.parse(flags), dataset=numbered(8000))
+        federated = federated_data(config.parse(flags), dataset=numbered(8000, 8000))
         assert (federated.sizes == 288).all() and (federated.test.sizes == 90).all() and federated.own_test
-        assert len(federated.notes) == 1 and "1800 of 7200 samples unused" in federated.notes[0]
+        assert len(federated.notes) == 2 and "1800 of 7200 samples unused" in federated.notes[1]
+        assert "the network receives values of 4e+03 +- 2.3e+03" in federated.notes[0]  # row numbers
 
     def test_a_note_says_that_natural_clients_are_ignored(self):
-        x, y = np.zeros((60, 3), np.float32), np.arange(60) % 4
+        x, y = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 4
         dataset = data.from_arrays(x, y, client=np.arange(60) // 10)
         assert any("ignores the 6 natural clients" in note for note in data.federate(dataset, num_clients=3).notes)
         assert not data.federate(dataset, num_clients=0, partition="natural").notes

@@ -297,7 +297,41 @@ def test_missing_file(tmp_path):
         data.load(str(tmp_path / "mine.jsonl"))
 
 
-def test_folder_of_datasets(tmp_path):
+@pytest.mark.parametrize(
+    ("features", "missing", "remedy"),
+    [
+        ({"image": "Image", "label": "ClassLabel"}, "text", "only texts are read from hf: folders, so pass images and"),
+        ({"image": "Image", "file": "string"}, "text", "pass images and numbers as arrays: fmr.from_arrays(x, y)"),
+        ({"x": "float32"}, "text", "only texts are read"),
+        ({"sentence": "string", "label": "int64"}, "text", "rename one: dataset.rename_column('sentence', 'text')"),
+        ({"title": "string", "body": "large_string"}, "text", "rename one: dataset.rename_column(OLD, 'text')"),
+        ({"text": "string", "stars": "ClassLabel"}, "label", "rename one: dataset.rename_column('stars', 'label')"),
+        ({"text": "string", "stars": "int64"}, "label", "rename one: dataset.rename_column(OLD, 'label')"),
+    ],
+)
+def test_the_remedy_for_a_missing_column_fits_the_other_columns(features, missing, remedy):
+    value = lambda kind: type(
+        "Value" if kind[0].islower() else kind, (), {"dtype": kind if kind[0].islower() else "dict"}
+    )
+    assert remedy in text._remedy({name: value(kind)() for name, kind in features.items()}, missing)
+
+
+@pytest.mark.parametrize(
+    ("parts", "warning"),
+    [
+        (["train", "test"], ""),
+        (["train", "validation", "test"], "only train and test are read, not validation\n"),
+        (["train", "dev", "more"], "not dev, more; to test on dev, rename it: parts['test'] = parts.pop('dev')"),
+        ([1], ""),
+    ],
+)
+def test_unused_parts_of_a_folder_are_named(tmp_path, caplog, parts, warning):
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": parts}))
+    text._tell_of_unused_parts(tmp_path)
+    assert warning in caplog.text and bool(caplog.text) == bool(warning)
+
+
+def test_folder_of_datasets(tmp_path, caplog):
     datasets = pytest.importorskip("datasets")
     columns = {name: [line[name] for line in rows(20)] for name in ("text", "label", "client")}
     whole = datasets.Dataset.from_dict(columns).cast_column("label", datasets.ClassLabel(num_classes=4))
@@ -312,6 +346,21 @@ def test_folder_of_datasets(tmp_path):
     datasets.DatasetDict(train=train, test=test.rename_column("text", "s")).save_to_disk(str(tmp_path / "other"))
     with pytest.raises(UserError, match=r"other \(test\) has the columns s, label, but text is needed; rename one"):
         data.load(f"hf:{tmp_path / 'other'}")
+    datasets.DatasetDict(train=train, test=test, validation=test).save_to_disk(str(tmp_path / "three"))
+    for _ in range(2):  # also from the cache
+        caplog.clear()
+        assert len(data.load(f"hf:{tmp_path / 'three'}").test_y) == 6
+        assert "three: only train and test are read, not validation" in caplog.text
+    hidden = test.remove_columns("label").add_column("label", [-1] * 6)
+    datasets.DatasetDict(train=train, test=hidden).save_to_disk(str(tmp_path / "hidden"))
+    with pytest.raises(
+        UserError, match=r"-1 marks samples without a label, and all are -1: pass labelled test samples"
+    ):
+        data.load(f"hf:{tmp_path / 'hidden'}")
+    labels = whole.remove_columns("label").add_column("label", ["good", "bad"] * 10)
+    labels.save_to_disk(str(tmp_path / "labels"))
+    with pytest.raises(UserError, match=r"has labels as texts: use dataset.class_encode_column\('label'\)"):
+        data.load(f"hf:{tmp_path / 'labels'}")
     names = ["a", None] * 10
     whole.remove_columns("client").add_column("client", names).save_to_disk(str(tmp_path / "missing"))
     with pytest.raises(

@@ -91,6 +91,7 @@ def test_no_command_line_can_stand_for_them(flag, capsys):
 
 WRONG = {
     "a name of samples": (dict(dataset="x.npz"), "a dataset by name or file is fmr.Config(dataset='x.npz')"),
+    "a path of samples": (dict(dataset=Path("x.npz")), "a dataset by name or file is fmr.Config(dataset='x.npz')"),
     "a function": (dict(model=lambda: nn.Dense(2)), "only if its argument is rngs: model=lambda rngs: MyNetwork("),
     "arrays": (dict(dataset=X), "dataset= takes what fmr.from_arrays(x, y) returns, not a ndarray"),
     "a class": (dict(model=Net), "flax.linen.Module or flax.nnx.Module, such as MyNetwork(), not the class Net"),
@@ -110,6 +111,8 @@ def test_objects_in_a_configuration_are_refused_in_one_line():
     for name, value in (("dataset", MINE), ("model", Net([4])), ("variables", {"params": X})):
         line = refusal(fmr.run, fmr.Config(**SMALL | {name: value}))
         assert line.endswith(f"not a {type(value).__name__}: pass the object as fmr.run(config, {name}=...)")
+    line = refusal(fmr.run, fmr.Config(**SMALL | {"dataset": Path("a", "x.npz")}))
+    assert line == "dataset= of a Config is a text, not a path object: use dataset='a/x.npz'"
     line = refusal(fmr.run, fmr.Config(**SMALL | {"rounds": X}))
     assert line.startswith("rounds=array([[") and line.endswith("... is not a whole number")
     assert len(line) < 200 and "\n" not in line

@@ -358,6 +358,11 @@ def compiled():
         ("lenet5", {"input_shape": (3, 32, 32)}, "channels last, but the samples are 3x32x32"),
         ("lenet5", {"input_shape": (32, 32)}, "needs images"),
         ("lenet5", {"input_shape": (80,), "input_dtype": np.int32}, "are token sequences \\(80 of int32\\)"),
+        (
+            "mlp",
+            {"input_shape": (9,), "input_dtype": np.int32},
+            r"or x.astype\('float32'\) if the integers are measure",
+        ),
         ("mlp", {"input_shape": (80,), "input_dtype": np.int32}, "needs numbers, but the samples are token sequences"),
         ("lstm2", {}, "lstm2 needs token sequences \\[T\\] of integers, but the samples are 32x32x3 of float32"),
         ("lenet5", {"init": "flux"}, "unknown init 'flux'; did you mean 'flax'"),

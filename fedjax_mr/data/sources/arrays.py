@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.data import files, npz
+from fedjax_mr.data import files, inputs, npz
 from fedjax_mr.data.federated import Dataset, first_position
 from fedjax_mr.data.values import as_array, ids
 from fedjax_mr.errors import UserError
@@ -81,7 +81,8 @@ def from_arrays(
 
     Integers in 0..255 of shape [M, H, W] or [M, H, W, channels] are images with channels last (square images with 1 or
     3 channels first are refused). Integers [M, T] are tokens. Floating-point numbers are used as they are; if their
-    root mean square is above `LARGEST_FLOATS`, ``mean`` and ``std`` are required. If there is no test set, 20 % of the
+    root mean square is above `LARGEST_FLOATS`, ``mean`` and ``std`` are required. Floats [M, H, W] are images only if H
+    = W, because others may be sequences, which are not supported. If there is no test set, 20 % of the
     samples of each client (or of each class, without clients) become the test set, with a constant seed.
 
     Args:
@@ -109,12 +110,11 @@ def from_arrays(
         raise UserError(
             f"{name}: with x_test, domain and domain_test belong together; without it, only domain is needed"
         )
-    scaled = mean is not None or std is not None
-    x, y = _samples(x, f"{name}: x", scaled), _labels(y, f"{name}: y")
+    x, y = _samples(x, f"{name}: x"), _labels(y, f"{name}: y")
     if len(x) != len(y):
         raise UserError(f"{name}: {len(x)} samples but {len(y)} labels")
     if x_test is not None and y_test is not None:
-        x_test, y_test = _samples(x_test, f"{name}: x_test", scaled), _labels(y_test, f"{name}: y_test")
+        x_test, y_test = _samples(x_test, f"{name}: x_test"), _labels(y_test, f"{name}: y_test", test=True)
     num_classes = _num_classes(y, y_test, num_classes, name)
     client = None if client is None else ids(client, f"{name}: client", nobody=True)
     client_test = None if client_test is None else ids(client_test, f"{name}: client_test", nobody=True)
@@ -141,6 +141,9 @@ def from_arrays(
         test_x, test_y, x, y = x[test], y[test], x[~test], y[~test]
         number, number_of_test = (None, None) if number is None else (number[~test], number[test])
         domain, domain_test = (None, None) if domain is None else (domain[~test], domain[test])
+    if mean is None and std is None:
+        _refuse_large(x, f"{name}: x", held_out=x_test is None)
+        _refuse_large(test_x, f"{name}: x_test")
     if names[:1] == ("",):  # samples without a client
         assert number is not None
         names, number = names[1:], number - 1
@@ -178,13 +181,12 @@ def _numbered(
     return tuple(str(each) for each in names), number, None if client_test is None else number_of_test
 
 
-def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
+def _samples(x: np.ndarray, name: str) -> np.ndarray:
     """Check samples and convert them to uint8, float32 or int32. Images without a channel axis receive one.
 
     Args:
       x: the user's samples in their order, so that errors name the user's row.
       name: name of the dataset and of the array in errors.
-      scaled: whether the user has passed mean or std.
     """
     x = as_array(x, name)
     if x.ndim < 2 or not (np.issubdtype(x.dtype, np.integer) or np.issubdtype(x.dtype, np.floating)):
@@ -192,30 +194,49 @@ def _samples(x: np.ndarray, name: str, scaled: bool) -> np.ndarray:
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3] > 4:
         raise UserError(f"{name} has images of shape {x.shape[1:]} with channels first: use x.transpose(0, 2, 3, 1)")
     if np.issubdtype(x.dtype, np.floating):
+        if x.ndim == 3 and x.shape[1] != x.shape[2]:
+            raise UserError(
+                f"{name} has samples of {x.shape[1]} x {x.shape[2]} floating-point numbers: for images, add the "
+                "channel with x[..., None]; sequences of real numbers are not supported (x.reshape(len(x), -1) makes "
+                "vectors of them)"
+            )
         with np.errstate(over="ignore"):  # infinite values are refused below
             given, x = x, x.astype(np.float32)
         if bad := first_position(~np.isfinite(x) & np.isfinite(given)):
             raise UserError(f"{name} has a value that is too large for float32 ({given[bad]}) in row {bad[0]}")
-        if bad := first_position(~np.isfinite(x)):
-            raise UserError(f"{name} has a value that is not finite ({x[bad]}) in row {bad[0]}")
-        if x.size and not scaled and _root_mean_square(x) > LARGEST_FLOATS:
-            low, high = float(x.min()), float(x.max())
-            unit = 255 if 128 < high <= 255 else math.ceil(max(high, -low))
-            mean, std = x.mean(dtype=np.float64), x.std(dtype=np.float64)  # float64 because squares overflow in float32
-            remedy = f"divide them (x / {unit:.7g}), or pass mean={mean:.4g} and std={std:.4g}"
-            remedy = "pass mean=x.mean(0) and std=x.std(0) + 1e-6" if x.ndim == 2 else remedy
-            raise UserError(
-                f"{name} has floating-point values from {low:g} to {high:g}; networks learn little from values far "
-                f"above 1: {remedy}"
-            )
+        inputs.refuse_not_finite(name, x)
     elif x.dtype != np.uint8:
         low, high = (int(x.min()), int(x.max())) if x.size else (0, 0)
         limit = 255 if x.ndim > 2 else np.iinfo(np.int32).max
         if low < 0 or high > limit:
             kind = "pixels must be in 0..255" if x.ndim > 2 else "tokens must not be negative"
-            raise UserError(f"{name} has values from {low} to {high}, but {kind}")
+            floats = "; if they are measurements, use x.astype('float32')" if x.ndim == 2 else ""
+            raise UserError(f"{name} has values from {low} to {high}, but {kind}{floats}")
         x = x.astype(np.uint8 if x.ndim > 2 else np.int32)
     return x[..., None] if x.ndim == 3 else x
+
+
+def _refuse_large(x: np.ndarray, name: str, *, held_out: bool = False) -> None:
+    """Check that floating-point numbers without mean and std are near 1.
+
+    Args:
+      x: training or test samples.
+      name: name of the dataset and of the array in errors.
+      held_out: whether the test samples are a part of the user's samples.
+    """
+    if x.dtype.kind != "f" or not x.size or _root_mean_square(x) <= LARGEST_FLOATS:
+        return
+    low, high = float(x.min()), float(x.max())
+    unit = 255 if 128 < high <= 255 else math.ceil(max(high, -low))
+    mean, std = x.mean(dtype=np.float64), x.std(dtype=np.float64)  # float64 because squares overflow in float32
+    remedy = f"divide them (x / {unit:.7g}), or pass mean={mean:.4g} and std={std:.4g}"
+    if x.ndim == 2:
+        first = ", after a split into x and x_test" if held_out else ""
+        remedy = f"pass mean=x.mean(0) and std=x.std(0) + 1e-6 of the training samples{first}"
+    raise UserError(
+        f"{name} has floating-point values from {low:g} to {high:g}; networks learn little from values far above 1: "
+        f"{remedy}"
+    )
 
 
 def _root_mean_square(x: np.ndarray) -> float:
@@ -224,32 +245,80 @@ def _root_mean_square(x: np.ndarray) -> float:
         return math.sqrt(np.dot(values, values) / values.size)
 
 
-def _labels(y: np.ndarray, name: str) -> np.ndarray:
+def _labels(y: np.ndarray, name: str, *, test: bool = False) -> np.ndarray:
     """Check labels and convert them to int32.
 
+    Args:
+      y: the user's labels.
+      name: name of the dataset and of the array in errors.
+      test: whether they are those of the test set, whose numbers must be those of the training set.
+
     Raises:
-      UserError: the values are not labels. The message says how to convert them.
+      UserError: the values are not labels. The message says how to convert them, if that is possible.
     """
     y = as_array(y, name)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise UserError(f"{name} is {y.dtype} of shape {y.shape}; it must be one integer per sample{_remedy(y)}")
+        reason = _remedy(y, test)
+        raise UserError(
+            f"{name} is {y.dtype} of shape {y.shape}; it must be one integer per sample{reason and f': {reason}'}"
+        )
     if len(y) and (y.min() < 0 or y.max() > np.iinfo(np.int32).max):
         raise UserError(
-            f"{name}: labels range from {y.min()} to {y.max()}, but must be 0..C-1: use classes, y = np.unique(y, "
-            "return_inverse=True)"
+            f"{name}: labels range from {y.min()} to {y.max()}, but must be 0..C-1: {_remedy_of_range(y, test)}"
         )
     return y.astype(np.int32)
 
 
-def _remedy(y: np.ndarray) -> str:
-    """How to convert the values to labels, or "" if unknown."""
-    if y.ndim == 1 and y.dtype.kind in "USTO":
-        return ": use classes, y = np.unique(y, return_inverse=True)"
-    if y.ndim == 1 and (y.dtype.kind == "b" or (y.dtype.kind == "f" and np.array_equal(y, np.round(y)))):
-        return ": use y.astype(int)"
-    if y.ndim == 2 and y.dtype.kind in "biuf":
-        return ": use y[:, 0]" if y.shape[1] == 1 else ": use y.argmax(1) if the labels are one-hot"
-    return ""
+def _numbering(test: bool) -> str:
+    if test:
+        return "number them as those of y, with classes of np.unique(y): y_test = np.searchsorted(classes, y_test)"
+    return "use classes, y = np.unique(y, return_inverse=True)"
+
+
+def _remedy_of_range(y: np.ndarray, test: bool) -> str:
+    """The remedy for integers outside 0..C-1."""
+    array = "y_test" if test else "y"
+    if y.min() != -1 or (not test and len(np.unique(y)) == 2):
+        return _numbering(test)
+    if (y == -1).all():
+        return (
+            "-1 marks samples without a label, and all are -1: pass labelled test samples, or leave out x_test and "
+            "y_test, so that a fifth of the samples is held out"
+            if test
+            else "-1 marks samples without a label, and all are -1: labels are needed"
+        )
+    drop = f"if -1 marks samples without a label, drop these {(y == -1).sum()} samples ({array} >= 0 are the others)"
+    return drop if test else f"{drop}; if it is a class, {_numbering(test)}"
+
+
+def _remedy(y: np.ndarray, test: bool) -> str:
+    """How to convert the values to labels, or why that is impossible; "" if unknown."""
+    array, kind = "y_test" if test else "y", y.dtype.kind
+    if y.ndim == 1:
+        missing = sum(each is None or each != each for each in y.tolist()) if kind in "fO" else 0
+        if missing:
+            return f"{missing} labels are missing: drop these samples"
+        if kind in "USTO":
+            return _numbering(test)
+    if y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1):
+        column = array if y.ndim == 1 else f"{array}[:, 0]"
+        if kind == "f" and not np.array_equal(y, np.round(y)):
+            return f"regression is not supported; classes of values are {array} = np.digitize({column}, edges)"
+        return f"use {column}{'' if kind in 'iu' else '.astype(int)'}" if kind in "biuf" else ""
+    if y.ndim == 2 and kind in "biuf" and y.size:
+        sums, binary = y.sum(1), np.isin(y, (0, 1)).all()
+        if binary and (sums == 1).all():
+            return f"use {array}.argmax(1), because the labels are one-hot"
+        if binary:
+            return (
+                f"several labels per sample are not supported: train one run for each of the {y.shape[1]} columns, "
+                f"with {array}[:, column].astype(int)"
+            )
+        if (y >= 0).all() and np.allclose(sums, 1, atol=1e-3):
+            return f"probabilities of classes are not supported; the most probable class is {array}.argmax(1)"
+    if y.ndim > 1 and kind == "f":
+        return "regression with several values per sample is not supported"
+    return "several labels per sample are not supported" if y.ndim > 1 and kind in "biu" else ""
 
 
 def _num_classes(y: np.ndarray, y_test: np.ndarray | None, num_classes: int | None, name: str) -> int:
@@ -269,10 +338,13 @@ def _num_classes(y: np.ndarray, y_test: np.ndarray | None, num_classes: int | No
     present = np.unique(y if y_test is None else np.concatenate([y, y_test]))
     present = present[present <= largest]
     if len(y) and len(present) <= largest:
+        numbering = _numbering(test=False) + (
+            "" if y_test is None else " and y_test = np.searchsorted(classes, y_test)"
+        )
         some = f"{', '.join(map(str, present[:3]))}{', ...' if len(present) > 3 else ''}"
         raise UserError(
             f"{name}: labels up to {largest} mean {largest + 1:,} classes, but only {len(present)} have samples "
-            f"({some}): use classes, y = np.unique(y, return_inverse=True), or pass num_classes={largest + 1}"
+            f"({some}): {numbering}, or pass num_classes={largest + 1}"
         )
     return largest + 1
 

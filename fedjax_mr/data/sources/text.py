@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from fedjax_mr import untrusted
 from fedjax_mr.data import files, tokens
@@ -252,8 +253,10 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
         def columns(name: str) -> dict[str, list]:
             has = used[name].column_names
             if missing := [each for each in ("text", "label") if each not in has]:
-                where, remedy = f"{path} ({name})", f"rename one: dataset.rename_column(OLD, {missing[0]!r})"
+                where, remedy = f"{path} ({name})", _remedy(used[name].features, missing[0])
                 raise UserError(f"{where} has the columns {', '.join(has)}, but {missing[0]} is needed; {remedy}")
+            if _type(used[name].features["label"]) in _TEXTS:
+                raise UserError(f"{path} ({name}) has labels as texts: use dataset.class_encode_column('label')")
             return {each: list(used[name][each]) for each in ("text", "label", "client", "domain") if each in has}
 
         train, test = (columns(each) if each in used else {} for each in ("train", "test"))
@@ -263,7 +266,41 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
 
     # JSON files name the parts, the columns and the classes.
     sources = sorted(each for each in path.rglob("*") if each.suffix in (".arrow", ".json"))
-    return _cached(path.name, request, sources, read)
+    dataset = _cached(path.name, request, sources, read)
+    _tell_of_unused_parts(path)
+    return dataset
+
+
+_TEXTS = ("string", "large_string", "string_view")
+_NO_TEXTS = ("Image", "Audio", "Video", "Pdf", "Array2D", "Array3D", "Array4D", "Array5D")
+
+
+def _type(feature: Any) -> str:
+    """The type of a column: that of its values, such as ``string``, or the name of its class, such as ``Image``."""
+    return feature.dtype if type(feature).__name__ == "Value" else type(feature).__name__
+
+
+def _remedy(features: dict[str, Any], missing: str) -> str:
+    """What to do with a dataset that has no column ``text`` or ``label``."""
+    types = {name: _type(feature) for name, feature in features.items()}
+    texts = [name for name, kind in types.items() if kind in _TEXTS]
+    if missing == "text" and (not texts or any(kind in _NO_TEXTS for kind in types.values())):
+        return "only texts are read from hf: folders, so pass images and numbers as arrays: fmr.from_arrays(x, y)"
+    likely = texts if missing == "text" else [name for name, kind in types.items() if kind == "ClassLabel"]
+    return f"rename one: dataset.rename_column({repr(likely[0]) if len(likely) == 1 else 'OLD'}, {missing!r})"
+
+
+def _tell_of_unused_parts(path: Path) -> None:
+    """Warn of parts of a dataset, such as validation, that are not read."""
+    try:
+        parts = untrusted.read_json(path / "dataset_dict.json", {"splits": [str]})["splits"]
+    except (FileNotFoundError, UserError):  # a dataset without parts, or from the cache
+        return
+    if unused := [part for part in parts if part not in ("train", "test")]:
+        remedy = (
+            "" if "test" in parts else f"; to test on {unused[0]}, rename it: parts['test'] = parts.pop('{unused[0]}')"
+        )
+        logging.warning("%s: only train and test are read, not %s%s", path, ", ".join(unused), remedy)
 
 
 def _arguments(path: Path, train: dict[str, list], test: dict[str, list]) -> dict[str, Any]:
