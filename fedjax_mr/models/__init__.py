@@ -253,8 +253,8 @@ def _check_fit(model: Model, takes: str) -> None:
         raise UserError(f"{model.name} needs token sequences [T] of integers, but the samples are {sample}")
     if takes != "tokens" and integer:
         raise UserError(
-            f"{model.name} needs {takes}, but the samples are token sequences ({sample}), as are all integers [M, T]: use "
-            "lstm2 or transformer_tiny, or x.astype('float32') if the integers are measurements"
+            f"{model.name} needs {takes}, but the samples are token sequences ({sample}), as are all integers [M, T]: "
+            "use lstm2 or transformer_tiny, or x.astype('float32') if the integers are measurements"
         )
     if takes == "images" and len(shape) != 3:
         raise UserError(
