@@ -204,7 +204,7 @@ def test_a_cached_model_weighs_the_power_of_its_samples_over_one_minus_its_cosin
 @pytest.mark.parametrize(
     "row, idle, used, sizes, variance, client",
     [
-        (0, [1, 2, 3], [1, 0, 1, 0], [4, 4, 4, 4], 1.0, 1),  # client 1 completes the features of client 0
+        (0, [0, 1, 2, 3], [1, 0, 1, 0], [4, 4, 4, 4], 1.0, 1),  # client 1 completes the features of client 0
         (1, [0, 1, 3], [1, 0, 1, 0], [4, 4, 4, 4], 1.0, 0),  # the chain of client 2 is nearest with client 0
         (
             0,
@@ -226,19 +226,19 @@ def test_the_next_client_of_a_chain_balances_its_features_and_the_samples_of_all
 
 
 def after_a_return(federation, *, step, length, rank=0.25, refresh=50):
-    """The state after client 0 has returned the model of chain 0, which is 10; that of chain 1 is with client 2."""
+    """The state after client 0 has returned the model of chain 0, which is 10; that of chain 1 is with client 1."""
     problem = federation("linear", sizes=(4, 4, 4, 4), cohort=1).problem
     problem = dataclasses.replace(problem, in_flight=2)
     strategy = cabafl.build(cabafl.Hyper(length=length, rank=rank, refresh=refresh, variance=1.0), problem)
     start = cabafl.State(
         model={"w": np.float32(1)}, models={"w": jnp.array([2.0, 20.0])}, cache={"w": jnp.array([3.0, 30.0])},
-        step=np.array([step, 0]), chain=jobs([0], [2]), cached=jobs([0, 0], [1]), clients=np.array([0, 2]),
-        arrived=np.zeros(2, bool), used=np.array([1, 0, 1, 0]), features=FEATURES, measured=np.array(False),
+        step=np.array([step, 0]), chain=jobs([0], [1]), cached=jobs([0, 0], [1]), clients=np.array([0, 1]),
+        arrived=np.zeros(2, bool), used=np.array([1, 1, 0, 0]), features=FEATURES, measured=np.array(False),
         cosines=np.pad([0.5, 0.9], (0, cabafl.MOST_RANKED - 2)).astype(np.float32), returns=np.int32(2),
         version=np.int32(6),
     )  # fmt: skip
     cohort = strategy.select(start, None)
-    assert np.asarray(cohort.ids).tolist() == [0, 2]
+    assert np.asarray(cohort.ids).tolist() == [0, 1]
     cohort = Cohort(np.array([0]), np.array([4]), branches=jnp.array([0]))
     state, _ = strategy.server_update(start, {"model": {"w": jnp.array([10.0])}}, cohort, 8, None)
     assert state.models["w"].tolist() == [10, 20] and state.arrived.tolist() == [True, False]
@@ -255,8 +255,9 @@ def test_a_returned_model_enters_the_cache_if_it_is_trained_or_balanced_enough(f
     assert state.cache["w"].tolist() == [10 if enters else 3, 30]
     assert state.cached.tolist() == jobs([0] if enters else [0, 0], [1]).tolist()
     assert state.step.tolist() == [step + 1, 0]
-    assert state.clients.tolist() == [1, 2] and state.chain.tolist() == jobs([0, 1], [2]).tolist()  # client 2 is busy
-    assert state.used.tolist() == [1, 1, 1, 0] and not state.arrived.any()
+    # Client 1 would be best, but it is busy. The others are equal, so the first one is chosen.
+    assert state.clients.tolist() == [0, 1] and state.chain.tolist() == jobs([0, 0], [1]).tolist()
+    assert state.used.tolist() == [2, 1, 0, 0] and not state.arrived.any()
     assert int(state.returns) == 3 and state.cosines[:4].tolist() == pytest.approx([0.5, 0.9, 0.8, 0])
     assert float(state.model["w"]) == 1 and float(info["version"]) == 6  # nothing is aggregated
 
@@ -270,7 +271,7 @@ def test_at_the_end_of_a_chain_the_global_model_is_the_mean_of_the_cache_and_the
     assert state.cache["w"].tolist() == pytest.approx([expected, 30])
     assert float(info["version"]) == 7 and state.step.tolist() == [0, 0]
     (client,) = np.flatnonzero(state.chain[0])
-    assert client == state.clients[0] != 2  # an idle client, alone in the new chain
+    assert client == state.clients[0] != 1  # an idle client, alone in the new chain
 
 
 def test_with_one_client_per_chain_the_global_model_is_the_mean_of_the_cache():

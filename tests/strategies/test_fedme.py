@@ -192,13 +192,29 @@ def test_a_client_continues_with_the_mean_of_the_copies_of_the_model_that_it_sel
 def test_from_each_cluster_round_on_there_is_one_cluster_more(federation):
     """Six clients whose outputs are in three places."""
     strategy = fedme.build(fedme.Hyper(cluster_rounds=(2, 4)), federation("constant").problem)
-    rows = np.array([[0, 0, 0], [5, 0, 0], [0, 9, 0], [0, 9, 0.1], [0, 0, 0.1], [5, 0, 0.1]], np.float32)
+    rows = np.array([[0, 0, 0], [5, 0, 0], [0, 9, 0], [0, 0, 0.1], [0, 0.1, 0], [5, 0, 0.1]], np.float32)
     state, clusters = fedme.State(of_logits(*rows), jnp.zeros(6, jnp.int32)), {}
     for done in (1, 2, 3, 4, 5):
         clusters[done] = np.asarray(strategy.between_rounds(state, done, jax.random.key(done), None)[0].clusters)
     assert [len(set(clusters[done].tolist())) for done in (1, 2, 3, 4, 5)] == [1, 2, 2, 3, 3]
     a, b, c, *rest = clusters[4].tolist()
-    assert rest == [c, a, b] and len({a, b, c}) == 3
+    assert rest == [a, a, b] and len({a, b, c}) == 3
+
+
+@pytest.mark.parametrize("outputs, alike", [("logits", 0), ("probabilities", 1)])
+def test_clusters_are_of_logits_or_of_probabilities(federation, outputs, alike):
+    """The first logits are 0, 100 and 10, and the probabilities of the first class 1/3, 1 and almost 1."""
+    problem = federation("constant", sizes=(2, 2, 2), cohort=3).problem
+    strategy = fedme.build(fedme.Hyper(cluster_rounds=(1,), outputs=outputs), problem)
+    state = fedme.State(of_logits((0, 0, 0), (100, 0, 0), (10, 0, 0)), jnp.zeros(3, jnp.int32))
+    clusters = strategy.between_rounds(state, 1, jax.random.key(0), None)[0].clusters.tolist()
+    assert clusters[2] == clusters[alike] != clusters[1 - alike]
+
+
+def test_every_client_starts_with_a_network_of_its_own_in_a_common_cluster(federation):
+    state = jax.jit(fedme.build(fedme.Hyper(), federation("linear").problem).init)(jax.random.key(0))
+    kernels = np.asarray(state.models["params"]["classifier"]["dense"]["kernel"])
+    assert len(np.unique(kernels, axis=0)) == 6 and state.clusters.tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("seed", range(20))
