@@ -542,7 +542,7 @@ def save(config: Config, folder: Path | str) -> None:
 
 
 def load(folder: Path | str) -> Config:
-    """Read the configuration of a run folder; missing settings have their defaults.
+    """Read the configuration of a run folder. Settings that are missing have their defaults, or `Info.before`.
 
     The code of an imported method is not needed: its hyper-parameters are those that the folder names.
 
@@ -555,7 +555,7 @@ def load(folder: Path | str) -> Config:
         values = (
             kept_run.config if kept_run else files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
         )
-        config = _build(values)
+        config = _build(_before(values["strategy"]) | values)
         if config.strategy not in STRATEGIES:
             common = {setting.flag for setting in settings.settings_of(Config)}
             others = {flag: value for flag, value in values.items() if flag not in common}
@@ -573,6 +573,12 @@ def load(folder: Path | str) -> Config:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return config
+
+
+def _before(strategy: str) -> dict[str, Any]:
+    """The values, by flag, of runs that were recorded before a setting existed, where they are not the defaults."""
+    known = [setting for setting in _all_settings([strategy]) if setting.info.before is not None]
+    return {setting.flag: setting.info.before for setting in known}
 
 
 def load_code(folder: Path | str, *, trust: bool = False) -> Config:

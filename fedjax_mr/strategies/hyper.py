@@ -45,6 +45,7 @@ class Info:
       affects_results: whether the field can change the results of a run. A run folder, for example, cannot.
       needs: another setting of the same dataclass, followed by the values of it with which this field has an effect.
         Without values: all but 0, None and "none".
+      before: the value of runs that were recorded before the setting existed. None: the default.
     """
 
     help: str
@@ -61,6 +62,7 @@ class Info:
     source: str = ""
     affects_results: bool = True
     needs: tuple[str, ...] = ()
+    before: Any = None
 
     def has_effect(self, values: Mapping[str, Any]) -> bool:
         """Whether the field can change results beside the ``values`` of the other settings."""

@@ -24,10 +24,10 @@ zero at the start; papers often write B A.
   of smaller ranks, both factors of the other directions are then nearly zero, so that they hardly train.
 * HetLoRA (Cho et al., EMNLP 2024): mean of A and mean of B, padded with zeros to the largest rank, with weights
   proportional to the norms of the products. A client receives as many columns as its rank. The paper is read here as
-  one norm for each matrix; ports of others take one norm for each client, over all its matrices (``norms=client``).
-  The head is weighted by samples. The pruning of ranks on clients is left out. The paper does not give its constants.
-  FlexLoRA's authors have its penalty on the last columns in their code, from the column round(0.99 r) on: with ranks
-  up to 50 these are none.
+  one norm for each matrix; most ports by others take one norm for each client, over all its matrices
+  (``norms=client``). The head is weighted by samples. The pruning of ranks on clients is left out. FlexLoRA's authors
+  have its penalty in their code (gamma = 0.99, lambda = 0.001), on the columns from round(0.99 r) on: with ranks up to
+  50 there are none.
 
 FedEx-LoRA and FLoRA change the base. Their server's state and payload hold the change of the targeted matrices, which
 is dense, and the traffic counts it; the papers send the factors of all clients in its place. In FLoRA, FlexLoRA and
@@ -88,6 +88,7 @@ class FedExLora:
         "weights of the clients in the means: equal (uniform), or by their numbers of samples (samples; as in FedIT)",
         choices=("uniform", "samples"),
         source="paper and code",
+        before="samples",
     )
 
 
@@ -101,6 +102,7 @@ class FlexLora(Ranks):
         "have their square roots, and all scale by alpha / r (roots; unused directions then hardly train)",
         choices=("released", "roots"),
         source="the authors' code, FederatedScope",
+        before="roots",
     )
 
 

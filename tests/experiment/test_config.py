@@ -286,6 +286,19 @@ def test_differences_name_what_can_change_results():
     assert "fedmr_unit: - (saved leaf)" in other
 
 
+@pytest.mark.parametrize(
+    "strategy, name, earlier, now",
+    [("fedexlora", "weights", "samples", "uniform"), ("flexlora", "split", "roots", "released")],
+)
+def test_a_run_that_is_older_than_a_setting_keeps_what_it_did(tmp_path, strategy, name, earlier, now):
+    """Its folder does not name the setting, whose default is not what the run did."""
+    (tmp_path / "config.json").write_text(json.dumps({"strategy": strategy}))
+    assert getattr(configuration.load(tmp_path).hyper, name) == earlier
+    assert getattr(configuration.parse([f"--strategy={strategy}"]).hyper, name) == now
+    (tmp_path / "config.json").write_text(json.dumps({"strategy": strategy, f"{strategy}_{name}": now}))
+    assert getattr(configuration.load(tmp_path).hyper, name) == now
+
+
 def test_digest():
     digests = {
         configuration.digest(Config(**changes)) for changes in ({}, {"lr": 0.77}, {"seed": 1}, {"strategy": "indep"})

@@ -148,6 +148,7 @@ EQUALLY = ([[3.0, 0.5], [2.0, 1.0]], [[3.0, 2.0], [0.0, 2.0]], [[3.0, 0.0], [0.0
 
 def test_fedit_trains_sends_and_averages_both_factors_and_the_head(training):
     strategy = by_hand("fedit")
+    assert jax.tree.structure(strategy.init(KEY).model) == jax.tree.structure(ONE)
     upload, _ = client(strategy, {"model": ONE})
     same(factors_of(upload["model"]), moved(A_START, B_ONE, HEAD_KERNEL))
     same(factors_of(server(strategy, strategy.init(KEY), ONE, TWO).model), BY_SAMPLES)
