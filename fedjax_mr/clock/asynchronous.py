@@ -235,9 +235,18 @@ def rebased(uploads: Payload, sent: Payload, now: Payload, tau: jax.Array, weigh
     """Uploads [K, ...] as if their clients had been sent ``now``: now + s (upload - sent) for models.
 
     Uploads with tau = 0 and weight 1 keep their bits.
+
+    Raises:
+      UserError: clients upload a model that they did not receive.
     """
     values, others = split(uploads)
-    reference, current = received(values, others, sent), received(values, others, now)
+    try:
+        reference, current = received(values, others, sent), received(values, others, now)
+    except UserError:
+        raise UserError(
+            "asynchronous clients are not possible: an upload counts as the change of the model that was sent, but the "
+            "clients of this strategy choose the model that they upload: use mode=sync"
+        ) from None
     fresh = (tau == 0) & (weights == 1)
 
     def moved(upload: jax.Array, before: jax.Array, now: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from fedjax_mr.channel import accounting, privacy
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.simulator import problem_of
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
@@ -30,8 +31,8 @@ def complete(config: Config, federated: FederatedData, model: Model) -> tuple[Co
       The configuration with ``dp_noise`` in place of ``dp_target_epsilon``, and a note for the user.
 
     Raises:
-      UserError: the method or the network does something that is not covered, no noise is sufficient, or the accounting
-        needs a package that is missing.
+      UserError: the method or the network does something that is not covered, no noise is sufficient, the accounting
+        needs a package that is missing, or the run to resume was trained with other noise.
     """
     if config.dp_clip is None:
         return config, ()
@@ -48,8 +49,23 @@ def complete(config: Config, federated: FederatedData, model: Model) -> tuple[Co
     if target is None:
         return config, ()
     noise = float(accounting.noise_for(target, config.rounds, **_settings(config, problem)))
+    require_noise_of_run(config, noise)
     note = f"epsilon {target:g} at delta {config.dp_delta:g} after {config.rounds} rounds needs --dp_noise={noise:.4g}"
     return dataclasses.replace(config, dp_noise=noise, dp_target_epsilon=None), (note,)
+
+
+def require_noise_of_run(config: Config, noise: float) -> None:
+    """Check that the noise for a target epsilon is that of the run to resume. More rounds need more noise.
+
+    Raises:
+      UserError: it is not.
+    """
+    if config.resume and config.run_dir and (saved := configuration.load(config.run_dir).dp_noise) != noise:
+        raise UserError(
+            f"dp_target_epsilon={config.dp_target_epsilon:g} needs the noise {noise:.4g} for {config.rounds} rounds, "
+            f"but {config.run_dir} was trained with {saved:.4g}: resume it with dp_noise={saved}, without "
+            "dp_target_epsilon="
+        )
 
 
 def epsilon_after(config: Config, problem: Problem, *, public: bool = False) -> Callable[[int], float] | None:

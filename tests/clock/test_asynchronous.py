@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.clock import asynchronous, choice, constant, hinge, polynomial, simulate
-from fedjax_mr.clock.asynchronous import Keys
+from fedjax_mr.clock.asynchronous import Keys, rebased
 from fedjax_mr.engine.round import CLIENT, DISPATCH, INIT, SELECT, SERVER, client_key, round_key
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, fedasync, fedbuff, fedcross, fedmr, gitfl, on_any_network
@@ -85,6 +85,13 @@ def test_with_as_many_jobs_as_arrivals_it_is_the_synchronous_method(strategy):
 def test_a_method_that_trains_another_part_in_each_round_is_refused():
     with pytest.raises(UserError, match=r"the strategy trains another part in each round, and uploads .* lost"):
         engine("rolora", 3, 3, "update", network="adapted").init()
+
+
+def test_clients_that_upload_a_model_of_their_own_making_are_refused_in_the_words_of_the_clock():
+    """As in FLoRA, whose clients draw the adapter themselves."""
+    made = {"model": {"params": {"lora_a": np.ones((2, 3), np.float32)}}}
+    with pytest.raises(UserError, match=r"^asynchronous clients are not possible: .* use mode=sync$"):
+        rebased(made, {"model": {"params": {}}}, {"model": {"params": {}}}, np.zeros(2, np.int32), np.ones(2))
 
 
 LOOPS = {  # strategy, its hyper-parameters, (M, K, refill), weight of staleness, rule of the loop

@@ -13,8 +13,10 @@ import fedjax_mr as fmr
 from fedjax_mr.channel import accounting
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment.messages import with_flags
 from fedjax_mr.experiment.method import build_chosen, chosen
 from fedjax_mr.experiment.simulated_time import most_at_once
 from fedjax_mr.testing.federations import constants
@@ -125,6 +127,18 @@ def test_cohorts_that_somebody_can_know_are_accounted_as_public(monkeypatch, cha
     monkeypatch.setattr(accounting, "epsilon", lambda rounds, **settings: seen.append(settings["sampling"]))
     guarantee.epsilon_after(dataclasses.replace(NOISY, **changes), constants("linear").problem)
     assert seen == [sampling]
+
+
+def test_a_resumed_run_with_a_target_names_the_flag_that_was_set(tmp_path):
+    """More rounds need more noise than the run was trained with."""
+    configuration.save(dataclasses.replace(CONFIG, dp_clip=1.0, dp_noise=2.0), tmp_path)
+    resumed = dataclasses.replace(CONFIG, dp_clip=1.0, dp_target_epsilon=8.0, run_dir=str(tmp_path), resume=True)
+    guarantee.require_noise_of_run(resumed, 2.0)
+    with pytest.raises(UserError) as error:
+        guarantee.require_noise_of_run(dataclasses.replace(resumed, rounds=8), 4.0)
+    line = with_flags(str(error.value), "fedmr")
+    assert line.startswith("--dp_target_epsilon=8 needs the noise 4 for 8 rounds, but ")
+    assert line.endswith("was trained with 2: resume it with --dp_noise=2.0, without --dp_target_epsilon")
 
 
 def test_without_the_accounting_package_noise_is_refused(tmp_path, monkeypatch):
