@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+import numpy as np
+
 
 class UserError(Exception):
     """An error that the user can fix. Commands print it as one line and exit with ``exit_code``."""
@@ -44,3 +46,11 @@ def did_you_mean(name: str, known: Iterable[str], form: str = "{!r}") -> str:
     names = {plain(each): each for each in sorted(known, reverse=True)}
     nearest = difflib.get_close_matches(plain(name), names, n=1, cutoff=0.4)
     return f"; did you mean {form.format(names[nearest[0]])}?" if nearest else ""
+
+
+def usual_arithmetic() -> np.errstate:
+    """NumPy's defaults for overflow and the like. Some zeros and infinities of this package are intended.
+
+    A program with ``np.seterr(all="raise")`` would otherwise end in an error of a computation that it does not know.
+    """
+    return np.errstate(divide="warn", over="warn", under="ignore", invalid="warn")

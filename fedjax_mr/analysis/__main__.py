@@ -22,7 +22,7 @@ from fedjax_mr.analysis import (
     theorem1,
     timeline,
 )
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import UserError, unknown_name, usual_arithmetic
 from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.messages import flags_in_errors
 
@@ -98,7 +98,7 @@ def main(
         )
         parsed = parser.parse_args(options)
         imports.load(parsed.imports)
-        with imports.blamed(), flags_in_errors():
+        with imports.blamed(), flags_in_errors(), usual_arithmetic():
             command.main(parsed)
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)

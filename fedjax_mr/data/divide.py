@@ -15,11 +15,12 @@ from fedjax_mr.data import partition as partitions
 from fedjax_mr.data import partition_file as partition_files
 from fedjax_mr.data.federated import Dataset, FederatedData, PartitionPlan, Public, Split
 from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import UserError, unknown_name, usual_arithmetic
 
 STREAMS = {"partition": 1, "public": 2, "clients": 3, "holdout": 4, "split": 5, "test": 6}
 
 
+@usual_arithmetic()
 def federate(
     dataset: Dataset,
     *,

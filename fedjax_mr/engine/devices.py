@@ -45,17 +45,52 @@ def compiler_flags() -> str:
     return " ".join(sorted(word for word in words if not _LAYOUT.match(word)))
 
 
-def refuse_doubles() -> None:
-    """Refuse numbers of 64 bits.
+def refuse_settings() -> None:
+    """Refuse settings of JAX with which no run works, and a process in which JAX would hang.
 
     Raises:
-      UserError: ``jax_enable_x64`` is on. Programs would have other numbers, and checkpoints other types.
+      UserError: the message names the setting.
     """
-    if jax.config.jax_enable_x64:
+    if _forked_after_start:
+        raise UserError(
+            "this process was forked from one in which JAX had started, so it would hang: start processes by "
+            'multiprocessing.get_context("spawn"), or fork before JAX is used'
+        )
+    if jax.config.jax_enable_x64:  # programs would have other numbers, and checkpoints other types
         raise UserError(
             "JAX computes with 64 bits, but this package with 32: unset JAX_ENABLE_X64, or call "
             'jax.config.update("jax_enable_x64", False) first'
         )
+    if jax.config.jax_disable_jit:
+        raise UserError("every round is a compiled program, which JAX_DISABLE_JIT (jax_disable_jit) forbids: unset it")
+    for name in ("", "_host_to_device", "_device_to_device", "_device_to_host"):
+        value = getattr(jax.config, f"jax_transfer_guard{name}", None) or ""
+        if value.startswith("disallow"):
+            raise UserError(
+                f"numbers and samples are sent to the devices, which JAX_TRANSFER_GUARD{name.upper()}={value} forbids: "
+                "unset it, or use log"
+            )
+
+
+def _started() -> bool:
+    """Whether JAX has started. From then on it refuses another number of CPU devices."""
+    count = jax.config.values["jax_num_cpu_devices"]
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count, 0) + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def _note_fork() -> None:
+    global _forked_after_start
+    _forked_after_start = _forked_after_start or _started()
+
+
+_forked_after_start = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)  # the threads of JAX do not exist in the child
 
 
 def usable_cores() -> int:
@@ -80,9 +115,9 @@ def set_up_jax(
       cache_dir: folder of the compilation cache. Default: the package's folder in the user's cache.
 
     Raises:
-      UserError: as `refuse_doubles`.
+      UserError: as `refuse_settings`, or JAX has no device of the platform that the user asks for.
     """
-    refuse_doubles()
+    refuse_settings()
     count = cpu_devices(devices, cohort_size, num_processes=num_processes)
     # A waiting CPU collective occupies a thread that its partner may need, so several processes get more threads. One
     # process has no collectives (see `ClientAxis.fused`) and keeps one thread per core: XLA splits operations into as
@@ -93,6 +128,25 @@ def set_up_jax(
     if num_processes > 1:
         add_xla_flags(LONG_TIMEOUTS)
     _use_cores(count, requested=devices is not None)
+    if num_processes == 1:  # several may not have joined yet, and JAX must start afterwards
+        _require_platforms()
+
+
+def _require_platforms() -> None:
+    """Start JAX if the user asks for an accelerator, which may be missing. Without such a request, JAX finds a CPU.
+
+    Raises:
+      UserError: it is missing.
+    """
+    if (platforms := jax.config.jax_platforms) in (None, "", "cpu"):
+        return
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin of the platform is installed
+        reason = " ".join(str(error).split())[:160] or "its plugin is not installed"
+        raise UserError(
+            f"JAX has no device of JAX_PLATFORMS={platforms} ({reason}): unset it, or install JAX for this device"
+        ) from None
 
 
 def cpu_devices(devices: int | None, cohort_size: int, *, num_processes: int = 1) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from fedjax_mr.engine.devices import refuse_settings
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 
@@ -62,7 +63,12 @@ class Program:
         self._results: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function."""
+        """Run the function.
+
+        Raises:
+          UserError: as `refuse_settings`.
+        """
+        refuse_settings()
         if self.compiled is None:
             self.compiled = self._compile(args)
         return self._results if self._only_compiled else self.compiled(*args)

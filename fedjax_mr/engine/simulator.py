@@ -24,7 +24,7 @@ from fedjax_mr.data.federated import Dataset, FederatedData
 from fedjax_mr.data.inputs import scale_and_shift
 from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
-from fedjax_mr.engine.devices import refuse_doubles, set_up_jax
+from fedjax_mr.engine.devices import refuse_settings, set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
 from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
@@ -119,9 +119,9 @@ class Simulator:
         Raises:
           UserError: unknown name or placement, data that are not divided, a function with other arguments, a network
             that does not fit the samples, K > N, ``architectures`` that do not fit, more devices than available, or
-            ``jax_enable_x64`` is on.
+            as `set_up_jax`.
         """
-        refuse_doubles()
+        refuse_settings()
         if not isinstance(federated, FederatedData):
             raise UserError(
                 f"a Simulator needs the clients' data, not {type(federated).__name__}: divide a dataset with "
@@ -181,6 +181,7 @@ class Simulator:
 
     def init(self) -> Progress:
         """The state before the first round."""
+        refuse_settings()
         return self.rounds.init()
 
     def run(self, state: Progress, rounds: int = 1) -> tuple[Progress, Report]:
@@ -407,6 +408,7 @@ def _require_whole(name: str, value: Any, least: int, most: float = math.inf) ->
 
 
 def _refuse_consumed(state: Progress) -> None:
+    refuse_settings()  # before anything else works on the state, such as in a forked process
     if not isinstance(state, Progress):
         raise UserError(
             f"a state comes from init(), or is the first of the two results of run(state), but this is a "

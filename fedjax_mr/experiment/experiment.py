@@ -130,6 +130,10 @@ class Experiment:
         self.model = simulator.model
         self.rounds = simulator.rounds
         self.folder = folder
+        self.compare_to = list(map(Path, config.compare_to))
+        if on_row is not None:  # it may change the working directory
+            self.folder.path = self.folder.path.absolute()
+            self.compare_to = [each.absolute() for each in self.compare_to]
         self.processes = processes
         self.evaluation = simulator.evaluation
         self.personal: TestsOfClients | None = None
@@ -484,12 +488,12 @@ class Experiment:
     def _draw_curves(self, rows: list[MetricsRow]) -> None:
         configs, unknown = [self.config], {}
         histories = [rows]
-        for folder in self.config.compare_to:
+        for folder in self.compare_to:
             try:
                 configs.append(configuration.load(folder))
                 histories.append(read_rows(folder))
             except UserError:  # for example of another version; its evaluations can still be drawn
-                unknown[Path(folder).name] = read_rows(folder)
+                unknown[folder.name] = read_rows(folder)
         names = titles.runs(configs) if self.config.compare_to else [titles.run(self.config)]
         methods = {name: titles.key(titles.facts(each)) for name, each in zip(names, configs, strict=True)}
         shown = dict(zip(names, histories, strict=True)) | unknown

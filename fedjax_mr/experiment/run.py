@@ -20,7 +20,7 @@ from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_errors, set_up_jax, settings_of_numbers
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
-from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.errors import DivergedError, UserError, usual_arithmetic
 from fedjax_mr.experiment import checkpoint, guarantee, imports, interrupts
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import simulator_of
@@ -77,7 +77,7 @@ def run(
         ``config.adapter`` freeze never change, the others start from them. Default: initialised from the seed.
       on_row: called with each evaluation (a row of ``metrics.jsonl`` as a dictionary) after it is written. Of several
         processes, only the first calls it. A resumed run repeats the rows after its last checkpoint. An exception of
-        ``on_row`` ends the run, which can be resumed.
+        ``on_row`` ends the run, which can be resumed. ``on_row`` may change the working directory.
       record: whether to draw the figures of the run folder at the end, which takes about two seconds. Default: True.
 
     Returns:
@@ -106,7 +106,7 @@ def run(
     notes = (*notes, *found)
     processes.agree({"data": federated.hash()} | versions() | settings_of_numbers() | shared(config))
     interrupts.check()
-    with contextlib.ExitStack() as cleanup, processes.lost_by_name(), memory_errors():
+    with contextlib.ExitStack() as cleanup, usual_arithmetic(), processes.lost_by_name(), memory_errors():
         cleanup.callback(give_back_memory)
         threading.Thread(target=_import_ahead, args=(record,)).start()
         experiment = set_up(config, federated, network, processes, cleanup, notes=notes, on_row=on_row, record=record)

@@ -12,7 +12,7 @@ from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import TrialRounds
-from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.errors import DivergedError, UserError, usual_arithmetic
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.build import argument_flags, number_flags
@@ -57,7 +57,7 @@ def run_together(
     cohort_size = len(configs) * first.cohort
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
-    with contextlib.ExitStack() as cleanup:
+    with contextlib.ExitStack() as cleanup, usual_arithmetic():
         divided = [federated_data(config, dataset=user_objects.dataset) for config in configs]
         built = [user_objects.build(config, federated) for config, federated in zip(configs, divided, strict=True)]
         built = [

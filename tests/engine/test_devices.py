@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from fedjax_mr.engine import devices
+from fedjax_mr.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,3 +84,45 @@ def test_without_a_home_there_is_no_cache(monkeypatch):
         assert jax.config.values["jax_compilation_cache_dir"] is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+FORKED = """
+import os, jax
+import fedjax_mr as fmr
+fork = lambda then: os.waitpid(os.fork() or (then(), os._exit(0))[1], 0)
+
+def train():
+    try:
+        fmr.Simulator("fedavg", "logistic", None, cohort=1)
+    except fmr.UserError as error:
+        print(error, flush=True)
+
+fork(train)
+jax.numpy.zeros(3)
+fork(train)
+"""
+
+
+def test_a_process_forked_after_jax_has_started_is_refused():
+    """It would hang. The child only looks."""
+    jax.devices()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of the fork
+        child = os.fork()
+    if child == 0:
+        try:
+            devices.refuse_settings()
+        except UserError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.slow
+def test_a_forked_process_is_refused_in_one_line_only_if_jax_had_started():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], env=environment, capture_output=True, text=True, timeout=120
+    )
+    before, after = ended.stdout.splitlines()
+    assert before.startswith("a Simulator needs the clients' data") and "forked from one in which JAX had" in after

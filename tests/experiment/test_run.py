@@ -257,6 +257,24 @@ def test_numbers_of_64_bits_are_refused_by_every_entry(straight, capsys):
     assert shown.count("\n") == 1 and not Path("doubles").exists()
 
 
+@pytest.mark.parametrize(
+    ("switch", "value", "line"),
+    [
+        ("jax_disable_jit", True, "every round is a compiled program, which JAX_DISABLE_JIT (jax_disable_jit) forbids"),
+        ("jax_transfer_guard", "disallow", "which JAX_TRANSFER_GUARD=disallow forbids: unset it, or use log"),
+        ("jax_platforms", "nowhere,cpu", "JAX has no device of JAX_PLATFORMS=nowhere,cpu (Unable to initialize"),
+    ],
+)
+def test_switches_of_jax_with_which_nothing_works_are_refused_in_one_line(switch, value, line, monkeypatch, capsys):
+    fails = lambda: (_ for _ in ()).throw(RuntimeError("Unable to initialize backend 'nowhere'"))
+    monkeypatch.setattr(jax, "devices", fails)  # JAX has started here, with its CPU
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(jax.config.update, switch, jax.config.values[switch])
+        jax.config.update(switch, value)
+        assert command.main([*FLAGS, "--run_dir=refused"]) == 2
+    assert line in (shown := capsys.readouterr().err) and shown.count("\n") == 1 and not Path("refused").exists()
+
+
 def simulator():
     return fmr.Simulator("fedavg", "logistic", federated(), cohort=2)
 
@@ -417,9 +435,15 @@ def test_on_row_gets_every_evaluation_and_may_stop_the_run(straight):
     with pytest.raises(StopIteration, match="enough"):
         fmr.run(config, on_row=stop_at_4)
     assert run_state("a") == "started" and Checkpoints(Path("a/checkpoints").absolute()).rounds()[-1] == 4
-    result = fmr.run(dataclasses.replace(config, resume=True), on_row=rows.append)
+
+    def go_elsewhere(row):
+        rows.append(row)
+        os.chdir("/")
+
+    before = Path.cwd()
+    result = fmr.run(dataclasses.replace(config, resume=True), on_row=go_elsewhere)
     assert [row["round"] for row in rows] == [2, 4, 6] and rows[-1] == result.rows[-1]
-    assert numbers("a") == numbers(straight.folder)
+    assert numbers(before / "a") == numbers(straight.folder) and read_summary(before / "a") == result.summary
 
 
 def test_a_log_that_cannot_begin_leaves_nothing(monkeypatch):
