@@ -225,6 +225,15 @@ def test_the_next_client_of_a_chain_balances_its_features_and_the_samples_of_all
     assert cabafl.next_client(hyper, row, jobs([0], [2]), free, np.array(used), FEATURES, np.array(sizes)) == client
 
 
+def test_every_chain_starts_with_a_client_of_its_own_and_an_empty_cache(federation, monkeypatch):
+    monkeypatch.setattr(cabafl, "copies_of_one", lambda problem, key: {"w": jnp.array([7.0, 7.0, 7.0])})
+    monkeypatch.setattr(jax.random, "permutation", lambda key, count: jnp.array([4, 0, 5, 1, 2, 3]))
+    state = cabafl.build(cabafl.Hyper(), federation("linear").problem).init(jax.random.key(0))
+    assert state.clients.tolist() == [4, 0, 5] and state.used.tolist() == [1, 0, 0, 0, 1, 1]
+    assert state.chain.tolist() == np.eye(6)[[4, 0, 5]].tolist() and not state.cached.any()
+    assert float(state.model["w"]) == 7 and state.measured and not state.arrived.any()
+
+
 def after_a_return(federation, *, step, length, rank=0.25, refresh=50):
     """The state after client 0 has returned the model of chain 0, which is 10; that of chain 1 is with client 1."""
     problem = federation("linear", sizes=(4, 4, 4, 4), cohort=1).problem

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.strategies import STRATEGIES, base, indep
+from fedjax_mr.strategies import STRATEGIES, base, cabafl, fedcross, fedmr, gitfl, indep
 from fedjax_mr.strategies.base import Cohort, Models
 from fedjax_mr.testing.federations import default_hyper
 
@@ -58,3 +58,14 @@ def test_models_start_as_copies_and_on_request_as_independent_initialisations(fe
     copies, different = (np.asarray(models["params"]["classifier"]["dense"]["kernel"]) for models in both)
     assert len(copies) == len(different) == 5
     assert len(np.unique(copies, axis=0)) == 1 and len(np.unique(different, axis=0)) == 5
+
+
+@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "gitfl", "cabafl"])
+def test_the_models_start_from_the_key_of_the_initialisation(federation, monkeypatch, name):
+    row, keys = STRATEGIES[name], []
+    for module in (base, fedcross, fedmr, gitfl, cabafl):
+        monkeypatch.setattr(module, "copies_of_one", lambda problem, key: keys.append(key) or MODELS)
+    strategy = row.build(default_hyper(name), federation("linear").problem)
+    key = jax.random.key(3)
+    strategy.init(key)
+    assert len(keys) == 1 and keys[0] is key

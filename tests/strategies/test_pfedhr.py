@@ -154,6 +154,27 @@ def test_blocks_are_grouped_by_the_similarity_of_their_inputs_and_of_their_outpu
     assert by(entering, leaving) not in (by(entering, entering), by(leaving, leaving))
 
 
+def test_the_authors_grouping_is_of_averaged_inputs_and_outputs(thin, monkeypatch):
+    problem, networks = thin
+    values = [np.random.default_rng(owner).normal(size=(3, 10, 2, 2, 4)) for owner in range(2)]
+    monkeypatch.setattr(
+        groups,
+        "averaged_k_means",
+        lambda entering, leaving, count, seed: seen.append((entering, leaving, count)) or four,
+    )
+    seen, four = [], np.array([0, 1, 0, 1])
+    activations = lambda chain: values[owner_of(chain, networks)]
+    reassembler = with_spy(
+        problem, Hyper(grouping="means", **QUICK), activations=activations, logits=lambda *_: np.ones((2, 3))
+    )
+    result = reassembler.reassemble(networks, networks, jax.random.key(0))
+    ((entering, leaving, count),) = seen
+    means = [each.mean(axis=(2, 3)) for each in values]
+    np.testing.assert_allclose(entering, [means[0][0], means[0][1], means[1][0], means[1][1]])
+    np.testing.assert_allclose(leaving, [means[0][1], means[0][2], means[1][1], means[1][2]])
+    assert count == 2 and result.groups is four
+
+
 def test_blocks_are_compared_on_a_random_part_of_the_public_samples(thin):
     """Without labels, and the same for all networks."""
     problem, networks = thin

@@ -178,6 +178,12 @@ def test_the_authors_k_means_puts_alike_activations_together():
     assert labels[0] == labels[2] != labels[1] == labels[3]
 
 
+def test_an_empty_group_keeps_its_centre():
+    """Four equal blocks: both centres are equal, so the second group is empty."""
+    same = [np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)] * 4
+    assert groups.averaged_k_means(same, same, 2, seed=0).tolist() == [0] * 4
+
+
 # --- search
 
 
@@ -391,6 +397,38 @@ def test_training_in_pieces_is_training_of_the_whole(zoo):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), piece.variables["params"], params[name])
 
 
+def test_every_epoch_visits_every_sample_once_and_every_step_has_keys_of_its_own():
+    """A spy in place of the compiled programs: five samples in batches of two, two epochs, two pieces."""
+    programs, batches, dropouts = PiecePrograms(), [], []
+
+    def batch(samples, rows, key, views, mask):
+        batches.append((rows, mask, key))
+        return None, None, mask
+
+    def forward(module, params, state, x, mask, dropout):
+        dropouts.append(dropout)
+        return x, state, None
+
+    programs._batch, programs._forward = batch, forward
+    programs._loss_gradient = lambda *each: None
+    programs._step = lambda pullback, gradient, params, moments, propagate: (gradient, params, moments)
+    chain = (Piece(None, {"params": {"w": np.zeros(1, np.float32)}}),) * 2
+    keys = []
+    for seed in (0, 1):
+        batches.clear(), dropouts.clear()
+        programs.train(chain, samples(5), jax.random.key(seed), epochs=2, batch_size=2)
+        assert [mask.tolist() for _, mask, _ in batches] == [[1, 1], [1, 1], [1, 0]] * 2
+        true = [rows[mask > 0].tolist() for rows, mask, _ in batches]
+        assert [sorted(sum(true[start : start + 3], [])) for start in (0, 3)] == [list(range(5))] * 2
+        assert true[:3] != true[3:]
+        assert [(int(number), int(place)) for _, number, place in dropouts] == [
+            (n, p) for n in range(6) for p in (0, 1)
+        ]
+        assert [int(key[1]) for _, _, key in batches] == list(range(6))
+        keys += [tuple(jax.random.key_data(key).tolist()) for key in (dropouts[0][0], batches[0][2][0])]
+    assert len(set(keys)) == 4  # of dropout and of views, from the key of the training
+
+
 def test_training_learns_and_changes_nothing_else(zoo, programs):
     public, chain = samples(), stitched(zoo, programs)
     before = jax.tree.map(np.array, [piece.variables for piece in chain])
@@ -468,13 +506,33 @@ def test_views_are_random_and_stay_in_range(channels):
     assert grey == 1 if channels == 1 else 0 < grey < 0.5
 
 
-def test_a_view_without_change_is_the_image(monkeypatch):
-    """The crop of everything, and the turn of the hue by nothing."""
+def test_a_view_without_change_is_the_image_and_otherwise_its_mirror_in_grey(monkeypatch):
+    """The crop of everything, and the turn of the hue by nothing, with every choice made or not made."""
     x = jnp.asarray(np.random.default_rng(0).uniform(size=(8, 8, 3)), jnp.float32)
     amount = lambda key, shape=(), minval=0.0, maxval=1.0: jnp.full(shape, 1.0 if minval == 0.8 else 0.0)
     monkeypatch.setattr(jax.random, "uniform", amount)
-    np.testing.assert_allclose(jax.jit(contrastive._crop)(jax.random.key(0), x), x, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(contrastive._jitter)(jax.random.key(0), x), x, atol=2e-3)
+
+    @jax.jit
+    def view(chosen):
+        monkeypatch.setattr(jax.random, "bernoulli", lambda key, chance=0.5: chosen)
+        return contrastive._view(jax.random.key(0), x), contrastive._jitter(jax.random.key(0), x)
+
+    unchanged, jittered = view(False)
+    np.testing.assert_allclose(unchanged, x, atol=1e-5)
+    np.testing.assert_allclose(jittered, x, atol=2e-3)
+    mirrored = np.asarray(x)[:, ::-1] @ np.array([0.299, 0.587, 0.114], np.float32)
+    np.testing.assert_allclose(view(True)[0], np.repeat(mirrored[..., None], 3, axis=2), atol=3e-3)
+
+
+def test_views_are_of_raw_pixels_and_have_their_range(monkeypatch):
+    """Between, they are images of 0 to 1; each image has a key of its own."""
+    x, seen = jnp.array([[[[10], [30]]], [[[110], [20]]]], jnp.uint8), []
+    monkeypatch.setattr(contrastive, "_view", lambda key, image: seen.append(image) or image * 1.25)
+    with jax.disable_jit():
+        result = contrastive.view(jax.random.key(0), x, low=10.0, high=110.0)
+    assert result.tolist() == [[[[10], [35]]], [[[110], [22.5]]]]  # clipped to the range
+    vectors = jnp.ones((2, 3))
+    assert contrastive.view(jax.random.key(0), vectors, low=0.0, high=1.0) is vectors
 
 
 @pytest.mark.slow

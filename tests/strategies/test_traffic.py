@@ -1,8 +1,10 @@
 """What is sent in a round, counted in numbers of 4 bytes: S of a model's state, P of its parameters."""
 
+import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.strategies.base import LayerExchange
 
 K, N, C, S = 3, 6, 3, 10  # S: the public samples
 GENERATOR = 512 * (100 + C) + 512 + 16 * 512 + 16 + 4 * 512  # two dense layers and BatchNorm, to 16 features
@@ -73,3 +75,12 @@ def test_clients_keep_what_the_papers_say(engine):
     assert {name: trees.num_bytes(engine(name).shapes().memory) for name in expected} == expected
     others = [engine(name) for name in TABLE if name not in expected]
     assert all(each.shapes().memory is None for each in others if each.strategy.personal_model is None)
+
+
+def test_every_exchange_sends_and_receives_the_selected_share_of_the_models():
+    """60 bytes of models, of which half is sent and half received, twice, before the training and before the upload."""
+    models = {"w": np.zeros((3, 5), np.float32)}
+    exchange = lambda when: LayerExchange(lambda models, key: (models, {}), when, 0.5, 2)
+    assert [int(exchange(when).parcels(models).size) for when in ("both", "before_upload")] == [240, 120]
+    assert (exchange("both").before_training, exchange("both").before_upload) == (True, True)
+    assert (exchange("before_upload").before_training, exchange("before_training").before_upload) == (False, False)
