@@ -157,12 +157,13 @@ def test_blocks_are_grouped_by_the_similarity_of_their_inputs_and_of_their_outpu
 def test_the_authors_grouping_is_of_averaged_inputs_and_outputs(thin, monkeypatch):
     problem, networks = thin
     values = [np.random.default_rng(owner).normal(size=(3, 10, 2, 2, 4)) for owner in range(2)]
-    monkeypatch.setattr(
-        groups,
-        "averaged_k_means",
-        lambda entering, leaving, count, seed: seen.append((entering, leaving, count)) or four,
-    )
     seen, four = [], np.array([0, 1, 0, 1])
+
+    def grouped(entering, leaving, count, *, seed):
+        seen.append((entering, leaving, count))
+        return four
+
+    monkeypatch.setattr(groups, "averaged_k_means", grouped)
     activations = lambda chain: values[owner_of(chain, networks)]
     reassembler = with_spy(
         problem, Hyper(grouping="means", **QUICK), activations=activations, logits=lambda *_: np.ones((2, 3))

@@ -418,12 +418,10 @@ def test_every_epoch_visits_every_sample_once_and_every_step_has_keys_of_its_own
         batches.clear(), dropouts.clear()
         programs.train(chain, samples(5), jax.random.key(seed), epochs=2, batch_size=2)
         assert [mask.tolist() for _, mask, _ in batches] == [[1, 1], [1, 1], [1, 0]] * 2
-        true = [rows[mask > 0].tolist() for rows, mask, _ in batches]
-        assert [sorted(sum(true[start : start + 3], [])) for start in (0, 3)] == [list(range(5))] * 2
-        assert true[:3] != true[3:]
-        assert [(int(number), int(place)) for _, number, place in dropouts] == [
-            (n, p) for n in range(6) for p in (0, 1)
-        ]
+        visited = [rows[mask > 0].tolist() for rows, mask, _ in batches]
+        epochs = [[*a, *b, *c] for a, b, c in (visited[:3], visited[3:])]
+        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(5)) and epochs[0] != epochs[1]
+        assert [(int(step), int(place)) for _, step, place in dropouts] == [(n // 2, n % 2) for n in range(12)]
         assert [int(key[1]) for _, _, key in batches] == list(range(6))
         keys += [tuple(jax.random.key_data(key).tolist()) for key in (dropouts[0][0], batches[0][2][0])]
     assert len(set(keys)) == 4  # of dropout and of views, from the key of the training
