@@ -1,5 +1,6 @@
 """Row ``folders`` of chaos.py: links and damage in the files of a run folder, read by every reader."""
 
+import functools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from chaos_runs import (
 
 from fedjax_mr import export, main
 from fedjax_mr.analysis import __main__ as analysis
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.folder import CONTENTS
 
 LINKS = (*CONTENTS, f"checkpoints/{ROUNDS - 1}", "info/3.npz", "imports/own.py", ".lock")
@@ -71,7 +73,8 @@ def ended_in(function: Callable[[Sequence[str]], int], arguments: Sequence[str],
 
     def inside() -> int:
         os.chdir(place)
-        return function(arguments)
+        # Errors that Python cannot raise are handled as by the command.
+        return interrupts.run(functools.partial(function, arguments)) or 0
 
     ended = Child(inside, log=place.parent / "said").wait()
     assert ended is not None

@@ -319,6 +319,9 @@ def read_arrays(folder: Path) -> Any:
     Raises:
       UserError: the folder is missing or damaged.
     """
+    for path in folder.rglob("*"):  # reading a link to a device, or a named pipe, may never end
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is not a file, as all of {folder} must be")
     try:
         return jax.tree.map(np.asarray, _orbax().restore(folder.absolute()))
     except (OSError, ValueError, KeyError, TypeError) as error:

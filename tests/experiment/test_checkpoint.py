@@ -538,3 +538,14 @@ def test_memory_that_does_not_suffice_is_an_error_and_not_an_endless_wait(tmp_pa
 
     with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED"):
         Checkpoints(tmp_path / "checkpoints").save(1, {"w": Failed()}, {})
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_arrays_from_another_person_lead_to_no_device_and_no_endless_wait(kind, tmp_path, monkeypatch):
+    """A link to /dev/zero filled the memory of the machine."""
+    monkeypatch.setattr(checkpoint, "_orbax", lambda: pytest.fail("orbax reads it"))
+    (tmp_path / "variables" / "d").mkdir(parents=True)
+    path = tmp_path / "variables" / "d" / "0"
+    path.symlink_to("/dev/zero") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(UserError, match=r"variables/d/0 is not a file, as all of .* must be"):
+        checkpoint.read_arrays(tmp_path / "variables")
