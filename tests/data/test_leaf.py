@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import tracemalloc
 
 import numpy as np
@@ -123,6 +124,12 @@ class TestBadInput:
         for path in (femnist_folder / "test").iterdir():
             path.unlink()
         self.refuse(femnist_folder, "has train/*.json but no test/*.json")
+
+    def test_a_pipe(self, femnist_folder):
+        """Opening one waits without end."""
+        path = femnist_folder / "train" / "pipe.json"
+        os.mkfifo(path)
+        self.refuse(femnist_folder, str(path), "it is not a file")
 
     @pytest.mark.parametrize("size", [0, 1000])
     def test_empty_or_truncated(self, femnist_folder, size):

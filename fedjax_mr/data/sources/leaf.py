@@ -6,7 +6,6 @@ is the next one, numbered by the vocabulary of LEAF's ``language_utils.py``. Fil
 must fit into memory as Python objects.
 """
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_mr import untrusted
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.values import ids
@@ -113,10 +113,9 @@ def _joined(source: Path, xs: list[np.ndarray]) -> np.ndarray:
 def _users(source: Path, convert: Callable) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield (user, x, y) of each user of one file that has samples."""
     try:
-        with source.open(encoding="utf-8") as file:
-            content = json.load(file)
-        user_data, users = dict(content["user_data"]), list(content["users"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        content = untrusted.parse_json(untrusted.read_text(source), {"user_data": dict, "users": list})
+        user_data, users = content["user_data"], content["users"]
+    except (OSError, ValueError) as error:
         raise UserError(f"{source} is empty, truncated or not a LEAF file ({type(error).__name__}: {error})") from None
     for user in ids(users, f"{source}: users").astype(str).tolist():  # keys are always texts
         try:
