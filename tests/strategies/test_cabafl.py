@@ -234,11 +234,11 @@ def test_every_chain_starts_with_a_client_of_its_own_and_an_empty_cache(federati
     assert float(state.model["w"]) == 7 and state.measured and not state.arrived.any()
 
 
-def after_a_return(federation, *, step, length, rank=0.25, refresh=50):
+def after_a_return(federation, *, step, length, rank=0.25, seed=0):
     """The state after client 0 has returned the model of chain 0, which is 10; that of chain 1 is with client 1."""
     problem = federation("linear", sizes=(4, 4, 4, 4), cohort=1).problem
     problem = dataclasses.replace(problem, in_flight=2)
-    strategy = cabafl.build(cabafl.Hyper(length=length, rank=rank, refresh=refresh, variance=1.0), problem)
+    strategy = cabafl.build(cabafl.Hyper(length=length, rank=rank, variance=1.0), problem)
     start = cabafl.State(
         model={"w": np.float32(1)}, models={"w": jnp.array([2.0, 20.0])}, cache={"w": jnp.array([3.0, 30.0])},
         step=np.array([step, 0]), chain=jobs([0], [1]), cached=jobs([0, 0], [1]), clients=np.array([0, 1]),
@@ -251,7 +251,7 @@ def after_a_return(federation, *, step, length, rank=0.25, refresh=50):
     cohort = Cohort(np.array([0]), np.array([4]), branches=jnp.array([0]))
     state, _ = strategy.server_update(start, {"model": {"w": jnp.array([10.0])}}, cohort, 8, None)
     assert state.models["w"].tolist() == [10, 20] and state.arrived.tolist() == [True, False]
-    return strategy.between_rounds(state, 9, jax.random.key(0), None)
+    return strategy.between_rounds(state, 9, jax.random.key(seed), None)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,13 @@ def test_at_the_end_of_a_chain_the_global_model_is_the_mean_of_the_cache_and_the
     assert state.models["w"].tolist() == pytest.approx([expected, 20])
     assert state.cache["w"].tolist() == pytest.approx([expected, 30])
     assert float(info["version"]) == 7 and state.step.tolist() == [0, 0]
-    (client,) = np.flatnonzero(state.chain[0])
-    assert client == state.clients[0] != 1  # an idle client, alone in the new chain
+    clients = set()
+    for seed in range(6):
+        state, _ = after_a_return(federation, step=1, length=2, seed=seed)
+        (client,) = np.flatnonzero(state.chain[0])
+        clients.add(int(client))
+        assert client == state.clients[0]
+    assert len(clients) > 1 and 1 not in clients  # a random idle client, alone in the new chain
 
 
 def test_with_one_client_per_chain_the_global_model_is_the_mean_of_the_cache():

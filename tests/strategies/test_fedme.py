@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fedjax_mr import trees
 from fedjax_mr.engine import local
+from fedjax_mr.engine.mutual import Weights
 from fedjax_mr.engine.samples import Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Zoo
@@ -172,6 +173,32 @@ def test_a_client_receives_the_model_of_another_client_of_its_own_cluster(federa
         assert payload["received"]["theta"].tolist() == [0, 40, 30, 20]
 
 
+def test_the_partner_is_drawn_anew_in_every_round():
+    drawn = {tuple(draw_partners(jax.random.key(seed), jnp.zeros(5, jnp.int32)).tolist()) for seed in range(4)}
+    assert len(drawn) == 4
+
+
+@pytest.mark.parametrize("mutual", [True, False])
+def test_a_client_trains_both_models_together_with_its_key_and_may_be_told_not_to_switch(
+    federation, monkeypatch, mutual
+):
+    """Without mutual learning, neither model learns from the other one. Without tuning, no loss is compared."""
+    seen = []
+
+    def train_pair(models, setting, pair, data, key, *, weights):
+        seen.append((tuple(pair), data, key, weights))
+        return ("own", "received"), "metrics"
+
+    monkeypatch.setattr(fedme.mutual, "train_pair", train_pair)
+    hyper = fedme.Hyper(clustering=False, tuning=False, mutual=mutual)
+    strategy = fedme.build(hyper, federation("constant").problem)
+    payload = {"model": "a", "received": "b", "partner": 1}
+    upload, memory, metrics = strategy.client_update(payload, "memory", "data", 0, "key")
+    weight = Weights(supervised=1.0, mutual=float(mutual))
+    assert seen == [(("a", "b"), "data", "key", (weight, weight))] and (memory, metrics) == ("memory", "metrics")
+    assert not upload.pop("takes") and upload == {"model": "own", "received": "received", "partner": 1}
+
+
 def test_a_client_continues_with_the_mean_of_the_copies_of_the_model_that_it_selected(federation):
     """Row 0 switched to the model of row 1, which rows 0 and 2 trained, too. Clients 1, 3 and 5 keep theirs."""
     strategy = fedme.build(fedme.Hyper(), federation("constant").problem)
@@ -199,6 +226,17 @@ def test_from_each_cluster_round_on_there_is_one_cluster_more(federation):
     assert [len(set(clusters[done].tolist())) for done in (1, 2, 3, 4, 5)] == [1, 2, 2, 3, 3]
     a, b, c, *rest = clusters[4].tolist()
     assert rest == [a, a, b] and len({a, b, c}) == 3
+
+
+def test_the_seed_of_the_clusters_comes_from_the_key(federation, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(fedme, "cluster", lambda rows, count, *, seed: seeds.append(seed) or np.arange(3))
+    problem = federation("constant", sizes=(2, 2, 2), cohort=3).problem
+    strategy = fedme.build(fedme.Hyper(cluster_rounds=(1,)), problem)
+    state = fedme.State(of_logits((0, 0, 0), (1, 0, 0), (2, 0, 0)), jnp.zeros(3, jnp.int32))
+    for seed in (0, 1, 0):
+        assert strategy.between_rounds(state, 1, jax.random.key(seed), None)[0].clusters.tolist() == [0, 1, 2]
+    assert seeds[0] == seeds[2] != seeds[1]
 
 
 @pytest.mark.parametrize("outputs, alike", [("logits", 0), ("probabilities", 1)])

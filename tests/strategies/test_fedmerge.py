@@ -1,5 +1,8 @@
 """FedMerge against its equations, and its special cases."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +51,14 @@ def test_three_rounds_equal_the_equations(transcription):
         np.testing.assert_allclose(by_hand.progress.server.logits, logits, rtol=1e-4, atol=1e-5)
         for j, model in enumerate(models):
             by_hand.check(trees.take(by_hand.progress.server.models, j), model)
+
+
+def test_models_start_independently_and_mixtures_equally(federation):
+    network = SimpleNamespace(init=lambda key: {"w": jax.random.uniform(key)}, head_name=lambda: "head")
+    strategy = fedmerge.build(Hyper(models=3), dataclasses.replace(federation("linear").problem, model=network))
+    states = [strategy.init(jax.random.key(seed)) for seed in (0, 1)]
+    assert len(np.unique([state.models["w"] for state in states])) == 6
+    np.testing.assert_array_equal(states[0].logits, np.zeros((6, 3)))
 
 
 def test_a_client_receives_its_own_mixture_of_the_models(federation):

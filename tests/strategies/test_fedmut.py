@@ -1,5 +1,8 @@
 """FedMut: what the mutants are, and what comes of them."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +41,14 @@ def test_mutants_lie_a_radius_of_the_last_update_before_and_behind_the_model(fed
             assert each[2] == 0
         drawn.add((moves[0][0] > 0, moves[1][0] > 0))
     assert len(drawn) > 2
+
+
+def test_the_first_mutants_are_the_initial_model(federation):
+    network = SimpleNamespace(init=lambda key: {"params": {"a": jax.random.uniform(key)}})
+    strategy = fedmut.build(Hyper(), dataclasses.replace(federation("linear").problem, model=network))
+    first, other = (strategy.init(jax.random.key(seed)) for seed in (0, 1))
+    assert first.model["params"]["a"] != other.model["params"]["a"]
+    assert float(first.change["params"]["a"]) == float(first.beta) == 0
 
 
 def test_the_server_keeps_the_uniform_mean_and_its_distance_from_the_last_model(federation):

@@ -1,6 +1,7 @@
 """HeteroFL against its equations, its special cases, and what it sends."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine.samples import one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedavg, heterofl
 from fedjax_mr.strategies.heterofl import Hyper, covered_mean
@@ -96,11 +96,12 @@ def test_a_client_trains_with_the_statistics_of_divided_inputs_and_uploads_those
 
     def train(model, setting, start, data, key, *, loss):
         seen.append(start)
-        return start, None
+        return start, (data, key)
 
     monkeypatch.setattr(heterofl.local, "train", train)
-    data = one_client(problem.public)
-    upload, _, _ = each.client_update({"model": ones, "level": jnp.int32(0)}, None, data, 0, None)
+    data = SimpleNamespace(client_id=0)
+    upload, memory, own = each.client_update({"model": ones, "level": jnp.int32(0)}, "memory", data, 0, "key")
+    assert own == (data, "key") and memory == "memory"
     statistics = seen[0]["batch_stats"]["body"]["norm"]
     assert (float(statistics["mean"][0]), float(statistics["var"][0])) == (2, 4)
     tree_equal(seen[0]["params"], ones["params"])
@@ -141,6 +142,15 @@ def test_a_round_of_weak_clients_changes_their_slice_alone(engine):
     np.testing.assert_array_equal(before["kernel"][:, 2:], np.asarray(after["kernel"])[:, 2:])
     np.testing.assert_array_equal(before["bias"][2:], np.asarray(after["bias"])[2:])
     assert np.all(before["kernel"][:, :2] != np.asarray(after["kernel"])[:, :2])
+
+
+def test_dynamic_widths_are_drawn_anew_in_every_round(federation):
+    each, problem = strategy(federation, "perceptron", widths=WIDTHS, dynamic=True)
+    cohort = heterofl.Cohort(jnp.arange(6, dtype=jnp.int32), jnp.ones(6))
+    state = heterofl.GlobalModel(jax.tree.map(lambda leaf: jnp.ones(leaf.shape), problem.model.shapes()))
+    dispatch = jax.jit(lambda key: each.dispatch(state, cohort, key)["level"])
+    drawn = np.array([dispatch(jax.random.key(seed)) for seed in range(4)])
+    assert set(drawn.ravel().tolist()) == {0, 1, 2} and len(np.unique(drawn, axis=0)) == 4
 
 
 def strategy(federation, network="thin", **hyper):

@@ -1,5 +1,8 @@
 """HypCluster: choice, averages within clusters, both starts, and its special case."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,15 +132,25 @@ def test_farthest_first_opens_a_cluster_with_the_worst_served_client(problem):
         assert new.models["w"].tolist() == pytest.approx([10, mean])
 
 
+def test_models_start_independently_or_with_farthest_first_as_copies(problem):
+    drawing = dataclasses.replace(problem, model=SimpleNamespace(init=lambda key: {"w": jax.random.uniform(key)}))
+    starts = [hypcluster.build(Hyper(clusters=3, start=start), drawing).init for start in ("random", "farthest")]
+    for init, different in zip(starts, (3, 1), strict=True):
+        values = np.concatenate([init(jax.random.key(seed)).models["w"] for seed in (0, 1)])
+        assert len(values) == 6 and len(np.unique(values)) == 2 * different
+
+
 def test_a_client_trains_the_model_of_the_lowest_mean_loss(problem, monkeypatch):
     """The spy's losses are sums over ten samples: 3, 1 and 2 for the three models."""
     monkeypatch.setattr(
         local, "score", lambda model, number, data, batch_size: local.Score(number, number, jnp.float32(10))
     )
-    monkeypatch.setattr(local, "train", lambda model, setting, variables, data, key: (variables + 0.5, None))
+    monkeypatch.setattr(local, "train", lambda model, setting, variables, *own: (variables + 0.5, own))
     strategy = hypcluster.build(Hyper(clusters=3), problem)
     with jax.disable_jit():
-        upload, _, _ = strategy.client_update({"models": np.array([3, 1, 2], np.float32)}, None, None, 0, None)
+        payload = {"models": np.array([3, 1, 2], np.float32)}
+        upload, memory, own = strategy.client_update(payload, "memory", "data", 0, "key")
+        assert (memory, own) == ("memory", ("data", "key"))
         assert (float(upload["model"]), int(upload["cluster"])) == (1.5, 1)
         assert float(strategy.personal_model(Models(np.array([3, 2, 1], np.float32)), None, None, None)) == 1
 

@@ -58,9 +58,10 @@ class Spy:
     """The programs of a reassembler, which compile nothing: results are looked up instead of computed."""
 
     def __init__(self, *, activations=None, logits=None):
-        self._activations, self._logits, self.tuned, self.probes = activations, logits, [], []
+        self._activations, self._logits, self.tuned, self.probes, self.keys = activations, logits, [], [], []
 
     def init(self, module, shape, key):
+        self.keys.append(("stitch", *jax.random.key_data(key).tolist()))
         return Piece(module, {}, inherited=False)
 
     def activations(self, chain, samples):
@@ -69,6 +70,7 @@ class Spy:
 
     def train(self, chain, samples, key, *, stitches_only=False, **options):
         assert TUNED not in chain
+        self.keys.append(("tuning", *jax.random.key_data(key).tolist()))
         self.tuned.append(options | {"stitches_only": stitches_only, "samples": samples})
         return (*chain, TUNED)
 
@@ -192,6 +194,9 @@ def test_blocks_are_compared_on_a_random_part_of_the_public_samples(thin):
         drawn.append({public.index(row.tobytes()) for row in one})
         assert len(drawn[-1]) == len(one) == 6
     assert drawn[0] != drawn[1] and all(probe.y is None for probe in reassembler.programs.probes)
+    stitched = [key for key in reassembler.programs.keys if key[0] == "stitch"]
+    assert len(stitched) == len(set(stitched)) > 2  # every new layer, in both reassemblies
+    assert len(set(reassembler.programs.keys) - set(stitched)) == 2  # the same for all that is tuned in one of them
 
 
 def test_the_server_keeps_the_networks_of_the_last_round_alone(federation):
@@ -235,6 +240,27 @@ def test_a_client_is_taught_by_the_candidate_that_is_most_similar_to_its_own_net
     np.testing.assert_array_equal(payload["teaching"][0], state.teaching[2])
     reassembler.hyper = dataclasses.replace(reassembler.hyper, teachers="latest")
     assert reassembler.teach(start, None, known.client)[0].teacher_size.tolist() == [5, 9, 5, 9, 7, 9]
+
+
+@pytest.mark.parametrize("paused, trained", [("keep", [10, 10]), ("restart", [7, 10])])
+def test_a_paused_client_goes_on_or_starts_anew(federation, monkeypatch, paused, trained):
+    """Its first network is drawn from the key of its number, and is 7; its last network is 10."""
+    problem = federation("thin").problem
+    strategy = pfedhr.build(Hyper(paused=paused, **QUICK), problem)
+    own = jax.random.key_data(jax.random.fold_in(jax.random.key(5), 2))
+
+    def init(self, key, architecture=0):
+        return {"w": jnp.where(jnp.all(jax.random.key_data(key) == own), 7.0, -1.0)}
+
+    monkeypatch.setattr(type(problem.model), "init", init)
+    monkeypatch.setattr(pfedhr.local, "train", lambda model, setting, start, *own, loss: (start, own))
+    memory = strategy.init_memory(jax.random.key(5), 2)
+    assert float(memory.model["w"]) == 7
+    memory = memory._replace(model={"w": jnp.float32(10)})
+    for is_paused, expected in zip((True, False), trained, strict=True):
+        payload = {"taught": jnp.array(True), "teaching": None, "paused": jnp.array(is_paused)}
+        upload, new, used = strategy.client_update(payload, memory, "data", 0, "key")
+        assert float(upload["model"]["w"]) == float(new.model["w"]) == expected and used == ("data", "key")
 
 
 def test_similarity_of_logits_is_the_mean_cosine_of_their_rows():
