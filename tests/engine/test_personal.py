@@ -11,8 +11,10 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.engine import local, personal
+from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.round import PERSONAL
 from fedjax_mr.engine.samples import ClientData, validation
+from fedjax_mr.strategies.base import Strategy
 
 
 def federated(constants):
@@ -109,3 +111,58 @@ def test_validation_rows_follow_the_training_rows(federation):
     assert (int(held.offset), int(held.size)) == (4, 2)
     alone = validation(client._replace(validation_size=zero))
     assert (int(alone.offset), int(alone.size)) == (3, 1)
+
+
+def test_a_client_is_tested_as_it_is_or_after_fine_tuning_and_validated_on_the_rows_after_its_training_rows(
+    federation, monkeypatch
+):
+    problem, seen = federation("linear").problem, []
+
+    def train(model, setting, variables, data, key):
+        seen.append(("train", setting.epochs, variables, data, tuple(jax.random.key_data(key).tolist())))
+        return 7, None
+
+    def score(model, variables, data, *, batch_size):
+        seen.append((variables, int(data.offset), int(data.size), data))
+        return variables
+
+    def personal_model(part, memory, data, key):
+        seen.append(tuple(jax.random.key_data(key).tolist()))
+        return part + memory
+
+    monkeypatch.setattr(local, "train", train)
+    monkeypatch.setattr(local, "score", score)
+    strategy = Strategy(None, None, None, None, personal_model=personal_model)
+    data, test = ClientData(None, None, 10, 3, 0, 2), ClientData(None, None, 40, 5, 0)
+    keys = {client: personal.personal_key(jax.random.key(0), 1, client) for client in (0, 1)}
+    for client, epochs in ((0, 0), (0, 4), (1, 4)):
+        tested, held, _ = personal.test_client(strategy, problem, 2, 3, data, test, keys[client], epochs=epochs)
+        assert tested == held == (7 if epochs else 5)
+        assert seen[-2][1:] == (40, 5, test) and seen[-1][1:3] == (13, 2)
+    (first, _, _), (again, tuning, _, _), (other, other_tuning, _, _) = seen[:3], seen[3:7], seen[7:]
+    assert tuning[:4] == ("train", 4, 5, data)
+    assert first == again and len({again, tuning[4], other, other_tuning[4]}) == 4  # independent keys
+
+
+def test_the_servers_part_of_a_personal_model():
+    none = Strategy(None, None, None, None)
+    assert personal.part_of(none._replace(global_model=lambda state: state + 1), 5, 2) == 6
+    own = none._replace(personal_model=len)
+    assert personal.part_of(own, 5, 2) == 5
+    assert int(personal.part_of(own._replace(personal_part=lambda state, client: state + client), 5, 2)) == 7
+
+
+def test_scores_become_means_over_the_samples_of_each_kind():
+    test = Score(np.array([3.0, 0.0]), np.array([8.0, 0.0]), np.array([4.0, 0.0]))
+    validation = Score(np.array([1.0, 1.0]), np.array([6.0, 4.0]), np.array([2.0, 1.0]))
+    found = personal.clients_of(test, validation, np.array([0, 1]))
+    np.testing.assert_array_equal(found.accuracy, [0.75, np.nan])
+    np.testing.assert_array_equal(found.loss, [2.0, np.nan])
+    np.testing.assert_array_equal(found.validation, [0.5, 1.0])
+    np.testing.assert_array_equal(found.validation_loss, [3.0, 4.0])
+    tuned = found.columns("finetuned")
+    assert tuned["finetuned_validation_accuracy"] == 0.75 and found.columns()["validation_accuracy"] == 0.75
+
+
+def test_the_worst_tenth_of_eleven_clients_are_two():
+    assert personal.worst_tenth(np.arange(11.0)) == 0.5 and personal.worst_tenth(np.arange(10.0)) == 0

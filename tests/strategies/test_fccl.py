@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_mr.engine import local
 from fedjax_mr.strategies import fccl
-from fedjax_mr.strategies.fccl import Hyper
+from fedjax_mr.strategies.fccl import Hyper, Memory
 
 
 def test_the_loss_is_the_formula_and_ignores_padding():
@@ -37,6 +38,55 @@ def test_decorrelated_columns_that_agree_leave_the_off_diagonal_only():
     z = np.array([[1, 1], [1, -1], [-1, 1], [-1, -1]], np.float32)
     loss = jax.jit(functools.partial(fccl.correlation_loss, off_diagonal=0.5))(z, 3 * z + 5, jnp.ones(4))
     assert float(loss) == pytest.approx(0.5 * 2, abs=1e-4)  # the diagonal is 1; (1 + 0)^2 beside it
+
+
+def test_a_client_aligns_with_the_consensus_and_then_learns_from_its_labels_and_two_teachers(
+    tokens, trainings, monkeypatch
+):
+    """The frozen network says (3/4, 1/4) of each sample, and the last one (1/4, 3/4) of the second."""
+    federation = tokens([[0, 1], [1]], public=[0, 1, 0], epochs=2)
+    strategy = fccl.build(
+        Hyper(public_epochs=3, private_epochs=7, public_batch=2, teachers=0.5, off_diagonal=0.25), federation.problem
+    )
+    said = {20.0: [[np.log(3), 0], [np.log(3), 0]], 10.0: [[0, 0], [0, np.log(3)]]}
+    client_outputs = lambda model, variables, data, max_size: np.array(
+        said[float(variables["params"]["w"])], np.float32
+    )
+    monkeypatch.setattr(local, "client_outputs", client_outputs)
+    monkeypatch.setattr(local, "outputs", lambda model, variables, public, rows: (variables, rows.tolist()))
+    consensus = np.array([[1, 0], [0, 1], [2, 0]], np.float32)
+    batch = federation.batch(0, 1, labels=[0, 0])
+    logits, key = federation.model([[0, 0], [0, 0]])["params"], jax.random.key(0)
+    for trained in (True, False):
+        trainings.clear()
+        memory = Memory(tokens.point(10), tokens.point(20), np.bool_(trained))
+        upload, kept, _ = strategy.client_update(
+            {"consensus": consensus}, memory, federation.client(0), 0, jax.random.key(0)
+        )
+        public, private = trainings
+        assert public.start == tokens.point(10) and private.start == tokens.point(11)
+        assert upload["logits"] == (tokens.point(12), [0, 1, 2])
+        assert kept == Memory(tokens.point(12), tokens.point(20 if trained else 12), np.bool_(True))
+        assert int(public.setting.epochs) == (3 if trained else 0) and public.setting.batch_size == 2
+        assert int(private.setting.epochs) == (2 if trained else 7)
+        loss = float(private.loss(logits, {}, batch, key)[0])
+        of_teacher = lambda p: p * np.log(p / 0.5) + (1 - p) * np.log((1 - p) / 0.5)
+        pulls = [of_teacher(0.75), of_teacher(0.75) + of_teacher(0.25)]  # the last network says (1/2, 1/2) of the first
+        assert loss == pytest.approx(np.log(2) + (0.5 * np.mean(pulls) if trained else 0), rel=1e-4)
+    table = federation.model([[0, 2], [1, 0]])["params"]
+    batch = federation.batch(0, 1, labels=[0, 0], position=[2, 1])
+    found = float(public.loss(table, {}, batch, key)[0])
+    expected = fccl.correlation_loss(table["body"]["z"][:2], consensus[[2, 1]], batch.mask, off_diagonal=0.25)
+    assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_consensus_is_the_mean_of_the_rounds_logits_and_everybody_receives_it(tokens):
+    federation = tokens([[0, 1, 1], [1]], public=[0, 1, 0])
+    strategy = fccl.build(Hyper(), federation.problem)
+    uploads = {"logits": np.array([[[8, 2]] * 3, [[0, 4]] * 3], np.float32)}
+    state, _ = strategy.server_update(None, uploads, federation.cohort, 0, None)
+    np.testing.assert_array_equal(state.consensus, [[4, 3]] * 3)
+    np.testing.assert_array_equal(strategy.dispatch(state, None, None)["consensus"], [[[4, 3]] * 3] * 2)
 
 
 @pytest.mark.parametrize("zoo", ["perceptron,linear", pytest.param("thin,linear", marks=pytest.mark.slow)])

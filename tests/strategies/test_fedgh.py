@@ -1,6 +1,7 @@
 """FedGH: the shared header really moves."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,7 +9,7 @@ from fedjax_mr import trees
 from fedjax_mr.engine.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedgh
-from fedjax_mr.strategies.fedgh import Hyper
+from fedjax_mr.strategies.fedgh import Hyper, Memory, State
 
 WIDTH, CLASSES = 16, 3
 
@@ -81,3 +82,63 @@ def test_headers_are_sent_from_the_second_round_on(trained):
 def test_representations_must_be_of_one_width(federation):
     with pytest.raises(UserError, match="thin 16, perceptron 5: pass projection=64"):
         fedgh.build(Hyper(), federation("thin,perceptron").problem)
+
+
+def test_class_means_are_over_all_samples_of_the_class_and_nothing_else(tokens):
+    """Five samples in batches of two, the last of which is half padding: class 0 has (1, 2), (3, 4) and (5, 9)."""
+    federation = tokens([[0, 1, 0, 1, 0], [1]])
+    model = federation.model([[1, 2], [10, 10], [3, 4], [20, 30], [5, 9], [7, 7]])
+    network, options = federation.problem.model, {"num_classes": 3, "width": 2, "batch_size": 2}
+    with jax.disable_jit():
+        means, counts = fedgh.class_means(network, model, federation.client(0), **options)
+    np.testing.assert_allclose(means, [[3, 5], [15, 20], [0, 0]])
+    assert counts.tolist() == [3, 2, 0]
+
+
+def test_a_client_starts_with_the_header_once_it_is_trained_and_sends_the_means_of_its_trained_network(
+    tokens, trainings, monkeypatch
+):
+    federation = tokens([[0, 1], [1]])
+    strategy = fedgh.build(Hyper(), federation.problem)
+    own, asked = federation.model([[1, 2]]), []
+    header = {"dense": {"kernel": np.full((2, 2), 5, np.float32), "bias": np.full(2, 6, np.float32)}}
+
+    def class_means(network, variables, data, **sizes):
+        asked.append(variables)
+        return np.zeros((2, 2), np.float32), np.array([3, 0])
+
+    monkeypatch.setattr(fedgh, "class_means", class_means)
+    for trained, first in ((False, 1), (True, 5)):
+        payload = {"header": header, "trained": np.bool_(trained)}
+        upload, memory, _ = strategy.client_update(payload, Memory(own), federation.client(0), 0, None)
+        start = trainings[-1].start["params"]
+        assert float(start["classifier"]["dense"]["kernel"][0, 0]) == first and float(start["body"]["z"][0, 1]) == 2
+        after = memory.model["params"]
+        assert float(after["classifier"]["dense"]["kernel"][0, 0]) == first + 1 and float(after["body"]["z"][0, 1]) == 3
+        assert asked[-1] is memory.model and upload["owned"].tolist() == [True, False]
+        assert strategy.personal_model((), memory, None, None) is memory.model
+
+
+def test_the_header_takes_one_step_per_pair_that_a_client_owns_in_a_new_order_in_every_epoch(tokens):
+    """Client 0 owns class 1 with the mean (1, 0), client 1 class 0 with (0, 2)."""
+    federation, key = tokens([[0, 1], [1]]), jax.random.key(2)
+    kernel, bias = np.zeros((2, 2)), np.zeros(2)
+    header = {"dense": {"kernel": kernel.astype(np.float32), "bias": bias.astype(np.float32)}}
+    uploads = {
+        "means": jnp.array([[[9.0, 9], [1, 0]], [[0, 2], [9, 9]]]),
+        "owned": jnp.array([[False, True], [True, False]]),
+    }
+    strategy = fedgh.build(Hyper(server_lr=0.5, server_epochs=2), federation.problem)
+    state, _ = strategy.server_update(State(header, np.bool_(False)), uploads, None, 0, key)
+    orders, pairs = [], {1: ([1, 0], 1), 2: ([0, 2], 0)}
+    for epoch in range(2):
+        order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), 4)).tolist()
+        orders.append([row for row in order if row in pairs])
+        for row in orders[-1]:
+            z, label = pairs[row]
+            shares = np.exp(np.dot(z, kernel) + bias)
+            slope = shares / shares.sum() - np.eye(2)[label]
+            kernel, bias = kernel - 0.5 * np.outer(z, slope), bias - 0.5 * slope
+    np.testing.assert_allclose(state.header["dense"]["kernel"], kernel, rtol=1e-4)
+    np.testing.assert_allclose(state.header["dense"]["bias"], bias, rtol=1e-4)
+    assert bool(state.trained) and orders[0] != orders[1]

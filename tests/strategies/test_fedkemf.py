@@ -1,15 +1,18 @@
 """FedKEMF: only the knowledge network travels, and the server distils the ensemble."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
 import pytest
 
+from fedjax_mr.engine import local, mutual
+from fedjax_mr.engine.mutual import Pair, Weights
 from fedjax_mr.engine.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedkemf
-from fedjax_mr.strategies.fedkemf import Hyper
+from fedjax_mr.strategies.fedkemf import Hyper, Memory, State
 
 
 def test_only_knowledge_networks_travel(engine, sent):
@@ -38,6 +41,71 @@ def test_the_server_learns_the_ensemble(engine, variant):
     else:
         right = lambda variables: probabilities(variables)[np.arange(10), public.y].mean()
         assert right(after.knowledge) > right(state.knowledge) + 0.05
+
+
+def test_the_clients_differences_are_divergences_or_mean_squares():
+    assert fedkemf.squared_difference(np.array([[4.0, 1.0]]), np.array([[1.0, 2.0]])).tolist() == [(9 + 1) / 2]
+
+
+@pytest.mark.parametrize("variant", ["original", "authors"])
+def test_a_client_trains_its_network_and_the_knowledge_network_which_learn_from_each_other(
+    tokens, monkeypatch, variant
+):
+    federation, seen = tokens([[0, 1], [1]], public=[0, 1]), types.SimpleNamespace()
+
+    def train_pair(models, setting, pair, data, key, **options):
+        seen.models, seen.pair, seen.options = models, pair, options
+        return Pair(tokens.point(5), tokens.point(7)), None
+
+    monkeypatch.setattr(mutual, "train_pair", train_pair)
+    strategy = fedkemf.build(Hyper(variant=variant), federation.problem)
+    memory = Memory(tokens.point(2))
+    upload, kept, _ = strategy.client_update({"knowledge": tokens.point(3)}, memory, None, 0, None)
+    assert seen.pair == (tokens.point(2), tokens.point(3))
+    assert upload == {"knowledge": tokens.point(7)} and kept.model == tokens.point(5)
+    assert seen.options["weights"] == Pair(Weights(1, 1), Weights(1, 1))
+    expected = fedkemf.squared_difference if variant == "authors" else mutual.divergence
+    assert seen.options["difference"] is expected
+
+
+def test_the_knowledge_network_is_the_chosen_one(federation):
+    problem = federation("linear,perceptron").problem
+    sizes = [
+        sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(strategy.init, jax.random.key(0))))
+        for strategy in (fedkemf.build(Hyper(knowledge=number), problem) for number in range(2))
+    ]
+    assert sizes == [network.num_parameters() for network in problem.model.networks]
+
+
+@pytest.mark.parametrize("variant", ["original", "authors"])
+def test_the_server_distils_the_mean_probabilities_into_its_own_network(tokens, trainings, monkeypatch, variant):
+    """For the second public sample, clients with probabilities 3/4 and 1/4 of class 0 make (1/2, 1/2)."""
+    federation = tokens([[0, 1], [1]], public=[0, 1, 1])
+    strategy = fedkemf.build(
+        Hyper(variant=variant, server_epochs=4, server_lr=0.25, server_batch=2), federation.problem
+    )
+    table = np.zeros((2, 3, 2), np.float32)
+    table[:, 1, 0] = np.log(3), -np.log(3)
+    table[:, 2, 0] = np.log(9), 0  # probabilities 9/10 and 1/2
+    monkeypatch.setattr(local, "outputs", lambda model, knowledge, public, rows: knowledge["params"]["w"][rows])
+    uploads = {"knowledge": {"params": {"w": table}}}
+    with jax.disable_jit():
+        state, _ = strategy.server_update(State(tokens.point(2)), uploads, None, 0, None)
+    (training,) = trainings
+    assert training.start == tokens.point(2) and state.knowledge == tokens.point(3)
+    setting = training.setting
+    assert (setting.rule, setting.epochs, setting.batch_size, float(setting.lr)) == ("adam", 4, 2, 0.25)
+    student = federation.model([[np.log(3), 0], [np.log(3), 0]])["params"]
+    batch = federation.batch(0, 1, labels=[1, 0], position=[1, 2])
+    value = float(training.loss(student, {}, batch, jax.random.key(0))[0])
+    targets = np.array([[0.5, 0.5], [0.7, 0.3]])
+    if variant == "original":
+        expected = (targets * np.log(targets / [0.75, 0.25])).sum(axis=1).mean()
+    else:
+        warm = np.exp(np.log(3) / 20) / (1 + np.exp(np.log(3) / 20))
+        gaps = np.square([warm, 1 - warm] - targets).mean(axis=1)
+        expected = (0.5 * -np.log([0.25, 0.75]) + 0.5 * 20**2 * gaps).mean()
+    assert value == pytest.approx(expected, rel=1e-4)
 
 
 def test_bad_input(federation):

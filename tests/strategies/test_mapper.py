@@ -12,7 +12,8 @@ from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedavg, mapper
-from fedjax_mr.strategies.mapper import Hyper
+from fedjax_mr.strategies.base import GlobalModel
+from fedjax_mr.strategies.mapper import Hyper, Memory
 
 GRID = (0.0, 0.4, 1.0)
 divide = jax.jit(mapper.divide, static_argnums=1)
@@ -77,6 +78,102 @@ def test_two_rounds_equal_the_equations(transcription, mode):
             by_hand.check(trees.take(by_hand.progress.memory.own, i), weights)
             assert float(by_hand.progress.memory.share[i]) == pytest.approx(shares[i])
     assert len(set(shares.values())) > 1  # the clients differ
+
+
+class Search:
+    """MAPPER on models that are one number: training adds ``moves``, and the loss on B is the distance from 6.
+
+    A client has nine samples, and its part is recognised by its first row. With the received model 2, the client's own
+    model 10 and the grid (0.25, 0.5, 1), training on A moves by 4 and training on G by 1.
+    """
+
+    def __init__(self, tokens, monkeypatch, mode):
+        self.federation, self.calls = tokens([[0, 1, 0, 1, 0, 1, 0, 1, 0], [1]]), []
+        self.strategy = mapper.build(Hyper(mode=mode, grid=(0.25, 0.5, 1.0)), self.federation.problem)
+        third = lambda offset: self.federation.client(0)._replace(offset=offset, size=np.int32(3))
+        self.parts = mapper.Parts(third(0), third(3), third(6))
+        monkeypatch.setattr(mapper, "divide", lambda data, max_size: self.parts)
+        monkeypatch.setattr(local, "train", self.train)
+        monkeypatch.setattr(local, "score", self.score)
+        monkeypatch.setattr(
+            local, "cross_entropy", lambda model: lambda params, state, batch, key: (params["w"], state)
+        )
+
+    def name(self, data):
+        return {int(part.offset): name for name, part in zip("ABG", self.parts, strict=True)}[int(data.offset)]
+
+    def train(self, model, setting, variables, data, key, *, loss=None):
+        part, size = self.name(data), int(data.size)
+        self.calls.append((part, float(variables["params"]["w"]), loss))
+        moved = {"params": {"w": variables["params"]["w"] + (0 if size == 0 else {"A": 4, "G": 1}[part])}}
+        return moved, local.Metrics(np.float32(3), np.int32(size), np.int32(1), np.int32(-1))
+
+    def score(self, model, variables, data, *, batch_size):
+        assert self.name(data) == "B"
+        return local.Score(0, abs(variables["params"]["w"] - 6), 1)
+
+    def client_update(self, tokens, *, trained=True):
+        memory = Memory(tokens.point(10), jnp.float32(0.9), np.bool_(trained))
+        with jax.disable_jit():
+            return self.strategy.client_update(
+                {"model": tokens.point(2)}, memory, self.federation.client(0), 0, jax.random.key(0)
+            )
+
+
+def test_the_own_model_is_trained_through_the_interpolation_for_each_lambda_and_the_best_on_b_is_kept(
+    tokens, monkeypatch
+):
+    """Interpolations of 14 and 2: 5, 8 and 14. The first is nearest to 6, so lambda = 0.25."""
+    search = Search(tokens, monkeypatch, "paper")
+    upload, memory, metrics = search.client_update(tokens)
+    assert [call[:2] for call in search.calls] == [("A", 10)] * 3 + [("G", 2)]
+    assert float(upload["share"]) == float(memory.share) == 0.25
+    assert memory.own == tokens.point(14) and upload["model"] == tokens.point(3) and bool(memory.trained)
+    values = [[float(loss({"w": np.float32(w)}, {}, None, None)[0]) for w in (0, 1)] for *_, loss in search.calls]
+    # Each share is that of the trained model. The other model is the received one, then the best own one.
+    assert values == [[0.75 * 2, 0.75 * 2 + 0.25], [0.5 * 2, 0.5 * 2 + 0.5], [0, 1], [0.25 * 14, 0.25 * 14 + 0.75]]
+    assert float(metrics.loss) == 4 * 3 and int(metrics.images) == 4 * 3 and int(metrics.steps) == 4
+    own = search.strategy.personal_model(GlobalModel(tokens.point(2)), memory, None, None)
+    assert float(own["params"]["w"]) == 0.25 * 14 + 0.75 * 2
+    search.client_update(tokens, trained=False)
+    assert search.calls[4][1] == 2  # the own model starts as the first received one
+
+
+def test_as_fedmes_authors_the_interpolation_is_trained_and_the_own_model_solved_from_it(tokens, monkeypatch):
+    """Interpolations 4, 6 and 10 become 8, 10 and 14 on A. The first is best, so l = (8 - 0.75 x 2) / 0.25 = 26."""
+    search = Search(tokens, monkeypatch, "fedme")
+    upload, memory, _ = search.client_update(tokens)
+    assert [call[:2] for call in search.calls] == [("A", 4), ("A", 6), ("A", 10), ("G", 8)]
+    assert memory.own == tokens.point(26) and float(memory.share) == 0.25
+    assert upload["model"] == tokens.point(2 + 1)  # moved as the interpolation on G
+    with jax.disable_jit():  # interpolations of 26 and 2: 8, 14, 26, which training makes 12, 18, 30
+        own = search.strategy.personal_model(
+            GlobalModel(tokens.point(2)), memory, search.federation.client(0), jax.random.key(0)
+        )
+    assert own == tokens.point(12)
+
+
+def test_with_lambda_0_the_own_model_stays(tokens, monkeypatch):
+    search = Search(tokens, monkeypatch, "fedme")
+    search.strategy = mapper.build(Hyper(mode="fedme", grid=(0.0,)), search.federation.problem)
+    upload, memory, _ = search.client_update(tokens)
+    assert search.calls[0][:2] == ("A", 2) and memory.own == tokens.point(10) and upload["model"] == tokens.point(3)
+
+
+def test_clients_are_divided_differently_and_two_samples_are_all_in_each_part(tokens):
+    federation = tokens([[0] * 6, [0] * 6, [0, 1]])
+    parts = [[rows_of(part) for part in mapper.divide(federation.client(i), 6)] for i in range(3)]
+    assert [[row - 6 for row in rows] for rows in parts[1]] != parts[0]
+    assert [sorted(rows) for rows in parts[2]] == [[12, 13]] * 3
+
+
+def test_the_server_averages_by_samples_and_reports_the_mean_lambda(tokens):
+    federation = tokens([[0, 1, 1], [1]])
+    uploads = {"model": {"params": {"w": np.array([10, 2], np.float32)}}, "share": np.array([0.25, 0.75], np.float32)}
+    state, info = mapper.build(Hyper(), federation.problem).server_update(
+        GlobalModel(None), uploads, federation.cohort, 0, None
+    )
+    assert float(state.model["params"]["w"]) == 8 and float(info["mean_lambda"]) == 0.5
 
 
 @pytest.mark.slow

@@ -94,8 +94,7 @@ def test_a_client_joins_both_parts_trains_them_sends_the_shared_one_and_keeps_it
         name, lambda path: path[1] == "classifier"
     )
     monkeypatch.setattr(partial, "in_batchnorm", lambda model: lambda path: path[-1] == "bias")
-    row = STRATEGIES[name]
-    strategy = row.build(partial.FedRep(shared_epochs=2) if name == "fedrep" else None, federation.problem)
+    strategy = getattr(partial, name)(partial.FedRep(shared_epochs=2), federation.problem)
     filled = {path: np.full_like(leaf, 20 if is_own(path) else 10) for path, leaf in flatten_dict(model).items()}
     split = lambda own: unflatten_dict({path: leaf for path, leaf in filled.items() if is_own(path) == own})
     upload, memory, _ = strategy.client_update({"part": split(False)}, split(True), federation.client(0), 0, None)

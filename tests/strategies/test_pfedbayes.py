@@ -83,6 +83,25 @@ def test_the_divergence_is_that_of_two_gaussians():
     assert float(found) == pytest.approx(np.log(2) + 2 / 8 - 1 / 2, rel=1e-5)
 
 
+def test_weights_are_drawn_around_the_mean_by_their_standard_deviation(monkeypatch):
+    monkeypatch.setattr(pfedbayes, "noise", lambda key, params: {"w": np.float32(0.5)})
+    assert float(pfedbayes.draw(gaussian(3, 2), None)["w"]) == pytest.approx(3 + 2 * 0.5)
+
+
+@pytest.mark.parametrize("lr, step", [(0.25, -0.25), (None, -0.5 * 100)])
+def test_both_distributions_have_adam_or_the_optimizer_of_the_clients(tokens, monkeypatch, lr, step):
+    """The first step of Adam is its learning rate, and that of SGD the learning rate times the gradient 100."""
+    federation, seen = tokens([[0, 1], [1]], lr=0.5), []
+    monkeypatch.setattr(pfedbayes, "local_round", lambda loss, optimizer, **numbers: seen.append(optimizer))
+    monkeypatch.setattr(local, "run", lambda *arguments: ((gaussian(5, 1), gaussian(6, 2), {}), None))
+    payload = {"model": tokens.point(1), "rho": {"w": np.float32(-1)}}
+    memory = Memory(tokens.point(2), {"w": np.float32(-2)}, np.bool_(True))
+    pfedbayes.build(Hyper(lr=lr), federation.problem).client_update(payload, memory, federation.client(0), 0, None)
+    with jax.numpy_dtype_promotion("standard"):
+        update, _ = seen[0].update({"w": np.float32(100)}, seen[0].init({"w": np.float32(0)}))
+    assert float(update["w"]) == pytest.approx(step, rel=1e-4)
+
+
 def test_a_mini_batch_moves_q_with_new_noise_in_each_step_and_then_p_once(monkeypatch):
     """f = w, so each step of q subtracts 1 + KL's slope from its mean, and p follows on zeta / n KL alone."""
     keys = []

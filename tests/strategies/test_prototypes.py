@@ -99,6 +99,104 @@ def test_two_rounds_of_fedtgp_equal_the_equations(transcription, bound):
             by_hand.check(trees.take(by_hand.progress.memory, i), models[i])
 
 
+def test_a_representation_is_pulled_to_the_known_prototype_of_its_class(tokens, trainings, monkeypatch):
+    """Sample 0 is (3, 1) of class 0 with the prototype (1, 1): 2^2 / 2. Class 1 has none, so sample 1 adds nothing."""
+    federation, asked = tokens([[0, 1], [1]]), []
+    strategy = prototypes.fedproto(FedProto(strength=0.5), federation.problem)
+
+    def class_means(network, variables, data, **sizes):
+        asked.append(variables)
+        return np.array([[5.0, 6.0]]), np.array([2.0])
+
+    monkeypatch.setattr(prototypes, "class_means", class_means)
+    payload = {"prototypes": np.array([[1, 1], [50, 50]], np.float32), "known": np.array([True, False])}
+    own = federation.model([[3, 1], [3, 1]])
+    upload, memory, _ = strategy.client_update(payload, own, federation.client(0), 0, None)
+    (training,) = trainings
+    assert training.start is own and asked[0] is memory  # the means of the trained network
+    assert float(memory["params"]["body"]["z"][0, 0]) == 4 and sorted(upload) == ["counts", "means"]
+    batch = federation.batch(0, 1, labels=[0, 1])
+    loss = float(training.loss(own["params"], {}, batch, jax.random.key(0))[0])
+    entropies = np.log(1 + np.exp(-2)), np.log(1 + np.exp(2))
+    assert loss == pytest.approx((np.sum(entropies) + 0.5 * 2**2 / 2) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("weights, expected", [("samples", [7.0, 1.0]), ("uniform", [6.0, 2.0])])
+def test_a_prototype_is_the_mean_over_the_clients_that_have_the_class(tokens, weights, expected):
+    """Class 0: client 0 has 3 samples with the mean (8, 0), client 1 one with (4, 4). Nobody has class 1."""
+    federation = tokens([[0, 0, 0], [0]])
+    strategy = prototypes.fedproto(FedProto(weights=weights), federation.problem)
+    uploads = {"means": np.array([[[8, 0], [99, 99]], [[4, 4], [99, 99]]], np.float32)}
+    uploads["counts"] = np.array([[3, 0], [1, 0]], np.float32)
+    for known in (True, False):
+        before = State(np.array([[0, 0], [20, 30]], np.float32), np.array([False, known]))
+        state, _ = strategy.server_update(before, uploads, federation.cohort, 0, None)
+        np.testing.assert_allclose(state.prototypes, [expected, [20, 30]])  # an absent class keeps its own
+        assert state.known.tolist() == [True, known]
+
+
+def test_a_client_answers_with_its_head_or_with_the_prototypes_once_there_are_any(tokens):
+    federation = tokens([[0, 1], [1]])
+    own, targets = federation.model([[3, 1], [2, 2]]), np.array([[1, 2], [3, 4]], np.float32)
+    tested = {}
+    for evaluate in ("head", "prototypes"):
+        strategy = prototypes.fedproto(FedProto(evaluate=evaluate), federation.problem)
+        for known in (True, False):
+            part = strategy.personal_part(State(targets, np.array([known, known])), 0)
+            model = strategy.personal_model(part, own, None, None)
+            tested[evaluate, known] = np.asarray(model["params"]["classifier"]["dense"]["kernel"]).tolist()
+    assert tested.pop(("prototypes", True)) == [[2, 6], [4, 8]]  # twice the prototypes, as columns
+    assert all(kernel == [[1, 0], [0, 1]] for kernel in tested.values())
+
+
+class Direct:
+    """A stand-in for FedTGP's network whose parameters are the prototypes themselves."""
+
+    def __init__(self, num_classes, width):
+        self.shape = num_classes, width
+
+    def init(self, key):
+        return {"params": jnp.zeros(self.shape)}
+
+    def apply(self, variables):
+        return variables["params"]
+
+
+def test_fedtgps_server_pulls_its_prototypes_to_the_clients_and_pushes_other_classes_away(tokens, monkeypatch):
+    """Client 0 has class 0 at (0, 0) and class 1 at (0, 3), client 1 only class 1 at (0, 5), in batches of 2 and 1.
+
+    The margin is the gap of 4 between the means (0, 0) and (0, 4). The server's prototypes start at (2, 0), (0, 4.5).
+    """
+    monkeypatch.setattr(prototypes, "PrototypeGenerator", Direct)
+    federation, key = tokens([[0, 1], [1]], batch_size=2), jax.random.key(1)
+    uploads = {"means": jnp.array([[[0.0, 0], [0, 3]], [[7, 7], [0, 5]]])}
+    uploads["counts"] = jnp.array([[4.0, 1], [0, 9]])
+    start = np.array([[2, 0], [0, 4.5]], np.float32)
+
+    def slope(g, pairs):
+        """The gradient of the mean loss over some of the clients' prototypes."""
+        total = np.zeros((2, 2))
+        for p, label in pairs:
+            gaps = g - np.array(p)
+            far = np.linalg.norm(gaps, axis=1)
+            shares = np.exp(-far - 4 * np.eye(2)[label])
+            total += ((np.eye(2)[label] - shares / shares.sum()) / far)[:, None] * gaps / len(pairs)
+        return total
+
+    strategy = prototypes.fedtgp(FedTGP(server_lr=0.5, server_epochs=2, margin=100.0), federation.problem)
+    state = State(start, np.array([False, False]), {"params": start})
+    new, _ = strategy.server_update(state, uploads, federation.cohort, 0, key)
+    g, orders, rows = start.astype(np.float64), [], {0: ((0, 0), 0), 1: ((0, 3), 1), 3: ((0, 5), 1)}
+    for epoch in range(2):
+        draws = np.asarray(jax.random.uniform(jax.random.fold_in(key, epoch), (4,)))
+        orders.append(sorted(rows, key=draws.__getitem__))
+        for batch in (orders[-1][:2], orders[-1][2:]):
+            g = g - 0.5 * slope(g, [rows[row] for row in batch])
+    np.testing.assert_allclose(new.prototypes, g, rtol=1e-4)
+    np.testing.assert_array_equal(new.generator["params"], new.prototypes)
+    assert new.known.tolist() == [True, True] and orders[0] != orders[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, hyper", [("fedproto", FedProto(strength=0.0)), ("fedtgp", FedTGP(strength=0.0))])
 def test_without_the_pull_clients_train_alone(engine, close, name, hyper):
