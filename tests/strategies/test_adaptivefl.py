@@ -104,9 +104,14 @@ def test_the_server_averages_what_each_client_held_and_records_whose_it_was(six)
         jax.tree.map(lambda leaf: leaf[0], full(-1)), jnp.array([6, 3, 4]), jnp.ones((6, 7)), jnp.ones((6, 3))
     )
     cohort = adaptivefl.Cohort(jnp.array([5, 0, 3]), jnp.array([1, 2, 5]))
-    update = jax.jit(lambda uploads, key: strategy.server_update(state, uploads, cohort, 0, key))
+
+    @jax.jit
+    def update(uploads, key):
+        new, info = strategy.server_update(state, uploads, cohort, 0, key)
+        return new, info, strategy.individual_models(new)
+
     uploads = {"model": full(10, 20, 30), "level": jnp.array([6, 0, 4])}
-    new, info = update(uploads, jax.random.key(0))
+    new, info, individual = update(uploads, jax.random.key(0))
     all_three, two = (10 + 40 + 150) / 8, (10 + 150) / 6
     np.testing.assert_allclose(new.model["params"]["hidden"]["dense"]["bias"], [all_three] * 2 + [two] + [10] * 2)
     np.testing.assert_allclose(new.model["params"]["classifier"]["dense"]["bias"], [all_three] * 3)
@@ -118,7 +123,7 @@ def test_the_server_averages_what_each_client_held_and_records_whose_it_was(six)
     assert float(info["cut"]) == pytest.approx(1 / 3)
     assert float(info["slice_multiply_adds"]) == pytest.approx((5 + 2 + 3) / 15)
     assert len({tuple(update(uploads, jax.random.key(seed))[0].drawn.tolist()) for seed in range(3)}) == 3
-    individual = strategy.individual_models(new)["params"]["hidden"]["dense"]["bias"]  # S1, M1 and L
+    individual = individual["params"]["hidden"]["dense"]["bias"]  # of S1, M1 and L
     assert np.count_nonzero(individual, axis=1).tolist() == [2, 3, 5]
 
 

@@ -92,19 +92,20 @@ def test_a_client_trains_with_the_statistics_of_divided_inputs_and_uploads_those
     """Width 1/2: means are multiplied by 2 before the training and by 1/2 after it, variances by 4 and 1/4."""
     each, problem = strategy(federation, "normed", widths=(0.5,))
     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), problem.model.shapes())
-    seen = []
+    data = SimpleNamespace(client_id=0)
 
-    def train(model, setting, start, data, key, *, loss):
-        seen.append(start)
-        return start, (data, key)
+    def train(model, setting, start, given, key, *, loss):
+        assert given is data
+        return start, (start, key)
 
     monkeypatch.setattr(heterofl.local, "train", train)
-    data = SimpleNamespace(client_id=0)
-    upload, memory, own = each.client_update({"model": ones, "level": jnp.int32(0)}, "memory", data, 0, "key")
-    assert own == (data, "key") and memory == "memory"
-    statistics = seen[0]["batch_stats"]["body"]["norm"]
+    update = jax.jit(lambda payload, key: each.client_update(payload, (), data, 0, key))
+    key = jax.random.key(3)
+    upload, _, (start, used) = update({"model": ones, "level": jnp.int32(0)}, key)
+    assert used == key
+    statistics = start["batch_stats"]["body"]["norm"]
     assert (float(statistics["mean"][0]), float(statistics["var"][0])) == (2, 4)
-    tree_equal(seen[0]["params"], ones["params"])
+    tree_equal(start["params"], ones["params"])
     tree_equal(upload["model"], ones)
 
 
@@ -115,10 +116,16 @@ def test_the_inputs_of_a_normalisation_are_divided_in_training(federation):
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes["params"])
     state = {"batch_stats": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes["batch_stats"])}
     x = jnp.asarray(problem.public.x).reshape(-1, 4, 4, 1)
-    after = lambda: problem.model.train_apply(params, state, x, mask=jnp.ones(len(x)), key=jax.random.key(0))[1]
-    plain = after()["batch_stats"]["body"]["norm"]
-    with heterofl.scaled(problem.layers, jnp.float32(0.5)):
-        divided = after()["batch_stats"]["body"]["norm"]
+    mask = jnp.ones(len(x))
+
+    @jax.jit
+    def after():
+        _, plain = problem.model.train_apply(params, state, x, mask=mask, key=jax.random.key(0))
+        with heterofl.scaled(problem.layers, jnp.float32(0.5)):
+            _, divided = problem.model.train_apply(params, state, x, mask=mask, key=jax.random.key(0))
+        return [each["batch_stats"]["body"]["norm"] for each in (plain, divided)]
+
+    plain, divided = after()
     np.testing.assert_allclose(divided["mean"], 2 * plain["mean"], rtol=1e-5)
     np.testing.assert_allclose(divided["var"], 4 * plain["var"], rtol=1e-5)
 
