@@ -266,10 +266,10 @@ def test_weights_below_the_lower_bound_are_not_raised_to_it(tiny):
 
 
 def test_the_generator_learns_labels_that_the_round_holds_from_heads_by_their_shares(tiny):
-    """The head of client 2 is the identity, that of client 1 the negative one. Generated representations are zero."""
+    """The head of client 2 is the identity I, that of client 1 is -2 I. Generated representations are zero."""
     problem = tiny.problem(width=2)
     hyper = Hyper(server_lr=0.1, decay=0.5, **SMALL)
-    heads = [tiny.model(sign * np.eye(2), np.eye(2)) for sign in (1, -1)]
+    heads = [tiny.model(sign * np.eye(2), np.eye(2)) for sign in (1, -2)]
     uploads = {"model": jax.tree.map(lambda *leaves: jnp.stack(leaves), *heads)}
     strategy = fedgen.build(hyper, problem)
     shapes = jax.eval_shape(strategy.init, jax.random.key(0)).optimizer
@@ -283,10 +283,10 @@ def test_the_generator_learns_labels_that_the_round_holds_from_heads_by_their_sh
         return counted.server_update(state, uploads, cohort, jnp.int32(2), jax.random.key(0))[0]
 
     for counts, sizes, gradient in (
-        # Only label 0 is held more than once, by shares 3/4 and 1/4: 3/4 (-1/2, 1/2) + 1/4 (1/2, -1/2).
-        ([[9, 9], [1, 1], [3, 0]], (3, 2), [-0.25, 0.25]),
-        # Client 2 is late, so only label 1 can be drawn, although client 1 holds it once: -(1/2, -1/2).
-        ([[9, 9], [0, 1], [3, 0]], (0, 1), [-0.5, 0.5]),
+        # Only label 0 is held more than once, by shares 3/4 and 1/4: 3/4 (-1/2, 1/2) - 2/4 (-1/2, 1/2).
+        ([[9, 9], [2, 1], [6, 0]], (6, 3), [-0.125, 0.125]),
+        # Client 2 is late, so only label 1 can be drawn, although client 1 holds it once: -2 (1/2, -1/2).
+        ([[9, 9], [0, 1], [3, 0]], (0, 1), [-1.0, 1.0]),
     ):
         new = update(jnp.array(counts, jnp.int32), jnp.array(sizes, jnp.int32))
         (moment,) = [each for each in new.optimizer if hasattr(each, "mu")]
@@ -294,7 +294,7 @@ def test_the_generator_learns_labels_that_the_round_holds_from_heads_by_their_sh
         # Adam's first step has the length of the rate, which has been halved twice.
         bias = new.generator["params"]["latent"]["bias"]
         np.testing.assert_allclose(bias, -0.1 / 4 * np.sign(gradient), rtol=1e-5)
-        share = (sizes[0] - sizes[1]) / sum(sizes)
+        share = (sizes[0] - 2 * sizes[1]) / sum(sizes)
         np.testing.assert_allclose(tiny.head(new.model), share * np.eye(2), atol=1e-6)
 
 

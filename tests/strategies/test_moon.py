@@ -57,9 +57,9 @@ def test_representations_of_zeros_have_a_gradient():
 IDENTITY, TURNED = [[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]  # x = (1, 0) has the representation x, or (0, 1)
 
 
-def trained_once(tiny, *, before, hidden=IDENTITY, trained=True, mu=3.0, lr=0.1):
-    """A step of a client with a zero head, whose gradient with respect to the hidden layer is the contrastive one."""
-    strategy = moon.build(Hyper(mu, 0.5), tiny.problem(lr=lr, width=2))
+def trained_once(tiny, *, before, hidden=IDENTITY, trained=True, mu=3.0, lr=0.1, steps=1):
+    """Steps of a client with a zero head, whose gradient with respect to the hidden layer is the contrastive one."""
+    strategy = moon.build(Hyper(mu, 0.5), tiny.problem(steps=steps, lr=lr, width=2))
     received, memory = (tiny.model(np.zeros((2, 2)), each) for each in (hidden, before))
     data = tiny.client(x=[[1.0, 0.0], [0.0, 5.0]], y=[0, 1], size=1)  # the second row is padding
     return tiny.train(strategy, {"model": received}, LastModel(memory, jnp.asarray(trained)), data=data)
@@ -73,6 +73,12 @@ def test_a_step_turns_the_representation_away_from_that_of_the_clients_last_mode
     np.testing.assert_allclose(tiny.hidden(upload["model"]), [[1, -0.1 * slope], [0, 1]], rtol=1e-5)
     np.testing.assert_array_equal(tiny.hidden(memory.model), tiny.hidden(upload["model"]))  # the trained model
     assert memory.trained.dtype == bool and memory.trained
+
+    turned = 0.1 * slope  # the second step begins at the representation (1, -turned), with the logits (1, -1) / 20
+    length = np.sqrt(1 + turned**2)
+    second = np.log(1 + np.exp(-0.1)) + 3 * np.log(1 + np.exp(2 * (-turned - 1) / length))
+    _, _, metrics = trained_once(tiny, before=TURNED, steps=2)
+    assert float(metrics.loss) == pytest.approx(np.log(2) + 3 * np.log(1 + np.exp(-2)) + second, rel=1e-5)
 
 
 def test_a_last_model_with_the_same_representation_teaches_nothing(tiny):
