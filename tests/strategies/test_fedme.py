@@ -213,7 +213,8 @@ def test_a_client_continues_with_the_mean_of_the_copies_of_the_model_that_it_sel
     state, info = jax.jit(strategy.server_update)(state, uploads, cohort, 0, None)
     np.testing.assert_allclose(state.models["theta"], [14, -5, 11.5, -3, 14, -1], rtol=1e-6)  # (2 + 10 + 30) / 3
     assert state.clusters.tolist() == [0, 1, 1, 0, 0, 1] and float(info["clients_that_switched"]) == 1
-    assert float(strategy.personal_part(state, 2)["theta"]) == 11.5
+    part = strategy.personal_part(state, 2)
+    assert float(part["theta"]) == 11.5 and strategy.personal_model(part, None, None, None) is part
 
 
 def test_from_each_cluster_round_on_there_is_one_cluster_more(federation):

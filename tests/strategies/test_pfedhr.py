@@ -124,6 +124,7 @@ def test_fine_tuned_candidates_are_compared_with_fine_tuned_copies_of_the_client
     for each in options:
         assert (each["epochs"], each["batch_size"], each["stitches_only"]) == (1, 8, False)
         np.testing.assert_array_equal(each["samples"].y, problem.public.y)
+        assert each["loss"] is chains.cross_entropy
 
 
 def test_only_the_stitches_of_candidates_are_tuned_if_asked(thin):
@@ -261,6 +262,19 @@ def test_a_paused_client_goes_on_or_starts_anew(federation, monkeypatch, paused,
         payload = {"taught": jnp.array(True), "teaching": None, "paused": jnp.array(is_paused)}
         upload, new, used = strategy.client_update(payload, memory, "data", 0, "key")
         assert float(upload["model"]["w"]) == float(new.model["w"]) == expected and used == ("data", "key")
+        assert strategy.personal_model((), new, None, None) is new.model
+
+
+def test_without_labels_two_views_of_each_sample_are_contrasted(federation, monkeypatch):
+    """The options are the same objects in every round, because compiled programs are found by them."""
+    problem = federation("thin").problem
+    monkeypatch.setattr(pfedhr.contrastive, "nt_xent", lambda logits, mask, *, temperature: (logits, mask, temperature))
+    tuning = (reassembler := pfedhr.Reassembler(Hyper(public="unlabelled", temperature=0.7), problem)).tuning
+    assert tuning["loss"]("logits", "labels", "mask") == ("logits", "mask", 0.7)
+    assert tuning["views"].func is pfedhr.contrastive.view
+    assert tuning["views"].keywords == {"low": np.min(problem.public.x), "high": np.max(problem.public.x)}
+    assert reassembler.tuning is tuning
+    assert pfedhr._range(np.array([3, 9], np.uint8)) == {"low": 0, "high": 255}
 
 
 def test_similarity_of_logits_is_the_mean_cosine_of_their_rows():
