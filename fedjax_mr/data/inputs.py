@@ -141,13 +141,13 @@ class _Columns(NamedTuple):
 
     @classmethod
     def of(cls, dataset: "Dataset", x: np.ndarray) -> "_Columns":
-        scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # a tiny std gives infinite inputs, which are noted
+            scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
             inputs = (_some(x).astype(np.float32) * scale + shift).reshape(-1, x.shape[-1]).astype(np.float64)
-        distance = inputs - np.median(inputs, axis=0)
-        number = np.count_nonzero(distance, axis=0)
-        unit = np.sqrt((distance**2).sum(0) / np.maximum(number, 1))
-        return cls(inputs.mean(0), inputs.std(0), unit, number > FEWEST_DEVIATING * len(inputs))
+            distance = inputs - np.median(inputs, axis=0)
+            number = np.count_nonzero(distance, axis=0)
+            unit = np.sqrt((distance**2).sum(0) / np.maximum(number, 1))
+            return cls(inputs.mean(0), inputs.std(0), unit, number > FEWEST_DEVIATING * len(inputs))
 
     def about(self, number: int) -> str:
         """The values of a column in words."""
@@ -171,8 +171,9 @@ def _absurd(dataset: "Dataset", columns: _Columns) -> Iterator[str]:
     """Yield a line if the inputs of the network are huge, hardly vary, or have columns of very different units."""
     size, units = np.maximum(columns.spread, np.abs(columns.mean)), np.where(columns.varies, columns.unit, np.inf)
     large, small = int(np.argmax(columns.spread)), int(np.argmin(units))
-    far = np.abs(columns.mean) / np.maximum(units, 1e-30)  # 0 for a column that does not vary
-    if size.max() > HIGH_SPREAD:
+    with np.errstate(all="ignore"):
+        far = np.abs(columns.mean) / np.maximum(units, 1e-30)  # 0 for a column that does not vary
+    if not size.max() <= HIGH_SPREAD:  # or not a number
         what = f"{columns.about(int(np.argmax(size)))}, and it learns little from values far above 1"
     elif columns.unit.max() < LOW_SPREAD:
         what = f"{columns.about(large)}, which hardly differ"

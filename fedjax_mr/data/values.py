@@ -84,6 +84,11 @@ def ids(values: object, name: str, *, nobody: bool = False) -> np.ndarray:
     return convert()
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a value is None, NaN, NaT or pandas' NA."""
+    return not isinstance(value, str) and str(value) in _TEXTS_OF_MISSING
+
+
 class _Wrong:
     """Stands for a value that is no id."""
 
@@ -99,11 +104,12 @@ def _simple(value: Any) -> Any:
         return None if value in _TEXTS_OF_MISSING else value
     if isinstance(value, bool | np.bool_):
         return bool(value)
+    if is_missing(value):
+        return None
     if isinstance(value, numbers.Real):
-        if value != value:
-            return None
-        return int(value) if value % 1 == 0 else _Wrong()  # also wrong: infinite, whose remainder is no number
-    return None if value is None or str(value) in _TEXTS_OF_MISSING else _Wrong()
+        number: Any = value
+        return int(number) if number % 1 == 0 else _Wrong()  # also wrong: infinite, whose remainder is no number
+    return _Wrong()
 
 
 def _shown(value: Any) -> str:

@@ -67,6 +67,7 @@ REMEDY = "if that is not intended: pass mean= and std= of the training samples"
         (BYTES // 128, HALF, "bytes (here up to 1) are divided by 255, and mean= and std= are those of the result"),
         (BYTES // 16, HALF, "the network receives values of -0.942 +- 0.037, which hardly differ"),
         (BYTES, {"mean": (0.0,), "std": (0.0039,)}, ", and it learns little from values far above 1"),
+        (TABLE, {"std": (1e-44,)}, "values of nan +- nan (column 0), and it learns little from values far above 1"),
         (BYTES / np.float32(1), HALF, f", and it learns little from values far above 1; {REMEDY}"),
         (TABLE / 100, {}, f", which hardly differ; {REMEDY}, one for each column"),
         (

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_mr.data import files, inputs, npz
 from fedjax_mr.data.federated import Dataset, first_position
-from fedjax_mr.data.values import as_array, ids
+from fedjax_mr.data.values import as_array, ids, is_missing
 from fedjax_mr.errors import UserError
 
 TEST_SHARE = 0.2  # share of the test set if the user provides none
@@ -295,7 +295,7 @@ def _remedy(y: np.ndarray, test: bool) -> str:
     """How to convert the values to labels, or why that is impossible; "" if unknown."""
     array, kind = "y_test" if test else "y", y.dtype.kind
     if y.ndim == 1:
-        missing = sum(each is None or each != each for each in y.tolist()) if kind in "fO" else 0
+        missing = sum(map(is_missing, y.tolist())) if kind in "fO" else 0
         if missing:
             return f"{missing} labels are missing: drop these samples"
         if kind in "USTO":
