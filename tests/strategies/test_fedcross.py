@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.errors import UserError
 from fedjax_mr.models import Layer
 from fedjax_mr.strategies import fedavg, fedcross
 from fedjax_mr.strategies.base import Cohort
@@ -239,6 +240,29 @@ def test_the_deployed_model_is_a_mean_after_or_before_the_mixing(federation, clo
     means = {"mixed": rows_of(state.models).mean(axis=0), "uploaded": np.array([5.0, 0.5])}
     np.testing.assert_allclose(rows_of(strategy.global_model(state)), means[deployed], rtol=1e-6)
     assert not np.allclose(means["mixed"], means["uploaded"], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "selection, similarity, chosen",
+    [
+        ("highest", "cosine", [1, 0, 0]),
+        ("highest", "authors", [0, 1, 2]),  # 0, the released similarity of a model with itself, is the highest
+        ("lowest", "cosine", [1, 0, 0]),
+        ("lowest", "authors", [1, 2, 0]),  # the next model wins a tie
+    ],
+)
+def test_a_model_is_its_own_collaborator_only_in_the_released_code(selection, similarity, chosen):
+    """Three models of equal and negative similarity."""
+    hyper = Hyper(alpha=0.75, selection=selection, similarity=similarity)
+    weights = fedcross.mixing(hyper, jnp.full((3, 3), -0.5), np.int32(0))
+    np.testing.assert_allclose(weights, 0.75 * np.eye(3) + 0.25 * np.eye(3)[chosen])
+
+
+def test_a_single_model_has_no_collaborator(federation):
+    assert fedcross.mixing(Hyper(), jnp.ones((1, 1)), np.int32(0)).tolist() == [[1]]
+    with pytest.raises(UserError, match="cohort= must be at least 2"):
+        fedcross.build(Hyper(), dataclasses.replace(federation("linear").problem, cohort_size=1))
+    fedcross.build(Hyper(), dataclasses.replace(federation("linear").problem, cohort_size=1, in_flight=2))
 
 
 def test_a_returned_branch_is_mixed_with_the_newest_upload_of_its_collaborator(federation):

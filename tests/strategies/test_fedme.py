@@ -341,6 +341,15 @@ def test_equal_networks_count_the_traffic_of_what_is_sent(engine):
     assert report.traffic.num_bytes() == (2 * 3 * (2 * model + 4), 2 * 3 * (2 * model + 5), 0)
 
 
+def test_what_the_server_does_besides_depends_on_the_settings(federation, problem):
+    """It counts traffic if networks differ or the first upload counts, and clusters if there are rounds for it."""
+    equal = federation("constant").problem
+    built = lambda problem=equal, **hyper: fedme.build(fedme.Hyper(**hyper), problem)
+    assert built().traffic is None and built(upload_first=True).traffic and built(problem).traffic
+    assert built().between_rounds
+    assert built(clustering=False).between_rounds is built(cluster_rounds=()).between_rounds is None
+
+
 def test_what_cannot_be_exchanged_is_said(problem):
     with pytest.raises(UserError, match="cohort= must be at least 2"):
         fedme.build(fedme.Hyper(), dataclasses.replace(problem, cohort_size=1))
