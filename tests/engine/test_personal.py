@@ -141,7 +141,8 @@ def test_a_client_is_tested_as_it_is_or_after_fine_tuning_and_validated_on_the_r
         assert seen[-2][1:] == (40, 5, test) and seen[-1][1:3] == (13, 2)
     (first, _, _), (again, tuning, _, _), (other, other_tuning, _, _) = seen[:3], seen[3:7], seen[7:]
     assert tuning[:4] == ("train", 4, 5, data)
-    assert first == again and len({again, tuning[4], other, other_tuning[4]}) == 4  # independent keys
+    itself = (tuple(jax.random.key_data(key).tolist()) for key in keys.values())
+    assert first == again and len({again, tuning[4], other, other_tuning[4], *itself}) == 6  # independent keys
 
 
 def test_the_servers_part_of_a_personal_model():

@@ -56,7 +56,7 @@ def test_a_client_aligns_with_the_consensus_and_then_learns_from_its_labels_and_
     monkeypatch.setattr(local, "outputs", lambda model, variables, public, rows: (variables, rows.tolist()))
     consensus = np.array([[1, 0], [0, 1], [2, 0]], np.float32)
     batch = federation.batch(0, 1, labels=[0, 0])
-    logits, key = federation.model([[0, 0], [0, 0]])["params"], jax.random.key(0)
+    logits, key = federation.model([[0, 0], [np.log(3), 0]])["params"], jax.random.key(0)
     for trained in (True, False):
         trainings.clear()
         memory = Memory(tokens.point(10), tokens.point(20), np.bool_(trained))
@@ -70,9 +70,11 @@ def test_a_client_aligns_with_the_consensus_and_then_learns_from_its_labels_and_
         assert int(public.setting.epochs) == (3 if trained else 0) and public.setting.batch_size == 2
         assert int(private.setting.epochs) == (2 if trained else 7)
         loss = float(private.loss(logits, {}, batch, key)[0])
-        of_teacher = lambda p: p * np.log(p / 0.5) + (1 - p) * np.log((1 - p) / 0.5)
-        pulls = [of_teacher(0.75), of_teacher(0.75) + of_teacher(0.25)]  # the last network says (1/2, 1/2) of the first
-        assert loss == pytest.approx(np.log(2) + (0.5 * np.mean(pulls) if trained else 0), rel=1e-4)
+        # The student says 1/2 and 3/4 of class 0. A teacher that says the same adds nothing.
+        divergence = lambda p, q: p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+        pulls = divergence(0.75, 0.5), divergence(0.25, 0.75)
+        expected = np.mean(np.log([2, 4 / 3])) + (0.5 * np.mean(pulls) if trained else 0)
+        assert loss == pytest.approx(expected, rel=1e-4)
     table = federation.model([[0, 2], [1, 0]])["params"]
     batch = federation.batch(0, 1, labels=[0, 0], position=[2, 1])
     found = float(public.loss(table, {}, batch, key)[0])

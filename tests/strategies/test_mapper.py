@@ -81,7 +81,7 @@ def test_two_rounds_equal_the_equations(transcription, mode):
 
 
 class Search:
-    """MAPPER on models that are one number: training adds ``moves``, and the loss on B is the distance from 6.
+    """MAPPER on models that are one number: training adds ``moves``, and the loss on B is the distance from 6.5.
 
     A client has nine samples, and its part is recognised by its first row. With the received model 2, the client's own
     model 10 and the grid (0.25, 0.5, 1), training on A moves by 4 and training on G by 1.
@@ -110,7 +110,7 @@ class Search:
 
     def score(self, model, variables, data, *, batch_size):
         assert self.name(data) == "B"
-        return local.Score(0, abs(variables["params"]["w"] - 6), 1)
+        return local.Score(0, abs(variables["params"]["w"] - 6.5), 1)
 
     def client_update(self, tokens, *, trained=True):
         memory = Memory(tokens.point(10), jnp.float32(0.9), np.bool_(trained))
@@ -123,7 +123,7 @@ class Search:
 def test_the_own_model_is_trained_through_the_interpolation_for_each_lambda_and_the_best_on_b_is_kept(
     tokens, monkeypatch
 ):
-    """Interpolations of 14 and 2: 5, 8 and 14. The first is nearest to 6, so lambda = 0.25."""
+    """Interpolations of 14 and 2: 5, 8 and 14. The first two are equally near to 6.5, and the first one is kept."""
     search = Search(tokens, monkeypatch, "paper")
     upload, memory, metrics = search.client_update(tokens)
     assert [call[:2] for call in search.calls] == [("A", 10)] * 3 + [("G", 2)]

@@ -163,14 +163,14 @@ class Direct:
 
 
 def test_fedtgps_server_pulls_its_prototypes_to_the_clients_and_pushes_other_classes_away(tokens, monkeypatch):
-    """Client 0 has class 0 at (0, 0) and class 1 at (0, 3), client 1 only class 1 at (0, 5), in batches of 2 and 1.
+    """Class 0 is at (0, 0) for clients 0 and 2, class 1 at (0, 3), (0, 5), (0, 4) for all: batches of 3 and 2.
 
     The margin is the gap of 4 between the means (0, 0) and (0, 4). The server's prototypes start at (2, 0), (0, 4.5).
     """
     monkeypatch.setattr(prototypes, "PrototypeGenerator", Direct)
-    federation, key = tokens([[0, 1], [1]], batch_size=2), jax.random.key(1)
-    uploads = {"means": jnp.array([[[0.0, 0], [0, 3]], [[7, 7], [0, 5]]])}
-    uploads["counts"] = jnp.array([[4.0, 1], [0, 9]])
+    federation, key = tokens([[0, 1], [1], [0, 1]], batch_size=3), jax.random.key(1)
+    uploads = {"means": jnp.array([[[0.0, 0], [0, 3]], [[7, 7], [0, 5]], [[0, 0], [0, 4]]])}
+    uploads["counts"] = jnp.array([[4.0, 1], [0, 9], [2, 2]])
     start = np.array([[2, 0], [0, 4.5]], np.float32)
 
     def slope(g, pairs):
@@ -186,12 +186,12 @@ def test_fedtgps_server_pulls_its_prototypes_to_the_clients_and_pushes_other_cla
     strategy = prototypes.fedtgp(FedTGP(server_lr=0.5, server_epochs=2, margin=100.0), federation.problem)
     state = State(start, np.array([False, False]), {"params": start})
     new, _ = strategy.server_update(state, uploads, federation.cohort, 0, key)
-    g, orders, rows = start.astype(np.float64), [], {0: ((0, 0), 0), 1: ((0, 3), 1), 3: ((0, 5), 1)}
+    g, orders, rows = start.astype(np.float64), [], {0: (0, 0), 1: (0, 3), 3: (0, 5), 4: (0, 0), 5: (0, 4)}
     for epoch in range(2):
-        draws = np.asarray(jax.random.uniform(jax.random.fold_in(key, epoch), (4,)))
+        draws = np.asarray(jax.random.uniform(jax.random.fold_in(key, epoch), (6,)))
         orders.append(sorted(rows, key=draws.__getitem__))
-        for batch in (orders[-1][:2], orders[-1][2:]):
-            g = g - 0.5 * slope(g, [rows[row] for row in batch])
+        for batch in (orders[-1][:3], orders[-1][3:]):
+            g = g - 0.5 * slope(g, [(rows[row], row % 2) for row in batch])
     np.testing.assert_allclose(new.prototypes, g, rtol=1e-4)
     np.testing.assert_array_equal(new.generator["params"], new.prototypes)
     assert new.known.tolist() == [True, True] and orders[0] != orders[1]
