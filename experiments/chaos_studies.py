@@ -47,7 +47,11 @@ def tunings(world: World, number: int, folder: Path) -> tuple[int, str]:
                 _sleep(process, delay)
                 process.send_signal(signal.SIGKILL if kind == KINDS[2] else signal.SIGTERM)
                 first = ended()
-            if first.code not in (0, -signal.SIGKILL, 128 + signal.SIGTERM) or "Traceback" in first.said:
+            # Python itself ends by the signal while it still imports the package.
+            if (
+                first.code not in (0, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
+                or "Traceback" in first.said
+            ):
                 raise Wrong(f"the tuning ends with {first}")
         again = _run(world, place)
         if "Traceback" in again.said or again.code not in (0, 1, REFUSED):
