@@ -32,7 +32,12 @@ CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     groups.add_arguments(parser)
-    parser.add_argument("--column", default="accuracy", help="column of metrics.csv. Default: accuracy")
+    parser.add_argument(
+        "--column",
+        default="accuracy",
+        help="column of metrics.csv, or several with commas: a run has a line for each of them that it has. Default: "
+        "accuracy",
+    )
     parser.add_argument("--x", choices=plots.X_UNITS, default="rounds", help="horizontal axis. Default: rounds")
     parser.add_argument(
         "--panels", metavar="FLAGS", help="draw one panel per value of these flags, such as alpha or partition,alpha"
@@ -51,6 +56,7 @@ def main(arguments: argparse.Namespace) -> None:
             raise UserError(f"--best={arguments.best}: no run is finished, so no value is the best")
     column: str = arguments.column
     drawn = curves(chosen, column=column, panels=arguments.panels, x=arguments.x)
+    column = column.partition(",")[0]
     words = LABELS.get(column, column.replace("_", " "))
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"{column}.{arguments.format}"
@@ -79,7 +85,7 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
 
     Args:
       chosen: runs, as `groups.find` returns them.
-      column: column of the evaluations.
+      column: column of the evaluations, or several, separated by commas.
       panels: the flags, separated by commas, that divide the curves into panels. Default: one panel.
       x: a key of `plots.X_UNITS`.
 
@@ -93,11 +99,14 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
     methods: dict[str, str] = {}
     for title, own in by_panel.items():
         settings = groups.by_setting(own)
-        names = groups.titles_of(settings)
-        curves_of[title] = {
-            name: _curve(members, column, x) for name, (_, members) in zip(names, settings, strict=True)
-        }
-        methods |= {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
+        titled = zip(groups.titles_of(settings), (members for _, members in settings), strict=True)
+        lines = [
+            (_line_name(name, each, column), members, each)
+            for name, members in titled
+            for each in _own(members, column)
+        ]
+        curves_of[title] = {name: _curve(members, each, x) for name, members, each in lines}
+        methods |= {name: members[0].method() for name, members, _ in lines}
     largest = max((at for each in curves_of.values() for curve in each.values() for at in curve.line[0]), default=0)
     unit, x_label = plots.unit_of(x, largest)
     if unit != 1:
@@ -111,6 +120,20 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
         {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in curves_of.items()},
         x_label,
     )
+
+
+def _own(members: Sequence[RunRecord], column: str) -> list[str]:
+    """The columns to draw of these runs. Of several, those that all of them have, such as the number of each model."""
+    columns = column.split(",")
+    if len(columns) == 1:
+        return columns
+    rows = [row for run in members for row in run.rows_so_far()[:1]]
+    return [each for each in columns if all(each in row for row in rows)]
+
+
+def _line_name(name: str, column: str, columns: str) -> str:
+    """The name of a line, with its column unless it is the first of several."""
+    return name if column == columns.partition(",")[0] else f"{name}, {column.replace('_', ' ')}"
 
 
 def _place(run: RunRecord, flags: str | None) -> list[tuple]:

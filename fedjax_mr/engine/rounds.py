@@ -39,7 +39,7 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Info, State, Strategy
+from fedjax_mr.strategies.base import Info, State, Strategy, kept_models
 
 Round = Callable[[Progress], tuple[Progress, Report]]
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]
@@ -224,6 +224,21 @@ class Rounds:
     def individual(self, progress: Progress) -> Any:
         """The K stacked models that are tested one by one, or None."""
         return self._view("individual_models", progress)
+
+    def kept_models(self, progress: Progress) -> Any:
+        """The models that the server keeps side by side, leaves [K, ...]. Only if `keeps_models`."""
+
+        def program(constants: RunConstants, server: State) -> Any:
+            return kept_models(constants.strategy, server)
+
+        arguments = self._server_constants, progress.server
+        return self.programs.call("kept_models", program, *arguments, out=self.axis.server_device)
+
+    @functools.cached_property
+    def keeps_models(self) -> bool:
+        """Whether the server keeps several models of one network."""
+        found = jax.eval_shape(functools.partial(kept_models, self.strategy), self.shapes().server)
+        return found is not None and len(self.constants.problem.model.networks) == 1
 
     def seconds_per_round(self) -> dict[str, float]:
         """Seconds per round of the clients and of the server, without compilation.

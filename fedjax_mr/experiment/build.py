@@ -130,8 +130,8 @@ def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
 
 # Settings that compiled programs do not depend on, or receive as an argument.
 _NOT_COMPILED = {
-    "seed", "variables", "rounds", "eval_every", "eval_clients", "finetune_epochs", "stop_at_accuracy", "patience",
-    "dp_delta", "dp_target_epsilon",
+    "seed", "variables", "rounds", "eval_every", "eval_clients", "eval_each", "finetune_epochs", "stop_at_accuracy",
+    "patience", "dp_delta", "dp_target_epsilon",
 }  # fmt: skip
 
 

@@ -334,6 +334,9 @@ class Config:
         5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1)
     eval_clients: bool = _evaluation(
         False, "Also evaluate on each client's own test samples. Methods with personal models always do")
+    eval_each: bool = _evaluation(
+        False, "Also evaluate each model of a server that keeps several (FedMR, FedCross, Indep): columns "
+        "model_0_accuracy, model_0_loss, model_1_accuracy and so on")
     finetune_epochs: int = _evaluation(
         0, "Epochs of fine-tuning after the last round: each client trains a copy of its personal model, or of the "
         "deployed one, and both are evaluated on its own test samples. 0 disables it",

@@ -375,8 +375,13 @@ class Experiment:
             accuracy, loss = map(float, self.evaluation.one(variables))
         individual = self.rounds.individual(progress)
         if individual is not None:
-            each = self.evaluation.each(individual).accuracy
+            tested = self.evaluation.each(individual)
+            each = tested.accuracy
             extra |= {"individual_mean": each.mean(), "individual_min": each.min(), "individual_max": each.max()}
+        if self.config.eval_each and self.rounds.keeps_models:
+            tested = self.evaluation.each(self.rounds.kept_models(progress)) if individual is None else tested
+            for number, pair in enumerate(zip(tested.accuracy, tested.loss, strict=True)):
+                extra |= dict(zip((f"model_{number}_accuracy", f"model_{number}_loss"), pair, strict=True))
         if variables is not None and self.attacked is not None:
             attacked = self.attacked(progress, self.config.attack_target)
             extra["attacked_accuracy"] = attacked.accuracy

@@ -161,6 +161,8 @@ def set_up(
                 f"the {federated.holdout.num_clients} clients that never train are not tested: {config.strategy} "
                 "deploys no model"
             )
+        if config.eval_each and not simulator.rounds.keeps_models:
+            notes.append(f"--eval_each has no effect: the server of {config.strategy} keeps no models side by side")
         if config.precision != "float32" and simulator.axis.platform == "cpu":
             notes.append(f"--precision={config.precision} is usually slower on CPUs than float32")
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)

@@ -194,7 +194,7 @@ _OURS: dict[str, dict[str, Row]] = {
     },
     "several models": {
         "fedmr": Row(fedmr.build, fedmr.Hyper, "Hu et al., KDD 2024", title="FedMR"),
-        "indep": Row(indep.build, None, "Hu et al., KDD 2024 (FedMR without recombination)", title="Indep"),
+        "indep": Row(indep.build, indep.Hyper, "Hu et al., KDD 2024, without recombination", title="Indep"),
         "fedcross": Row(
             fedcross.build,
             fedcross.Hyper,

@@ -290,6 +290,17 @@ class Strategy(NamedTuple):
     """How asynchronous clients are chosen. Default: uniformly among those that are idle."""
 
 
+def kept_models(strategy: Strategy, state: State) -> Variables | None:
+    """The models that the server keeps side by side, leaves [K, ...], or None if it keeps a single one."""
+    if strategy.individual_models is not None:
+        return strategy.individual_models(state)
+    if strategy.models is not None:
+        return strategy.models.get(state) if strategy.models.stacked else None
+    while hasattr(state, "inner"):  # of a transform with a state of its own
+        state = state.inner
+    return getattr(state, "models", None)
+
+
 def lifted(inner: Strategy) -> Strategy:
     """A strategy whose state has the state of ``inner`` in its field ``inner``, for transforms that keep a state, too.
 
@@ -602,6 +613,10 @@ def copies_of_one(problem: Problem, key: jax.Array) -> Variables:
 def independent_starts(problem: Problem, key: jax.Array) -> Variables:
     """Stack K independent initialisations, M with asynchronous clients; consumes ``key``."""
     return jax.vmap(problem.model.init)(jax.random.split(key, problem.num_branches))
+
+
+STARTS = {"copies": copies_of_one, "independent": independent_starts}
+"""The initial models of methods with K models, by the value of their setting ``start``."""
 
 
 def unit_permutations(key: jax.Array, num_units: int, count: int) -> jax.Array:

@@ -12,7 +12,8 @@ Deviations and choices:
   the model itself.
 * Deployed model. Eq. 7 deploys the mean of the mixed models. The released code tests the mean of the uploaded models
   (``deployed=uploaded``).
-* The K models start as copies of one initialisation, as in the released code.
+* The K models start as copies of one initialisation, as in the released code. Algorithm 1 starts from K models
+  (``independent``).
 * Adapters (LoRA). Models are compared and deployed by the products of their adapters. They are mixed by their factors,
   which differs from mixing the products by alpha (1 - alpha) (A_i - A_j) (B_i - B_j): about 1 % at alpha = 0.99.
 * The paper has alpha < 1. Here alpha = 1 is allowed and disables mixing.
@@ -34,7 +35,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
-from fedjax_mr.strategies.base import Problem, Strategy, circulating, copies_of_one, returned
+from fedjax_mr.strategies.base import STARTS, Problem, Strategy, circulating, returned
 from fedjax_mr.strategies.hyper import field
 
 
@@ -68,6 +69,12 @@ class Hyper:
         "deployed model: mean of the models after cross-aggregation (mixed) or before it (uploaded; authors' code)",
         choices=("mixed", "uploaded"),
         source="Eq. 7",
+    )
+    start: str = field(
+        "copies",
+        "the K initial models: copies of one initialisation (authors' code), or independent ones (Algorithm 1)",
+        choices=tuple(STARTS),
+        source="authors' code",
     )
     warmup_rounds: int = field(
         0,
@@ -219,7 +226,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     all_return = problem.num_branches == problem.cohort_size
 
     def init(key):
-        models = copies_of_one(problem, key)
+        models = STARTS[hyper.start](problem, key)
         return State(models, problem.model.mean(models) if deploys_uploaded else None, None if all_return else models)
 
     def server_update(state, uploads, cohort, round, key):

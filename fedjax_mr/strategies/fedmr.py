@@ -30,15 +30,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import channel
 from fedjax_mr.channel.exchange import exchange
 from fedjax_mr.models.base import Layer, Variables
-from fedjax_mr.strategies.base import (
-    Problem,
-    Strategy,
-    circulating,
-    copies_of_one,
-    independent_starts,
-    returned,
-    unit_permutations,
-)
+from fedjax_mr.strategies.base import STARTS, Problem, Strategy, circulating, returned, unit_permutations
 from fedjax_mr.strategies.hyper import field
 
 
@@ -77,7 +69,7 @@ class Hyper:
     start: str = field(
         "copies",
         "the K initial models: copies of one initialisation (authors' code), or independent ones (Algorithm 1)",
-        choices=("copies", "independent"),
+        choices=tuple(STARTS),
         source="authors' code",
     )
     secure: bool = field(
@@ -158,8 +150,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         )
         return state._replace(models=returned(state.models, models, cohort)), {}
 
-    start = copies_of_one if hyper.start == "copies" else independent_starts
-    strategy = circulating(problem, start=start)._replace(server_update=server_update)
+    strategy = circulating(problem, start=STARTS[hyper.start])._replace(server_update=server_update)
     if not hyper.secure:
         return strategy
     when, share, repetitions = hyper.secure_when, hyper.secure_share, hyper.secure_repetitions

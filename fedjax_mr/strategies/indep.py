@@ -5,9 +5,26 @@ and 5.2, Figure 5. Model j goes to the j-th client of the cohort, whose order is
 uniform mean. The K models are also tested one by one.
 """
 
-from fedjax_mr.strategies.base import Problem, Strategy, circulating
+import dataclasses
+
+from fedjax_mr.strategies.base import STARTS, Problem, Strategy, circulating
+from fedjax_mr.strategies.hyper import field
 
 
-def build(hyper: None, problem: Problem) -> Strategy:
-    """Build Indep."""
-    return circulating(problem)._replace(individual_models=lambda state: state.models)
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """Hyper-parameters of Indep."""
+
+    start: str = field(
+        "copies",
+        "the K initial models: copies of one initialisation, as in FedMR's released code, or independent ones",
+        choices=tuple(STARTS),
+        source="as fedmr_start",
+    )
+
+
+def build(hyper: Hyper | None, problem: Problem) -> Strategy:
+    """Build Indep. Without hyper-parameters, it has their defaults."""
+    return circulating(problem, start=STARTS[(hyper or Hyper()).start])._replace(
+        individual_models=lambda state: state.models
+    )

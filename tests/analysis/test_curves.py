@@ -41,6 +41,19 @@ def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
     assert (rounds, means) == ([5, 10, 15], pytest.approx([0.7, float("nan"), 0.98], nan_ok=True))
 
 
+def test_several_columns_are_lines_of_the_runs_that_have_them(root):
+    """As in KDD'24, Figure 5: single models beside their mean, and FedAvg, which has none."""
+    for run in groups.find([root]):
+        if run.config.strategy == "fedmr":
+            path = run.path / "metrics.jsonl"
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            path.write_text("".join(json.dumps(row | {"model_3_accuracy": row["accuracy"] / 2}) + "\n" for row in rows))
+    panels, methods, *_ = curves.curves(groups.find([root]), column="accuracy,model_3_accuracy", panels="alpha")
+    single = "FedMR, model 3 accuracy (n = 2)"
+    assert set(panels["Dirichlet(0.1)"]) == {"FedMR (n = 2)", single, "FedAvg (n = 1)"} and methods[single] == "fedmr"
+    assert panels["Dirichlet(0.1)"][single][1] == pytest.approx([0.1, 0.1])
+
+
 def test_over_simulated_time_and_bytes(root, tmp_path, capsys):
     """x is averaged over the seeds as the values are, in units of which there are enough."""
     for run in groups.find([root]):

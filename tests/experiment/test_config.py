@@ -76,7 +76,7 @@ def test_each_strategy_reads_its_own_flags_and_ignores_the_others():
     shared = ["--fedmr_unit=segment", "--fedmr_segment=0.25", "--fedavg_weights=uniform"]
     assert configuration.parse(shared).hyper == fedmr.Hyper(unit="segment", segment=0.25)
     assert configuration.parse(["--strategy=fedavg", *shared]).hyper == fedavg.Hyper(weights="uniform")
-    assert configuration.parse(["--strategy=indep", *shared]).hyper is None
+    assert configuration.parse(["--strategy=centralized", *shared]).hyper is None
     resolve(configuration.parse(["--strategy=fedavg", "--fedmr_segment=-1"]))
 
 
@@ -148,7 +148,7 @@ def test_bad_flags(arguments, parts):
         ({"lr": "0.1"}, ["lr='0.1' is not a number"]),
         ({"resume": True, "overwrite": True}, ["resume=True", "overwrite=True"]),
         ({"hyper": fedavg.Hyper()}, ["fedavg.Hyper", "'fedmr'", "fedmr.Hyper"]),
-        ({"strategy": "indep", "hyper": fedmr.Hyper()}, ["'indep'", "has no hyper-parameters"]),
+        ({"strategy": "centralized", "hyper": fedmr.Hyper()}, ["'centralized'", "has no hyper-parameters"]),
         ({"hyper": fedmr.Hyper(unit="leef")}, ["hyper.unit='leef'", "did you mean 'leaf'?"]),
         ({"hyper": fedmr.Hyper(segment=1.5)}, ["hyper.segment=1.5", "> 0 and <= 1"]),
     ],
@@ -250,7 +250,7 @@ def test_saved_files(tmp_path):
 
 def test_settings_left_out_are_the_defaults():
     assert configuration.hyper(Config()) == fedmr.Hyper()
-    assert configuration.hyper(Config(strategy="indep")) is None
+    assert configuration.hyper(Config(strategy="centralized")) is None
     assert configuration.digest(Config()) == configuration.digest(configuration.parse([]))
 
 

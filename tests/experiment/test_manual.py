@@ -38,7 +38,7 @@ def test_every_strategy_data_set_and_partition_has_a_page():
     ("topic", "parts"),
     [
         ("fedmr", ["Hu et al., KDD 2024", "--fedmr_unit=TEXT", "[leaf: authors' code;"]),
-        ("indep", ["no flags of its own"]),
+        ("centralized", ["no flags of its own"]),
         ("cifar100", ["fedjax_mr.data prepare cifar100", "--label_mode"]),
         ("femnist", ["--min_samples_per_client"]),
         ("cnn_digits_small", ["3,658", "8x8x1 of float32, 10 classes"]),

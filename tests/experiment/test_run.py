@@ -380,9 +380,13 @@ def test_resume_takes_the_newest_run_of_the_same_configuration():
 
 
 def test_the_partition_never_depends_on_the_strategy(straight):
-    result = fmr.run(fmr.Config(**SMALL, strategy="indep", run_dir="a"))
+    result = fmr.run(fmr.Config(**SMALL, strategy="indep", run_dir="a", eval_each=True))
     assert result.summary["partition_hash"] == straight.summary["partition_hash"]
-    assert "individual_mean" in result.rows[-1]
+    row = result.rows[-1]
+    each = [row[f"model_{number}_accuracy"] for number in range(3)]
+    assert (min(each), max(each)) == (row["individual_min"], row["individual_max"]) and min(each) < max(each)
+    assert len({row[f"model_{number}_loss"] for number in range(3)}) == 3
+    assert "model_0_accuracy" not in straight.rows[-1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.strategies import STRATEGIES, base, cabafl, fedcross, fedmr, gitfl, indep
+from fedjax_mr.strategies import STRATEGIES, base, cabafl, gitfl, indep
 from fedjax_mr.strategies.base import Cohort, Models
 from fedjax_mr.testing.federations import default_hyper
 
@@ -47,6 +47,15 @@ def test_a_client_trains_the_received_model_on_its_data_and_uploads_the_result(f
     assert upload == ({"model": ("received", "data", "key")}, "memory", "metrics")
 
 
+@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross"])
+def test_the_setting_start_chooses_the_first_models(federation, monkeypatch, name):
+    for start in ("copies", "independent"):
+        monkeypatch.setitem(base.STARTS, start, lambda problem, key, start=start: {"params": (start, key)})
+        hyper = dataclasses.replace(default_hyper(name), start=start)
+        models = STRATEGIES[name].build(hyper, federation("linear").problem).init("key").models
+        assert models == {"params": (start, "key")}
+
+
 def test_models_start_as_copies_and_on_request_as_independent_initialisations(federation):
     """As many as there are clients in a round, or clients in flight."""
     problem = federation("linear").problem
@@ -63,9 +72,17 @@ def test_models_start_as_copies_and_on_request_as_independent_initialisations(fe
 @pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "gitfl", "cabafl"])
 def test_the_models_start_from_the_key_of_the_initialisation(federation, monkeypatch, name):
     row, keys = STRATEGIES[name], []
-    for module in (base, fedcross, fedmr, gitfl, cabafl):
-        monkeypatch.setattr(module, "copies_of_one", lambda problem, key: keys.append(key) or MODELS)
+    start = lambda problem, key: keys.append(key) or MODELS
+    monkeypatch.setitem(base.STARTS, "copies", start)
+    for module in (base, gitfl, cabafl):
+        monkeypatch.setattr(module, "copies_of_one", start)
     strategy = row.build(default_hyper(name), federation("linear").problem)
     key = jax.random.key(3)
     strategy.init(key)
     assert len(keys) == 1 and keys[0] is key
+
+
+def test_only_a_server_with_several_models_has_some_to_test_one_by_one(engine):
+    """``eval_each``; FedAvg has a view of its model, too, for a server optimizer."""
+    kept = {name: engine(name).keeps_models for name in ("fedavg", "fedmr", "fedcross", "indep", "hypcluster")}
+    assert kept == {"fedavg": False, "fedmr": True, "fedcross": True, "indep": True, "hypcluster": True}
