@@ -40,3 +40,31 @@ def test_evaluation_equals_a_plain_pass(federation, models_and_logits, monkeypat
     np.testing.assert_allclose(np.stack(each, 1), [plain(row) for row in range(3)], rtol=1e-5)
     test.one(trees.take(models, 0))
     assert test.programs["test"].traces == 1
+
+
+def test_samples_that_do_not_count_and_padding_are_masked(federation):
+    constants = federation("linear")
+    samples = constants.federation.samples
+    samples = samples._replace(x=samples.x[:3], y=samples.y[:3])
+    axis = client_axis(devices=2, lanes=None, cohort_size=2)
+    counted = np.array([True, False, True])
+    for given, expected in ((counted, [1, 0, 1, 0]), (None, [1, 1, 1, 0])):
+        test = evaluation.Evaluation(constants.problem.model, samples, axis, counted=given)
+        np.testing.assert_array_equal(test._mask, expected)
+
+
+def test_sums_of_all_devices_become_means(federation, monkeypatch):
+    axis = client_axis(devices=2, lanes=None, cohort_size=2)
+    constants = federation("linear")
+    test = evaluation.Evaluation(constants.problem.model, constants.federation.samples, axis)
+    sums = local.Score(np.array([3, 1]), np.array([8.0, 2.0]), np.array([4, 1]))
+    monkeypatch.setattr(test, "_per_device", lambda name, variables: sums)
+    assert test.one(None) == (0.8, 2.0)
+
+
+def test_a_backdoor_counts_the_images_of_other_classes_all_of_which_carry_the_trigger(federation):
+    samples = federation().federation.samples
+    samples = samples._replace(x=samples.x[:4], y=np.array([0, 2, 1, 2], np.int32))
+    triggered, counted = evaluation.backdoor_test(samples, 2)
+    assert counted.tolist() == [True, False, True, False]
+    assert triggered.y.tolist() == [2] * 4 and triggered.trigger.rows.tolist() == [True] * 4
