@@ -6,14 +6,11 @@ of the samples (`_some`), so that large datasets cost milliseconds.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fedjax_mr.errors import UserError
-
-if TYPE_CHECKING:
-    from fedjax_mr.data.federated import Dataset
 
 MOST_VALUES = 2**19  # of the samples that are looked at: every one of a small dataset, each n-th one of a large one
 FEWEST_VALUES = 100  # fewer values say nothing about a unit
@@ -31,6 +28,21 @@ LOW_SPREAD, HIGH_SPREAD = 0.02, 20.0
 HIGH_MEAN = 10.0  # standard deviations
 OTHER_COLUMN = 100.0  # as metres and centimetres; the network hardly notices the smaller column
 FEWEST_DEVIATING = 0.01  # share of the rows; a column with fewer other values is almost constant and has no unit
+
+
+class Normalised(Protocol):
+    """The part of a `Dataset` that decides what a network receives."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def x(self) -> np.ndarray: ...
+    @property
+    def test_x(self) -> np.ndarray: ...
+    @property
+    def mean(self) -> tuple[float, ...]: ...
+    @property
+    def std(self) -> tuple[float, ...]: ...
 
 
 def scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +85,7 @@ def refuse_not_finite(where: str, x: np.ndarray) -> None:
     )
 
 
-def refuse_normalisation(dataset: "Dataset") -> None:
+def refuse_normalisation(dataset: Normalised) -> None:
     """Check that mean and standard deviation fit the samples.
 
     Raises:
@@ -140,7 +152,7 @@ class _Columns(NamedTuple):
     varies: np.ndarray  # bool, whether at least `FEWEST_DEVIATING` of the values differ from the median
 
     @classmethod
-    def of(cls, dataset: "Dataset", x: np.ndarray) -> "_Columns":
+    def of(cls, dataset: Normalised, x: np.ndarray) -> "_Columns":
         with np.errstate(all="ignore"):  # a tiny std gives infinite inputs, which are noted
             scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
             inputs = (_some(x).astype(np.float32) * scale + shift).reshape(-1, x.shape[-1]).astype(np.float64)
@@ -155,7 +167,7 @@ class _Columns(NamedTuple):
         return values if len(self.mean) == 1 else f"{values} (column {number})"
 
 
-def notes(dataset: "Dataset") -> Iterator[str]:
+def notes(dataset: Normalised) -> Iterator[str]:
     """Yield a line for each sign that the training or test samples have an unsuitable scale."""
     if _has_unit(dataset.x):
         train = _Columns.of(dataset, dataset.x)
@@ -167,7 +179,7 @@ def _has_unit(x: np.ndarray) -> bool:
     return x.ndim > 1 and _kind(x) in ("bytes", "floating-point numbers")
 
 
-def _absurd(dataset: "Dataset", columns: _Columns) -> Iterator[str]:
+def _absurd(dataset: Normalised, columns: _Columns) -> Iterator[str]:
     """Yield a line if the inputs of the network are huge, hardly vary, or have columns of very different units."""
     size, units = np.maximum(columns.spread, np.abs(columns.mean)), np.where(columns.varies, columns.unit, np.inf)
     large, small = int(np.argmax(columns.spread)), int(np.argmin(units))
@@ -192,7 +204,7 @@ def _absurd(dataset: "Dataset", columns: _Columns) -> Iterator[str]:
     yield f"{dataset.name}: the network receives values of {what}; if that is not intended: {remedy}"
 
 
-def other_spread(dataset: "Dataset", other: np.ndarray, part: str, train: _Columns | None = None) -> Iterator[str]:
+def other_spread(dataset: Normalised, other: np.ndarray, part: str, train: _Columns | None = None) -> Iterator[str]:
     """Yield a line if other samples vary far more or less than the training samples."""
     if min(other.size, dataset.x.size) < FEWEST_VALUES or not _has_unit(other):
         return
