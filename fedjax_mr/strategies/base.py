@@ -117,7 +117,11 @@ class Dispatch(Protocol):
 
 
 class ClientUpdate(Protocol):
-    """Train ONE client (no leading axis; the engine batches the function): -> (upload, memory, metrics)."""
+    """Train ONE client (no leading axis; the engine batches the function): -> (upload, memory, metrics).
+
+    It contains the loss, and all that a method adds to it. To replace it in an existing method removes the method's own
+    term without an error: with a plain training, FedProx is FedAvg. See docs/recipes/own_loss.md.
+    """
 
     def __call__(
         self, payload: Payload, memory: Memory, data: ClientData, round: jax.Array, key: jax.Array
