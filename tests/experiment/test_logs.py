@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_a_new_log_gets_the_rows_so_fa
     one.close()
     assert kept[-1].ended == ("finished", {"accuracy_best": 0.5})
     (folder.path / "logs.json").write_text("[")
-    with pytest.raises(UserError, match=r"logs\.json cannot be read"):
+    with pytest.raises(UserError, match=r"logs\.json is damaged"):
         logs.Logs().open(["kept"], {}, folder)
 
 
