@@ -26,6 +26,7 @@ import random
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -361,12 +362,17 @@ def attempt(root: Path, mutant: dict, log: Path) -> dict:
     return mutant | {"killed_by": killed, "seconds": round(time.monotonic() - began, 1)}
 
 
-def run(lists: list[Path], results: Path, jobs: int) -> None:
+def run(lists: list[Path], results: Path, only: str, jobs: int) -> None:
     """Run all mutants that have no result yet."""
     mutants = [json.loads(line) for path in lists for line in path.read_text().splitlines()]
     name = lambda each: (each["path"], each["old"], each["new"])
     done = {name(json.loads(line)) for line in results.read_text().splitlines()} if results.exists() else set()
-    left = [each for each in mutants if name(each) not in done]
+    left = [each for each in mutants if name(each) not in done and only in each["path"]]
+    # The tests' flags of XLA, which each fork would otherwise try in a process of its own.
+    script = "import os, runpy; runpy.run_path('tests/conftest.py'); print(os.environ['XLA_FLAGS'])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    flags = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, check=True)
+    os.environ["XLA_FLAGS"] = flags.stdout.decode().strip()
     for module in ("jax", "flax.linen", "flax.nnx", "optax", "orbax.checkpoint", "scipy.stats"):
         importlib.import_module(module)
     for number in range(jobs):
@@ -420,6 +426,7 @@ def main() -> None:
     running = commands.add_parser("run", help="run the tests of mutants")
     running.add_argument("lists", type=Path, nargs="+", help="files of mutants")
     running.add_argument("--results", type=Path, required=True, help="file to which results are added")
+    running.add_argument("--only", default="", help="part of the path of the files, such as strategies/fedmr")
     running.add_argument("--jobs", type=int, default=1, help="mutants at the same time")
     tabulating = commands.add_parser("table", help="print the results in Markdown")
     tabulating.add_argument("results", type=Path, nargs="+")
@@ -428,7 +435,7 @@ def main() -> None:
     if options.command == "draw":
         print("\n".join(json.dumps(each) for each in draw(options.number, options.seed)))
     elif options.command == "run":
-        run(options.lists, options.results, options.jobs)
+        run(options.lists, options.results, options.only, options.jobs)
     else:
         print(table(options.results, options.reasons))
 
