@@ -182,12 +182,12 @@ def test_every_block_ends_in_the_group_of_the_nearest_centre():
     """The centres are the means of their groups. Inputs decide here as well as outputs."""
     rng = np.random.default_rng(0)
     entering, leaving = rng.normal(size=(2, 6, 12, 3)).astype(np.float32)
-    labels = groups.averaged_k_means(list(entering), list(leaving), 2, seed=0)
-    assert set(labels.tolist()) == {0, 1}
+    labels = groups.averaged_k_means(list(entering), list(leaving), 3, seed=0)
+    assert set(labels.tolist()) == {0, 1, 2}
     for block, label in enumerate(labels):
         distances = [
             1 / sum(direct_cka(side[block], side[labels == group].mean(axis=0)) for side in (entering, leaving))
-            for group in (0, 1)
+            for group in (0, 1, 2)
         ]
         assert np.argmin(distances) == label
 
