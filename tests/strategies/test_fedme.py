@@ -173,9 +173,11 @@ def test_a_client_receives_the_model_of_another_client_of_its_own_cluster(federa
         assert payload["received"]["theta"].tolist() == [0, 40, 30, 20]
 
 
-def test_the_partner_is_drawn_anew_in_every_round():
-    drawn = {tuple(draw_partners(jax.random.key(seed), jnp.zeros(5, jnp.int32)).tolist()) for seed in range(4)}
-    assert len(drawn) == 4
+def test_the_partner_is_drawn_anew_in_every_round(federation):
+    strategy = fedme.build(fedme.Hyper(), federation("constant", sizes=(2,) * 5, cohort=5).problem)
+    state = fedme.State({"theta": jnp.arange(5.0)}, jnp.zeros(5, jnp.int32))
+    dispatch = jax.jit(lambda key: strategy.dispatch(state, Cohort(jnp.arange(5), jnp.full(5, 2)), key)["partner"])
+    assert len({tuple(dispatch(jax.random.key(seed)).tolist()) for seed in range(4)}) == 4
 
 
 @pytest.mark.parametrize("mutual", [True, False])
