@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -45,6 +46,11 @@ def compiler_flags() -> str:
     return " ".join(sorted(word for word in words if not _LAYOUT.match(word)))
 
 
+def _value(name: str) -> Any:
+    """A setting of JAX, also of a surrounding context manager; None if this version of JAX has none of this name."""
+    return getattr(jax.config, name, None)
+
+
 def refuse_settings() -> None:
     """Refuse settings of JAX with which no run works, and a process in which JAX would hang.
 
@@ -56,15 +62,15 @@ def refuse_settings() -> None:
             "this process was forked from one in which JAX had started, so it would hang: start processes by "
             'multiprocessing.get_context("spawn"), or fork before JAX is used'
         )
-    if jax.config.jax_enable_x64:  # programs would have other numbers, and checkpoints other types
+    if _value("jax_enable_x64"):  # programs would have other numbers, and checkpoints other types
         raise UserError(
             "JAX computes with 64 bits, but this package with 32: unset JAX_ENABLE_X64, or call "
             'jax.config.update("jax_enable_x64", False) first'
         )
-    if jax.config.jax_disable_jit:
+    if _value("jax_disable_jit"):
         raise UserError("every round is a compiled program, which JAX_DISABLE_JIT (jax_disable_jit) forbids: unset it")
     for name in ("", "_host_to_device", "_device_to_device", "_device_to_host"):
-        value = getattr(jax.config, f"jax_transfer_guard{name}", None) or ""
+        value = _value(f"jax_transfer_guard{name}") or ""
         if value.startswith("disallow"):
             raise UserError(
                 f"numbers and samples are sent to the devices, which JAX_TRANSFER_GUARD{name.upper()}={value} forbids: "
@@ -138,7 +144,7 @@ def _require_platforms() -> None:
     Raises:
       UserError: it is missing.
     """
-    if (platforms := jax.config.jax_platforms) in (None, "", "cpu"):
+    if (platforms := _value("jax_platforms")) in (None, "", "cpu"):
         return
     try:
         jax.devices()
