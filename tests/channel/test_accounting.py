@@ -3,11 +3,13 @@
 import importlib.util
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import integrate, optimize, stats
 
+from fedjax_mr.channel import accounting
 from fedjax_mr.channel.accounting import delta_of, epsilon, noise_for
 from fedjax_mr.errors import UserError
 
@@ -114,6 +116,28 @@ def test_arguments_that_do_not_fit_are_refused(arguments, words):
 def test_targets_that_make_no_sense_are_refused(target, words):
     with pytest.raises(UserError, match=words):
         noise_for(target, 10, delta=1e-5, num_clients=10, cohort=10)
+
+
+def test_the_noise_for_an_epsilon_never_gives_more(monkeypatch):
+    """With epsilon 1 / s. The search may end a little below the right noise."""
+    monkeypatch.setattr(accounting, "epsilon", lambda rounds, *, noise: 1 / noise)
+    for target in np.linspace(0.1, 8, 40):
+        noise = noise_for(target, 1)
+        assert 1 / noise <= target and noise == pytest.approx(1 / target, rel=1e-4)
+
+
+@pytest.mark.parametrize("per_round", [0.01, 1e9])
+def test_secret_cohorts_compose_over_the_rounds_and_never_cost_more_than_public_ones(monkeypatch, per_round):
+    """With divergences by hand in place of the library's, whose epsilon is here their sum over the rounds."""
+    library = SimpleNamespace(rdp=SimpleNamespace(compute_epsilon=lambda orders, total, delta: (total[0], orders[0])))
+    asked = []
+    one_round = lambda *arguments: asked.append(arguments) or (np.array([2.0]), np.array([per_round]))
+    monkeypatch.setattr(accounting, "_dp_accounting", lambda: library)
+    monkeypatch.setattr(accounting, "_one_round", one_round)
+    found = of(20, 5, 4.0, 7)
+    assert asked == [(20, 5, 2.0)]  # replacing a client moves its upload by 2 C
+    public = of(20, 5, 4.0, 7, sampling="public")
+    assert found == pytest.approx(7 * per_round if per_round < 1 else public)
 
 
 def test_a_missing_library_is_one_line(monkeypatch):

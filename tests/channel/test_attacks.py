@@ -123,6 +123,13 @@ def test_without_honest_clients_the_messages_are_defined(kind):
         np.testing.assert_array_equal(flat(result), flat(REFERENCE))
 
 
+def test_noise_of_attackers_differs_between_tensors():
+    """Of the same shape: a key of its own for each."""
+    twice = {"a": np.zeros((COUNT, 6), np.float32), "b": np.zeros((COUNT, 6), np.float32)}
+    result, attacker, _ = through("gaussian", values=twice, reference=twice)
+    assert not np.array_equal(result["a"][attacker], result["b"][attacker])
+
+
 def test_inner_product_manipulation_shrinks_the_mean():
     """With e = 1, f of n attackers: by (n - 2f) / n."""
     result, attacker, _ = through("ipm", scale=1.0)
@@ -218,6 +225,13 @@ def test_the_chosen_samples_do_not_depend_on_where_samples_are_kept(poisoned_sam
     here, there = (poisoned_samples(each, 1 / CLIENTS, 0.5).trigger.rows for each in (data, alone))
     np.testing.assert_array_equal(np.asarray(here)[own], there)
     assert 0 < np.sum(there) < len(own)
+
+
+def test_attackers_choose_their_samples_independently(poisoned_samples):
+    """Two attackers with the same 40 samples and another number."""
+    samples = Samples(np.zeros((40, 1), np.float32), np.zeros(40, np.int32), np.ones(1), np.zeros(1))
+    chosen = [poisoned_samples(one_client(samples, client_id=each), 1.0, 0.5).trigger.rows for each in (0, 1)]
+    assert not np.array_equal(*chosen)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])

@@ -206,6 +206,25 @@ def test_trees_keep_shapes_and_types_and_small_tensors(equal):
     assert isinstance(message["kernel"], Compressed) and int((np.asarray(decoded["kernel"]) == 0).sum()) == 3
 
 
+def test_every_tensor_draws_its_own_numbers():
+    codec_of = functools.partial(make_codec, "randk", ratio=0.25)
+    tree = [jnp.ones(40), jnp.ones(40)]
+    first, second = jax.jit(lambda key: decode(codec_of, encode(codec_of, tree, key)))(jax.random.key(0))
+    assert not np.array_equal(first, second)
+
+
+def test_only_models_are_compressed_for_the_download():
+    """Control variates and other arrays of a payload keep their bits."""
+    link = compression(None, "none", download="int8")
+    numbers = jnp.asarray([0.1, 0.23, 1.0])
+    payload = {"model": {"params": {"w": numbers}, "batch_stats": {"mean": numbers}}, "control": {"w": numbers}}
+    received = link.open(link.down(payload, jax.random.key(0)))
+    np.testing.assert_array_equal(received["control"]["w"], numbers)
+    np.testing.assert_array_equal(received["model"]["batch_stats"]["mean"], numbers)
+    np.testing.assert_allclose(received["model"]["params"]["w"], np.round(numbers * 127) / 127, rtol=1e-6)
+    assert not np.array_equal(received["model"]["params"]["w"], numbers)
+
+
 # --- EF21, without training -------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The exchange of layers among clients: every layer keeps its copies, and other links know of it."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from fedjax_mr.channel import channel, links
 from fedjax_mr.channel.links import exchange
 from fedjax_mr.engine.round import dispatch, receive
 from fedjax_mr.errors import UserError
+from fedjax_mr.secure import exchange as secure
 from fedjax_mr.strategies import STRATEGIES, fedavg, fedcross, fedmr
 from fedjax_mr.strategies.base import Parcels, Traffic
 from fedjax_mr.testing.federations import first_cohort, random_like
@@ -68,6 +70,24 @@ def test_an_exchange_around_fedcross_keeps_every_sum_and_whole_layers(problem, c
     theirs, _ = crossed.server_update(state, *arguments)
     close(crossed.global_model(ours), crossed.global_model(theirs))  # mixing in order keeps the sums, too
     assert 0 <= float(info["layers_unmoved"]) <= 1 and 0 <= float(info["layers_held_by_others"]) <= 1
+
+
+def test_an_exchange_by_hand(federation, monkeypatch):
+    """Two layers of three clients: the first rotates, the second stays, though client 0 has held that of client 1."""
+    owners = jnp.asarray([[1, 2, 0], [0, 1, 2]])
+    held = jnp.zeros((2, 3, 3), bool).at[:, jnp.arange(3), jnp.arange(3)].set(True).at[1, 0, 1].set(True)
+    drawn = []
+    outcome = lambda key, **about: drawn.append(about) or secure.Outcome(owners, held, jnp.zeros(2, jnp.int32))
+    monkeypatch.setattr(secure, "exchange", outcome)
+    layers = tuple(SimpleNamespace(leaves=(leaf,)) for leaf in range(2))
+    link = exchange(SimpleNamespace(cohort_size=3, layers=layers), share=0.3, repetitions=4)
+    numbers = np.arange(6.0).reshape(3, 2)
+    sent, info = link.exchange.mix({"model": {"a": numbers[:, 0], "b": numbers[:, 1]}, "n": 5}, jax.random.key(0))
+    np.testing.assert_array_equal(sent["model"]["a"], [2, 4, 0])
+    np.testing.assert_array_equal(sent["model"]["b"], [1, 3, 5])
+    assert sent["n"] == 5 and drawn == [{"num_units": 2, "count": 3, "share": 0.3, "repetitions": 4}]
+    assert info["layers_unmoved"] == 0.5  # of six copies
+    np.testing.assert_allclose(info["layers_held_by_others"], 1 / 6)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The privacy link: clipping, noise, adaptive clipping, refusals, and an audit of its guarantee."""
 
 import functools
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -118,6 +119,8 @@ def test_only_longer_changes_are_scaled():
     half, _ = clip_change(values, reference, jnp.float32(0.25))
     np.testing.assert_allclose(half["model"]["w"], [0.25, 0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(half["control"], [0.2, 0.0], rtol=1e-6)
+    three, _ = clip_change({"model": jnp.asarray([6.0, 8.0])}, {"model": jnp.zeros(2)}, jnp.float32(5))
+    np.testing.assert_allclose(three["model"], [3, 4], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bound", [1.0, np.inf])
@@ -190,6 +193,16 @@ def test_noise_has_the_distribution_and_the_tails_of_a_normal():
     assert np.sqrt(2 * drawn[0]) > 13.3
     largest = jnp.nextafter(jnp.float32(1), jnp.float32(0))
     assert exponential(jnp.full((4, 1), 2**31, jnp.uint32), largest[None]) >= 0
+
+
+def test_normals_have_the_radius_of_an_exponential_and_a_uniform_angle(monkeypatch):
+    """With -log(u) = 50, their length is 10. So no number that JAX itself takes for a normal is behind them."""
+    asked = []
+    fixed = lambda words, fraction: asked.append(words.shape) or jnp.full(fraction.shape, 50.0)
+    monkeypatch.setattr(sys.modules["fedjax_mr.channel.privacy"], "exponential", fixed)
+    noise = np.asarray(normal(jax.random.key(0), (400,)))
+    assert asked == [(4, 400)]
+    assert 9.9 < noise.max() <= 10 and -10 <= noise.min() < -9.9 and abs(np.mean(noise > 0) - 0.5) < 0.1
 
 
 def test_a_secret_decides_the_noise_and_the_seed_does_not_reveal_it():

@@ -25,6 +25,7 @@ from fedjax_mr.channel.robust import (
     bucketing,
     centered_clip,
     geometric_median,
+    krum_scores,
     nearest_neighbour_mixing,
     pairwise_squares,
     robust,
@@ -282,7 +283,9 @@ def test_rows_that_are_not_usable_do_not_count(rule, lost):
     """The others are combined as if there were no more of them. Each unusable row is one of the f outliers."""
     x = rows(4, count=COUNT - lost)
     padded, usable = np.insert(x, [2] * lost, 50.0, axis=0), np.insert(np.ones(len(x), bool), [2] * lost, False)
-    found = flat(without(stacked(padded), jnp.asarray(usable))[rule])
+    results = without(stacked(padded), jnp.asarray(usable))
+    found = flat(results[rule])
+    np.testing.assert_array_equal(np.isinf(results["scores"]), ~usable)
     expected = DEFINITIONS[rule](x, max(OUTLIERS - lost, 0))
     np.testing.assert_allclose(found[usable] if rule == "nnm" else found, expected, rtol=1e-5, atol=1e-5)
 
@@ -290,7 +293,8 @@ def test_rows_that_are_not_usable_do_not_count(rule, lost):
 @jax.jit
 def without(tree, usable):
     results = {name: rule(tree, OUTLIERS, usable) for name, rule in RULES.items()}
-    return results | {"nnm": nearest_neighbour_mixing(tree, OUTLIERS, usable)}
+    mixed = nearest_neighbour_mixing(tree, OUTLIERS, usable)
+    return results | {"nnm": mixed, "scores": krum_scores(tree, OUTLIERS, usable)}
 
 
 @pytest.mark.parametrize("rule", RULES)
