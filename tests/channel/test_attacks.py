@@ -188,11 +188,12 @@ def test_label_flipping_trains_on_flipped_labels(trained, equal, close):
 @pytest.fixture(scope="module")
 def poisoned_samples():
     """(data, attackers, poisoned) -> the samples on which the client trains, with target 2."""
+    problem = constants().problem
 
     @jax.jit
     def samples(data, attackers, poisoned):
         numbers = {"attackers": attackers, "poisoned": poisoned}
-        link = attack(constants().problem, "replacement", seed=SEED, target=2, **numbers)
+        link = attack(problem, "replacement", seed=SEED, target=2, **numbers)
         return link.data(data, Context(None, jnp.int32(0), data.client_id)).samples
 
     return lambda data, attackers, poisoned: samples(data, jnp.float32(attackers), jnp.float32(poisoned))
@@ -228,8 +229,8 @@ def test_the_chosen_samples_do_not_depend_on_where_samples_are_kept(poisoned_sam
 
 
 def test_attackers_choose_their_samples_independently(poisoned_samples):
-    """Two attackers with the same 40 samples and another number."""
-    samples = Samples(np.zeros((40, 1), np.float32), np.zeros(40, np.int32), np.ones(1), np.zeros(1))
+    """Two attackers with the same eight samples and another number."""
+    samples = Samples(np.zeros((8, 4, 4, 1), np.float32), np.zeros(8, np.int32), np.ones(1), np.zeros(1))
     chosen = [poisoned_samples(one_client(samples, client_id=each), 1.0, 0.5).trigger.rows for each in (0, 1)]
     assert not np.array_equal(*chosen)
 
