@@ -73,7 +73,7 @@ def test_an_exchange_around_fedcross_keeps_every_sum_and_whole_layers(problem, c
 
 
 def test_an_exchange_by_hand(federation, monkeypatch):
-    """Two layers of three clients: clients 0 and 1 swap the first, the second stays, though client 0 has held that of client 1."""
+    """Three clients. 0 and 1 swap the first of two layers. The second stays, though 0 has held that of 1."""
     owners = jnp.asarray([[1, 0, 2], [0, 1, 2]])
     held = jnp.zeros((2, 3, 3), bool).at[:, jnp.arange(3), jnp.arange(3)].set(True).at[1, 0, 1].set(True)
     drawn = []
