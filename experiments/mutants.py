@@ -290,8 +290,8 @@ def stages(path: str, root: Path) -> list[list[str]]:
     by_name = [file for file in sorted(folder.glob("test_*.py")) if re.search(rf"\b{name}\b", file.read_text())]
     methods = []
     if room == "strategies":
-        identities = folder / "test_identities.py"
-        by_name = [identities, *(file for file in by_name if file != identities)]
+        of_all = [folder / "test_base.py", folder / "test_identities.py"]  # they have a row for many methods
+        by_name = [*of_all, *(file for file in by_name if file not in of_all)]
         methods = methods_by_file(root).get(name, ["fedavg", "fedmr", "scaffold", "clusamp"])
     elif room == "engine":  # every method trains through these files
         by_name = [*sorted(folder.glob("test_*.py")), root / "tests/strategies/test_identities.py"]
@@ -362,11 +362,13 @@ def attempt(root: Path, mutant: dict, log: Path) -> dict:
     return mutant | {"killed_by": killed, "seconds": round(time.monotonic() - began, 1)}
 
 
-def run(lists: list[Path], results: Path, only: str, jobs: int) -> None:
+def run(lists: list[Path], results: Path, *, only: str, sample: int | None, jobs: int) -> None:
     """Run all mutants that have no result yet."""
     mutants = [json.loads(line) for path in lists for line in path.read_text().splitlines()]
     name = lambda each: (each["path"], each["old"], each["new"])
     done = {name(json.loads(line)) for line in results.read_text().splitlines()} if results.exists() else set()
+    if sample is not None:
+        mutants = random.Random(0).sample(mutants, min(sample, len(mutants)))
     left = [each for each in mutants if name(each) not in done and only in each["path"]]
     # The tests' flags of XLA, which each fork would otherwise try in a process of its own.
     script = "import os, runpy; runpy.run_path('tests/conftest.py'); print(os.environ['XLA_FLAGS'])"
@@ -427,6 +429,7 @@ def main() -> None:
     running.add_argument("lists", type=Path, nargs="+", help="files of mutants")
     running.add_argument("--results", type=Path, required=True, help="file to which results are added")
     running.add_argument("--only", default="", help="part of the path of the files, such as strategies/fedmr")
+    running.add_argument("--sample", type=int, help="number of mutants, drawn at random (default: all)")
     running.add_argument("--jobs", type=int, default=1, help="mutants at the same time")
     tabulating = commands.add_parser("table", help="print the results in Markdown")
     tabulating.add_argument("results", type=Path, nargs="+")
@@ -435,7 +438,7 @@ def main() -> None:
     if options.command == "draw":
         print("\n".join(json.dumps(each) for each in draw(options.number, options.seed)))
     elif options.command == "run":
-        run(options.lists, options.results, options.only, options.jobs)
+        run(options.lists, options.results, only=options.only, sample=options.sample, jobs=options.jobs)
     else:
         print(table(options.results, options.reasons))
 
