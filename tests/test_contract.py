@@ -6,7 +6,7 @@ The quick suite has the contract of most strategies. The slow suite adds:
   of all strategies by the same code, so a few strategies that have all members between them (`OF_EACH_KIND`) suffice;
 * strategies of a file that has several, except the first: they are variants of each other;
 * the groups of `BY_EXAMPLE`, except one strategy of each: FedAvg with another training of the clients, or with
-  other weights of late uploads. The equations of most of them are quick;
+  other weights of late uploads. The facts of each of them are quick (tests/strategies);
 * methods for adapters; their identities are quick (strategies/test_lora.py).
 """
 

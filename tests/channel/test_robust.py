@@ -503,6 +503,7 @@ def test_fedmr_without_outliers_is_fedmr_bit_for_bit(equal):
     assert ours[2].info["rejected"] == 0
 
 
+@pytest.mark.slow  # quick: the rules by hand
 def test_multi_krum_restores_the_accuracy_under_sign_flip():
     good, bad = run(plain)[0], run(attacked)[0]
     saved, state, report = run(defended)

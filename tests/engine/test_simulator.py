@@ -144,6 +144,7 @@ def test_a_given_layout_keeps_its_lanes_whatever_the_memory(monkeypatch):
     assert simulator(axis=layout, devices=None, memory="device", data_placement="device").axis is layout
 
 
+@pytest.mark.slow  # quick: test_a_simulator_is_the_first_that_starts_jax
 def test_cpu_cores_are_devices_without_further_setup(tmp_path):
     program = (
         "import fedjax_mr as fmr; data = fmr.data.federate(fmr.data.load('digits'));"

@@ -204,6 +204,7 @@ def test_simulated_time(tmp_path):
     assert [row["clock"] for row in same.rows] == clock
 
 
+@pytest.mark.slow  # quick: test_simulated_time
 def test_the_clock_counts_the_bytes_that_are_sent(tmp_path):
     """Downloads, too; and rows of a wave without a client do not count in the means of the clients."""
     whole = run(tmp_path / "whole", fleet="lognormal", rounds=2)

@@ -147,6 +147,7 @@ def test_distances(kind):
         assert result[i] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize(
     "hyper",
     [pytest.param(Hyper(), id="original"), pytest.param(Hyper("L1", "authors"), id="authors", marks=pytest.mark.slow)],

@@ -10,6 +10,7 @@ from fedjax_mr.strategies.base import GlobalModel, LastModel
 from fedjax_mr.strategies.ditto import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_three_rounds_equal_the_equations(transcription):
     strength = 0.6
     by_hand = transcription("ditto", Hyper(strength=strength))

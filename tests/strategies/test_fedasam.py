@@ -19,6 +19,7 @@ def sharp_gradient(by_hand, weights, client, *, rho, eta):
     return by_hand.gradient(loss, worst)
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_five_rounds_with_swa_equal_the_equations(transcription):
     rho, eta, lr, floor = 0.7, 0.2, 0.1, 0.1
     by_hand = transcription("fedasam", Hyper(rho=rho, eta=eta, swa_start=1, swa_cycle=2, swa_lr=floor))

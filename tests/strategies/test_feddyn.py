@@ -10,6 +10,7 @@ from fedjax_mr.strategies import Cohort, feddyn, fedprox
 from fedjax_mr.strategies.feddyn import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_three_rounds_equal_the_equations(transcription):
     alpha, total = 0.3, 4
     by_hand = transcription("feddyn", Hyper(alpha=alpha))

@@ -11,6 +11,7 @@ from fedjax_mr.strategies.fedexp import Hyper
 EPSILON = 1e-4
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize(
     "hyper",
     [

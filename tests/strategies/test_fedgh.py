@@ -34,6 +34,7 @@ def means_of(one, memory, client):
     return [(z[y == label].mean(axis=0), label) for label in range(CLASSES) if (y == label).any()]
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_the_header_moves_by_sgd_on_the_clients_class_means(trained):
     one, before, after, report = trained
     clients = [

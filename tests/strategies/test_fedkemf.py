@@ -19,6 +19,7 @@ def test_only_knowledge_networks_travel(engine, sent):
     assert sent(engine("fedkemf", "linear,thin")) == (3 * 4 * (16 * 3 + 3), 3 * 4 * (16 * 3 + 3), 0)
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("variant", ["original", pytest.param("authors", marks=pytest.mark.slow)])
 def test_the_server_learns_the_ensemble(engine, variant):
     """Outputs after distillation are nearer to the mean of the clients' probabilities than the network before."""

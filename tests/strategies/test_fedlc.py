@@ -11,6 +11,7 @@ from fedjax_mr.strategies import fedavg, fedlc
 from fedjax_mr.strategies.fedlc import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_two_rounds_equal_the_equations(transcription):
     tau = 0.8
     by_hand = transcription("fedlc", Hyper(tau=tau))

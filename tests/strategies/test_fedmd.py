@@ -25,6 +25,7 @@ def test_where_all_agree_nothing_moves(kind):
     assert float(far(logits + jnp.array([[0.0, 1.0, 0.0]]))) > 0.01
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("zoo", ["linear,perceptron", pytest.param("thin,perceptron", marks=pytest.mark.slow)])
 def test_the_consensus_is_the_mean_of_the_rounds_clients(engine, zoo):
     one = engine("fedmd", zoo, hyper=Hyper(subset=6, public_epochs=1, private_epochs=2))

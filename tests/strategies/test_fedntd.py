@@ -9,6 +9,7 @@ from fedjax_mr.strategies import fedntd
 from fedjax_mr.strategies.fedntd import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_two_rounds_equal_the_equations(transcription):
     beta, temperature = 0.7, 2.0
     by_hand = transcription("fedntd", Hyper(beta=beta, temperature=temperature))

@@ -6,6 +6,7 @@ import pytest
 from fedjax_mr.strategies import fedavg, fedprox
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_three_rounds_equal_the_equations(transcription):
     mu = 0.7
     by_hand = transcription("fedprox", fedprox.Hyper(mu=mu))

@@ -10,6 +10,7 @@ from fedjax_mr.strategies import Cohort, feddyn, fedsmoo
 from fedjax_mr.strategies.fedsmoo import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_three_rounds_equal_the_equations(transcription):
     rho, strength, total, lr, momentum = 0.3, 0.2, 4, 0.1, 0.5
     by_hand = transcription("fedsmoo", Hyper(rho=rho, strength=strength))

@@ -36,6 +36,7 @@ def test_two_rounds_of_fedswa_equal_the_equations(transcription):
         by_hand.check(by_hand.progress.server.model, model)
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_three_rounds_of_fedmoswa_equal_the_equations(transcription):
     rho, alpha, gamma, total = 0.3, 1.7, 0.4, 4
     by_hand = transcription("fedmoswa", MomentumHyper(rho=rho, alpha=alpha, gamma=gamma))

@@ -92,6 +92,7 @@ def fedspeed(by_hand, hyper):
         yield model
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in SETTINGS]
 )

@@ -12,6 +12,7 @@ from fedjax_mr.strategies.base import GlobalModel
 from fedjax_mr.strategies.fml import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("variant", ["original", pytest.param("authors", marks=pytest.mark.slow)])
 def test_two_rounds_equal_the_equations(transcription, variant):
     """Both networks are written as one list of weights, whose halves move at once."""

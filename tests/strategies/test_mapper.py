@@ -28,6 +28,7 @@ def rows_of(part):
     return np.asarray(part.index)[int(part.offset) : int(part.offset) + int(part.size)].tolist()
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("mode", ["paper", pytest.param("fedme", marks=pytest.mark.slow)])
 def test_two_rounds_equal_the_equations(transcription, mode):
     by_hand = transcription("mapper", Hyper(mode=mode, grid=GRID))

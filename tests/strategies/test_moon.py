@@ -11,6 +11,7 @@ from fedjax_mr.strategies.base import LastModel
 from fedjax_mr.strategies.moon import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 def test_three_rounds_equal_the_equations(transcription):
     mu, temperature = 3.0, 0.4
     by_hand = transcription("moon", Hyper(mu=mu, temperature=temperature))

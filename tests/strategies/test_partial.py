@@ -14,6 +14,7 @@ from fedjax_mr.strategies import STRATEGIES, partial
 HEAD, BODY = (0, 1), (2, 3)  # positions of the perceptron's tensors
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize(
     "name, own",
     [

@@ -22,6 +22,7 @@ def own_step(by_hand, weights, client, direction=None):
     return [w - ALPHA * g for w, g in zip(weights, along, strict=True)]
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize(
     "gradient, delta",
     [

@@ -17,6 +17,7 @@ def same_noise(key, params):
     return jax.tree.map(lambda leaf: jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape), params)
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("lr", [None, pytest.param(0.03, marks=pytest.mark.slow)])
 def test_three_rounds_equal_the_equations(transcription, monkeypatch, lr):
     monkeypatch.setattr(pfedbayes, "noise", same_noise)

@@ -17,6 +17,7 @@ from fedjax_mr.strategies.pfedme import Hyper
 SETTING = Hyper(strength=4.0, inner_steps=3, eta=0.05, personal_lr=0.1, beta=0.5)
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("evaluate", ["theta", pytest.param("w_local", marks=pytest.mark.slow)])
 def test_three_rounds_equal_the_equations(transcription, evaluate):
     strength, steps, eta, lr, beta = (

@@ -45,6 +45,7 @@ def check_prototypes(by_hand, expected):
         np.testing.assert_allclose(server.prototypes[c], prototype.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("weights", ["samples", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_three_rounds_of_fedproto_equal_the_equations(transcription, weights):
     by_hand = transcription("fedproto", FedProto(strength=2.0, weights=weights))

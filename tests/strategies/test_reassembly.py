@@ -441,6 +441,7 @@ def test_every_epoch_visits_every_sample_once_and_every_step_has_keys_of_its_own
     assert len(set(keys)) == 4  # of dropout and of views, from the key of the training
 
 
+@pytest.mark.slow  # quick: the tests of pieces by hand
 def test_training_learns_and_changes_nothing_else(zoo, programs):
     public, chain = samples(), stitched(zoo, programs)
     before = jax.tree.map(np.array, [piece.variables for piece in chain])

@@ -15,6 +15,7 @@ from fedjax_mr.strategies.base import Cohort
 from fedjax_mr.strategies.scaffold import Hyper
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize("variant", ["paper", pytest.param("authors", marks=pytest.mark.slow)])
 def test_three_rounds_equal_the_equations(transcription, monkeypatch, variant):
     authors, longest = variant == "authors", 0.2

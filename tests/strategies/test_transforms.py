@@ -109,6 +109,7 @@ class ByHand:
         return [w + hyper.lr * m / (v**0.5 + hyper.tau) for w, m, v in moments]
 
 
+@pytest.mark.slow  # quick: the tests by hand
 @pytest.mark.parametrize(
     "hyper",
     [
@@ -426,6 +427,7 @@ def test_a_checkpoint_continues_bit_for_bit(engine, equal, tmp_path):
 # --- As flags ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # quick: the optimizers by hand
 def test_the_command_runs_fedcross_with_server_momentum(tmp_path, capsys):
     flags = ["--strategy=fedcross", "--server_optimizer=momentum", "--server_lr=0.5", "--rounds=2", "--noprogress"]
     flags += ["--model=logistic", "--local_epochs=1", "--clients=6", "--cohort=3"]
