@@ -89,7 +89,7 @@ class Search:
     """
 
     def __init__(self, tokens, monkeypatch, mode):
-        self.federation, self.calls = tokens([[0, 1, 0, 1, 0, 1, 0, 1, 0], [1]]), []
+        self.federation, self.calls, self.keys = tokens([[0, 1, 0, 1, 0, 1, 0, 1, 0], [1]]), [], []
         self.strategy = mapper.build(Hyper(mode=mode, grid=(0.25, 0.5, 1.0)), self.federation.problem)
         third = lambda offset: self.federation.client(0)._replace(offset=offset, size=np.int32(3))
         self.parts = mapper.Parts(third(0), third(3), third(6))
@@ -106,6 +106,7 @@ class Search:
     def train(self, model, setting, variables, data, key, *, loss=None):
         part, size = self.name(data), int(data.size)
         self.calls.append((part, float(variables["params"]["w"]), loss))
+        self.keys.append(tuple(jax.random.key_data(key).tolist()))
         moved = {"params": {"w": variables["params"]["w"] + (0 if size == 0 else {"A": 4, "G": 1}[part])}}
         return moved, local.Metrics(np.float32(3), np.int32(size), np.int32(1), np.int32(-1))
 
@@ -113,11 +114,15 @@ class Search:
         assert self.name(data) == "B"
         return local.Score(0, abs(variables["params"]["w"] - 6.5), 1)
 
-    def client_update(self, tokens, *, trained=True):
+    def client_update(self, tokens, *, trained=True, key=None):
         memory = Memory(tokens.point(10), jnp.float32(0.9), np.bool_(trained))
         with jax.disable_jit():
             return self.strategy.client_update(
-                {"model": tokens.point(2)}, memory, self.federation.client(0), 0, jax.random.key(0)
+                {"model": tokens.point(2)},
+                memory,
+                self.federation.client(0),
+                0,
+                jax.random.key(0) if key is None else key,
             )
 
 
@@ -138,6 +143,14 @@ def test_the_own_model_is_trained_through_the_interpolation_for_each_lambda_and_
     assert float(own["params"]["w"]) == 0.25 * 14 + 0.75 * 2
     search.client_update(tokens, trained=False)
     assert search.calls[4][1] == 2  # the own model starts as the first received one
+
+
+@pytest.mark.parametrize("mode", ["paper", "fedme"])
+def test_every_training_has_a_key_of_its_own_from_the_clients_key(tokens, monkeypatch, mode):
+    search = Search(tokens, monkeypatch, mode)
+    for seed in (0, 1):
+        search.client_update(tokens, key=jax.random.key(seed))
+    assert len(search.keys) == len(set(search.keys)) == 8
 
 
 def test_as_fedmes_authors_the_interpolation_is_trained_and_the_own_model_solved_from_it(tokens, monkeypatch):
