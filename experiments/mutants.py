@@ -9,10 +9,10 @@ draws some of them, the same number of each file if it has as many. Two lists ar
 `mutants/drawn.jsonl`, which `draw` has written, and `mutants/ideas.jsonl`, which was written by hand: each of its
 mutants removes an idea of a method (wrong model, wrong samples, wrong round).
 
-`run` edits a copy of the repository and runs the quick tests that belong to the file, in stages: first the test files
-with its name, then the tests of its folder that name it, then the contract of its methods. A mutant is killed by the
-first test that fails. `run` adds a line to the results for each mutant and skips the mutants that have one. All quick
-tests must pass without a mutant; `run` does not check it.
+`run` edits a copy of the repository and runs the quick tests that belong to the file, in stages: the test file with
+its name, the tests of its folder that name it, the contract of its methods, and tests of other folders that name it. A
+mutant is killed by the first test that fails. `run` adds a line to the results for each mutant and skips the mutants
+that have one. All quick tests must pass without a mutant; `run` does not check it.
 """
 
 import argparse
@@ -299,13 +299,15 @@ def stages(path: str, root: Path) -> list[list[str]]:
     else:
         by_name = sorted(folder.glob("test_*.py"))
     own = [file for file in (folder / f"test_{name}.py",) if file.is_file()]
+    others = [file for file in sorted((root / "tests").glob("*/test_*.py")) if file not in (*own, *by_name)]
+    elsewhere = [file for file in others if re.search(rf"\b{name}\b", file.read_text())]
     relative = lambda files: [str(file.relative_to(root)) for file in files]
     result = [relative(own), relative(file for file in by_name if file not in own)]
     if methods:
-        selected = " or ".join(f"[{method}-" for method in methods) + " or ".join(
-            ["", *(f"[{each}]" for each in methods)]
-        )
-        result.append(["tests/test_contract.py", "-k", selected])
+        parameters = [f"[{method}{end}" for method in methods for end in ("-", "]")]
+        result.append(["tests/test_contract.py", "-k", " or ".join(parameters)])
+    if room != "engine" and name != "base":  # these names are in most files
+        result.append(relative(elsewhere))
     return [stage for stage in result if stage]
 
 

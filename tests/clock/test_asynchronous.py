@@ -107,7 +107,7 @@ LOOPS = {  # strategy, its hyper-parameters, (M, K, refill), weight of staleness
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[] if n == "fedbuff, arrival" else pytest.mark.slow) for n in LOOPS]
+    "case", [pytest.param(n, marks=[] if n in ("gitfl", "fedbuff, arrival") else pytest.mark.slow) for n in LOOPS]
 )
 def test_it_equals_a_plain_event_loop(case):
     """A loop over events with a heap: every job trains alone, at its start, and each update is written by hand."""

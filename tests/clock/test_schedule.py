@@ -162,6 +162,11 @@ def test_fleets(tmp_path):
         np.arange(2), np.zeros((2, 2), np.float32), steps=steps[:2], bytes_down=5.0, bytes_up=100.0
     )
     np.testing.assert_allclose(seconds.total, [11, 22])
+    waiting = made._replace(latency=np.array([4.0, 6.0]), seconds=np.array([0.5, 0.0]))
+    seconds = waiting.durations(
+        np.array([1, 0]), np.zeros((2, 2)), steps=np.array([3, 3]), bytes_down=5.0, bytes_up=100.0
+    )
+    np.testing.assert_allclose(seconds, [[3, 2], [6, 3.5], [5, 3]])  # half of the latency for each direction
     for text, words in (
         ("speed\n1\n2\n", "unknown column"),
         ("seconds\n1\n", "1 clients"),

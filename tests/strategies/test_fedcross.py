@@ -165,6 +165,13 @@ def test_released_choices_equal_the_released_scan():
         assert most_similar(jnp.asarray(table), released=True).tolist() == scan(table, lowest=False)
 
 
+def test_all_models_are_averaged_equally_while_fewer_rounds_than_the_warm_up_have_passed():
+    hyper = Hyper(alpha=0.9, warmup_rounds=2, selection="in_order")
+    weights = [fedcross.mixing(hyper, jnp.zeros((4, 4)), jnp.asarray(round)) for round in (1, 2)]
+    np.testing.assert_allclose(weights[0], np.full((4, 4), 0.25))
+    np.testing.assert_allclose(np.diag(weights[1]), 0.9, rtol=1e-6)
+
+
 @pytest.mark.parametrize("acceleration", ["none", "pm", "da", "pm_da"])
 def test_mixing_weights(acceleration):
     """Every row sums to 1; the acceleration begins at start_alpha, ends where it should, and then is gone."""

@@ -1,5 +1,8 @@
 """FedSWA and FedMoSWA against their equations, and their special cases."""
 
+import dataclasses
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,3 +139,11 @@ def test_the_server_steps_alpha_times_towards_the_mean_weighted_by_samples(tiny)
         ["model"],
         ["model", "momentum"],
     )
+
+
+def test_the_variate_of_fedmoswa_starts_at_zero(tiny):
+    problem = tiny.problem()
+    model = {"params": {"w": jnp.array([1.0, 2.0])}}
+    problem = dataclasses.replace(problem, model=types.SimpleNamespace(init=lambda key: model))
+    state = fedswa.build_momentum(MomentumHyper(), problem).init(jax.random.key(0))
+    np.testing.assert_array_equal(state.momentum["w"], [0, 0])

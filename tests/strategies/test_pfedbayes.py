@@ -156,8 +156,10 @@ def test_the_server_averages_both_halves_by_samples_and_all_deviations_start_ali
     uploads = {"model": {"params": {"w": np.array([10, 2], np.float32)}}, "rho": {"w": np.array([-4, -8], np.float32)}}
     state, _ = strategy.server_update(None, uploads, federation.cohort, 0, None)
     assert float(state.model["params"]["w"]) == pytest.approx(8) and float(state.rho["w"]) == pytest.approx(-5)
-    shapes = jax.tree.leaves(strategy.init(jax.random.key(0)).rho)
-    assert all((np.asarray(leaf) == -1.5).all() for leaf in shapes)
+    one, other = (strategy.init(jax.random.key(seed)) for seed in (0, 1))
+    assert all((np.asarray(leaf) == -1.5).all() for leaf in jax.tree.leaves(one.rho))
+    models = (jax.tree.leaves(each.model) for each in (one, other))
+    assert any(not np.array_equal(*pair) for pair in zip(*models, strict=True))
 
 
 @pytest.mark.slow
