@@ -344,7 +344,7 @@ def run_tests(root: Path, arguments: list[str], log: Path) -> str:
     if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
     if status in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
-        raise RuntimeError(f"pytest does not run: {log.read_text(errors='replace')[-2000:]}")
+        raise RuntimeError(f"pytest does not run: {log.read_text(errors='replace')[-200:]}")
     if status < 0:
         return f"the tests ended by signal {-status}"
     return re.findall(r"^(?:FAILED|ERROR) (.+)", log.read_text(errors="replace"), re.MULTILINE)[0][:300]
@@ -359,6 +359,8 @@ def attempt(root: Path, mutant: dict, log: Path) -> dict:
     file.write_text(source.replace(mutant["old"], mutant["new"]))
     try:
         killed = next(filter(None, (run_tests(root, stage, log) for stage in stages(mutant["path"], root))), "")
+    except RuntimeError as error:  # such as a recursion of the mutant that Python's parser does not survive
+        return mutant | {"killed_by": "", "seconds": 0.0, "error": str(error)}
     finally:
         file.write_text(source)
     return mutant | {"killed_by": killed, "seconds": round(time.monotonic() - began, 1)}

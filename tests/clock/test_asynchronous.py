@@ -10,11 +10,13 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.clock import asynchronous, choice, constant, hinge, polynomial, simulate
-from fedjax_mr.clock.asynchronous import Keys, rebased
+from fedjax_mr.clock.asynchronous import Keys, State, rebased
+from fedjax_mr.clock.online import State as OnlineState
+from fedjax_mr.clock.online import online
 from fedjax_mr.engine.round import CLIENT, DISPATCH, INIT, SELECT, SERVER, client_key, round_key
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, fedasync, fedbuff, fedcross, fedmr, gitfl, on_any_network
-from fedjax_mr.strategies.base import History
+from fedjax_mr.strategies.base import Cohort, History, Strategy, Traffic
 from fedjax_mr.testing import federations as testing
 from fedjax_mr.testing.federations import default_hyper, make_engine, simulator, tree_close, tree_equal
 
@@ -302,6 +304,55 @@ def test_fresh_uploads_count_and_old_ones_fade():
     np.testing.assert_allclose(constant(tau), 1)
     np.testing.assert_allclose(polynomial(0.5)(tau), (1 + np.arange(15)[[0, 1, 4, 5, 14]]) ** -0.5, rtol=1e-6)
     np.testing.assert_allclose(hinge(10.0, 4.0)(tau), [1, 1, 1, 1 / 11, 1 / 101], rtol=1e-6)
+
+
+def test_a_round_sends_k_models_and_the_first_one_also_those_of_the_first_jobs():
+    """M = 6 jobs, K = 3, and models of five numbers."""
+    schedule = events(6, 3, "update").schedule
+    problem = testing.constants("linear", sizes=SIZES).problem
+    build = functools.partial(STRATEGIES["fedavg"].build, default_hyper("fedavg"))
+    late, rows = (
+        asynchronous(build, problem, schedule, keys()),
+        {"model": np.zeros((schedule.num_slots, 5), np.float32)},
+    )
+    for round, sent in ((0, 9), (1, 3)):
+        traffic = late.traffic(Traffic(), State(None, rows, rows, round), None, None, jnp.int32(round))
+        assert traffic.num_bytes() == (sent * 20, 3 * 20, 0)
+
+
+@pytest.mark.parametrize(("round", "sent"), [(0, 4), (7, 1)])
+def test_with_online_choice_the_model_that_is_due_first_returns_and_starts_a_new_job(round, sent):
+    """Jobs 0, 1, 2 of clients 2, 0, 1 take 5, 3 and 9 seconds, and the first one has run for one of them."""
+    ids = jnp.array([2, 0, 1], jnp.int32)
+    inner = Strategy(
+        init=lambda key: None,
+        dispatch=lambda state, cohort, key: {"model": jnp.zeros((3, 5))},
+        client_update=lambda payload, memory, data, round, key: (payload, memory, None),
+        server_update=lambda state, uploads, cohort, round, key: (state, {"of": cohort.ids[0]}),
+        select=lambda state, key: Cohort(ids, ids),
+        stale="branches",
+    )
+    problem = testing.constants("linear", cohort=3).problem
+    table = np.zeros((12, 6))
+    table[[0, 1, 2], [2, 0, 1]] = 5, 3, 9
+    late = online(lambda problem: inner, problem, table, keys())
+    elapsed = jnp.array([1.0, 0.0, 0.0])
+    start = OnlineState(
+        None,
+        {"model": jnp.zeros((3, 5))},
+        jnp.ones(3, bool),
+        jnp.zeros(3, jnp.int32),
+        jnp.arange(3),
+        elapsed,
+        jnp.float32(2),
+    )
+    state, info = late.server_update(start, None, None, jnp.int32(round), None)
+    assert (int(info["of"]), float(info["clock"]), float(state.time)) == (0, 5, 5)
+    np.testing.assert_array_equal(state.trained, [True, False, True])
+    np.testing.assert_array_equal(state.version, [0, round + 1, 0])
+    np.testing.assert_array_equal(state.job, [0, 3 + round, 2])
+    np.testing.assert_array_equal(state.elapsed, [4, 0, 3])
+    assert late.traffic(Traffic(), start, None, None, jnp.int32(round)).num_bytes() == (sent * 20, 20, 0)
 
 
 @pytest.mark.slow
