@@ -218,6 +218,13 @@ def test_fedexlora_adds_the_error_of_the_means_to_the_base(training, weights, me
     same(factors_of(upload["model"]), moved(A_START, B_ONE, HEAD_KERNEL))
 
 
+@pytest.mark.parametrize("name", ["fedit", "fedexlora", "rolora", "flexlora"])
+def test_a_client_trains_with_its_own_key(training, name):
+    payload = {"model": ONE} | ({"change": {"body": {"kernel": np.zeros((2, 2))}}} if name == "fedexlora" else {})
+    client(by_hand(name), payload, key=jax.random.key(5))
+    np.testing.assert_array_equal(jax.random.key_data(training[0][1]), jax.random.key_data(jax.random.key(5)))
+
+
 def test_a_late_client_has_no_weight_in_fedexlora():
     strategy = by_hand("fedexlora")
     late = Cohort(jnp.array([0, 1]), jnp.array([1, 0]))

@@ -57,12 +57,13 @@ def test_theta_takes_its_steps_on_the_loss_and_the_pull_and_then_w_moves_once_to
 
     step = pfedme.local_round(loss, strength=2.0, steps=2, eta=0.25, personal_lr=0.1)
     with jax.disable_jit():
-        carry, value = step.step(step.init({"params": {"w": np.float32(10)}}), None, jax.random.key(0))
+        carry, value = step.step(step.init({"params": {"w": np.float32(10)}}), None, jax.random.key(5))
     theta, w = step.result(carry)
     assert float(theta["params"]["w"]) == pytest.approx(8.3)
     assert float(w["params"]["w"]) == pytest.approx(10 - 0.25 * 2 * (10 - 8.3))
     assert float(value) == pytest.approx(9**2 / 2)  # of theta, before its last step
-    assert len(set(keys)) == 2  # each step has its own dropout
+    own = [jax.random.fold_in(jax.random.key(5), number) for number in (0, 1)]  # each step has its own dropout
+    assert keys == [tuple(jax.random.key_data(key).tolist()) for key in own]
 
 
 def test_w_is_sent_and_the_chosen_model_is_tested(tokens, monkeypatch):

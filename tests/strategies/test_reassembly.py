@@ -293,6 +293,12 @@ def test_the_authors_sampler(kinds, groups_of, seed):
         assert [blocks[i].kind for i in candidate] == sorted(blocks[i].kind for i in candidate)
 
 
+def test_the_authors_candidates_have_four_five_six_and_four_blocks():
+    blocks, labels = made_up([["conv"] * 5 + ["fc"] * 5], [0] * 10)
+    result = search.at_random(blocks, labels, most=9, rng=np.random.default_rng(0))
+    assert [len(candidate) for candidate in result] == [4, 5, 6, 4]
+
+
 # --- stitches
 
 
