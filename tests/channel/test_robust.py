@@ -278,11 +278,12 @@ def test_attackers_that_send_nothing_new_leave_honest_models_as_they_are(changes
 
 
 @pytest.mark.parametrize("rule", [*RULES, "nnm"])
-@pytest.mark.parametrize("lost", [1, 3])
-def test_rows_that_are_not_usable_do_not_count(rule, lost):
+@pytest.mark.parametrize(("lost", "is_near"), [(1, False), (3, True)])
+def test_rows_that_are_not_usable_do_not_count(rule, lost, is_near):
     """The others are combined as if there were no more of them. Each unusable row is one of the f outliers."""
     x = rows(4, count=COUNT - lost)
-    padded, usable = np.insert(x, [2] * lost, 50.0, axis=0), np.insert(np.ones(len(x), bool), [2] * lost, False)
+    unusable = x.mean(axis=0) if is_near else 50.0
+    padded, usable = np.insert(x, [2] * lost, unusable, axis=0), np.insert(np.ones(len(x), bool), [2] * lost, False)
     results = without(stacked(padded), jnp.asarray(usable))
     found = flat(results[rule])
     np.testing.assert_array_equal(np.isinf(results["scores"]), ~usable)
