@@ -129,7 +129,6 @@ def simulate(
     if refill == "update" and in_flight < cohort:
         raise UserError(f"in_flight={in_flight} is below cohort={cohort}: a version would never have enough arrivals")
     at_arrival = refill == "arrival" and cohort > 1  # with one arrival per version, both are the same
-    most = in_flight + (2 * cohort if at_arrival else 0)
     # A client with a memory must not start twice within one version, so those that started are excluded, too.
     if num_clients < in_flight + (cohort if at_arrival else 0):
         raise UserError(
@@ -138,7 +137,8 @@ def simulate(
         )
     first = in_flight + (cohort - 1 if at_arrival else 0)  # jobs that receive version 0
     groups = -(-first // cohort)
-    num_slots, width = max(most, groups * cohort), in_flight + (cohort if at_arrival else 0)
+    num_slots = groups * cohort  # at no time do more jobs run, wait to start or wait for the update
+    width = in_flight + (cohort if at_arrival else 0)
     free = list(range(num_slots))[::-1]
     queue: list[tuple[float, int, _Job]] = []
     table: list[_Job] = []

@@ -85,7 +85,15 @@ def load(
     base = name.partition("/")[0]
     if label_mode not in LABEL_MODES.get(base, ("fine",)):
         raise UserError(f"{name} has no {label_mode} labels; only {', '.join(LABEL_MODES)} has label_mode={label_mode}")
-    request = DataRequest(name, data_dir, label_mode, offline, tokenizer, text_length)
+    try:
+        return _read(DataRequest(name, data_dir, label_mode, offline, tokenizer, text_length))
+    except PermissionError as error:
+        raise UserError(f"{error.filename} cannot be read: this user has no permission") from None
+
+
+def _read(request: DataRequest) -> Dataset:
+    """Read the samples from the source that the name means."""
+    name, base = request.name, request.name.partition("/")[0]
     if name.startswith(text.FOLDER_PREFIX):
         return text.load_folder(name, request).check()
     if name.endswith(text.SUFFIXES):

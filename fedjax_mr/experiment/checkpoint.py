@@ -33,6 +33,7 @@ from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.models import Model, parts
 
 MANIFEST = "manifest.json"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what orbax raises for damaged files
 _PARTIAL, _DISCARDED, _DAMAGED = ".partial-", ".discarded-", "damaged-"
 _ROUND = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
 _OURS = re.compile(rf"({re.escape(_PARTIAL)}|{re.escape(_DISCARDED)}|{_DAMAGED})?\d+(-\d+)?", re.ASCII)
@@ -295,7 +296,7 @@ def _arrays(folder: Path, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray
     """Read the arrays of a checkpoint; ``filled`` has the same shapes and dtypes."""
     try:
         return _orbax().restore(folder, filled)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise _DamageError(f"orbax cannot read it: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -324,7 +325,7 @@ def read_arrays(folder: Path) -> Any:
             raise UserError(f"{path} is not a file, as all of {folder} must be")
     try:
         return jax.tree.map(np.asarray, _orbax().restore(folder.absolute()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise UserError(f"{folder} cannot be read ({' '.join(str(error).split())[:120]})") from None
 
 

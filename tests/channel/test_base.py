@@ -70,7 +70,7 @@ def test_clients_sides_run_from_the_server_to_the_network_and_servers_sides_back
 
 
 def test_every_link_has_a_key_of_its_own_and_downloads_have_one_for_each_client(problem):
-    """And none is the key of the strategy."""
+    """And none is the key of the strategy. What one link adds to the downloads, another one does not take away."""
     seen = {}
 
     def client(name):
@@ -83,13 +83,15 @@ def test_every_link_has_a_key_of_its_own_and_downloads_have_one_for_each_client(
     def down(payload, key):
         return jax.tree.map(lambda leaf: leaf + jax.random.uniform(key), payload)
 
-    links = [Link("attack", client=client("attack")), Link("privacy", client=client("privacy"), down=down)]
+    minus = lambda payload, key: jax.tree.map(lambda leaf: leaf - jax.random.uniform(key), payload)
+    links = [Link("attack", client=client("attack"), down=minus), Link("privacy", client=client("privacy"), down=down)]
     strategy = channel(adding(0.0, problem), problem, links)
 
     @jax.jit
     def keys(key):
         state = strategy.init(key)
         cohort = Cohort(jnp.arange(COUNT, dtype=jnp.int32), jnp.ones(COUNT, jnp.int32))
+        state = jax.tree.map(jnp.zeros_like, state)
         payloads = strategy.dispatch(state, cohort, key)
         strategy.client_update(trees.take(payloads, 0), None, client_of(0), jnp.int32(0), key)
         number = jax.tree.leaves(payloads)[0].reshape(COUNT, -1)[:, 0]

@@ -103,6 +103,21 @@ def test_with_refill_arrival_a_client_that_returns_after_the_choice_counts_as_bu
     np.testing.assert_array_equal(found.schedule.start_clients, [[0, 1]])  # client 1 starts at the next arrival
 
 
+def test_the_time_of_a_client_that_the_choice_knows_is_the_mean_of_its_jobs():
+    """Client 0 needs 2 s and then 4 s. Client 1 has not returned."""
+    seconds, known = [2.0, 50.0, 4.0, 1.0, 1.0], []
+
+    def choose(number, busy, count, history):
+        known.append(history.seconds.tolist())
+        return np.flatnonzero(~busy)[:count]
+
+    simulate(
+        2, num_clients=2, in_flight=2, cohort=1, refill="update", choose=choose,
+        duration=lambda job, client: seconds[job],
+    )  # fmt: skip
+    assert known[-2:] == [[2, 0], [3, 0]]
+
+
 def test_the_unit_of_time_changes_only_the_times():
     one, other = events(6, 3, "arrival"), events(6, 3, "arrival", scale=16.0)
     jax.tree.map(np.testing.assert_array_equal, one.schedule, other.schedule)

@@ -384,3 +384,14 @@ def test_a_description_of_another_person_imports_no_other_module(name, write_ima
     with pytest.raises(UserError, match=r"features.json names 'chosen.Feature', which is not of TensorFlow Datasets"):
         data.load("cifar10", data_dir=folder)
     assert not Path("executed").exists()
+
+
+def test_a_folder_that_this_user_may_not_read_is_one_line(monkeypatch):
+    """Such as the home folder of another user."""
+
+    def versions(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(tfds, "_versions", versions)
+    with pytest.raises(UserError, match=r"^/home/other/mnist cannot be read: this user has no permission$"):
+        data.load("mnist", data_dir="/home/other")

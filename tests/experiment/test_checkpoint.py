@@ -549,3 +549,13 @@ def test_arrays_from_another_person_lead_to_no_device_and_no_endless_wait(kind, 
     path.symlink_to("/dev/zero") if kind == "link" else os.mkfifo(path)
     with pytest.raises(UserError, match=r"variables/d/0 is not a file, as all of .* must be"):
         checkpoint.read_arrays(tmp_path / "variables")
+
+
+def test_metadata_of_another_kind_are_one_line(tmp_path):
+    """Orbax raises an AttributeError."""
+    checkpoint.save_arrays(tmp_path / "variables", {"w": np.ones(2)})
+    metadata = tmp_path / "variables" / "_METADATA"
+    content = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps(dict.fromkeys(content, "another value")))
+    with pytest.raises(UserError, match=r"variables cannot be read"):
+        checkpoint.read_arrays(tmp_path / "variables")

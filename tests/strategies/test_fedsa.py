@@ -62,6 +62,17 @@ def test_a_clients_step_is_scaled_by_the_factor_it_receives(tiny):
     np.testing.assert_allclose(tiny.head(upload["model"]), [[0.5 * 3 / 2, -0.5 * 3 / 2], [0, 0]], rtol=1e-6)
 
 
+@jax.numpy_dtype_promotion("standard")  # optax's Adam divides by 1 - decay**count, a float to an integer power
+def test_the_factor_scales_the_step_and_not_the_gradient(tiny):
+    """Adam's first step is that of the learning rate, whatever the scale of the gradient is."""
+    problem = tiny.problem()
+    adam = dataclasses.replace(local.setting(lr=0.5, optimizer="adam", epochs=1, batch_size=8), max_size=8)
+    strategy = fedsa.build(fedsa.Hyper(), dataclasses.replace(problem, local=adam))
+    payload = {"model": tiny.model(np.zeros((2, 2))), "lr_factor": jnp.float32(3.0)}
+    upload, _, _ = tiny.train(strategy, payload)
+    np.testing.assert_allclose(tiny.head(upload["model"]), [[1.5, -1.5], [0, 0]], rtol=1e-5)
+
+
 @pytest.mark.parametrize("adapt, factors", [(True, [6 / 3, 6 / 12]), (False, [1, 1])])
 def test_the_factor_is_one_over_n_times_the_clients_own_share_of_arrivals(tiny, adapt, factors):
     """With one arrival more than it had, each of three clients has had 4, 1 and 1 of 6: N f is 2, 1/2 and 1/2."""

@@ -62,6 +62,7 @@ def test_rewards_by_hand():
     np.testing.assert_allclose(weights("versions", (5, 2, 2), 500), reward(2))  # ahead: slow clients
     np.testing.assert_allclose(weights("versions", (1, 4, 4), 500), reward(-2))  # behind: fast clients
     np.testing.assert_allclose(weights("both", (5, 2, 2), 99), curiosity)
+    assert weights("both", (5, 2, 2), 100)[2] < 0.2 < curiosity[2], "the exploration ends at a tenth of the budget"
     ahead = (np.array([100, 200, 500, 0]) - 200) / 5000 * 2
     np.testing.assert_allclose(weights("both", (5, 2, 2), 500), np.maximum(1e-6, curiosity / 4 + 3 / 4 * ahead))
     for later in (1000, 5000):  # from the end of the budget on, both have half of the weight

@@ -161,6 +161,22 @@ def test_two_steps_from_the_old_model_by_hand(name, after):
         np.testing.assert_allclose(state.inner.model["params"], [expected], rtol=1e-6)
 
 
+def test_the_inner_server_gets_the_key_of_its_round(problem):
+    seen = {}
+
+    def server_update(state, uploads, cohort, round, key):
+        seen.update(round=round, key=key)
+        return state, {}
+
+    inner = inner_strategy("fedavg", problem)._replace(server_update=server_update)
+    strategy = server_optimizer(inner, optax.sgd(1.0))
+    state = jax.eval_shape(strategy.init, jax.random.key(0))
+    key = jax.random.key(3)
+    jax.eval_shape(lambda state: strategy.server_update(state, None, None, 5, key), state)
+    assert seen["round"] == 5
+    assert seen["key"] is key
+
+
 def test_momentum_of_a_server_with_k_models_has_the_rate_one_minus_beta():
     for several, name, rate in ((True, "momentum", 0.25), (False, "momentum", 1.0), (True, "yogi", 0.01)):
         default = make_server_optimizer(name, momentum=0.75, several=several)
