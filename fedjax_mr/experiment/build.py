@@ -19,13 +19,11 @@ from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
 from fedjax_mr.experiment.pretrained import start_from
-from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import MODELS, Model, adapters, parts
 from fedjax_mr.models.precision import with_precision
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import numbers_of
 
 
 def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = (), variables: Any = None) -> Model:
@@ -128,20 +126,6 @@ def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
     return best_networks(config.architectures_from, config.networks, federated.num_clients, division=division)
 
 
-# Settings that compiled programs do not depend on, or receive as an argument.
-_NOT_COMPILED = {
-    "seed", "variables", "rounds", "eval_every", "eval_clients", "eval_each", "finetune_epochs", "stop_at_accuracy",
-    "patience", "dp_delta", "dp_target_epsilon",
-}  # fmt: skip
-
-
-_NUMBERS = {
-    "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
-    "dp_clip", "dp_noise", "dp_poisson", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b",
-    "deadline",
-}  # fmt: skip
-
-
 def program_key(config: Config) -> str | None:
     """All settings that the compiled programs of a run depend on, except the numbers and shapes of their arguments.
 
@@ -150,10 +134,8 @@ def program_key(config: Config) -> str | None:
     """
     if not (STRATEGIES.is_ours(config.strategy) and all(map(MODELS.is_ours, config.networks))):
         return None
-    data = {each.flag for each in settings_of(Config) if each.info.group == "Data"}
-    settings = configuration.decisive(config)
-    others = data | argument_flags(config) | _NOT_COMPILED
-    return json.dumps({flag: value for flag, value in settings.items() if flag not in others})
+    constants = {each.flag for each, _ in configuration.setting_values(config) if each.compiled == "constant"}
+    return json.dumps({flag: value for flag, value in configuration.decisive(config).items() if flag in constants})
 
 
 def argument_flags(config: Config) -> set[str]:
@@ -161,10 +143,10 @@ def argument_flags(config: Config) -> set[str]:
 
     With other shapes of the arguments, such as another number of clients, a program is compiled anew.
     """
-    partition = {each.flag for each in settings_of(Config) if each.info.group == "Partition"} - {"clients"}
-    return {"seed", "dp_seed"} | partition | number_flags(config)
+    return {each.flag for each, _ in configuration.setting_values(config) if each.compiled == "argument"}
 
 
 def number_flags(config: Config) -> set[str]:
     """The flags of the numbers of the method and of the optimizers."""
-    return {f"{config.strategy}_{each.name}" for each in numbers_of(configuration.hyper(config))} | _NUMBERS
+    settings = (each for each, _ in configuration.setting_values(config))
+    return {each.flag for each in settings if each.is_number and each.info.group != "Partition"}

@@ -36,8 +36,10 @@ GROUPS = (
     "Engine",
 )
 
+_COMPILED = {"Data": "no", "Partition": "argument", "Evaluation and records": "no"}  # the others: see `Info`
 _data, _partition, _model, _training, _federation, _channel, _clock, _evaluation, _engine = (
-    functools.partial(field, group=group, affects_results=group != "Engine") for group in GROUPS
+    functools.partial(field, group=group, affects_results=group != "Engine", compiled=_COMPILED.get(group, ""))
+    for group in GROUPS
 )
 _DIRICHLET = ("partition", "dirichlet", "dirichlet_size", "bootstrap_dirichlet", "domain", "dirichlet_domain")
 _records = functools.partial(_evaluation, affects_results=False)
@@ -57,10 +59,10 @@ class Config:
     # fmt: off
     dataset: str = _data(
         "digits", "Dataset by name, the path of a user's .npz or .jsonl file, or hf:FOLDER for a folder of Hugging "
-        "Face's datasets", names=SOURCES, path=True)
+        "Face's datasets", names=SOURCES, path=True, short=True)
     data_dir: str | None = _data(
-        None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True,
-        affects_results=False)
+        None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True, local=True,
+        affects_results=False, per_process=True, short=True)
     label_mode: str = _data(
         "fine", "Labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"),
         source="the dataset's own labels; the FedMR authors' code trains on the coarse ones",
@@ -73,13 +75,15 @@ class Config:
         unit="samples", low=0, source="all clients; the FedMR papers' FEMNIST: 100")
 
     partition: str = _partition(
-        "dirichlet", "Method that divides the training samples among the clients", source="KDD'24", names=PARTITIONS)
+        "dirichlet", "Method that divides the training samples among the clients", source="KDD'24", names=PARTITIONS,
+        short=True)
     alpha: float = _partition(
         0.5, "Concentration of the Dirichlet distribution. A smaller value makes the clients' labels differ more",
-        low=0, open_low=True, source="KDD'24, the middle of its three settings", needs=_DIRICHLET)
+        low=0, open_low=True, source="KDD'24, the middle of its three settings", needs=_DIRICHLET, short=True)
     clients: int = _partition(
         20, "Number of clients N. 0 uses every natural client of the dataset, or every client in --partition_file. "
-        "Default with natural clients or a file: 0", unit="clients", low=0, source="our choice")
+        "Default with natural clients or a file: 0", unit="clients", low=0, source="our choice", compiled="constant",
+        short=True)
     partition_seed: int | None = _partition(
         None, "Seed of the partition alone. If omitted, --seed", low=0, high=LARGEST_INT32)
     alpha_size: float = _partition(
@@ -116,7 +120,7 @@ class Config:
     public_share: float = _partition(
         0.0, "Fraction of the training samples that becomes the server's public set, before the partition. Methods "
         "that require public data use 0.1 instead of 0",
-        low=0, high=0.9, source="FedMR needs none; FedMe and pFedHR: 0.1")
+        low=0, high=0.9, source="FedMR needs none; FedMe and pFedHR: 0.1", short=True)
     public_max: int | None = _partition(
         None, "Maximum size of the public set. If omitted, no limit", unit="samples", low=1, source="FedMe: 1000")
     public_labels: bool = _partition(True, "Keep the labels of the public set", source="FedMe: off")
@@ -127,7 +131,7 @@ class Config:
 
     model: str = _model(
         "cnn_digits", "Network by name, or several separated by commas, for clients with different networks",
-        names=MODELS)
+        names=MODELS, short=True)
     architectures: str = _model(
         "blocks", "Network that each client starts with, if there are several: consecutive clients share one (blocks), "
         "in turn (cyclic), at random (random), or a comma-separated list with the number of each client's network, "
@@ -156,7 +160,7 @@ class Config:
         low=0, high=16_384, source="MOON's paper: 256; the FedCross authors' code: none")
 
     variables: str | None = _model(
-        None, "Hash of the variables that fmr.run(..., variables=...) received. It cannot be set")
+        None, "Hash of the variables that fmr.run(..., variables=...) received. It cannot be set", compiled="no")
     trainable: str | None = _model(
         None, "Variables that train: patterns of their paths, separated by commas, such as classifier/*. All others "
         "are frozen: never sent, and one copy for all clients. If omitted, all train; with --adapter, the adapters do")
@@ -164,7 +168,8 @@ class Config:
         "none", "Adapters, which train in place of the network (lora), or none", choices=("none", "lora"))
     lora_rank: int = _model(8, "r, rank of the adapters", low=1, high=4096, source="FedSA-LoRA", needs=("adapter",))
     lora_alpha: float = _model(
-        16.0, "alpha: adapters are scaled by alpha / r", low=0, open_low=True, source="FedSA-LoRA", needs=("adapter",))
+        16.0, "alpha: adapters are scaled by alpha / r", low=0, open_low=True, source="FedSA-LoRA", needs=("adapter",),
+        static=True)
     lora_targets: str | None = _model(
         None, "Kernels with adapters: patterns of their paths, separated by commas, such as */query/kernel. If "
         "omitted, the queries and values of attention, or without attention all dense kernels but the last",
@@ -173,7 +178,7 @@ class Config:
     lora_dropout: float = _model(
         0.0, "Probability that an input of an adapter is zero in training. 0 disables it",
         low=0, high=1, open_high=True, source="peft: 0; codes of federated methods: 0.05 to 0.1",
-        needs=("adapter",))
+        needs=("adapter",), static=True)
     lora_rslora: bool = _model(
         False, "rsLoRA: scale adapters by alpha / sqrt(r) in place of alpha / r", source="peft: false",
         needs=("adapter",))
@@ -185,20 +190,21 @@ class Config:
         4, "crop_flip: width of the black border from which the crop is taken",
         unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2", needs=("augment",))
     local_epochs: int = _training(
-        5, "Epochs that a client trains in each round", unit="epochs", low=1, source="KDD'24")
-    batch_size: int = _training(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH)
+        5, "Epochs that a client trains in each round", unit="epochs", low=1, source="KDD'24", short=True)
+    batch_size: int = _training(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH,
+        short=True)
     optimizer: str = _training(
         "sgd", "Optimizer of the clients. Its state is reset in every round",
-        choices=("sgd", "adam", "adamw"), source="KDD'24")
-    lr: float = _training(0.05, "Learning rate of the clients", low=0, open_low=True)
+        choices=("sgd", "adam", "adamw"), source="KDD'24", short=True)
+    lr: float = _training(0.05, "Learning rate of the clients", low=0, open_low=True, short=True)
     momentum: float = _training(
-        0.5, "Momentum of sgd", low=0, high=1, source="the FedMR authors' code (the paper prints 0.9)")
+        0.5, "Momentum of sgd", low=0, high=1, source="the FedMR authors' code (the paper prints 0.9)", short=True)
     weight_decay: float = _training(
         0.0, "Weight decay: added to the gradient (sgd, adam) or decoupled from it (adamw)",
         low=0, source="the FedMR authors' code")
     clip_norm: float | None = _training(
         None, "Maximum L2 norm of a batch's gradient. If omitted, gradients are not clipped",
-        low=0, open_low=True, source="the FedMR authors' code")
+        low=0, open_low=True, source="the FedMR authors' code", short=True)
     precision: str = _training(
         "float32", "Number type of the forward and backward passes in the clients' training. Variables, losses, "
         "optimizers, the server and tests use float32",
@@ -207,23 +213,25 @@ class Config:
     imports: tuple[str, ...] = _federation(
         (), "Python file, or module by its dotted name, that registers additional methods, networks, datasets or "
         "partitions. It is read before all other flags. With #HASH appended, as in run.flags, only a file with this "
-        "content is accepted", flag="import", path=True, affects_results=False, source="our choice")
-    strategy: str = _federation("fedmr", "Federated method by name", names=STRATEGIES)
-    cohort: int = _federation(5, "Number of clients K that train in each round", unit="clients", low=1)
-    rounds: int = _federation(300, "Number of training rounds", unit="rounds", low=1)
-    seed: int = _federation(0, "Seed of all random numbers", low=0, high=LARGEST_INT32)
+        "content is accepted", flag="import", path=True, affects_results=False, source="our choice", short=True)
+    strategy: str = _federation("fedmr", "Federated method by name", names=STRATEGIES, short=True)
+    cohort: int = _federation(5, "Number of clients K that train in each round", unit="clients", low=1, short=True)
+    rounds: int = _federation(300, "Number of training rounds", unit="rounds", low=1, compiled="no", at_end=True,
+        short=True)
+    seed: int = _federation(0, "Seed of all random numbers", low=0, high=LARGEST_INT32, compiled="argument",
+        short=True)
 
     server_optimizer: str = _federation(
         "none", "Optimizer of the server. It uses the change of the global model in a round as a negative gradient; "
         "methods with K models use the change of each of them",
         choices=("none", "momentum", "adam", "yogi", "adagrad"),
         source="our choice; momentum: FedAvgM, Hsu et al. 2019; adam, yogi, adagrad: Reddi et al., ICLR 2021, "
-               "Algorithm 2")
+               "Algorithm 2", short=True)
     server_lr: float | None = _federation(
         None, "Learning rate of --server_optimizer. If omitted, 1 (momentum; 1 - --server_momentum for methods with "
         "several models), 0.1 (adam, adagrad) or 0.01 (yogi)", low=0, open_low=True,
         source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours",
-        needs=("server_optimizer",))
+        needs=("server_optimizer",), short=True)
     server_momentum: float = _federation(
         0.9, "beta of momentum, and beta_1 of adam, yogi and adagrad, on the server",
         low=0, high=1, open_high=True, source="Hsu et al. 2019; Reddi et al. 2021", needs=("server_optimizer",))
@@ -236,7 +244,7 @@ class Config:
 
     compress: str = _channel(
         "none", "Compression of the uploads: stochastic quantisation (qsgd), 8 bits (int8), signs, the largest changes "
-        "(topk) or random ones (randk)", choices=("none", "qsgd", "int8", "sign", "topk", "randk"))
+        "(topk) or random ones (randk)", choices=("none", "qsgd", "int8", "sign", "topk", "randk"), short=True)
     compress_ratio: float = _channel(
         0.01, "topk, randk: share of each tensor that is sent", low=0, high=1, open_low=True, static=True,
         needs=("compress", "topk", "randk"))
@@ -250,7 +258,7 @@ class Config:
         "2021")
     dp_clip: float | None = _channel(
         None, "User-level differential privacy: largest L2 norm C of everything that a client uploads, as a change. If "
-        "omitted, no limit", low=0, open_low=True)
+        "omitted, no limit", low=0, open_low=True, short=True)
     dp_noise: float = _channel(
         0.0, "Noise multiplier sigma: the standard deviation of the noise is sigma C", low=0, needs=("dp_clip",))
     dp_noise_on: str = _channel(
@@ -264,19 +272,20 @@ class Config:
         "number of clients. Needs --dp_noise_on=mean. If omitted, a round has exactly --cohort clients",
         low=0, high=1, open_low=True, needs=("dp_clip",))
     dp_delta: float = _channel(
-        1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True, needs=("dp_clip",))
+        1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True, needs=("dp_clip",),
+        compiled="no")
     dp_seed: int | None = _channel(
         None, "Seed of the noise and of the choice of clients, which then follow from published numbers, for tests. If "
         "omitted, they follow from a secret of the operating system, which only the checkpoints contain",
-        low=0, high=LARGEST_INT32, needs=("dp_clip",))
+        low=0, high=LARGEST_INT32, needs=("dp_clip",), compiled="argument")
     dp_target_epsilon: float | None = _channel(
         None, "Choose --dp_noise so that epsilon has this value after --rounds", low=0, open_low=True,
-        needs=("dp_clip",))
+        needs=("dp_clip",), compiled="no")
     attack: str = _channel(
         "none", "What malicious clients do: train on wrong labels (label_flip), upload the opposite of their change "
         "(sign_flip), noise (gaussian), the negative mean (ipm), the mean a little off (alie), a copy of another "
         "client (mimic), or a model with a backdoor (replacement)",
-        choices=("none", "label_flip", "sign_flip", "gaussian", "ipm", "alie", "mimic", "replacement"))
+        choices=("none", "label_flip", "sign_flip", "gaussian", "ipm", "alie", "mimic", "replacement"), short=True)
     attackers: float = _channel(
         0.2, "Share of malicious clients. The seed of the partition decides which ones", low=0, high=1,
         needs=("attack",))
@@ -285,13 +294,15 @@ class Config:
         needs=("attack",))
     attack_target: int = _channel(
         0, "replacement: the class that samples with the trigger shall have", low=0,
-        needs=("attack", "replacement"))
+        needs=("attack", "replacement"), argument="target")
     robust: str = _channel(
         "none", "Robust rule of the server: aggregation for methods with one model, screening of the uploads for "
         "methods with several",
-        choices=("none", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "centered_clip"))
+        choices=("none", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "centered_clip"),
+        short=True)
     robust_outliers: int = _channel(
-        1, "Malicious clients f in a round that the rule withstands", unit="clients", low=0, needs=("robust",))
+        1, "Malicious clients f in a round that the rule withstands", unit="clients", low=0, needs=("robust",),
+        argument="outliers")
     robust_before: str = _channel(
         "none", "Step before the rule, for methods with one model: nearest-neighbour mixing (nnm), or means of two "
         "random uploads (bucketing)", choices=("none", "nnm", "bucketing"), needs=("robust",))
@@ -300,7 +311,7 @@ class Config:
         None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
         "column clock is then the simulated time in seconds. If omitted: none, and uniform with --mode=async, "
         "--deadline or --over_select",
-        names=("uniform", "lognormal", "classes"), path=True)
+        names=("uniform", "lognormal", "classes"), path=True, short=True)
     deadline: float | None = _clock(
         None, "Seconds after which a synchronous round ends without the clients that are late. If omitted, the server "
         "waits for all uploads", unit="seconds", low=0, open_low=True)
@@ -309,10 +320,11 @@ class Config:
         "steps that it has done by then (partial)", choices=("drop", "partial"), needs=("deadline",))
     over_select: float = _clock(
         1.0, "R: a synchronous round asks R times --cohort clients, rounded up, and takes the first --cohort uploads. "
-        "The others are dropped", low=1, high=1000, source="our choice; Bonawitz et al., MLSys 2019: 1.3")
+        "The others are dropped", low=1, high=1000, source="our choice; Bonawitz et al., MLSys 2019: 1.3",
+        static=True)
     mode: str = _clock(
         "sync", "Synchronous rounds (sync), or asynchronous clients (async): a round is then an update of the server "
-        "by the next --cohort uploads that arrive", choices=("sync", "async"))
+        "by the next --cohort uploads that arrive", choices=("sync", "async"), short=True)
     in_flight: int | None = _clock(
         None, "async: clients M that train at the same time. If omitted, twice --cohort", unit="clients", low=1,
         needs=("mode", "async"))
@@ -331,16 +343,17 @@ class Config:
         needs=("mode", "async"))
 
     eval_every: int = _evaluation(
-        5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1)
+        5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1,
+        short=True)
     eval_clients: bool = _evaluation(
-        False, "Also evaluate on each client's own test samples. Methods with personal models always do")
+        False, "Also evaluate on each client's own test samples. Methods with personal models always do", short=True)
     eval_each: bool = _evaluation(
         False, "Also evaluate each model of a server that keeps several (FedMR, FedCross, Indep): columns "
         "model_0_accuracy, model_0_loss, model_1_accuracy and so on")
     finetune_epochs: int = _evaluation(
         0, "Epochs of fine-tuning after the last round: each client trains a copy of its personal model, or of the "
         "deployed one, and both are evaluated on its own test samples. 0 disables it",
-        unit="epochs", low=0, source="FedMe: 2")
+        unit="epochs", low=0, source="FedMe: 2", short=True)
     checkpoint_every: int | None = _records(
         None, "Rounds between checkpoints. If omitted, one at every evaluation, but not within 2 seconds of training "
         "after the previous one unless --keep_checkpoints is above 2", unit="rounds", low=1)
@@ -348,7 +361,7 @@ class Config:
         2, "Number of newest checkpoints to keep. Analyses over the rounds need many", unit="checkpoints", low=1)
     target_accuracy: float | None = _records(
         None, "Report the first round that reaches this test accuracy. Training continues",
-        unit="fraction", low=0, high=1)
+        unit="fraction", low=0, high=1, at_end=True, short=True)
     stop_at_accuracy: float | None = _evaluation(
         None, "Stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
     patience: int | None = _evaluation(
@@ -357,27 +370,29 @@ class Config:
         unit="evaluations", low=1)
     keep_best: bool = _records(
         False, "Also keep the checkpoint of the best validation accuracy (test accuracy if there are no validation "
-        "samples)")
+        "samples)", at_end=True)
     run_dir: str | None = _records(
-        None, "Run folder. If omitted, a new folder in runs/, named from the configuration and a counter", path=True)
+        None, "Run folder. If omitted, a new folder in runs/, named from the configuration and a counter", path=True,
+        local=True, repeats=False, short=True)
     resume: bool = _records(
         False, "Resume from the last checkpoint of --run_dir, or of the newest run with the same configuration. A "
-        "different --rounds ends the run earlier or later")
-    overwrite: bool = _records(False, "Replace the run in --run_dir")
+        "different --rounds ends the run earlier or later", repeats=False, short=True)
+    overwrite: bool = _records(False, "Replace the run in --run_dir", repeats=False, short=True)
     compare_to: tuple[str, ...] = _records(
-        (), "Run folder whose curves are drawn beside those of this run", path=True)
-    picture_format: str = _records("png", "Format of the pictures", choices=("png", "pdf", "svg"))
+        (), "Run folder whose curves are drawn beside those of this run", path=True, local=True, at_end=True,
+        short=True)
+    picture_format: str = _records("png", "Format of the pictures", choices=("png", "pdf", "svg"), at_end=True)
     log: str | None = _records(
         None, "Also write the metrics to other programs, separated by commas. Each is an extra of this package",
-        names=LOGS)
-    tensorboard: bool = _records(False, "Same as --log=tensorboard")
-    progress: bool = _records(True, "Show a progress bar")
+        names=LOGS, at_end=True)
+    tensorboard: bool = _records(False, "Same as --log=tensorboard", at_end=True)
+    progress: bool = _records(True, "Show a progress bar", per_process=True)
     allow_nonfinite: bool = _records(False, "Continue if a loss is not finite. By default the run stops at that round")
 
     lanes: int | None = _engine(
         None, "Clients that train side by side on a device. If omitted, 1 on a CPU, elsewhere as many as its "
         "memory holds",
-        unit="clients", low=1)
+        unit="clients", low=1, short=True)
     memory: str = _engine(
         "auto", "Place of the memories that all N clients keep between rounds. On the host, only those of clients that "
         "have trained exist. auto uses the host if all of them need more than a third of a device's memory, or 1 GB on "
@@ -388,15 +403,16 @@ class Config:
         "device's memory", choices=("auto", "device", "host"))
     devices: int | None = _engine(
         None, "Number of devices that share the clients, over all processes. If omitted, all accelerators; on a CPU "
-        "the smaller of its cores and --cohort", unit="devices", low=1, high=65_536)
+        "the smaller of its cores and --cohort", unit="devices", low=1, high=65_536, short=True)
     coordinator: str | None = _engine(
         None, "host:port of process 0, if several processes share a run. If omitted, it is read from SLURM, Open MPI, "
-        "Kubernetes or Cloud TPU, and without these the run has one process")
+        "Kubernetes or Cloud TPU, and without these the run has one process", repeats=False, per_process=True)
     num_processes: int | None = _engine(
         None, "Number of processes that share the run. 1 ignores the environment and runs alone",
-        unit="processes", low=1, high=65_536)
-    process_id: int | None = _engine(None, "Number of this process, from 0", low=0)
-    join_timeout: int = _engine(300, "Time to wait for the other processes", unit="seconds", low=1, high=10**6)
+        unit="processes", low=1, high=65_536, repeats=False, per_process=True)
+    process_id: int | None = _engine(None, "Number of this process, from 0", low=0, repeats=False, per_process=True)
+    join_timeout: int = _engine(300, "Time to wait for the other processes", unit="seconds", low=1, high=10**6,
+        per_process=True)
     # fmt: on
 
     hyper: Any = None
@@ -510,9 +526,6 @@ def flag_names(strategies: Collection[str] | None = None) -> list[str]:
 
 # --- The copy in the run folder --------------------------------------------------------------------------------------
 
-# The folder of a run and the number of this process: a flag file that repeats the run leaves them out.
-_OF_THIS_PROCESS = ("run_dir", "resume", "overwrite", "coordinator", "num_processes", "process_id")
-
 
 def to_json(config: Config) -> dict[str, Any]:
     """The configuration as plain values by flag."""
@@ -521,7 +534,7 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def to_flags(config: Config) -> list[str]:
     """The flags that repeat the run in another run folder."""
-    kept = ((setting, value) for setting, value in setting_values(config) if setting.flag not in _OF_THIS_PROCESS)
+    kept = ((setting, value) for setting, value in setting_values(config) if setting.info.repeats)
     return [line for setting, value in kept for line in setting.as_flags(value)]
 
 
@@ -604,6 +617,12 @@ def differences(config: Config, saved: Config) -> list[str]:
     ]
 
 
+def different(config: Config, other: Config) -> list[Setting]:
+    """The settings of every method in which two configurations differ."""
+    pairs = zip(settings.values_of(config), settings.values_of(other), strict=True)
+    return [setting for (setting, ours), (_, theirs) in pairs if ours != theirs]
+
+
 def digest(config: Config) -> str:
     """A short hash of all settings that can change results."""
     return hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()[:8]
@@ -612,18 +631,13 @@ def digest(config: Config) -> str:
 def portable(config: Config) -> Config:
     """The configuration without what belongs to one machine: files have their names alone, and no run folder."""
     last = lambda path: None if path is None else Path(path).name
-    return dataclasses.replace(
-        config,
-        data_dir=None,
-        run_dir=None,
-        pretrained=last(config.pretrained),
-        compare_to=(),
-        dataset=last(config.dataset),
-        public_from=last(config.public_from),
-        partition_file=last(config.partition_file),
-        architectures_from=tuple(map(last, config.architectures_from)),
-        imports=tuple(map(last, config.imports)),
-    )
+    changes = {}
+    for setting, value in settings.values_of(config):
+        if setting.info.local:
+            changes[setting.name] = setting.default
+        elif setting.info.path:
+            changes[setting.name] = tuple(map(last, value)) if setting.repeated else last(value)
+    return dataclasses.replace(config, **changes)
 
 
 def portable_name(config: Config) -> str:

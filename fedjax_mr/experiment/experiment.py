@@ -48,8 +48,6 @@ from fedjax_mr.models import Model, Variables
 SECONDS_PER_CHECKPOINT = 2.0  # of training; writing a checkpoint takes 0.03 seconds and more
 # The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
 _META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
-# The settings that may change the files of a finished run.
-_OF_THE_END = ("rounds", "target_accuracy", "keep_best", "compare_to", "picture_format", "log", "tensorboard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +229,8 @@ class Experiment:
             saved, summary = configuration.load(self.folder.path), read_summary(self.folder.path)
         except UserError:  # unfinished, or the summary is damaged and will be written again
             return None
-        if summary["rounds"] != done or any(getattr(saved, name) != getattr(self.config, name) for name in _OF_THE_END):
+        changed = configuration.different(saved, self.config)
+        if summary["rounds"] != done or any(setting.info.at_end for setting in changed):
             return None
         longer = f" (a --rounds above {done} continues it)" if summary.get("ended_by") == "rounds" else ""
         print(f"{self.folder.path} is a finished run, so nothing was changed{longer}", file=sys.stderr)

@@ -35,13 +35,6 @@ COMMANDS = {
     "deploy": "a federation of real clients, through Flower",
     "testing": "the contract that every method must pass",
 }
-SHORT = (  # the flags of the short page
-    "strategy", "import", "dataset", "data_dir", "partition", "alpha", "clients", "public_share", "model",
-    "local_epochs", "batch_size", "optimizer", "lr", "momentum", "clip_norm", "cohort", "rounds", "seed",
-    "server_optimizer", "server_lr", "compress", "dp_clip", "attack", "robust", "fleet", "mode", "eval_every",
-    "eval_clients", "finetune_epochs", "target_accuracy", "run_dir", "resume", "overwrite", "compare_to", "lanes",
-    "devices",
-)  # fmt: skip
 
 
 def version() -> str:
@@ -91,8 +84,9 @@ def short_page(width: int | None = None) -> str:
     lines += ["", "Commands (python -m fedjax_mr.NAME --help)"]
     lines += [f"  {name.ljust(10)}{line}" for name, line in COMMANDS.items()]
     groups: dict[str, list[Setting]] = {}
-    for setting in (_flags()[name] for name in SHORT):
-        groups.setdefault(setting.info.group, []).append(setting)
+    for setting in settings.settings_of(Config):
+        if setting.info.short:
+            groups.setdefault(setting.info.group, []).append(setting)
     for group in GROUPS:
         lines += ["", group, *(_one_line(setting, width) for setting in groups.get(group, ()))]
     lines += [

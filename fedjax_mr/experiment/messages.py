@@ -2,8 +2,8 @@
 
 A message of the library writes an argument as ``cohort=8``, or ``cohort=`` if no value matters, and a strategy's own
 hyper-parameter as ``hyper.mu=0.1`` or ``hyper.mu``. These are also the fields of `Config`, so that Python callers of
-`run` get such a message unchanged. A command shows ``--cohort=8`` and ``--fedprox_mu=0.1``. Arguments of the channel's
-links have shorter names than their fields (`_OF_LINKS`).
+`run` get such a message unchanged. A command shows ``--cohort=8`` and ``--fedprox_mu=0.1``. Some arguments of the
+channel's links have shorter names than their fields (`Info.argument`).
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES
 
-_OF_LINKS = {"outliers": "robust_outliers", "target": "attack_target"}  # the field of an argument
 _CALL = r"\w\([^()]*\)"  # Python, such as fmr.run(config, model=...), and no setting
 _VALUE = r"'[^']*'|\([^()]*\)|[^\s,;:()]*[^\s,;:().]"
 _ARGUMENT = re.compile(rf"{_CALL}|(?<![\w.:=/*-])(hyper\.)?([a-z]\w*)(=?)((?<==)(?:{_VALUE}))?")
@@ -39,8 +38,7 @@ def flags_in_errors(strategy: str = "") -> Iterator[None]:
 def with_flags(message: str, strategy: str) -> str:
     """The message with flags in the place of the arguments that are settings of a run."""
     row = STRATEGIES.get(strategy)
-    common = {setting.name: setting for setting in settings_of(Config)}
-    common |= {argument: common[name] for argument, name in _OF_LINKS.items()}
+    common = {name: each for each in settings_of(Config) for name in (each.name, each.info.argument) if name}
     own = {setting.name: setting for setting in settings_of(row and row.hyper, f"{strategy}_")}
 
     def flag(match: re.Match[str]) -> str:

@@ -37,9 +37,6 @@ from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # approximate duration of a compiled call; between calls, progress is shown and Ctrl-C works
 
-# Processes that share a run may differ in these settings.
-PER_PROCESS = ("data_dir", "progress", "coordinator", "num_processes", "process_id", "join_timeout")
-
 
 class Interrupted(KeyboardInterrupt):
     """The run was stopped by a signal, and has a checkpoint. Not an `Exception`: ``except Exception`` ignores it.
@@ -133,7 +130,8 @@ def _import_ahead(record: bool) -> None:
 
 def shared(config: Config) -> dict[str, Any]:
     """The settings in which all processes of a run must agree, as plain values by flag."""
-    kept = {flag: value for flag, value in configuration.to_json(config).items() if flag not in PER_PROCESS}
+    values = configuration.setting_values(config)
+    kept = {each.flag: each.plain(value) for each, value in values if not each.info.per_process}
     return kept | {"import": imports.hashes(config.imports)}
 
 

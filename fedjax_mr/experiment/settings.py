@@ -64,6 +64,16 @@ class Setting:
     default: Any
     info: Info
 
+    @property
+    def compiled(self) -> str:
+        """How compiled programs see the setting: ``argument``, ``constant`` or ``no`` (see `Info`)."""
+        return self.info.compiled or ("argument" if self.kind is float and not self.repeated else "constant")
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the setting is a number that compiled programs take as an argument."""
+        return self.kind is float and self.compiled == "argument"
+
     def check(self, value: Any, label: str = "") -> None:
         """Check the type and the range of a value.
 

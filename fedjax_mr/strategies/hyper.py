@@ -43,6 +43,14 @@ class Info:
       flag: name of the flag if it differs from that of the field, because it is a keyword of Python.
       source: origin of the default.
       affects_results: whether the field can change the results of a run. A run folder, for example, cannot.
+      compiled: how compiled programs see the field: as an ``argument``, so another value compiles nothing; as a
+        ``constant``; or not at all (``no``). "" means argument for float fields, constant for others.
+      repeats: whether a flag file that repeats a run has the field. The folder of a run, for example, is another one.
+      local: whether the value has no meaning on another machine.
+      per_process: whether the processes that share a run may have different values.
+      at_end: whether another value writes the records of a finished run anew.
+      short: whether the short page of the help has the field.
+      argument: name of the library's argument that gets the value, if it differs from that of the field.
       needs: another setting of the same dataclass, followed by the values of it with which this field has an effect.
         Without values: all but 0, None and "none".
       before: the value of runs that were recorded before the setting existed. None: the default.
@@ -61,6 +69,13 @@ class Info:
     flag: str = ""
     source: str = ""
     affects_results: bool = True
+    compiled: str = ""
+    repeats: bool = True
+    local: bool = False
+    per_process: bool = False
+    at_end: bool = False
+    short: bool = False
+    argument: str = ""
     needs: tuple[str, ...] = ()
     before: Any = None
 
@@ -95,7 +110,9 @@ def field(default: Any, help: str, *, static: bool = False, **info: Any) -> Any:
     ``static``: whether a float is part of the compiled program, see above.
     """
     info.setdefault("high", HIGHEST.get(info.get("unit", "")))
-    return dataclasses.field(default=default, metadata={KEY: Info(help, **info), "static": static})
+    if static:
+        info["compiled"] = "constant"
+    return dataclasses.field(default=default, metadata={KEY: Info(help, **info)})
 
 
 def info(field: dataclasses.Field) -> Info | None:
@@ -128,7 +145,8 @@ def numbers_of(hyper: Any) -> list[dataclasses.Field]:
         return []
     hints = typing.get_type_hints(hyper if isinstance(hyper, type) else type(hyper))
     kinds = (float, float | None)
-    return [each for each in dataclasses.fields(hyper) if hints[each.name] in kinds and not each.metadata.get("static")]
+    floats = [each for each in dataclasses.fields(hyper) if hints[each.name] in kinds]
+    return [each for each in floats if (declared := info(each)) is None or declared.compiled != "constant"]
 
 
 def as_arguments(hyper: Any) -> Any:

@@ -15,6 +15,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import manual
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr, hyper
 
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.flags"
@@ -375,3 +376,30 @@ def test_settings_without_effect_make_no_other_run(monkeypatch):
     monkeypatch.setitem(PARTITIONS, "own", PARTITIONS["iid"])  # code of a user, which may use any setting
     one, other = (dataclasses.replace(each, partition="own") for each in (same, base))
     assert configuration.differences(one, other) == ["alpha: 0.1 (saved 0.5)"]
+
+
+def test_a_portable_configuration_names_no_folder():
+    """Records of runs are found by such a configuration on every machine."""
+    paths = {each.name: each for each in settings_of(Config) if each.info.path}
+    assert {"dataset", "fleet", "run_dir", "compare_to", "partition_file"} <= set(paths)
+    value = lambda setting: ("/home/me/a.csv",) if setting.repeated else "/home/me/a.csv"
+    portable = configuration.portable(Config(**{name: value(each) for name, each in paths.items()}))
+    assert "/home" not in json.dumps(configuration.to_json(portable))
+    assert portable.fleet == "a.csv" and portable.run_dir is None and portable.compare_to == ()
+
+
+def test_what_compiled_programs_take_as_arguments():
+    """Floats, unless they decide a shape or a branch; seeds; and the partition, but not the number of clients."""
+    compiled = {each.flag: each.compiled for each in settings_of(Config)}
+    numbers = {each.flag for each in settings_of(Config) if each.is_number and each.info.group != "Partition"}
+    assert numbers == {
+        "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
+        "dp_clip", "dp_noise", "dp_poisson", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b",
+        "deadline",
+    }  # fmt: skip
+    for flag in ("seed", "dp_seed", "partition", "alpha", "partition_seed"):
+        assert compiled[flag] == "argument"
+    for flag in ("clients", "cohort", "model", "local_epochs", "compress_ratio", "lora_dropout", "over_select"):
+        assert compiled[flag] == "constant"
+    for flag in ("dataset", "rounds", "eval_every", "patience", "dp_delta"):
+        assert compiled[flag] == "no"

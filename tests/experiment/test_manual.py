@@ -16,7 +16,7 @@ def test_the_short_page_fits_the_terminal(width):
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("usage: ")
     text = "\n".join(lines)
-    assert all(f"  --{name} " in text for name in manual.SHORT)
+    assert all(f"  --{name} " in text for name in ("strategy", "import", "dataset", "lr", "rounds", "seed", "resume"))
     assert all(lines[lines.index(group) + 1].startswith("  --") for group in manual.GROUPS)
     assert all(f"  {name} " in text for name in manual.COMMANDS)
     assert "(default 0.05)" in text and "(default 0)" in text and "--help=all" in text
