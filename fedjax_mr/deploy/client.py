@@ -328,7 +328,7 @@ class CompiledClient:
         self._problem, self._memory_key = problem, memory_key
         self._known_shapes: dict[str, Any] = {}
         self.train = jax.jit(
-            lambda problem, payload, memory, data, round, key: self.build(problem).client_update(
+            lambda problem, payload, memory, data, round, key: self.build(problem.in_round(round)).client_update(
                 payload, memory, data, round, key
             )
         )

@@ -99,6 +99,7 @@ class LocalSetting:
       momentum: momentum of ``sgd``. None: without.
       weight_decay: weight decay. None: without.
       clip_norm: largest L2 norm of the gradient of a batch. None: no limit.
+      schedule: round (float32, from 0) -> factor of ``lr``, see `engine.schedules`. A pytree. None: constant.
     """
 
     rule: str | optax.GradientTransformation = dataclasses.field(metadata=STATIC)
@@ -111,6 +112,20 @@ class LocalSetting:
     momentum: Any = None
     weight_decay: Any = None
     clip_norm: Any = None
+    schedule: Any = None
+
+    def in_round(self, round: jax.Array | int) -> "LocalSetting":
+        """The settings of one round, whose learning rate does not change any more.
+
+        Raises:
+          UserError: ``rule`` is an optax transformation, which has its own learning rate.
+        """
+        if self.schedule is None:
+            return self
+        if not isinstance(self.rule, str):
+            raise UserError(f"schedule= needs one of the optimizers {', '.join(OPTIMIZERS)}, by name")
+        factor = self.schedule(jnp.asarray(round).astype(jnp.float32))
+        return dataclasses.replace(self, lr=self.lr * factor, schedule=None)
 
     @property
     def sgd_lr(self) -> Any:
@@ -149,6 +164,7 @@ def setting(
     epochs: int = 5,
     batch_size: int = 10,
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    schedule: Callable[[jax.Array], jax.Array] | None = None,
 ) -> LocalSetting:
     """The settings of the clients' training with a named optimizer. The defaults are those of `fmr.Config`.
 
@@ -163,6 +179,8 @@ def setting(
       epochs: number of epochs E per round.
       batch_size: samples per step B.
       augment: see `LocalSetting`.
+      schedule: factor of the learning rate by the number of the round, from 0: a function such as optax's schedules
+        (``optax.cosine_decay_schedule(1.0, 300)``). Default: the learning rate is constant.
 
     Raises:
       UserError: the optimizer is unknown, or a number is out of range.
@@ -181,6 +199,8 @@ def setting(
     for name, (value, allowed, limits) in numbers.items():
         if not allowed:
             raise UserError(f"{name}={value} must be {limits}")
+    if schedule is not None and not isinstance(schedule, jax.tree_util.Partial):  # a pytree whose leaves are numbers
+        schedule = jax.tree_util.Partial(schedule)
     return LocalSetting(
         optimizer,
         epochs,
@@ -190,6 +210,7 @@ def setting(
         momentum=momentum if optimizer == "sgd" and momentum else None,
         weight_decay=weight_decay or None,
         clip_norm=clip_norm,
+        schedule=schedule,
     )
 
 

@@ -65,6 +65,10 @@ class RunConstants(NamedTuple):
         """The strategy, built anew at each access, because inside of a program it contains traced numbers."""
         return self.build(self.problem)
 
+    def in_round(self, round: jax.Array) -> "RunConstants":
+        """The constants of one round: those of the run with the learning rate of the round."""
+        return self._replace(problem=self.problem.in_round(round))
+
     def client(self, client_id: jax.Array | int) -> ClientData:
         """The data of one client."""
         return self.federation.client(client_id, kept_for_validation(self.problem)[client_id])
@@ -141,6 +145,7 @@ def first_memory(constants: RunConstants, ids: jax.Array) -> Memory:
 
 def begin(axis: ClientAxis, constants: RunConstants, progress: Progress) -> tuple[CohortPlan, ClientRow]:
     """Select and dispatch. Return the plan and the rows [K', ...] in the order of the layout."""
+    constants = constants.in_round(progress.round)
     chosen = plan(axis, constants, progress.server, progress.round)
     cohort, slots = chosen
     dispatch_key = round_key(constants.key, DISPATCH, progress.round)
@@ -198,6 +203,7 @@ def client_key(
 
 def train_client(constants: RunConstants, round: jax.Array, row: ClientRow) -> tuple[Payload, Memory, Metrics]:
     """Train one client."""
+    constants = constants.in_round(round)
     key = client_key(constants.key, round, row.client_id, row.occurrence)
     data = constants.client(row.client_id)
     if row.samples is not None:
@@ -218,6 +224,7 @@ def finish(
 
     If ``progress`` has no memory, that of the returned progress holds the rows of the cohort [K, ...].
     """
+    constants = constants.in_round(progress.round)
     strategy = constants.strategy
     messages, memories, metrics = trees.take(trained, positions(plan.slots, constants.problem.cohort_size))
     round, state = progress.round, progress.server

@@ -12,6 +12,7 @@ from typing import Any
 from fedjax_mr import untrusted
 from fedjax_mr.data import LABEL_MODES, SOURCES, files
 from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.engine.schedules import SCHEDULES
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, settings
 from fedjax_mr.experiment.settings import Owner, Setting
@@ -197,6 +198,21 @@ class Config:
         "sgd", "Optimizer of the clients. Its state is reset in every round",
         choices=("sgd", "adam", "adamw"), source="KDD'24", short=True)
     lr: float = _training(0.05, "Learning rate of the clients", low=0, open_low=True, short=True)
+    lr_schedule: str = _training(
+        "constant", "Learning rate over the rounds: constant, times --lr_decay in each round (exponential) or after "
+        "every --lr_every rounds (step), or half a cosine that ends at 0 after --lr_over rounds (cosine)",
+        choices=tuple(SCHEDULES))
+    lr_decay: float = _training(
+        0.998, "Factor of the learning rate, see --lr_schedule", low=0, high=1, open_low=True,
+        source="the codes of FedSAM and FedGAMMA", needs=("lr_schedule", "exponential", "step"))
+    lr_every: float = _training(
+        100.0, "step: rounds after which the learning rate falls", unit="rounds", low=1,
+        needs=("lr_schedule", "step"))
+    lr_over: float | None = _training(
+        None, "cosine: rounds after which the learning rate is 0. If omitted, --rounds", unit="rounds", low=1,
+        needs=("lr_schedule", "cosine"))
+    lr_warmup: float = _training(
+        0.0, "Rounds W in which the learning rate rises from 1/W of its value. 0 disables it", unit="rounds", low=0)
     momentum: float = _training(
         0.5, "Momentum of sgd", low=0, high=1, source="the FedMR authors' code (the paper prints 0.9)", short=True)
     weight_decay: float = _training(

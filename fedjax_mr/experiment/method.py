@@ -15,6 +15,7 @@ from fedjax_mr.data import Dataset
 from fedjax_mr.data.augment import crop_flip
 from fedjax_mr.engine import local
 from fedjax_mr.engine.round import Build
+from fedjax_mr.engine.schedules import schedule
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
@@ -190,6 +191,13 @@ def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
         epochs=config.local_epochs,
         batch_size=config.batch_size,
         augment=augmentation(config, dataset),
+        schedule=schedule(
+            config.lr_schedule,
+            decay=config.lr_decay,
+            every=config.lr_every,
+            over=config.lr_over or config.rounds,
+            warmup=config.lr_warmup,
+        ),
     )
 
 

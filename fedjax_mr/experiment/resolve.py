@@ -73,6 +73,7 @@ def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None
         config,
         dataset=user_objects.dataset_name(config.dataset),
         public_share=public_share(config),
+        lr_over=config.lr_over or (float(config.rounds) if config.lr_schedule == "cosine" else None),
         imports=imports.recorded(config.imports, _rows_used(config)),
     )
     _check_together(completed, user_objects)
@@ -223,6 +224,11 @@ def _check_channel(config: Config) -> None:
 
 
 def _check_clock(config: Config) -> None:
+    if config.mode == "async" and (config.lr_schedule != "constant" or config.lr_warmup):
+        raise UserError(
+            "a client in asynchronous rounds may train in a later round than it started, so the learning rate must be "
+            "constant: use lr_schedule=constant and lr_warmup=0, or mode=sync"
+        )
     if config.late != "drop" and config.deadline is None:
         raise UserError(f"late={config.late} needs deadline=, the seconds after which a round ends")
     for flag in ("deadline", "over_select"):

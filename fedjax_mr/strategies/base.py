@@ -88,6 +88,10 @@ class Problem:
         """M, models that clients train at the same time."""
         return self.in_flight or self.cohort_size
 
+    def in_round(self, round: jax.Array) -> "Problem":
+        """The problem with the learning rate of a round."""
+        return dataclasses.replace(self, local=self.local.in_round(round))
+
 
 class Init(Protocol):
     """Initialise the server's state (a NamedTuple of arrays)."""
