@@ -395,7 +395,7 @@ def test_what_compiled_programs_take_as_arguments():
     assert numbers == {
         "lr", "momentum", "weight_decay", "clip_norm", "server_lr", "server_momentum", "server_beta2", "server_tau",
         "dp_clip", "dp_noise", "dp_poisson", "dp_quantile", "attackers", "attack_scale", "staleness_a", "staleness_b",
-        "deadline",
+        "deadline", "lr_decay", "lr_every", "lr_over", "lr_warmup",
     }  # fmt: skip
     for flag in ("seed", "dp_seed", "partition", "alpha", "partition_seed"):
         assert compiled[flag] == "argument"
