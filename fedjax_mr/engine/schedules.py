@@ -3,6 +3,9 @@
 A schedule is a function round -> factor, like one of optax. It belongs to the `LocalSetting`, and the engine builds the
 strategy of a round with the learning rate of that round. So each method follows it, also where its formulas contain the
 learning rate (SCAFFOLD, FedDyn). Tests and fine-tuning after the rounds use the learning rate without a factor.
+
+Deviation: where a formula divides by the learning rate, it is that of the round. FedDC's released code divides by the
+first one in all rounds.
 """
 
 from collections.abc import Callable
@@ -21,7 +24,7 @@ def constant(round: jax.Array, numbers: dict[str, Any]) -> jax.Array:
 
 
 def exponential(round: jax.Array, numbers: dict[str, Any]) -> jax.Array:
-    """decay^round. The codes of FedSAM, MoFedSAM and FedGAMMA: 0.998."""
+    """decay^round. The released codes of FedExP and FedDC: 0.998."""
     return numbers["decay"] ** round
 
 

@@ -204,7 +204,7 @@ class Config:
         choices=tuple(SCHEDULES))
     lr_decay: float = _training(
         0.998, "Factor of the learning rate, see --lr_schedule", low=0, high=1, open_low=True,
-        source="the codes of FedSAM and FedGAMMA", needs=("lr_schedule", "exponential", "step"))
+        source="the codes of FedExP and FedDC", needs=("lr_schedule", "exponential", "step"))
     lr_every: float = _training(
         100.0, "step: rounds after which the learning rate falls", unit="rounds", low=1,
         needs=("lr_schedule", "step"))
