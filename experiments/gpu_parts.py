@@ -278,7 +278,7 @@ def speed(name: str, emit: Emit, sizes: Sizes) -> None:
         emit(**row)
     target = next((each for each in ("h200", "h100") if each in jax.devices()[0].device_kind.lower()), "h100")
     engine = ours.engine
-    done = accelerators.Compiled(engine, engine.programs["rounds"], None, ours.model)
+    done = accelerators.Compiled(engine, accelerators.Built(engine.programs.compiled("rounds")), None, ours.model)
     rows = accelerators.table(target, ours.config, done)
     groups = math.ceil(ours.config.cohort / engine.axis.lanes)
     steps = ours.config.local_epochs * math.ceil(sizes.samples / ours.config.batch_size) * groups
@@ -351,7 +351,7 @@ def lanes(emit: Emit, sizes: Sizes) -> None:
         engine = timed("lenet5", sizes, lanes=count)
         for _ in range(sizes.repeats):
             engine.race()
-        needed = memory_needed(engine.engine.programs["rounds"])
+        needed = memory_needed(engine.engine.programs.compiled("rounds"))
         emit(lanes=count, images_per_second=engine.speed(), MB=needed / 1e6, compile_seconds=engine.compile_seconds)
 
 

@@ -56,7 +56,7 @@ def compiled_clients(engine: Rounds) -> str:
     rows = jax.eval_shape(rows_of, engine.constants, engine.shapes())
     sharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=engine.axis.sharded), rows)
     number = jax.ShapeDtypeStruct((), np.int32, sharding=engine.axis.replicated)
-    return jax.jit(engine.train_all()).lower((engine.constants, number), sharded).compile().as_text() or ""
+    return jax.jit(engine.trial.clients).lower((engine.constants, number), sharded).compile().as_text() or ""
 
 
 def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool = False) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     # One program for whole rounds, as on accelerators; it is only compiled.
     described = dataclasses.replace(axis, fused=True, described=True)
     engine = simulator_of(config, federated, network, axis=described).rounds
-    module = Module(engine.compile()["rounds"].compiled.as_text())
+    module = Module(engine.compile().compiled("rounds").as_text())
     found = [each for each in collectives(module, devices=devices) if each.computation != module.entry]
     exchanges = [each.bytes for each in found if each.kind == "all-to-all"]
     row = {

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import models
-from fedjax_mr.engine.program import compile_lowered
+from fedjax_mr.engine.program import compiler_options
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import layers, windows
 
@@ -101,7 +101,8 @@ def looped(function: Callable, *args: np.ndarray) -> Timed:
 
 def _compiled(function: Callable, argument: Any) -> Timed:
     """Return a call of the function, compiled with the options that rounds are compiled with."""
-    program = compile_lowered(jax.jit(function).lower(argument))
+    program = jax.jit(function, compiler_options=compiler_options())
+    program(argument)
     return lambda: jax.block_until_ready(program(argument))
 
 

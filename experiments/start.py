@@ -59,19 +59,10 @@ def _child(folder: str, rounds: int, seeds: str, started: float) -> list[dict[st
     timed(run, "federated_data", "data")
     timed(Checkpoints, "save", "checkpoints")
     timed(experiment.Experiment, "draw", "pictures")
-    timed(program.Program, "_compile", "compile")
-    tracing: list[float] = []
-    # The package reports the seconds of compilation, but not of tracing alone, so the method is wrapped.
-    compiled = program.Program._compile  # type: ignore[reportPrivateUsage]
-
-    def compile_program(self: Any, *args: Any) -> Any:
-        result = compiled(self, *args)
-        tracing.append(self.trace_seconds)
-        return result
-
-    program.Program._compile = compile_program  # type: ignore[method-assign]
     rows = []
+    phases_of = {"trace": program.PHASES[:2], "compile": program.PHASES[2:]}
     for seed in seeds.split(","):
+        before = {part: program.compile_seconds(*phases) for part, phases in phases_of.items()}
         place = f"{folder}/{seed}"
         sys.stdout, shown = sys.stderr, sys.stdout
         assert main.main([f"--rounds={rounds}", f"--seed={seed}", f"--run_dir={place}", "--noprogress"]) == 0
@@ -79,12 +70,11 @@ def _child(folder: str, rounds: int, seeds: str, started: float) -> list[dict[st
         wall = time.time() - started
         with open(f"{place}/summary.json", encoding="utf-8") as file:
             seconds["train"] = json.load(file)["seconds"]
-        seconds["trace"] = sum(tracing, 0.0)
-        seconds["compile"] -= seconds["trace"]
+        for part, phases in phases_of.items():
+            seconds[part] = program.compile_seconds(*phases) - before[part]
         seconds["rest"] = wall - sum(seconds.values())
         rows.append({"seconds": wall} | seconds)
         seconds.update(dict.fromkeys(PARTS, 0.0))
-        tracing.clear()
         started = time.time()
     return rows
 

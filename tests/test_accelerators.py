@@ -119,7 +119,7 @@ def compiled_anew():
 def test_the_local_step_is_found(engine, compiled_anew):
     rounds = engine("fedavg", "linear", epochs=3)
     rounds.run(rounds.init(), 1)
-    module = Module(rounds.programs["rounds"].compiled.as_text())
+    module = Module(rounds.programs.compiled("rounds").as_text())
     whole, clients = module.round_and_clients()
     step = module.local_step()
     assert step in module.reached(clients) and clients in module.reached(whole)
@@ -216,7 +216,7 @@ def test_the_default_is_as_many_lanes_as_the_memory_holds(monkeypatch):
     def needed(lanes):
         axis = dataclasses.replace(of_lanes(devices=1, lanes=lanes, cohort_size=8), described=True)
         programs = build.simulator_of(config, federated, model, axis=axis).rounds.compile()
-        return max(map(memory_needed, programs.values()))
+        return max(memory_needed(programs.compiled(name)) for name in programs)
 
     lanes_of = lambda config: build.simulator_of(config, federated, model).axis.lanes
     bytes_by_lanes = {lanes: needed(lanes) for lanes in (8, 4, 2)}

@@ -275,7 +275,9 @@ def play(rounds: Rounds, constants: RunConstants, progress: Progress) -> Seen:
         models = [whole_models(problem.model, each) for each in (payloads, uploads, following)]
         return Seen(chosen.cohort.ids, *models)
 
-    return rounds.programs.call("leakage", program, constants, progress)
+    if "leakage" not in rounds.programs:
+        rounds.programs["leakage"] = Program(program)
+    return rounds.programs["leakage"](constants, progress)
 
 
 def whole_models(model: Model, message: Payload) -> Variables:

@@ -18,7 +18,7 @@ from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.clients import positions
 from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.personal import Clients, clients_of, part_of, personal_key
-from fedjax_mr.engine.program import Programs
+from fedjax_mr.engine.program import Program
 from fedjax_mr.engine.round import (
     MEMORY,
     SERVER,
@@ -62,9 +62,9 @@ class RemoteClients:
           UserError: real clients cannot run the strategy, or clients are missing.
         """
         self.manager, self._finite = manager, not config.allow_nonfinite
-        self.programs = Programs()
+        self.programs = {"untrained": Program(self._trained_without_samples), "part": Program(self._part)}
         self.at_clients = strategy_of(config)
-        self.simulator = simulator_of(config, federated, model, strategy=self._at_server, key=None, remote=self)
+        self.simulator = simulator_of(config, federated, model, strategy=self._at_server, remote=self)
         self._constants, problem = self.simulator.rounds.constants, self.simulator.problem
         strategy = self.at_clients(problem)
         self.exchange, self.increments = strategy.exchange, set(strategy.increments)
@@ -239,22 +239,22 @@ class RemoteClients:
         Raises:
           UserError: they are not finite, so the round cannot continue without the client.
         """
-
-        def program(constants: RunConstants, round: jax.Array, row: ClientRow) -> Any:
-            constants = constants._replace(build=self.at_clients)
-            memory = constants.strategy.init_memory
-            if memory is not None:  # the real one is on the lost client's disk; use that before the first round
-                first = memory(jax.random.fold_in(constants.key, MEMORY), row.client_id)
-                row = row._replace(memory=first)
-            return train_client(constants, round, row)[::2]
-
         row = row._replace(size=np.int32(0))
-        upload, metrics = jax.device_get(
-            self.programs.call("untrained", program, self._constants, np.int32(round), row)
-        )
+        upload, metrics = jax.device_get(self.programs["untrained"](self._constants, np.int32(round), row))
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(upload) if leaf.dtype.kind == "f"):
             raise UserError(f"round {round + 1} cannot continue without client {row.client_id}: use --lost=wait")
         return upload, metrics
+
+    def _trained_without_samples(self, constants: RunConstants, round: jax.Array, row: ClientRow) -> Any:
+        constants = constants._replace(build=self.at_clients)
+        memory = constants.strategy.init_memory
+        if memory is not None:  # the real one is on the lost client's disk; use that before the first round
+            first = memory(jax.random.fold_in(constants.key, MEMORY), row.client_id)
+            row = row._replace(memory=first)
+        return train_client(constants, round, row)[::2]
+
+    def _part(self, constants: RunConstants, server: Any, client: jax.Array) -> Any:
+        return part_of(self.at_clients(constants.problem), server, client)
 
     # --- tests of the clients' own models, each by its client
 
@@ -284,12 +284,9 @@ class RemoteClients:
     def _run(self, progress: Progress, epochs: int) -> Clients:
         round, problem, last = int(progress.round), self._constants.problem, progress.memory
 
-        def program(constants: RunConstants, server: Any, client: jax.Array) -> Any:
-            return part_of(self.at_clients(constants.problem), server, client)
-
         contents = {}
         for client in range(problem.num_clients):
-            part = self.programs.call("part", program, self._constants, progress.server, np.int32(client))
+            part = self.programs["part"](self._constants, progress.server, np.int32(client))
             key = jax.random.key_data(personal_key(self._constants.key, round, client))
             contents[client] = {
                 "part": wire.pack(jax.device_get(part)),

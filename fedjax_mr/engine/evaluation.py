@@ -1,5 +1,7 @@
 """Test of a model on a test set whose samples are divided over the devices."""
 
+import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +26,49 @@ class Tested(NamedTuple):
     loss: np.ndarray  # mean cross-entropy in nats
 
 
+@dataclasses.dataclass(frozen=True)
+class TestPrograms:
+    """The programs of an `Evaluation`. Each device returns the counts of its samples, with a leading axis [D].
+
+    Attributes:
+      axis: the layout.
+      batch: samples per step of one device.
+      code: equal for equal code of networks, see `Simulator.code`.
+    """
+
+    axis: ClientAxis
+    batch: int
+    code: Hashable
+
+    def test(self, model: Model, variables: Variables, samples: Samples, mask: jax.Array) -> Score:
+        """Test one model."""
+        return self._on_devices(self._score, model, variables, samples, mask)
+
+    def test_all(self, model: Model, models: Variables, samples: Samples, mask: jax.Array) -> Score:
+        """Test K stacked models, one after another."""
+
+        def score_all(model: Model, models: Variables, samples: Samples, mask: jax.Array) -> Score:
+            return jax.lax.map(lambda variables: self._score(model, variables, samples, mask), models)
+
+        return self._on_devices(score_all, model, models, samples, mask)
+
+    def _score(self, model: Model, variables: Variables, samples: Samples, mask: jax.Array) -> Score:
+        return local.evaluate(model, variables, samples, mask, batch_size=self.batch)
+
+    def _on_devices(self, function: Any, model: Model, variables: Variables, samples: Samples, mask: Any) -> Score:
+        def counts(*arguments: Any) -> Score:
+            return jax.tree.map(lambda leaf: leaf[None], function(*arguments))
+
+        everywhere, divided = PartitionSpec(), PartitionSpec(CLIENTS)
+        specs = (everywhere, everywhere, _layout(samples, divided, everywhere), divided)
+        divided_counts = jax.shard_map(counts, mesh=self.axis.mesh, in_specs=specs, out_specs=divided, check_vma=False)
+        return divided_counts(model, variables, samples, mask)
+
+
 class Evaluation:
     """The compiled test of one network on one test set.
 
-    Each device returns the counts of its samples, and the host adds them. The programs contain no collective.
+    The host adds the counts of the devices. The programs contain no collective.
     """
 
     def __init__(
@@ -37,7 +78,7 @@ class Evaluation:
         axis: ClientAxis,
         *,
         counted: np.ndarray | None = None,
-        shared: bool = False,
+        code: Hashable = None,
     ) -> None:
         """Divide the test samples [M, ...] over the devices.
 
@@ -46,7 +87,7 @@ class Evaluation:
           samples: the test set.
           axis: the layout.
           counted: which samples count [M] bool. Default: all.
-          shared: whether equal networks share compiled programs. Safe only for the networks of this package.
+          code: equal for equal code of networks, see `Simulator.code`.
         """
         self.axis = axis
         count = len(samples.y)
@@ -55,22 +96,11 @@ class Evaluation:
         padding = -count % (batch * axis.num_devices)
         counted = np.ones(count, bool) if counted is None else counted
         mask = np.concatenate([counted.astype(np.float32), np.zeros(padding, np.float32)])
-        self._spec = _layout(samples, PartitionSpec(CLIENTS), PartitionSpec())
         self._place = shapes_at if axis.described else place
         self._samples = self._place(_padded(samples, padding), _layout(samples, axis.sharded, axis.replicated))
         self._mask = self._place(mask, axis.sharded)
-
         self._model = self._place(model, axis.replicated)  # an argument, because it has the frozen variables
-
-        def score(model: Model, variables: Variables, samples: Samples, mask: jax.Array) -> Score:
-            return local.evaluate(model, variables, samples, mask, batch_size=batch)
-
-        def score_all(model: Model, models: Variables, samples: Samples, mask: jax.Array) -> Score:
-            return jax.lax.map(lambda variables: score(model, variables, samples, mask), models)
-
-        self._functions = {"test": self._on_devices(score), "test_all": self._on_devices(score_all)}
-        key = (axis, batch, samples.trigger is not None) if shared else None
-        self.programs = Programs(platform=axis.platform, only_compiled=axis.described, key=key)
+        self.programs = Programs(TestPrograms(axis, batch, code))
 
     def one(self, variables: Variables) -> Tested:
         """Test one model."""
@@ -88,7 +118,7 @@ class Evaluation:
     def _per_device(self, name: str, variables: Variables) -> Score:
         """The sums of each device, leaves [D, ...]."""
         variables = self._place(variables, self.axis.replicated)
-        return self.programs.call(name, self._functions[name], self._model, variables, self._samples, self._mask)
+        return self.programs.call(name, self._model, variables, self._samples, self._mask)
 
     def _run(self, name: str, variables: Variables) -> Tested:
         per_device = self._per_device(name, variables)
@@ -96,15 +126,6 @@ class Evaluation:
             per_device = jax.device_put(per_device, self.axis.replicated)
         correct, loss, count = (np.asarray(leaf, np.float64).sum(axis=0) for leaf in per_device)
         return Tested(correct / count, loss / count)
-
-    def _on_devices(self, function: Any) -> Any:
-        def counts(model: Model, variables: Variables, samples: Samples, mask: jax.Array) -> Score:
-            return jax.tree.map(lambda leaf: leaf[None], function(model, variables, samples, mask))
-
-        specs = (PartitionSpec(), PartitionSpec(), self._spec, PartitionSpec(CLIENTS))
-        return jax.shard_map(
-            counts, mesh=self.axis.mesh, in_specs=specs, out_specs=PartitionSpec(CLIENTS), check_vma=False
-        )
 
 
 def backdoor_test(samples: Samples, target: int) -> tuple[Samples, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from fedjax_mr.data.federated import FederatedData, Split
 from fedjax_mr.engine import local
-from fedjax_mr.engine.clients import map_clients
+from fedjax_mr.engine.clients import ClientAxis, map_clients
 from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.placement import HostMemory, place, rows_of
 from fedjax_mr.engine.program import Programs
@@ -72,10 +73,35 @@ class _Shared(NamedTuple):
     round: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class PersonalPrograms:
+    """The programs of a `PersonalEvaluation`.
+
+    Attributes:
+      axis: the layout.
+      epochs: epochs of fine-tuning before a test.
+      code: equal for equal code of strategies and networks, see `Simulator.code`.
+    """
+
+    axis: ClientAxis
+    epochs: int
+    code: Hashable
+
+    def personal(self, shared: _Shared, rows: _ClientToTest) -> tuple[Score, Score, jax.Array]:
+        """Test clients: rows [R, ...] -> their scores on their test and validation samples, and their networks [R]."""
+        return map_clients(self.axis, self._one)(shared, rows)
+
+    def _one(self, shared: _Shared, row: _ClientToTest) -> tuple[Score, Score, jax.Array]:
+        constants = shared.constants
+        strategy = constants.strategy
+        data, test = constants.client(row.client_id), shared.test.client(row.client_id)
+        part = part_of(strategy, shared.server, row.client_id)
+        key = personal_key(constants.key, shared.round, row.client_id)
+        return test_client(strategy, constants.problem, part, row.memory, data, test, key, epochs=self.epochs)
+
+
 class TestsOfClients(Protocol):
     """The tests of the personal models of all N clients."""
-
-    programs: Programs
 
     def test(self, progress: Progress) -> Clients: ...
 
@@ -106,7 +132,7 @@ class PersonalEvaluation:
         """
         self.rounds = rounds
         self.axis = rounds.axis
-        self.programs = Programs(platform=rounds.axis.platform, key=rounds.key)
+        self.programs: dict[int, Programs] = {}  # by the epochs of fine-tuning
         self._constants = rounds.constants
         if rounds.data_on_host:
             if test is not None or rounds.strategy.personal_model is not None:
@@ -150,23 +176,16 @@ class PersonalEvaluation:
         order = np.minimum(np.arange(-(-count // size) * size), count - 1)  # the last client is the padding
         server, round = place((progress.server, progress.round), axis.replicated)
         shared = _Shared(self._constants, server, self._test, round)
-        program = map_clients(axis, lambda shared, row: self._one(shared, row, epochs))
+        if epochs not in self.programs:
+            self.programs[epochs] = Programs(PersonalPrograms(axis, epochs, self.rounds.trial.code))
         parts = []
         for ids in order.reshape(-1, size):
             rows = place(_ClientToTest(rows_of(progress.memory, ids), ids.astype(np.int32)), axis.sharded)
-            out = self.programs.call(f"personal_{epochs}", program, shared, rows)
+            out = self.programs[epochs].call("personal", shared, rows)
             if not out[2].is_fully_addressable:
                 out = jax.device_put(out, axis.replicated)
             parts.append(jax.tree.map(np.asarray, out))
         return clients_of(*jax.tree.map(lambda *leaves: np.concatenate(leaves)[:count], *parts))
-
-    def _one(self, shared: _Shared, row: _ClientToTest, epochs: int) -> tuple[Score, Score, jax.Array]:
-        constants = shared.constants
-        strategy = constants.strategy
-        data, test = constants.client(row.client_id), shared.test.client(row.client_id)
-        part = part_of(strategy, shared.server, row.client_id)
-        key = personal_key(constants.key, shared.round, row.client_id)
-        return test_client(strategy, constants.problem, part, row.memory, data, test, key, epochs=epochs)
 
 
 def clients_of(test: Score, validation: Score, architecture: np.ndarray) -> Clients:

@@ -1,7 +1,8 @@
-"""Compiled functions that are traced exactly once, their cache for later runs of this process, and their timing."""
+"""Compiled functions: `jax.jit` with our options for XLA, shared by all simulators of a process, counted and timed."""
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import time
@@ -17,82 +18,72 @@ from fedjax_mr.engine.devices import refuse_settings
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 
-MAX_KEPT = 4  # sets of programs, some 40 MB each for a small network
+MAX_KEPT = 32  # programs, of some 5 MB each for a small network
 
 
 class Program:
-    """A function that is compiled at its first call. Later calls with other shapes raise, so it is traced only once.
-
-    With ``only_compiled`` (for a machine that is not present), a call takes and returns shapes with shardings
-    (``jax.ShapeDtypeStruct``) in place of arrays.
+    """One compiled function: `jax.jit` for arguments of one kind.
 
     Attributes:
-      traces: number of times that the function was traced.
-      trace_seconds: seconds of tracing and lowering.
-      compile_seconds: seconds of tracing and compilation.
-      compiled: the compiled program, for example for its HLO text. None before the first call.
+      traces: number of times that the function was traced. More than one means a fault.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         *,
+        name: str = "",
+        platform: str | None = None,
         donate: tuple[int, ...] = (),
         out: Any = None,
-        platform: str | None = None,
-        only_compiled: bool = False,
     ) -> None:
         """Wrap ``function``.
 
         Args:
           function: the function to compile.
+          name: its name in profiles and in the text of the program. Default: its own.
+          platform: the platform to trace for. Default: the platform of this process.
           donate: positions of the arguments whose buffers a call consumes.
           out: the shardings of the results, as a prefix of their tree. Default: chosen by the compiler.
-          platform: the platform to trace for. Default: the platform of this process.
-          only_compiled: whether calls compile without executing.
         """
         self.traces = 0
-        self.trace_seconds = 0.0
-        self.compile_seconds = 0.0
-        self.compiled: Any = None
-        self._function: Callable[..., Any] | None = function
-        self._donate = donate
-        self._out = out
-        self._platform = platform
-        self._only_compiled = only_compiled
-        self._results: Any = None
+
+        def traced(*args: Any) -> Any:
+            self.traces += 1
+            with platforms.tracing_for(platform), numbers_are_arguments():
+                return function(*args)
+
+        traced.__name__ = OURS + (name or function.__name__)
+        with platforms.tracing_for(platform):
+            options = compiler_options()
+        self._jit = jax.jit(traced, donate_argnums=donate, out_shardings=out, compiler_options=options)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function.
+        """Run the function, compiled at the first call.
 
         Raises:
           UserError: as `refuse_settings`.
         """
         refuse_settings()
-        if self.compiled is None:
-            self.compiled = self._compile(args)
-        return self._results if self._only_compiled else self.compiled(*args)
+        with donations_may_fail():
+            return self._jit(*args)
 
-    def _compile(self, args: tuple) -> Any:
-        started = time.perf_counter()
-        program = jax.jit(self._traced, donate_argnums=self._donate, out_shardings=self._out)
-        with warnings.catch_warnings():  # donated rows and results may have different sizes
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            with platforms.tracing_for(self._platform), numbers_are_arguments():
-                lowered = program.lower(*args)
-                self.trace_seconds = time.perf_counter() - started
-                compiled = compile_lowered(lowered)
-        self.compile_seconds = time.perf_counter() - started
-        self._function = None  # frees the data and the network in its closure
-        if self._only_compiled:
-            described = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            self._results = jax.tree.map(described, lowered.out_info, compiled.output_shardings)
-        return compiled
+    def compile(self, *args: Any) -> jax.stages.Compiled:
+        """The compiled program, for arrays or for shapes with shardings (``jax.ShapeDtypeStruct``). Nothing is run."""
+        with donations_may_fail():
+            return self._jit.lower(*args).compile()
 
-    def _traced(self, *args: Any) -> Any:
-        self.traces += 1
-        assert self._function is not None
-        return self._function(*args)
+    def shapes(self, *args: Any) -> Any:
+        """The shapes and dtypes of the results, as ``jax.ShapeDtypeStruct``. Nothing is compiled."""
+        return self._jit.eval_shape(*args)
+
+
+@contextlib.contextmanager
+def donations_may_fail() -> Iterator[None]:
+    """Accept donated rows whose size no result has."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        yield
 
 
 @contextlib.contextmanager
@@ -131,44 +122,30 @@ def compiler_options() -> dict[str, Any]:
     if platforms.current() != "cpu":
         return {}
     options: dict[str, Any] = {LEVEL: 2}
-    if machine() in ("x86_64", "AMD64"):
+    if machine() in ("x86_64", "AMD64") and _is_known(LIBRARY):
         options[LIBRARY] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
-def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile with `compiler_options`, without the experimental one if the installed XLA does not know it."""
-    options = compiler_options()
+@functools.cache
+def _is_known(option: str) -> bool:
+    """Whether the installed XLA has an experimental option."""
+    probe = jax.jit(lambda: 0, compiler_options={option: "LIBRARY_FUSION_TYPE_INVALID"})
     try:
-        return lowered.compile(options)
+        probe.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        if LIBRARY not in options or LIBRARY not in str(error):
-            raise
-        return lowered.compile({name: value for name, value in options.items() if name != LIBRARY})
+        if option in str(error):
+            return False
+        raise
+    return True
 
 
-def memory_needed(program: Program) -> int:
+def memory_needed(compiled: jax.stages.Compiled) -> int:
     """Memory of a compiled program on a device in bytes: arguments, results and temporaries."""
-    memory = program.compiled.memory_analysis()
+    memory = compiled.memory_analysis()
+    assert memory is not None
     both = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return both + memory.temp_size_in_bytes
-
-
-_kept: dict[Hashable, dict[Hashable, Program]] = {}  # in order of last use
-
-
-def _kept_under(key: Hashable) -> dict[Hashable, Program]:
-    """The set of programs of a key; beyond `MAX_KEPT` sets, the least recently used one is dropped."""
-    programs = _kept.pop(key, {})
-    _kept[key] = programs
-    while len(_kept) > MAX_KEPT:
-        del _kept[next(iter(_kept))]
-    return programs
-
-
-def forget() -> None:
-    """Drop all programs that are kept for later runs."""
-    _kept.clear()
 
 
 def give_back_memory() -> None:
@@ -181,58 +158,110 @@ def give_back_memory() -> None:
         trim(0)
 
 
+# --- programs that simulators share -----------------------------------------------------------------------------------
+
+
+class Programs(dict[str, Program]):
+    """The programs of an object, by name: the methods of its ``owner``.
+
+    Objects with equal owners share the programs for arguments of the same kind. The last `MAX_KEPT` programs are kept.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        """Create the set, without programs.
+
+        Args:
+          owner: a frozen dataclass of everything that its methods depend on except their arguments, with an ``axis``.
+        """
+        super().__init__()
+        self._owner = owner
+        self._arguments: dict[str, Any] = {}  # shapes
+
+    def call(self, name: str, *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
+        """Call the method ``name`` of the owner. ``donate`` and ``out`` matter only the first time (see `Program`).
+
+        On a machine that is not present, the arguments and results are shapes with shardings.
+        """
+        if name not in self:
+            self._arguments[name] = jax.tree.map(_described, args)
+            self[name] = _program(self._owner, name, _kind_of(args), donate, *_hashable(out))
+        if not self._owner.axis.described:
+            return self[name](*args)
+        with_sharding = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(with_sharding, self[name].shapes(*args), self.compiled(name).output_shardings)
+
+    def compiled(self, name: str) -> Any:  # a jax.stages.Compiled, whose text and memory some backends lack
+        """The compiled code of a program that was called, for example for its text."""
+        return self[name].compile(*self._arguments[name])
+
+    def shapes(self, name: str, *args: Any) -> Any:
+        """The shapes and dtypes of the results of the method ``name``. Nothing is compiled."""
+        return _program(self._owner, name, _kind_of(args), (), *_hashable(None)).shapes(*args)
+
+
+@functools.lru_cache(maxsize=MAX_KEPT)
+def _program(owner: Any, name: str, kind: Hashable, donate: tuple[int, ...], out: Any, structure: Any) -> Program:
+    """``kind`` bounds the memory: a program that is dropped takes its compiled code along."""
+    del kind
+    out = jax.tree.unflatten(structure, out)
+    return Program(getattr(owner, name), name=name, platform=owner.axis.platform, donate=donate, out=out)
+
+
+def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _hashable(tree: Any) -> tuple[tuple, Hashable]:
+    leaves, structure = jax.tree.flatten(tree)
+    return tuple(leaves), structure
+
+
 def _kind_of(arguments: Any) -> Hashable:
     """Everything that a trace depends on: the structure of a tree with its static parts, the shapes and the dtypes."""
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
-class Programs(dict[str, Program]):
-    """Programs by name. Each is compiled at its first call or taken from the cache of this process.
+def forget() -> None:
+    """Drop all programs that are kept for other simulators."""
+    _program.cache_clear()
 
-    Attributes:
-      compile_seconds: seconds that the calls of this object have spent in tracing and compilation.
+
+def is_of_this_package(code: Any) -> bool:
+    """Whether a function, a class or an object of a class is part of this package.
+
+    Other code may depend on values that change without a trace, such as a variable of a notebook.
     """
+    while isinstance(code, functools.partial):
+        code = code.func
+    module = getattr(code, "__module__", None) or type(code).__module__
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
-    def __init__(
-        self,
-        *,
-        platform: str | None = None,
-        only_compiled: bool = False,
-        key: Hashable = None,
-        **programs: Program,
-    ) -> None:
-        """Create the set.
 
-        Args:
-          platform: ``platform`` of the programs compiled later (see `Program`).
-          only_compiled: ``only_compiled`` of these programs.
-          key: everything that the programs close over, by value. Sets with equal keys share the programs for arguments
-            of equal shapes. The last `MAX_KEPT` keys are kept. Default: nothing is shared.
-          programs: programs to start with, by name.
-        """
-        super().__init__(programs)
-        self.compile_seconds = 0.0
-        self._options: dict[str, Any] = {"platform": platform, "only_compiled": only_compiled}
-        settings = tuple((name, repr(value)) for name, value in jax.config.values.items())  # such as the precision
-        self._kept = {} if key is None else _kept_under((key, platform, only_compiled, settings))
+# --- time -------------------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
-        """Run the program ``name``. The other options matter only at its first call (see `Program`)."""
-        if name in self:
-            return self._counted(self[name], args)
-        kind = name, _kind_of(args)
-        self[name] = self._kept.get(kind) or Program(function, donate=donate, out=out, **self._options)
-        result = self._counted(self[name], args)
-        self._kept[kind] = self[name]  # after the call, so a failed compilation is not kept
-        return result
+OURS = "fedjax_mr_"  # begins the names of our programs
+PHASES = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
+_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
-    def _counted(self, program: Program, args: tuple) -> Any:
-        before = program.compile_seconds
-        try:
-            return program(*args)
-        finally:
-            self.compile_seconds += program.compile_seconds - before
+
+def _on_duration(event: str, duration_secs: float, **facts: str | int) -> None:
+    phase = event.rpartition("/")[2]
+    if phase in _seconds and OURS in str(facts.get("fun_name", "")):
+        _seconds[phase] += duration_secs
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+
+
+def compile_seconds(*phases: str) -> float:
+    """Seconds that this process has spent in tracing, lowering and compilation of our programs.
+
+    Args:
+      phases: some of `PHASES`. Default: all.
+    """
+    return sum(_seconds[phase] for phase in phases or PHASES)
 
 
 class Stopwatch:
@@ -242,15 +271,13 @@ class Stopwatch:
       rounds: number of rounds timed.
     """
 
-    def __init__(self, programs: Programs, *, waits: bool) -> None:
+    def __init__(self, *, waits: bool) -> None:
         """Start at zero.
 
         Args:
-          programs: the programs whose compilation time is subtracted.
           waits: whether to wait for the results of each side. Without waiting, no seconds are reported.
         """
         self.rounds = 0
-        self._programs = programs
         self._waits = waits
         self._seconds = {"clients": 0.0, "server": 0.0}
 
@@ -258,11 +285,11 @@ class Stopwatch:
     def side(self, side: str) -> Iterator[list[Any]]:
         """Add the time of the body to a side. The body appends its results to the list, and they are waited for."""
         results: list[Any] = []
-        compiled, started = self._programs.compile_seconds, time.perf_counter()
+        compiled, started = compile_seconds(), time.perf_counter()
         yield results
         if self._waits:
             jax.block_until_ready(results)
-        self._seconds[side] += time.perf_counter() - started - (self._programs.compile_seconds - compiled)
+        self._seconds[side] += time.perf_counter() - started - (compile_seconds() - compiled)
 
     def seconds_per_round(self) -> dict[str, float]:
         """``clients_seconds_per_round`` and ``server_seconds_per_round``, or {} if no round was timed."""

@@ -28,7 +28,7 @@ from fedjax_mr.engine.devices import refuse_settings, set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
 from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
-from fedjax_mr.engine.program import memory_needed, numbers_are_arguments
+from fedjax_mr.engine.program import is_of_this_package, memory_needed, numbers_are_arguments
 from fedjax_mr.engine.round import (
     INIT,
     Build,
@@ -43,6 +43,7 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.samples import ClientData, Samples
+from fedjax_mr.engine.trials import OneTrial
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
@@ -61,6 +62,8 @@ class Simulator:
       federated: the data of the clients.
       model: the network, or a `Zoo` of several.
       problem: the facts of the federation that the strategy may use.
+      code: equal for simulators that may share compiled programs. None if strategy and networks are of this package.
+        Other code may depend on more than its arguments, such as a variable of a notebook, so it is traced again.
       rounds: the compiled rounds.
     """
 
@@ -83,7 +86,6 @@ class Simulator:
         data_placement: str = "auto",
         stop_at_divergence: bool = True,
         axis: ClientAxis | None = None,
-        key: Hashable = None,
         remote: RemoteClients | None = None,
         name: str = "",
     ) -> None:
@@ -111,8 +113,6 @@ class Simulator:
           data_placement: placement of the clients' samples, with the same values as ``memory``.
           stop_at_divergence: whether a call ends after the first round with a non-finite loss or weight.
           axis: the layout, in place of ``devices`` and ``lanes``.
-          key: everything that ``strategy`` depends on except the numbers of ``hyper``, by value. Simulators with equal
-            keys share compiled programs.
           remote: clients that train outside of this process, for example on their own machines.
           name: name of the strategy in messages. Default: its registered name, or the module of its function.
 
@@ -147,7 +147,7 @@ class Simulator:
         if isinstance(strategy, str) and len(self.model.networks) > 1 and not STRATEGIES[strategy].several:
             raise UserError(f"{strategy} needs the same network for all clients, but there are {self.model.name}")
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
-        self._stop_at_divergence, self._key, self._remote = stop_at_divergence, key, remote
+        self._stop_at_divergence, self._remote = stop_at_divergence, remote
         if remote is not None:
             axis = first_device()
         lanes_are_free = axis is None and lanes is None
@@ -168,6 +168,7 @@ class Simulator:
         federation = Federation(
             normalised(federated.dataset, federated.dataset.x, federated.dataset.y), split.index, split.offsets
         )
+        self.code = self._code_of(strategy, hyper)
         self._constants = RunConstants(build, self.problem, federation, random_key(seed))
         # Whether a user's network or a channel suits the strategy is known only from a trace of the round.
         ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
@@ -271,15 +272,14 @@ class Simulator:
     def evaluation(self) -> Evaluation:
         """The compiled test on the global test set."""
         model = self.rounds.constants.problem.model  # on the devices
-        return Evaluation(model, self._test_samples(), self.axis, shared=self.rounds.key is not None)
+        return Evaluation(model, self._test_samples(), self.axis, code=self.code)
 
     def backdoor_evaluation(self, target: int = 0) -> Evaluation:
         """The compiled test of `attacked`."""
         if target not in self._backdoors:
             samples, counted = backdoor_test(self._test_samples(), target)
-            shared = self.rounds.key is not None
             model = self.rounds.constants.problem.model
-            self._backdoors[target] = Evaluation(model, samples, self.axis, counted=counted, shared=shared)
+            self._backdoors[target] = Evaluation(model, samples, self.axis, counted=counted, code=self.code)
         return self._backdoors[target]
 
     @functools.cached_property
@@ -319,7 +319,8 @@ class Simulator:
 
         def needed(axis: ClientAxis) -> int:
             described = dataclasses.replace(axis, described=True)
-            return max(map(memory_needed, self._rounds(described).compile().values()))
+            programs = self._rounds(described).compile()
+            return max(memory_needed(programs.compiled(name)) for name in programs)
 
         return lanes_that_fit(axis, limit, needed)
 
@@ -327,12 +328,21 @@ class Simulator:
         return Rounds(
             self._constants,
             axis,
-            stop_at_divergence=self._stop_at_divergence,
+            trial=OneTrial(axis, self._stop_at_divergence, self.code),
             memory_on_host=self._memory_on_host,
             data_on_host=self._data_on_host,
-            key=self._key,
             remote=None if self._remote is None else self._remote.train,
         )
+
+    def _code_of(self, strategy: str | Callable, hyper: Any) -> Hashable:
+        """See the attribute ``code``."""
+        local, networks = self.problem.local, self.model.networks
+        registered = self._name if self._name in STRATEGIES else None
+        parts = [strategy, hyper, local.rule, local.augment, local.gradient, local.schedule]
+        parts += [network.module for network in networks]
+        ours = registered is None or STRATEGIES.is_ours(registered)
+        ours = ours and all(each is None or is_of_this_package(each) for each in parts if not isinstance(each, str))
+        return None if ours else object()
 
     def _needs_host_memory(self, memory: str, axis: ClientAxis) -> bool:
         """Whether the clients' memories are kept on the host: as requested, or if `too_large`."""

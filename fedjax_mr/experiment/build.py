@@ -1,7 +1,6 @@
 """Build the network and the simulator of a configuration."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +20,8 @@ from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
 from fedjax_mr.experiment.pretrained import start_from
 from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of
 from fedjax_mr.keys import random_key
-from fedjax_mr.models import MODELS, Model, adapters, parts
+from fedjax_mr.models import Model, adapters, parts
 from fedjax_mr.models.precision import with_precision
-from fedjax_mr.strategies import STRATEGIES
 
 
 def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = (), variables: Any = None) -> Model:
@@ -111,7 +109,6 @@ def simulator_of(
         "memory": config.memory,
         "data_placement": config.data_placement,
         "stop_at_divergence": not config.allow_nonfinite,
-        "key": program_key(config),
     } | changes
     if (config.mode == "async" or clients_may_be_late(config)) and "cohort" not in changes:
         clock, width = clock_of(config, federated, model, events)
@@ -124,18 +121,6 @@ def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
         return architectures(config.architectures, len(config.networks), federated.num_clients, seed=config.seed)
     division = federated.hash()
     return best_networks(config.architectures_from, config.networks, federated.num_clients, division=division)
-
-
-def program_key(config: Config) -> str | None:
-    """All settings that the compiled programs of a run depend on, except the numbers and shapes of their arguments.
-
-    None if a strategy or network is user-supplied. Such code may depend on other values, such as a variable of a
-    notebook, so it is traced again in every run.
-    """
-    if not (STRATEGIES.is_ours(config.strategy) and all(map(MODELS.is_ours, config.networks))):
-        return None
-    constants = {each.flag for each, _ in configuration.setting_values(config) if each.compiled == "constant"}
-    return json.dumps({flag: value for flag, value in configuration.decisive(config).items() if flag in constants})
 
 
 def argument_flags(config: Config) -> set[str]:

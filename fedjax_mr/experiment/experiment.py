@@ -18,6 +18,7 @@ from fedjax_mr.analysis import plots
 from fedjax_mr.clock import Events
 from fedjax_mr.data import FederatedData, partition_file
 from fedjax_mr.data.facts import Facts
+from fedjax_mr.engine import program
 from fedjax_mr.engine.devices import compiler_flags, settings_of_numbers
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.personal import Clients, TestsOfClients
@@ -145,7 +146,9 @@ class Experiment:
         self.train_seconds = 0.0
         self.seconds = 0.0  # training and evaluation, without compilation
         self.saved_at = 0.0  # train_seconds of the newest checkpoint
-        self.compile_seconds_before = 0.0  # seconds of interrupted processes and of shared programs
+        self.compile_seconds_before = 0.0  # seconds of interrupted processes
+        self.sharing = 1  # number of experiments that train in the same calls, and share the seconds of compilation
+        self._compiled_at_start = program.compile_seconds()
         self.epsilon = guarantee.epsilon_after(config, simulator.problem, public=self.knows_cohorts)
         self.attacked = simulator.attacked if config.attack == "replacement" else None
         self.events = events
@@ -361,7 +364,7 @@ class Experiment:
                 self.on_row(dict(row))
 
     def _evaluate(self, progress: Progress, report: Report, done: int) -> dict[str, Any]:
-        compiled, started = self.compile_seconds(), time.perf_counter()
+        compiled, started = program.compile_seconds(), time.perf_counter()
         extra: dict[str, Any] = {name: float(value) for name, value in report.info.items() if np.ndim(value) == 0}
         if self.tests_clients:
             assert self.personal is not None
@@ -391,7 +394,7 @@ class Experiment:
         down, up, peer = self.traffic
         if peer:
             extra["bytes_peer"] = peer
-        self.seconds += time.perf_counter() - started - (self.compile_seconds() - compiled)
+        self.seconds += time.perf_counter() - started - (program.compile_seconds() - compiled)
         return {
             "round": done,
             "accuracy": accuracy,
@@ -463,7 +466,7 @@ class Experiment:
         if variables is not None and (holdout := self.federated.holdout) is not None:
             test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
             model = self.rounds.constants.problem.model
-            result = Evaluation(model, test, self.rounds.axis, shared=self.rounds.key is not None).one(variables)
+            result = Evaluation(model, test, self.rounds.axis, code=self.rounds.trial.code).one(variables)
             summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
         if self.personal is not None:
             summary |= self._test_clients(self.personal, progress)
@@ -542,8 +545,7 @@ class Experiment:
 
     def compile_seconds(self) -> float:
         """Seconds that the run has spent in tracing and compilation."""
-        parts = (self.rounds, self.evaluation, *((self.personal,) if self.personal else ()))
-        return self.compile_seconds_before + sum(part.programs.compile_seconds for part in parts)
+        return self.compile_seconds_before + (program.compile_seconds() - self._compiled_at_start) / self.sharing
 
 
 def keeps_validation(federated: FederatedData) -> bool:

@@ -16,6 +16,7 @@ import jax
 from fedjax_mr import registry
 from fedjax_mr.analysis import plots
 from fedjax_mr.data import Dataset, FederatedData
+from fedjax_mr.engine import program
 from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_errors, set_up_jax, settings_of_numbers
 from fedjax_mr.engine.program import give_back_memory
@@ -200,6 +201,8 @@ class RunLoop:
     def __init__(self, experiments: Sequence[Experiment]) -> None:
         """Keep the experiments. All settings that the loop uses must be equal."""
         self.experiments = experiments
+        for experiment in experiments:
+            experiment.sharing = len(experiments)
         self.ended: dict[int, Result | DivergedError] = {}
 
     @property
@@ -222,7 +225,7 @@ class RunLoop:
             cleanup.callback(bar.close)
             cleanup.enter_context(self._stopped_at_once())
             rounds_per_call = 1
-            compiled, started = self._compile_seconds(), time.perf_counter()
+            compiled, started = program.compile_seconds(), time.perf_counter()
             while self.alive:
                 before, count = done, min(rounds_per_call, first.next_event(done) - done)
                 progress, report, seconds = self._train(progress, count)
@@ -230,7 +233,7 @@ class RunLoop:
                 done = int(self._part(progress.round, 0))
                 rounds_per_call = max(1, int(SECONDS_PER_CALL * (done - before) / max(seconds, 1e-6)))
                 self._record(progress, report, done, seconds, stop=stop > 0)
-                at_work = time.perf_counter() - started - (self._compile_seconds() - compiled)
+                at_work = time.perf_counter() - started - (program.compile_seconds() - compiled)
                 bar.update(
                     done, seconds=at_work, images_per_second=self._images_per_second(), row=first.folder.last_row()
                 )
@@ -272,10 +275,10 @@ class RunLoop:
 
     def _train(self, progress: Progress, count: int) -> tuple[Progress, Report, float]:
         """Run up to ``count`` rounds. The third result is the duration in seconds, without compilation."""
-        compiled, started = self._compile_seconds(), time.perf_counter()
+        compiled, started = program.compile_seconds(), time.perf_counter()
         progress, report = self._advance(progress, count)
         report = jax.device_get(report)
-        return progress, report, time.perf_counter() - started - (self._compile_seconds() - compiled)
+        return progress, report, time.perf_counter() - started - (program.compile_seconds() - compiled)
 
     def _agree(self, seconds: float, signals: list[int]) -> tuple[float, int]:
         """The seconds of the first process, and the stop signal received by any process (0 if none)."""
@@ -307,9 +310,6 @@ class RunLoop:
         for number in self.alive:
             if self.experiments[number].has_ended(done):
                 self.ended[number] = self.experiments[number].finish(self._part(progress, number), done)
-
-    def _compile_seconds(self) -> float:
-        return sum(experiment.compile_seconds() for experiment in self.experiments)
 
     def _images_per_second(self) -> float:
         images, seconds = (

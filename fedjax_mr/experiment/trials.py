@@ -77,8 +77,8 @@ def run_together(
         if experiments[0].rounds.constants.problem.public is not None:  # taken from the training samples
             raise UserError("trials with public samples cannot train in one program: each one trains on other samples")
         all_constants = [experiment.rounds.constants for experiment in experiments]
-        key = experiments[0].rounds.key and ("together", experiments[0].rounds.key)
-        together = TrialRounds(all_constants, axis, stop_at_divergence=not first.allow_nonfinite, key=key)
+        code = experiments[0].rounds.trial.code
+        together = TrialRounds(all_constants, axis, stop_at_divergence=not first.allow_nonfinite, code=code)
         return Trials(experiments, together).run()
 
 
@@ -120,13 +120,8 @@ class Trials(RunLoop):
         return self.rounds.stack([progress for progress, _ in starts]), rounds_done[0]
 
     def _advance(self, progress: Progress, count: int) -> tuple[Progress, Report]:
-        compiled = self.rounds.programs.compile_seconds
         self.rounds.keep_running([number not in self.ended for number in range(len(self.experiments))])
-        progress, report = self.rounds.run(progress, count)
-        share = (self.rounds.programs.compile_seconds - compiled) / len(self.experiments)
-        for experiment in self.experiments:
-            experiment.compile_seconds_before += share
-        return progress, report
+        return self.rounds.run(progress, count)
 
     def _part(self, tree: Any, number: int) -> Any:
         return jax.tree.map(lambda leaf: leaf[number], tree)

@@ -6,6 +6,7 @@ import jax
 
 from fedjax_mr.channel import Link, channel, links, privacy
 from fedjax_mr.engine import rounds
+from fedjax_mr.engine.round import RunConstants, begin, finish, start, train_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Problem, Strategy
@@ -84,11 +85,11 @@ def refusal(strategy: str, link: str, **federation: object) -> str | None:
             if reason := privacy.refusal(plain, problem, noise_on=where):
                 return reason
 
-        def one_round(constants: rounds.RunConstants) -> object:
-            progress = rounds.start(constants)
-            plan, rows = rounds.begin(engine.axis, constants, progress)
-            trained = jax.lax.map(lambda row: rounds.train_client(constants, progress.round, row), rows)
-            return rounds.finish(constants, progress, plan, trained)
+        def one_round(constants: RunConstants) -> object:
+            progress = start(constants)
+            plan, rows = begin(engine.axis, constants, progress)
+            trained = jax.lax.map(lambda row: train_client(constants, progress.round, row), rows)
+            return finish(constants, progress, plan, trained)
 
         jax.eval_shape(one_round, engine.constants)
     except UserError as error:

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local, program
 from fedjax_mr.engine.personal import part_of, personal_variables
 from fedjax_mr.engine.program import Program
+from fedjax_mr.engine.round import plan
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import usual_traffic
 from fedjax_mr.strategies.hyper import info, numbers_of
-from fedjax_mr.testing.federations import default_hyper
+from fedjax_mr.testing.federations import default_hyper, simulator
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 # All quick tests use one federation, so that they share two programs of each strategy. It has BatchNorm, dropout and
 # five of six clients in a round, which leaves empty slots on 2 x 2 lanes.
-NORMED = {"network": "normed", "cohort": 5, "seed": 1, "key": "contract"}
+NORMED = {"network": "normed", "cohort": 5, "seed": 1}
 LINEAR = {"network": "linear", "cohort": 6}  # convex; all clients in each round
 THIN = {"network": "thin", "cohort": 3}  # with a convolution
 
@@ -91,7 +92,7 @@ def test_any_division_into_calls_gives_the_same_bits_in_one_trace(engine, equal,
     equal(whole, again)
     of_the_last_round = lambda report: report._replace(images=0, steps=0, traffic=None)
     equal(of_the_last_round(report), of_the_last_round(last))
-    assert {program.traces for program in engine.programs.values()} == {1}
+    assert {each.traces for each in engine.programs.values()} == {1}
 
 
 @pytest.mark.parametrize("federation, devices, lanes", LAYOUTS)
@@ -120,7 +121,9 @@ def test_other_numbers_seeds_and_partitions_train_in_the_same_program(engine, eq
     assert all(float(a) != float(b) for a, b in zip(*changed, strict=True))
     assert second.programs["rounds"] is one.programs["rounds"] and one.programs["rounds"].traces == 1
     if alone:  # compiled for these numbers only
-        expected, _ = run(engine(strategy, **other | {"key": None}), [1])
+        program.forget()
+        simulator.cache_clear()
+        expected, _ = run(engine(strategy, **other), [1])
         equal(trained, expected)
 
 
@@ -150,8 +153,6 @@ def test_memory_may_live_on_the_host(engine, equal, strategy, devices):
         pytest.skip("clients have no memory")
     other = engine(strategy, devices=2, lanes=2, **THIN)  # in steps, as with memory on the host
     expected, _ = run(other, [3])
-    if devices == 2:  # the clients' program is the same, and need not be compiled twice
-        kept.programs["clients"] = other.programs["clients"]
     progress, _ = run(kept, [2, 1])
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(progress.memory))
     progress = other.place(progress)  # adds the memories of clients that have not trained
@@ -250,14 +251,14 @@ def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):
 def test_the_client_part_holds_no_collective(engine, strategy):
     start, engine = engine(strategy, **NORMED), engine(strategy, devices=2, lanes=2, **NORMED)
     run(engine, [1], start=start)
-    text = engine.programs["clients"].compiled.as_text()
+    text = engine.programs.compiled("clients").as_text()
     assert [name for name in COLLECTIVES if name in text] == []
 
 
 @pytest.mark.parametrize("federation", quick_and(LINEAR))
 def test_a_client_of_one_sample_and_almost_all_clients_at_once_train(engine, strategy, federation):
     engine = engine(strategy, **federation)
-    cohort = lambda constants, server: rounds.plan(engine.axis, constants, server, jnp.int32(0)).cohort
+    cohort = lambda constants, server: plan(engine.axis, constants, server, jnp.int32(0)).cohort
     sizes = np.asarray(jax.jit(cohort)(engine.constants, engine.init().server).sizes)
     _, report = run(engine, [1])
     if not STRATEGIES[strategy].own_batches:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import rounds
+from fedjax_mr.engine.round import begin, train_client
 from fedjax_mr.testing.links import FEDERATION, LINKS, NEUTRAL, linked, refusal
 
 
@@ -43,8 +43,8 @@ def assert_counted(engine):
     constants, progress = engine.constants, engine.init()
 
     def sent(constants, progress):
-        _, rows = rounds.begin(engine.axis, constants, progress)
-        return rows.payload, jax.lax.map(lambda row: rounds.train_client(constants, progress.round, row), rows)[0]
+        _, rows = begin(engine.axis, constants, progress)
+        return rows.payload, jax.lax.map(lambda row: train_client(constants, progress.round, row), rows)[0]
 
     down, up = (trees.num_bytes(tree) for tree in jax.eval_shape(sent, constants, progress))
     assert np.array_equal(report.traffic.num_bytes()[:2], (down, up))

@@ -308,7 +308,6 @@ def test_a_backdoor_is_found_in_the_deployed_model(devices):
             hyper=Attack(attackers),
             devices=devices,
             lanes=1,
-            key="backdoor",  # the second simulator compiles nothing
         )
         state, report = simulation.run(simulation.init(), 6)
         return simulation, state, report

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local, trials
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Zoo, layers, parts
@@ -115,12 +115,12 @@ def test_one_program_serves_every_base_of_the_same_shapes():
 def test_trials_share_one_frozen_copy():
     model, others = (parts.partly(WHOLE, "head/*", key=jax.random.key(seed)) for seed in (0, 1))
     constants = [_simulator(each, seed=1).rounds.constants for each in (model, model, others)]
-    stacked = rounds.stack_trials(constants[:2])
+    stacked = trials.stack_trials(constants[:2])
     tree_equal(stacked.problem.model.frozen, model.frozen)
     assert stacked.problem.sizes.shape == (2, len(SIZES))
-    tree_equal(rounds.of_trial(stacked, 1).problem.model.frozen, model.frozen)
+    tree_equal(trials.of_trial(stacked, 1).problem.model.frozen, model.frozen)
     with pytest.raises(UserError, match="share the frozen variables"):
-        rounds.stack_trials(constants)
+        trials.stack_trials(constants)
 
 
 def test_bad_input_is_refused_in_one_line():

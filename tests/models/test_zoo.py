@@ -104,7 +104,7 @@ def test_no_branch_of_another_network_runs_in_one_lane(engine):
     """The compiled clients select by a conditional; they do not compute all networks."""
     engine = engine("local", "linear,perceptron", cohort=6, devices=2, lanes=1)
     engine.run(engine.init(), 1)
-    assert "conditional" in engine.programs["clients"].compiled.as_text()
+    assert "conditional" in engine.programs.compiled("clients").as_text()
 
 
 class Counting(nn.Module):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import models, trees
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import local
+from fedjax_mr.engine import round as one_round
 from fedjax_mr.engine.samples import ClientData, Samples, one_client
 from fedjax_mr.strategies.base import Cohort, Problem
 from fedjax_mr.testing.federations import ThinHead
@@ -25,8 +26,8 @@ def beginning(engine, payloads):
 
     def begin(constants, progress):
         if not payloads:
-            return rounds.plan(engine.axis, constants, progress.server, progress.round), None
-        plan, rows = rounds.begin(engine.axis, constants, progress)
+            return one_round.plan(engine.axis, constants, progress.server, progress.round), None
+        plan, rows = one_round.begin(engine.axis, constants, progress)
         return plan, rows.payload
 
     return jax.jit(begin)
