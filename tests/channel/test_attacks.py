@@ -342,8 +342,8 @@ def wrapped(hyper, problem):
 
 
 def after(strategy, kind, attackers, rounds=2):
-    hyper, key = Wrapped(strategy, kind, attackers), (strategy, kind)  # one program for every share
-    simulation = simulator((wrapped, hyper), "linear", cohort=COUNT, devices=1, lanes=1, key=key)
+    hyper = Wrapped(strategy, kind, attackers)
+    simulation = simulator((wrapped, hyper), "linear", cohort=COUNT, devices=1, lanes=1)
     return simulation.run(simulation.init(), rounds)
 
 

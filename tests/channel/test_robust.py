@@ -586,7 +586,7 @@ def test_rules_without_refusals_are_refused_for_control_variates():
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_regains_most_of_what_an_attack_takes(rule):
     """Not all of it: the attackers are all on one side, so a median is closer to them than the honest mean."""
-    accuracy = lambda name: run(functools.partial(averaged, name), 30, key=name)[0]
+    accuracy = lambda name: run(functools.partial(averaged, name), 30)[0]
     good, bad = accuracy("honest"), accuracy("undefended")
     assert bad < good - 0.4
     assert accuracy(rule) > (good + bad) / 2

@@ -55,7 +55,7 @@ def engines(strategy, federation, devices, lanes, network="linear"):
         problem = givens[seed].problem
         local = dataclasses.replace(problem.local, max_size=largest)
         given = givens[seed]._replace(problem=dataclasses.replace(problem, local=local))
-        return Rounds(given, alone, key=("test_rounds", strategy, network))
+        return Rounds(given, alone)
 
     return TrialRounds(givens, together), one
 

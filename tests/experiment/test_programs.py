@@ -1,12 +1,17 @@
 """Runs of one process share compiled programs where all that a program closes over is the same, and only there."""
 
 import ctypes
+import dataclasses
+import functools
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,6 +19,7 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import plots
 from fedjax_mr.engine import program
+from fedjax_mr.engine.clients import ClientAxis, client_axis
 from fedjax_mr.experiment import run as running
 
 TINY = dict(
@@ -26,23 +32,16 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-@pytest.fixture(scope="module")
-def kept():
-    """The programs of this module's tests."""
-    return {}
-
-
 @pytest.fixture(autouse=True)
-def _apart(tmp_path, monkeypatch, kept):
-    """Go into an empty folder, and leave aside what other modules have compiled."""
+def _apart(tmp_path, monkeypatch):
+    """Go into an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "_kept", kept)
 
 
 @pytest.fixture
-def forget(monkeypatch):
-    """Leave aside what this test has compiled, too."""
-    return lambda: monkeypatch.setattr(program, "_kept", {})
+def forget():
+    """The function that drops what was compiled before."""
+    return program.forget
 
 
 @pytest.fixture
@@ -150,11 +149,12 @@ def test_numbers_share_programs(made, forget, equal, server):
 
 
 @pytest.mark.slow
-def test_settings_of_jax_belong_to_the_key(made):
+def test_settings_of_jax_are_traced_anew(made):
     run()
+    before = made[0].programs["rounds"].traces
     with jax.default_matmul_precision("highest"):
         run()
-    assert made[1].programs["rounds"] is not made[0].programs["rounds"]
+    assert made[1].programs["rounds"] is made[0].programs["rounds"] and made[1].programs["rounds"].traces == before + 1
 
 
 STEP = 1.0
@@ -196,16 +196,50 @@ def test_networks_of_ones_own_are_traced_anew(made):
     assert made[1].programs["rounds"] is not made[0].programs["rounds"]
 
 
-@pytest.mark.slow
-def test_few_programs_are_kept(made, forget, monkeypatch):
-    """The oldest sets go, and with them what they hold."""
+def test_a_second_simulator_traces_and_compiles_nothing(forget):
+    """In a notebook, too: other seeds, partitions, learning rates and numbers of the strategy."""
     forget()
-    monkeypatch.setattr(program, "MAX_KEPT", 2)
-    for count in (1, 2, 3, 2, 1):
-        run(local_epochs=count)
-    assert len(program._kept) == 2
-    same = lambda a, b: made[a].programs["rounds"] is made[b].programs["rounds"]
-    assert not same(0, 4) and made[0].programs["rounds"].compiled is not None
+    data = fmr.data.load("digits")
+
+    def accuracy(*, seed, alpha, lr, mu):
+        federated = fmr.data.federate(data, num_clients=4, partition="dirichlet", alpha=alpha, seed=seed)
+        hyper = fmr.strategies.fedprox.Hyper(mu=mu)
+        setting = fmr.local.setting(lr=lr, epochs=1)
+        simulator = fmr.Simulator("fedprox", "logistic", federated, cohort=2, local=setting, hyper=hyper, seed=seed)
+        state, _ = simulator.run(simulator.init(), 2)
+        return simulator.test(state).accuracy
+
+    first = accuracy(seed=0, alpha=0.5, lr=0.05, mu=0.1)
+    before = program.compile_seconds()
+    assert before > 0
+    assert accuracy(seed=1, alpha=1.0, lr=0.02, mu=0.5) != first
+    assert program.compile_seconds() == before
+
+
+def test_the_oldest_programs_go_and_their_code_with_them(monkeypatch):
+    """A session of many methods does not grow without bound."""
+    few = functools.lru_cache(maxsize=2)(program._program.__wrapped__)
+    monkeypatch.setattr(program, "_program", few)
+    axis = client_axis(devices=1, lanes=1, cohort_size=1)
+    code = [weakref.ref(_call(axis, length)) for length in (1, 2, 3)]
+    gc.collect()
+    assert few.cache_info().currsize == 2 and code[0]() is None and code[2]() is not None
+
+
+def _call(axis, length):
+    programs = program.Programs(Doubling(axis))
+    np.testing.assert_array_equal(programs.call("double", jnp.ones(length)), np.full(length, 2))
+    return programs["double"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling:
+    """An owner of programs."""
+
+    axis: ClientAxis
+
+    def double(self, x):
+        return 2 * x
 
 
 def test_pictures_come_at_the_end_or_not_at_all(monkeypatch):
@@ -269,8 +303,7 @@ def test_convolutions_are_xlas_own_on_x86_and_products_are_not(monkeypatch):
         y = jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         return y, images.reshape(-1, 32) @ kernel[0, 0]
 
-    lowered = jax.jit(both).lower(images, kernel)
-    of_library = lambda compiled: compiled.as_text().count("ynn_fusion = ")
-    assert of_library(program.compile_lowered(lowered)) == 1
+    of_library = lambda: program.Program(both).compile(images, kernel).as_text().count("ynn_fusion = ")
+    assert of_library() == 1
     monkeypatch.setattr(program, "LIBRARY", "xla_cpu_of_another_version")  # unknown to this XLA, so it is left out
-    assert of_library(program.compile_lowered(lowered)) >= 1
+    assert of_library() >= 1
