@@ -9,13 +9,16 @@ prints the time of each step of the second pass, when everything is compiled.
 """
 
 import argparse
+import sys
 
+import block_plots
 import jax
 import numpy as np
 
-from fedjax_mr.analysis import plots, runs, tables
+from fedjax_mr.analysis import command, runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import read_info
 from fedjax_mr.keys import random_key
@@ -57,9 +60,9 @@ def main(arguments: argparse.Namespace) -> None:
     strips = {f"round {number}": strips_of(account) for number, account in accounts.items()}
     teachers = {number: teachers_of(account) for number, account in accounts.items()}
     with runs.output_folder(arguments.out, chosen) as folder:
-        plots.grouped(alike, names, groups, folder / f"alike.{suffix}", label="mean CKA")
-        plots.strips(strips, folder / f"candidates.{suffix}", num_colours=num_clients)
-        plots.teachers(teachers, num_clients, folder / f"teachers.{suffix}")
+        block_plots.grouped(alike, names, groups, folder / f"alike.{suffix}", label="mean CKA")
+        block_plots.strips(strips, folder / f"candidates.{suffix}", num_colours=num_clients)
+        block_plots.teachers(teachers, num_clients, folder / f"teachers.{suffix}")
 
     rows = [("round", "clients", "blocks", "candidates", "of length", "different teachers")]
     for number, account in accounts.items():
@@ -112,3 +115,7 @@ def measured(rebuilt: runs.Rebuilt, state: pfedhr.State) -> list[tuple[str, str]
         ("all steps", f"{sum(seconds.values()):.2f}"),
         ("compiled programs", str(reassembler.programs.traces)),
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(lambda: command.script(sys.modules[__name__])))

@@ -9,13 +9,14 @@ full group and of the last group (counted twice if it is full). It is computed f
 
 import argparse
 import math
+import sys
 
 import jax
 import numpy as np
 
-from fedjax_mr.analysis import plots, runs, tables
+from fedjax_mr.analysis import command, plots, runs, tables
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import titles
+from fedjax_mr.experiment import interrupts, titles
 from fedjax_mr.models import Variables
 from fedjax_mr.models.base import Layer
 
@@ -104,3 +105,7 @@ def cells(series: dict[str, tuple[list[int], list[float]]]) -> list[tuple[str, .
         numbers = f"{values[0]:.4f}", f"{values[lowest]:.4f}", f"{rounds[lowest]}", f"{values[-1]:.4f}", f"{rounds[-1]}"
         rows.append((name, *numbers))
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(lambda: command.script(sys.modules[__name__])))

@@ -11,7 +11,7 @@ SIDE = 0.62  # inches per image
 LABEL = 2.6  # inches for the names of the rows
 
 
-def images(rows: Mapping[str, np.ndarray], path: Path | str) -> None:
+def draw(rows: Mapping[str, np.ndarray], path: Path | str) -> None:
     """Draw rows of images side by side, each with its name on the left.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_mr.analysis.plots.figure import WIDTH, picture
 
 
-def surfaces(
+def draw(
     heights: Mapping[str, np.ndarray], steps: np.ndarray, path: Path | str, *, label: str, levels: int = 15
 ) -> None:
     """Draw surfaces [P, P] as contour maps side by side with a common scale.

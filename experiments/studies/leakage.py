@@ -30,17 +30,21 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import image_rows
+import inversion
 import jax
 import jax.numpy as jnp
+import membership
 import numpy as np
 from tqdm import tqdm
 
 from fedjax_mr import trees
-from fedjax_mr.analysis import inversion, membership, plots, runs, tables
+from fedjax_mr.analysis import command, runs, tables
 from fedjax_mr.data import FederatedData, files
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import positions
@@ -63,6 +67,7 @@ from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import REAL_CLIENTS, require_same_data
@@ -189,7 +194,7 @@ def _attack(arguments: argparse.Namespace, sizes: list[int], chosen: Sequence[ru
                 )
                 restored.append(cells)
             path = folder / f"leakage-{name}.{arguments.format}"
-            plots.images(rows, path)
+            image_rows.draw(rows, path)
             print(f"drawn in {path}", flush=True)
         results[name] = facts
         with files.atomic_write(folder / RESULTS) as file:  # after each run, because the next one takes minutes
@@ -508,3 +513,7 @@ def _cosines(change: trees.Params, gradients: trees.Params, weights: trees.Param
     """The cosines [V, K] of V changes with K gradients."""
     one = lambda a: jax.lax.map(lambda b: inversion.cosine(a, b, weights), gradients)
     return jax.lax.map(one, change)
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(lambda: command.script(sys.modules[__name__])))

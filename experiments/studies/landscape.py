@@ -14,10 +14,12 @@ power iteration. The loss is the mean cross-entropy in evaluation mode of a rand
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import contours
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +27,14 @@ import optax
 from tqdm import tqdm
 
 from fedjax_mr import trees
-from fedjax_mr.analysis import plots, runs, tables
+from fedjax_mr.analysis import command, plots, runs, tables
 from fedjax_mr.data import files
 from fedjax_mr.engine import local
 from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
+from fedjax_mr.experiment import interrupts, titles
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
 
@@ -127,7 +129,7 @@ def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], fo
         methods = {title: run.method() for title, run in zip(shown, chosen, strict=True)}
         plots.lines({"": lines}, path, x_label="distance (filter norms)", y_label=label, methods=methods)
     else:
-        plots.surfaces(shown, steps, path, label=label)
+        contours.draw(shown, steps, path, label=label)
     print(tables.aligned(rows))
     print(f"drawn in {path}, kept in {folder / name}.npz and {folder / SHARPNESS}")
 
@@ -307,3 +309,7 @@ def _unit(tree: Any) -> Any:
 @jax.jit
 def _inner(a: Any, b: Any) -> jax.Array:
     return functools.reduce(jnp.add, map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(lambda: command.script(sys.modules[__name__])))

@@ -25,6 +25,7 @@ steps get lost (here after about 50,000 steps), so longer trainings show a floor
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ import optax
 import scipy.optimize
 import scipy.special
 
-from fedjax_mr.analysis import plots, runs, tables
+from fedjax_mr.analysis import command, plots, runs, tables
 from fedjax_mr.data import Split
 from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import client_axis
@@ -46,6 +47,7 @@ from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.samples import Samples
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
@@ -358,3 +360,7 @@ def cells(known: Constants, histories: dict[str, History]) -> list[tuple[str, ..
             numbers = gap[-1], bound[-1], (gap / bound).max(), slope(history.steps, gap), seen
             rows.append((label, *(f"{number:.3g}" for number in numbers)))
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(lambda: command.script(sys.modules[__name__])))
