@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import contours
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from tqdm import tqdm
 
+import contours
 from fedjax_mr import trees
 from fedjax_mr.analysis import command, plots, runs, tables
 from fedjax_mr.data import files

@@ -35,14 +35,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import image_rows
-import inversion
 import jax
 import jax.numpy as jnp
-import membership
 import numpy as np
 from tqdm import tqdm
 
+import image_rows
+import inversion
+import membership
 from fedjax_mr import trees
 from fedjax_mr.analysis import command, runs, tables
 from fedjax_mr.data import FederatedData, files

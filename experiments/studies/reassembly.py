@@ -11,10 +11,10 @@ prints the time of each step of the second pass, when everything is compiled.
 import argparse
 import sys
 
-import block_plots
 import jax
 import numpy as np
 
+import block_plots
 from fedjax_mr.analysis import command, runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import jax
-import landscape
-import leakage
 import numpy as np
 import pytest
+
+import landscape
+import leakage
 import reassembly
 import similarity
 import theorem1
-
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import COMMANDS, main
 from fedjax_mr.analysis.command import script

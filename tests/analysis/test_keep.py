@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import similarity
 
+import similarity
 from fedjax_mr.analysis import frame, groups, runs, tables
 from fedjax_mr.analysis.__main__ import main as analysis
 from fedjax_mr.analysis.command import script

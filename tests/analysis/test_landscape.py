@@ -4,11 +4,11 @@ import json
 
 import jax
 import jax.numpy as jnp
-import landscape
 import numpy as np
 import optax
 import pytest
 
+import landscape
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.command import script
 from fedjax_mr.engine.samples import Samples

@@ -3,14 +3,14 @@
 import json
 import types
 
-import inversion
 import jax
 import jax.numpy as jnp
-import leakage
-import membership
 import numpy as np
 import pytest
 
+import inversion
+import leakage
+import membership
 from fedjax_mr import trees
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.command import script

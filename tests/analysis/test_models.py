@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-import similarity
 
 import fedjax_mr as fmr
+import similarity
 from fedjax_mr.analysis import runs, spread
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.command import script

@@ -1,12 +1,12 @@
 """Curves of any number of runs end up in a picture that shows them all."""
 
-import block_plots
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+import block_plots
 from fedjax_mr.analysis import plots
 from fedjax_mr.errors import UserError
 

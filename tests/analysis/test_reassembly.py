@@ -1,11 +1,11 @@
 """What pFedHR's server did, read from a run's checkpoints and drawn."""
 
-import block_plots
 import numpy as np
 import pytest
-import reassembly
 
+import block_plots
 import fedjax_mr as fmr
+import reassembly
 from fedjax_mr.analysis.command import script
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies.pfedhr.strategy import Account

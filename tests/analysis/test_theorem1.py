@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-import theorem1
 
+import theorem1
 from fedjax_mr.analysis.command import script
 
 PROBLEMS = {"quadratic": theorem1.quadratic, "logistic": theorem1.logistic}

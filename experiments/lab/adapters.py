@@ -1,6 +1,6 @@
 """Samples per second of training an adapter: ours, and PyTorch with transformers and peft, on the same core.
 
-    python experiments/adapters.py [--threads=1] [--batch=16] [--length=32] [--repeats=5]
+    python experiments/lab/adapters.py [--threads=1] [--batch=16] [--length=32] [--repeats=5]
 
 BERT in the size of MiniLM-L6 with random weights, LoRA of rank 8 beside the queries and values of attention, a trained
 classifier of two classes, SGD with momentum, without dropout; sentences of ``--length`` tokens, none of them padding.
@@ -18,11 +18,11 @@ import time
 import jax
 import numpy as np
 import torch
-from benchmark import LR, MOMENTUM, Contestant, take_turns
 from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
 from transformers import BertConfig, BertModel  # pyright: ignore[reportMissingImports]
 
 import fedjax_mr as fmr
+from benchmark import LR, MOMENTUM, Contestant, take_turns
 from fedjax_mr import trees
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.models import MODELS, ModelRow

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from chaos_messages import ODD
 from chaos_runs import World, Wrong
-
 from fedjax_mr.deploy import client, flower, protocol, relay, server, transport
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide

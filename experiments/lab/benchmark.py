@@ -1,16 +1,16 @@
 """How fast the engine trains, in one run beside the same networks in plain Flax layers and in PyTorch.
 
-    python experiments/benchmark.py                                # every network: ours, plain layers, PyTorch
-    python experiments/benchmark.py --quick --models=lenet5        # less than a minute
-    python experiments/benchmark.py rounds                         # what a whole round is spent on
-    python experiments/benchmark.py strategies                     # what a round of each strategy costs
-    python experiments/benchmark.py fedme                          # its clients' and its server's work, beside FedAvg's
-    python experiments/benchmark.py growth                         # time and memory against K and N
-    python experiments/benchmark.py race                           # the course of pfl-research's CIFAR10-IID
-    python experiments/benchmark.py start                          # a short run by its parts: start.py
-    python experiments/benchmark.py products                       # XLA's and PyTorch's rates on a network's products
-    python experiments/benchmark.py clock                          # asynchronous clients, by events: events.py
-    python experiments/benchmark.py peers                          # beside other simulators: peers.py and its flags
+    python experiments/lab/benchmark.py                           # every network: ours, plain layers, PyTorch
+    python experiments/lab/benchmark.py --quick --models=lenet5   # less than a minute
+    python experiments/lab/benchmark.py rounds                    # what a whole round is spent on
+    python experiments/lab/benchmark.py strategies                # what a round of each strategy costs
+    python experiments/lab/benchmark.py fedme                     # its clients' and its server's work, beside FedAvg's
+    python experiments/lab/benchmark.py growth                    # time and memory against K and N
+    python experiments/lab/benchmark.py race                      # the course of pfl-research's CIFAR10-IID
+    python experiments/lab/benchmark.py start                     # a short run by its parts: start.py
+    python experiments/lab/benchmark.py products                  # XLA's and PyTorch's rates on a network's products
+    python experiments/lab/benchmark.py clock                     # asynchronous clients, by events: events.py
+    python experiments/lab/benchmark.py peers                     # beside other simulators: peers.py and its flags
 
 The contestants take turns, so that a drift of the machine hits all of them; medians are printed, and figures are to be
 read as ratios of one run. All data are synthetic.
@@ -39,16 +39,16 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
-import events
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import events
+import fedjax_mr as fmr
 import peers
 import products
 import start
-
-import fedjax_mr as fmr
 from fedjax_mr.engine.clients import assign, client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
@@ -211,8 +211,9 @@ def torch_clients(
 ) -> Callable[[Sequence[int]], None]:
     """Return a function that trains clients one after the other, given their numbers."""
     import torch
-    import torch_networks
     from torch.utils.data import DataLoader, TensorDataset
+
+    import torch_networks
 
     torch.set_num_threads(threads)
     if device != "cpu":

@@ -1,9 +1,9 @@
 """Try to break runs: random kills, full disks, damaged and forged files, bad flags, malformed messages.
 
-    python experiments/chaos.py                       # about ten minutes on two cores
-    python experiments/chaos.py --only=kills,storage --minutes=30 --kills=400 --seed=7
-    python experiments/chaos.py --only=flags --trial=1234
-    python experiments/chaos.py --tries=4000          # all rows together, without a time limit
+    python experiments/lab/chaos.py                       # about ten minutes on two cores
+    python experiments/lab/chaos.py --only=kills,storage --minutes=30 --kills=400 --seed=7
+    python experiments/lab/chaos.py --only=flags --trial=1234
+    python experiments/lab/chaos.py --tries=4000          # all rows together, without a time limit
 
 The table has one line per row: the numbers of trials and of failures. Every failure follows with a description of the
 trial, the last printed lines, and the command that repeats it. The exit code is 1 if a trial failed. A trial depends
@@ -59,6 +59,7 @@ from typing import NamedTuple
 import matplotlib.pyplot  # noqa: F401 (imported once, before the forks)
 import numpy as np
 import orbax.checkpoint  # noqa: F401
+
 from chaos_clocks import adapters, clocks
 from chaos_deploy import clients, servers, values
 from chaos_folders import folders
@@ -68,7 +69,6 @@ from chaos_processes import processes
 from chaos_runs import KILLED, Child, World, Wrong, fingerprint, kills, settings, storage, to_the_end
 from chaos_studies import slurm, tunings
 from chaos_surroundings import surroundings, sweeps
-
 from fedjax_mr.analysis import plots
 from fedjax_mr.engine.devices import add_xla_flags, usable_cores
 

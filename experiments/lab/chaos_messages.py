@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chaos_runs import World, Wrong
 
+from chaos_runs import World, Wrong
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure import messages as secure
 

@@ -1,8 +1,8 @@
 """Measure the tests: change one line of an algorithm and see whether a quick test fails.
 
-    python experiments/mutants.py draw --number=200 --seed=0 > mutants.jsonl
-    python experiments/mutants.py run mutants.jsonl --results=results.jsonl      # hours on one core; resumes
-    python experiments/mutants.py table results.jsonl
+    python experiments/lab/mutants.py draw --number=200 --seed=0 > mutants.jsonl
+    python experiments/lab/mutants.py run mutants.jsonl --results=results.jsonl      # hours on one core; resumes
+    python experiments/lab/mutants.py table results.jsonl
 
 A mutant is a text edit of one file of the package. `draw` finds all places to which one of the `OPERATORS` applies and
 draws some of them, the same number of each file if it has as many. Two lists are kept beside this script:
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = ("fedjax_mr/strategies/**/*.py", "fedjax_mr/channel/*.py", "fedjax_mr/clock/*.py",
          "fedjax_mr/engine/round.py", "fedjax_mr/engine/local.py")  # fmt: skip
 NO_ALGORITHM = ("__init__.py", "hyper.py")  # tables and declarations

@@ -21,7 +21,6 @@ from chaos_runs import (
     stopped_from,
     to_the_end,
 )
-
 from fedjax_mr import export, main
 from fedjax_mr.strategies import STRATEGIES, on_any_network
 

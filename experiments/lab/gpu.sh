@@ -2,7 +2,7 @@
 # Everything that only a GPU can tell, in at most nine minutes and without a network: is it right there, how fast is it beside
 # PyTorch on the same GPU, and which settings are best.
 #
-#   experiments/gpu.sh [--out=FOLDER] [--wheels=FOLDER] [--only=PART,...] [--minutes=9] [--dry_run]
+#   experiments/lab/gpu.sh [--out=FOLDER] [--wheels=FOLDER] [--only=PART,...] [--minutes=9] [--dry_run]
 #
 # Needs Python 3.11 or newer with JAX for CUDA and the packages of pyproject.toml (PYTHON=... chooses another Python). The
 # package itself need not be installed. --wheels is a folder of wheels of what is missing. Without PyTorch for CUDA its rows

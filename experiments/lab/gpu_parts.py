@@ -1,4 +1,4 @@
-"""The parts of ``gpu.sh``, one per call: ``python experiments/gpu_parts.py PART --rows=FILE``.
+"""The parts of ``gpu.sh``, one per call: ``python experiments/lab/gpu_parts.py PART --rows=FILE``.
 
 A part appends its rows to FILE as it finds them, one JSON object per line. ``gpu.py`` gives each part a process, a time
 limit and its XLA flags. With --dry_run everything runs on the CPU with tiny sizes, and the figures mean nothing.
@@ -71,6 +71,7 @@ def facts(emit: Emit, sizes: Sizes) -> None:
     """Emit what the device and the software are, then what they can do at best."""
     import jax
     import jax.numpy as jnp
+
     from benchmark import Product
 
     note = lambda fact, value: emit(fact=fact, value=value)
@@ -199,7 +200,6 @@ def differences(kind: str, here: Sequence[dict[str, Any]], cpu: Sequence[dict[st
 def network_config(name: str, sizes: Sizes, **changes: Any) -> Any:
     """Return the setting of ``benchmark.py models``: FedAvg, every client in every round."""
     import benchmark
-
     import fedjax_mr as fmr
 
     settings: dict[str, Any] = {
@@ -213,7 +213,6 @@ def network_config(name: str, sizes: Sizes, **changes: Any) -> Any:
 def images_for(name: str, sizes: Sizes) -> Any:
     """Return synthetic images for a network."""
     from benchmark import synthetic
-
     from fedjax_mr.models import MODELS
 
     return synthetic(MODELS[name].input_shape, MODELS[name].num_classes, sizes.clients * sizes.samples)
@@ -238,9 +237,9 @@ def speed(name: str, emit: Emit, sizes: Sizes) -> None:
 
     if not sizes.dry:  # what the host launches is in XLA's dump
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={accelerators.dumps()}".strip()
-    import benchmark
     import jax
 
+    import benchmark
     from fedjax_mr.models.__main__ import multiply_adds
 
     started = time.monotonic()

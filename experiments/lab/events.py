@@ -1,6 +1,6 @@
 """Events per second of asynchronous clients: batched waves, a serial loop of the same engine, synchronous rounds.
 
-    python experiments/benchmark.py clock [--quick]
+    python experiments/lab/benchmark.py clock [--quick]
 
 FedAvg, five device classes, N = 100 clients of 100 samples, batch 50. An event is the training of one client with its
 arrival. All contestants have one device and one lane. The serial loop trains each job by itself at its start, with the

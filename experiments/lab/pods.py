@@ -1,7 +1,7 @@
 """What a round moves between devices, and what many clients cost.
 
-    python experiments/pods.py --devices=1,2,4,8 --models=lenet5 --strategies=fedavg,fedmr,fedcross,scaffold
-    python experiments/pods.py --clients=1000,10000,100000 --models=logistic,lenet5 --strategies=fedmr --cohort=100
+    python experiments/lab/pods.py --devices=1,2,4,8 --models=lenet5 --strategies=fedavg,fedmr,fedcross,scaffold
+    python experiments/lab/pods.py --clients=1000,10000,100000 --models=logistic,lenet5 --strategies=fedmr --cohort=100
 
 The first reads the transfers of a round from the compiled program, which is compiled for D devices of the CPU; there
 need not be as many cores. Nothing is run, unless --time asks for the seconds per round (median of three) where each
@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from hlo import Module, collectives
 
 import fedjax_mr as fmr
 from fedjax_mr import data, trees
@@ -34,6 +33,7 @@ from fedjax_mr.engine.round import begin
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.federation import federated_data
+from hlo import Module, collectives
 
 SHAPES = {"lenet5": (32, 32, 3), "resnet20": (32, 32, 3), "vgg16": (32, 32, 3), "logistic": (8, 8, 1)}
 

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from chaos_runs import PATIENCE, Child, World, Wrong, fingerprint, require_bits, settings
-
 from fedjax_mr.experiment.coordination import LINGER_SECONDS
 from fedjax_mr.experiment.folder import saved_round
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from chaos_inputs import TEXTS, command, spoil
 from chaos_runs import PATIENCE, Ended, World, Wrong, fingerprint, require_one_line, settings
 from chaos_surroundings import REFUSED, command_of, started, wait
-
 from fedjax_mr.sweep import __main__ as sweep
 from fedjax_mr.sweep import slurm as on_slurm
 from fedjax_mr.tune import __main__ as tune

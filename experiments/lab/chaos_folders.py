@@ -20,7 +20,6 @@ from chaos_runs import (
     settings,
     stopped,
 )
-
 from fedjax_mr import export, main
 from fedjax_mr.analysis import __main__ as analysis
 from fedjax_mr.experiment import interrupts

@@ -7,10 +7,10 @@ those of ``torch_networks.py``. Their BatchNorm keeps no running statistics, bec
 from collections.abc import Callable, Sequence
 
 import torch
-import torch_networks
-from benchmark import BATCH, CLIENTS, LR, MOMENTUM
 
 import fedjax_mr as fmr
+import torch_networks
+from benchmark import BATCH, CLIENTS, LR, MOMENTUM
 
 Stack = dict[str, torch.Tensor]  # [K, ...] by name
 

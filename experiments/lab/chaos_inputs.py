@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chaos_runs import PATIENCE, ROUNDS, Ended, World, Wrong, require_one_line, settings, stopped
 
+from chaos_runs import PATIENCE, ROUNDS, Ended, World, Wrong, require_one_line, settings, stopped
 from fedjax_mr import main
 from fedjax_mr.analysis import __main__ as analysis
 from fedjax_mr.experiment.checkpoint import MANIFEST

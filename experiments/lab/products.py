@@ -1,6 +1,6 @@
 """What XLA and PyTorch make of a network's own convolutions and products, on one core of this machine.
 
-    python experiments/benchmark.py products --models=cnn_mcmahan,lenet5
+    python experiments/lab/benchmark.py products --models=cnn_mcmahan,lenet5
 
 For every convolution and dense layer of a network, at a batch of 50: the rate of the forward pass and of its two
 gradients (for the layer's input, for its kernel), as XLA compiles our layers inside a loop and as PyTorch's libraries

@@ -1,6 +1,6 @@
 """Real federations on one machine: Flower's own processes on loopback addresses, to test and to measure.
 
-    python experiments/deployment.py --nodes=2 --model=cnn_digits --rounds=4
+    python experiments/lab/deployment.py --nodes=2 --model=cnn_digits --rounds=4
 
 runs FedMR on that many SuperNodes and in the simulator, and prints one line of JSON: seconds and bytes per round, and
 the processors' seconds of all Flower's processes. In an environment with the extra ``deploy``. Other options are

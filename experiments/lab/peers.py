@@ -1,8 +1,8 @@
 """Time the same federated training in other simulators and in this one, each in an environment of its own.
 
-    python experiments/peers.py                                  # all of them on one core, then on two
-    python experiments/peers.py --quick --cores=1                # one local epoch, two turns
-    python experiments/peers.py --contestants=ours,pfl --json=FILE
+    python experiments/lab/peers.py                                  # all of them on one core, then on two
+    python experiments/lab/peers.py --quick --cores=1                # one local epoch, two turns
+    python experiments/lab/peers.py --contestants=ours,pfl --json=FILE
 
 FedAvg with LeNet-5 (62,006 parameters) on synthetic images of CIFAR-10's shape: 100 clients of 500 samples, 10 of them
 per round, five local epochs, batch 50, SGD with learning rate 0.01 and momentum 0.5, on the CPU. ``ours`` is this
@@ -13,7 +13,7 @@ arrangement of processes and threads that a peer offers is a row of its own.
 ``ours_async`` and ``flgo_async`` train with FedBuff: 20 clients train at the same simulated time, and the server
 updates its model with every 10 uploads. Such an update counts as a round, so all rows train 10 clients per round.
 
-Each contestant is a process bound to the cores of its table; its driver is a file in ``experiments/peers``. After two
+Each contestant is a process bound to the cores of its table; its driver is a file in the folder ``peers``. After two
 rounds of warming up all train one round in turn, ``--repeats`` times. Printed are the medians of the seconds and of
 the CPU seconds per round (of the contestant's whole tree of processes; Linux alone tells them), the medians of their
 ratios to ours of the same turn, and the loss and accuracy on 2,000 test images before the first round and after the
@@ -234,7 +234,7 @@ class Contestant:
         }  # fmt: skip
         paths = [DRIVERS, DRIVERS.parent]
         if self.environment == "ours":
-            paths += [DRIVERS.parent.parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+            paths += [DRIVERS.parents[2], *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
             "PEERS_JOB": json.dumps(job), "PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": "",
             "JAX_PLATFORMS": "cpu", "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0",

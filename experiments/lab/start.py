@@ -1,7 +1,7 @@
 """The seconds of a short run by its parts, where nothing is compiled yet, at a second start, and later in its process.
 
-    python experiments/benchmark.py start            # 100 rounds of FedMR on the digits
-    python experiments/benchmark.py start --quick    # ten rounds
+    python experiments/lab/benchmark.py start            # 100 rounds of FedMR on the digits
+    python experiments/lab/benchmark.py start --quick    # ten rounds
 
 ``import``: Python and all imports before the flags are read. ``data``: the dataset and its division. ``trace``: tracing
 and lowering of programs. ``compile``: XLA, or reading its cache. ``train``: rounds and evaluations without compilation.

@@ -157,7 +157,7 @@ def install(wheels: Path, folder: Path) -> str:
 
 def environment_of(options: argparse.Namespace, site: Path) -> dict[str, str]:
     """Return the environment of the parts: this checkout, the wheels, and room for PyTorch on the same GPU."""
-    paths = [str(HERE.parent), str(HERE), str(site), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE.parents[1]), str(HERE), str(site), os.environ.get("PYTHONPATH", "")]
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     changes["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several processes use the GPU, in turn
     if options.dry_run:

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch_networks
 from contest import Job
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+
+import torch_networks
 
 VERSION = f"torch {torch.__version__.partition('+')[0]}"
 

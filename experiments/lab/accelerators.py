@@ -1,8 +1,8 @@
 """Compile every program of a round for GPUs and TPUs that are not here, and print what the compiler knows about it.
 
-    python experiments/accelerators.py --target=h200 --models=lenet5,resnet20 --strategies=fedmr,fedcross
-    python experiments/accelerators.py --target=v5e:2x4 --cohort=8 --lanes=1
-    python experiments/accelerators.py --target=h200x8 --cohort=16 --json=FILE
+    python experiments/lab/accelerators.py --target=h200 --models=lenet5,resnet20 --strategies=fedmr,fedcross
+    python experiments/lab/accelerators.py --target=v5e:2x4 --cohort=8 --lanes=1
+    python experiments/lab/accelerators.py --target=h200x8 --cohort=16 --json=FILE
 
 Needs the extra ``accelerators`` (the compilers, no driver). Nothing runs on a device and none is touched. A target is
 ``h100``, ``h200`` (``x8``: eight of them in one machine) or a TPU topology ``v4:2x2x1 | v5e:2x4 | v5p:... | v6e:...``.
@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from hlo import Module, collectives, launches
 from jax.sharding import Mesh
 
 import fedjax_mr as fmr
@@ -51,6 +50,7 @@ from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import platforms
 from fedjax_mr.models.__main__ import multiply_adds
+from hlo import Module, collectives, launches
 
 BATCH, TEST_SAMPLES = 50, 10_000
 HOST_PLAN = "*thunk_sequence_after_thunk_passes.txt"  # what XLA writes for GPUs: what the host does, one line each

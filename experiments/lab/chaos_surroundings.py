@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from chaos_runs import PATIENCE, ROUNDS, Ended, World, Wrong, require_bits, settings
-
 from fedjax_mr.experiment.folder import run_state, saved_round
 from fedjax_mr.experiment.locks import is_taken
 

@@ -1,8 +1,8 @@
 """Compare the numbers of all strategies before and after a change that should alter none.
 
-    python experiments/same_bits.py --write=before.json          # about ten minutes on one core
-    python experiments/same_bits.py --check=before.json
-    python experiments/same_bits.py --check=before.json --only=fedavg,fedmr
+    python experiments/lab/same_bits.py --write=before.json          # about ten minutes on one core
+    python experiments/lab/same_bits.py --check=before.json
+    python experiments/lab/same_bits.py --check=before.json --only=fedavg,fedmr
 
 Each strategy trains 4 rounds on the digits with two seeds and two networks: a multilayer perceptron, and one with
 BatchNorm and dropout. Compared are the rows of the metrics without times, and the arrays of the last checkpoint: their
