@@ -215,8 +215,8 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# Compare the rows of the table seed by seed. When this notebook was run, FedMR was clearly flatter in the sharpest
-# direction with two of three seeds, and equal with the third. In random directions the two methods were about equal.
+# Compare the rows of the table seed by seed. When this notebook was run, FedMR was flatter in the sharpest direction
+# with all three seeds, and in random directions with two of them.
 # FedMR's loss was higher after these few rounds, and a model that fits less well is often flatter. On this small
 # problem, the flat box is easy to see, but the deployed model in its middle is only a little flatter than FedAvg's.
 # [The record](../../experiments/RESULTS.md) shows how much FedMR gains on CIFAR-10 over 500 rounds, and where it does

@@ -3,20 +3,28 @@
 import dataclasses
 import functools
 import heapq
+import subprocess
+import sys
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cabafl  # experiments/plugins/cabafl.py
+import fedjax_mr as fmr
 from fedjax_mr import trees
 from fedjax_mr.clock import online
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.engine.round import CLIENT, DISPATCH, HOST, INIT, client_key, round_key
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import Cohort, cabafl, gitfl
+from fedjax_mr.experiment import config
+from fedjax_mr.strategies import STRATEGIES, Cohort, base, gitfl
 from fedjax_mr.testing.federations import constants, simulator, tree_close, tree_equal
 
+ROW = STRATEGIES.pop("cabafl")  # other tests are of the methods of the package
 SIZES = (7, 12, 1, 5, 9, 4, 3, 8, 6)
 FEDERATION = {"network": "perceptron", "sizes": SIZES, "seed": 1}
 KEY, M, E, N = jax.random.key(1), 3, 14, len(SIZES)
@@ -101,6 +109,57 @@ def asynchronous(strategy=cabafl, hyper=HYPER, **options):
     keys = Keys(*(jax.vmap(functools.partial(round_key, KEY, stream))(versions) for stream in (DISPATCH, CLIENT)))
     build = lambda hyper, problem: online(functools.partial(strategy.build, hyper), problem, SECONDS, keys)
     return simulator((build, hyper), cohort=M, **FEDERATION | {"devices": 1, "lanes": 1} | options).rounds
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """CaBaFL is among the strategies, as after ``--import``."""
+    monkeypatch.setitem(STRATEGIES, "cabafl", ROW)
+
+
+def test_its_settings_are_flags_of_a_command_that_imports_it(registered):
+    assert config.parse(["--strategy=cabafl", "--cabafl_length=3"]).hyper == cabafl.Hyper(length=3)
+
+
+def test_a_run_knows_the_time(registered, tmp_path):
+    """A method that chooses its clients one by one: only its state knows the clock."""
+    result = fmr.run(
+        fmr.Config(
+            strategy="cabafl", model="logistic", clients=9, cohort=1, in_flight=3, mode="async", rounds=4, eval_every=2,
+            local_epochs=1, devices=1, progress=False, run_dir=str(tmp_path / "run"),
+        ),
+        record=False,
+    )  # fmt: skip
+    assert 0 < result.rows[0]["clock"] < result.rows[1]["clock"]
+
+
+def test_a_run_needs_the_file_to_be_loaded(tmp_path):
+    (tmp_path / "config.json").write_text('{"strategy": "cabafl"}')
+    assert config.load(tmp_path).strategy == "cabafl"  # for tables
+    with pytest.raises(UserError, match="strategy=cabafl, which is not registered"):
+        config.load_code(tmp_path)
+
+
+@pytest.mark.parametrize("branches", [None, [2, 0, 1]])
+def test_each_client_receives_the_model_of_its_chain_and_uploads_the_trained_one(federation, monkeypatch, branches):
+    strategy = cabafl.build(cabafl.Hyper(), federation("linear").problem)
+    state = types.SimpleNamespace(models={"w": jnp.array([1.0, 2.0, 6.0])})
+    cohort = Cohort(np.arange(3), np.ones(3), branches=None if branches is None else jnp.array(branches))
+    sent = strategy.dispatch(state, cohort, jax.random.key(0))
+    assert sent["model"]["w"].tolist() == [[1, 2, 6][row] for row in branches or range(3)]
+    monkeypatch.setattr(base.local, "train", lambda model, setting, *received: (received, "metrics"))
+    upload = strategy.client_update({"model": "received"}, "memory", "data", 0, "key")
+    assert upload == ({"model": ("received", "data", "key")}, "memory", "metrics")
+
+
+@pytest.mark.slow
+def test_the_contract_holds():
+    """The command that users run for their own methods."""
+    path = Path(__file__).parents[2] / "experiments" / "plugins" / "cabafl.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "fedjax_mr.testing", f"--import={path}", "-k", "cabafl"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.slow
@@ -226,9 +285,13 @@ def test_the_next_client_of_a_chain_balances_its_features_and_the_samples_of_all
 
 
 def test_every_chain_starts_with_a_client_of_its_own_and_an_empty_cache(federation, monkeypatch):
-    monkeypatch.setattr(cabafl, "copies_of_one", lambda problem, key: {"w": jnp.array([7.0, 7.0, 7.0])})
+    keys = []
+    start = lambda problem, key: keys.append(key) or {"w": jnp.array([7.0, 7.0, 7.0])}
+    monkeypatch.setattr(cabafl, "copies_of_one", start)
     monkeypatch.setattr(jax.random, "permutation", lambda key, count: jnp.array([4, 0, 5, 1, 2, 3]))
-    state = cabafl.build(cabafl.Hyper(), federation("linear").problem).init(jax.random.key(0))
+    key = jax.random.key(0)
+    state = cabafl.build(cabafl.Hyper(), federation("linear").problem).init(key)
+    assert len(keys) == 1 and keys[0] is key
     assert state.clients.tolist() == [4, 0, 5] and state.used.tolist() == [1, 0, 0, 0, 1, 1]
     assert state.chain.tolist() == np.eye(6)[[4, 0, 5]].tolist() and not state.cached.any()
     assert float(state.model["w"]) == 7 and state.measured and not state.arrived.any()

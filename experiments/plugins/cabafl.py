@@ -1,5 +1,10 @@
 """CaBaFL: chains of clients train M models, and the global model is the mean of a cache of the better-balanced ones.
 
+python -m fedjax_mr.main --import=experiments/plugins/cabafl.py --strategy=cabafl --mode=async --in_flight=10 --cohort=1
+
+An example of a method outside of the package whose choice of clients depends on what the run computes: `select` reads
+the state, and with ``stale="branches"`` (`circulating`) the clock computes the events during the run (`clock.online`).
+
 Xia, Hu, Yan, Xie, Li, Li, Zhou, Chen: CaBaFL: Asynchronous Federated Learning via Hierarchical Cache and Feature
 Balance, TCAD 2024 (arXiv 2404.12850). A chain is a model that T clients train in turn, starting from the global model
 (L2 cache). Clients are compared by their *features*: the sum of the representations of their samples under the global
@@ -30,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import fedjax_mr as fmr
 from fedjax_mr import trees
 from fedjax_mr.engine.samples import gather
 from fedjax_mr.models.base import Variables
@@ -232,3 +238,13 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 def put(models: Variables, row: int, model: Variables) -> Variables:
     """Stacked models [M, ...] with another one in a row."""
     return jax.tree.map(lambda leaf, new: leaf.at[row].set(new), models, model)
+
+
+fmr.STRATEGIES["cabafl"] = fmr.Row(
+    build,
+    Hyper,
+    "Xia et al., TCAD 2024",
+    title="CaBaFL",
+    only_simulated="its server measures the features of all clients, also of those that do not train",
+    small=Hyper(length=2, refresh=2),
+)

@@ -1,6 +1,6 @@
 """A network of one's own for `experiments/personal.sh`: ``cnn_digits`` with BatchNorm, which FedBN needs.
 
-python -m fedjax_mr.main --import=experiments/digits_norm.py --model=cnn_digits_norm --strategy=fedbn
+python -m fedjax_mr.main --import=experiments/plugins/digits_norm.py --model=cnn_digits_norm --strategy=fedbn
 """
 
 import flax.linen as nn
@@ -20,7 +20,7 @@ class CNNDigitsNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Return the logits [B, C] of images [B, 8, 8, 1]."""
+        """The logits [B, C] of images [B, 8, 8, 1]."""
         for width in (16, 32):
             x = nn.Conv(width, (3, 3))(x)
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
