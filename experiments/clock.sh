@@ -31,7 +31,8 @@ trainings() {
   sweep "${all[@]}" "${synchronous[@]}" --strategies=fedavg --deadline=350 --late=partial
   sweep "${all[@]}" "${five[@]}" --strategies=fedmr
   sweep "${all[@]}" "${five[@]}" --strategies=fedbuff --refill=arrival
-  sweep "${all[@]}" "${one[@]}" --strategies=fedasync,fedcross,cabafl
+  sweep "${all[@]}" "${one[@]}" --strategies=fedasync,fedcross
+  sweep "${all[@]}" "${one[@]}" --import=experiments/plugins/cabafl.py --strategies=cabafl
   sweep "${all[@]}" "${one[@]}" --strategies=gitfl --gitfl_budget="$budget"
 }
 

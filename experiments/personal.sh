@@ -21,7 +21,7 @@ sweep() { # name of the sub-folder, then flags
 
 # One network for all clients; the same with BatchNorm; four random networks.
 one=(--model=cnn_digits)
-norm=(--model=cnn_digits_norm --import=experiments/digits_norm.py)
+norm=(--model=cnn_digits_norm --import=experiments/plugins/digits_norm.py)
 bayes=(--strategies=pfedbayes --model=cnn_digits --pfedbayes_zeta=0.1 --pfedbayes_rho=-5)
 
 # 1. Three learning rates per method on a seed that is not in the table. Selected by the clients' validation samples

@@ -12,14 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import accelerators
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import Module, collectives, launches, num_bytes
 from jax.sharding import Mesh, PartitionSpec
 
+import accelerators
 import fedjax_mr as fmr
 from fedjax_mr import models, trees
 from fedjax_mr.engine import simulator
@@ -30,6 +29,7 @@ from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import platforms, windows
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.strategies import on_any_network
+from hlo import Module, collectives, launches, num_bytes
 
 SCRIPT = Path(accelerators.__file__)
 ZOO = {

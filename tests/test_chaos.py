@@ -16,7 +16,7 @@ FEW += ["--adapters=3", "--clocks=2", "--tune=5", "--slurm=30", "--values=20"]
 @pytest.mark.slow
 def test_nothing_breaks():
     ended = subprocess.run(
-        [sys.executable, ROOT / "experiments" / "chaos.py", *FEW], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, ROOT / "experiments" / "lab" / "chaos.py", *FEW], env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu
-import gpu_parts
 import numpy as np
 import pytest
+
+import gpu
+import gpu_parts
 
 SCRIPT = Path(gpu.__file__).with_suffix(".sh")
 

@@ -334,6 +334,18 @@ def test_the_commands_of_the_figures_are_valid(monkeypatch):
         parser.parse_args(["runs", *shlex.split(arguments)])
 
 
+def test_every_script_that_a_text_names_exists():
+    """Scripts move; pages, heads of flag files, comments and messages must follow."""
+    texts = [path for kind in ("md", "py", "sh", "flags", "toml", "yml") for path in ROOT.rglob(f"*.{kind}")]
+    excluded = {".git", ".venv", "runs", "CHANGELOG.md"}  # the last one tells of scripts that were
+    named = set()
+    for path in [*texts, ROOT / ".ci" / "run"]:
+        if not excluded & set(path.relative_to(ROOT).parts):
+            named |= set(re.findall(r"experiments/[\w/]+\.(?:py|sh)\b", path.read_text(encoding="utf-8")))
+    assert len(named) > 20
+    assert sorted(name for name in named if not (ROOT / name).exists() and not name.endswith("/NAME.py")) == []
+
+
 SHORT_METHOD = "docs/recipes/method_in_twenty_lines.md"
 
 

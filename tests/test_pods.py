@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_mr.engine.clients import ClientAxis, client_axis
 
-SCRIPT = Path(__file__).parent.parent / "experiments" / "pods.py"
+SCRIPT = Path(__file__).parent.parent / "experiments" / "lab" / "pods.py"
 
 
 def measured(**options):

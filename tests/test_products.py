@@ -1,8 +1,8 @@
 """The benchmark of single products: which ones a network has."""
 
-import products
 import pytest
 
+import products
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import MODELS, build
 from fedjax_mr.models.__main__ import multiply_adds

@@ -59,6 +59,7 @@ PARTS = {
                 "fedjax_mr.clock.fleet",
                 "fedjax_mr.clock.schedule",
                 "fedjax_mr.clock.asynchronous",
+                "fedjax_mr.clock.online",
                 "fedjax_mr.clock.deadline",
             ],
         ),

@@ -5,6 +5,8 @@ from typing import Any
 import kept
 from kept import Line
 
+from fedjax_mr.strategies import STRATEGIES
+
 
 def page() -> str:
     """The tables. Settings of papers come first; within each kind, settings with the most runs come first.
@@ -35,6 +37,11 @@ def _papers_first(lines: list[Line]) -> tuple[bool, int]:
     return not any(each.compared for each in lines), -sum(len(each.by_seed) for each in lines)
 
 
+def _method(line: Line) -> str:
+    """The method with a link to its page. The method of a plug-in has no page."""
+    return f"[{line.title()}](../methods/{line.strategy}.md)" if line.strategy in STRATEGIES else line.title()
+
+
 def _board(lines: list[Line], differs: str) -> str:
     heads = ["method", "learning rate", "tuning", "seeds", "accuracy, %", "lowest to highest seed", "MB sent"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -43,7 +50,7 @@ def _board(lines: list[Line], differs: str) -> str:
             f"{min(line.by_seed.values()):.2f} to {max(line.by_seed.values()):.2f}" if len(line.by_seed) > 1 else ""
         )
         cells = [
-            f"[{line.title()}](../methods/{line.strategy}.md)",
+            _method(line),
             str(line.job["lr"]),
             line.budget or "-",
             line.seeds(),

@@ -252,7 +252,7 @@ def accuracies(
       runs: the runs of some tables by the table's name, from `runs_of`.
       rounds: the first and the last round.
       metric: the column. ``finetuned_accuracy``, which only the summary has, is of the end of the run, ``flatness`` of
-        the checkpoint of ``landscape``.
+        the checkpoint that ``studies/landscape.py`` read.
 
     Raises:
       UserError: no run has the setting, two runs have the same seed, or a run has no evaluation in these rounds.

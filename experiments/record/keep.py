@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     groups.add_arguments(parser)
     parser.add_argument("--name", required=True, help="name of the table, without .jsonl.gz")
     parser.add_argument(
-        "--sharpness", type=Path, metavar="FILE", help="sharpness.json that the command landscape wrote about the runs"
+        "--sharpness", type=Path, metavar="FILE", help="sharpness.json that studies/landscape.py wrote about the runs"
     )
     help = "folder with results/ (default: experiments/ of this repository)"
     parser.add_argument("--folder", type=Path, default=documents.FOLDER, help=help)
@@ -49,7 +49,7 @@ def keep(runs: Sequence[RunRecord], table: Path, sharpness: Mapping[str, dict[st
     Args:
       runs: ended runs.
       table: the file.
-      sharpness: numbers of the command ``landscape`` by `configuration.portable_name` of the run.
+      sharpness: numbers of ``studies/landscape.py`` by `configuration.portable_name` of the run.
 
     Raises:
       UserError: a run has not ended or its files are damaged, or the table cannot be read or written.
@@ -106,4 +106,4 @@ def read_sharpness(path: Path) -> dict[str, dict[str, Any]]:
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror})") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is not a file of the command landscape ({error})") from None
+        raise UserError(f"{path} is not a file of studies/landscape.py ({error})") from None

@@ -3,63 +3,24 @@
 A new command is a file in this folder and a row of `COMMANDS`.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
-from fedjax_mr.analysis import (
-    best,
-    clients,
-    curves,
-    landscape,
-    leakage,
-    reassembly,
-    seconds,
-    similarity,
-    spread,
-    table,
-    theorem1,
-    timeline,
-)
-from fedjax_mr.errors import UserError, unknown_name, usual_arithmetic
-from fedjax_mr.experiment import imports, interrupts
-from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.analysis import best, clients, command, curves, seconds, spread, table, timeline
+from fedjax_mr.errors import unknown_name
+from fedjax_mr.experiment import interrupts
 
 PROGRAM = "python -m fedjax_mr.analysis"
-
-
-class Command(Protocol):
-    """A module of this folder; the first line of its docstring is its help."""
-
-    __doc__: str | None
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def main(self, arguments: argparse.Namespace) -> None: ...
-
-
 COMMANDS: dict[str, Any] = {
     "best": best,
     "clients": clients,
     "curves": curves,
-    "landscape": landscape,
-    "leakage": leakage,
-    "reassembly": reassembly,
     "seconds": seconds,
-    "similarity": similarity,
     "spread": spread,
     "table": table,
-    "theorem1": theorem1,
     "timeline": timeline,
-}  # modules that are Commands
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises UserError for a bad command line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
+}  # modules that are a `command.Command`
 
 
 def main(
@@ -69,44 +30,22 @@ def main(
 
     Args:
       arguments: the command line without the name of the program. Default: that of the process.
-      commands: modules that are `Command`, by name.
+      commands: modules that are a `command.Command`, by name.
       program: what users type before the name of a command.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if not arguments or arguments[0] in ("-h", "-help", "--help"):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def work() -> int:
+        if not words or words[0] in ("-h", "-help", "--help"):
             print(usage(commands, program))
-            return 0 if arguments else 2
-        name, *options = arguments
+            return 0 if words else 2
+        name, *options = words
         if name not in commands:
             raise unknown_name("command", name, commands)
-        command: Command = commands[name]
-        parser = _Parser(
-            prog=f"{program} {name}",
-            description=command.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        command.add_arguments(parser)
-        parser.add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="Python file that registers your own methods",
-        )
-        parsed = parser.parse_args(options)
-        imports.load(parsed.imports)
-        with imports.blamed(), flags_in_errors(), usual_arithmetic():
-            command.main(parsed)
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write(interrupts.LINE)
-        return interrupts.EXIT_CODE
-    return 0
+        command.execute(commands[name], options, program=f"{program} {name}")
+        return 0
+
+    return command.exit_code(work)
 
 
 def usage(commands: Mapping[str, Any] = COMMANDS, program: str = PROGRAM) -> str:

@@ -617,10 +617,15 @@ def load_code(folder: Path | str, *, trust: bool = False) -> Config:
     """Read the configuration of a run folder and import the code that it needs, if ``trust`` allows it.
 
     Raises:
-      UserError: as `load` and `imports.load_recorded`.
+      UserError: as `load` and `imports.load_recorded`, or no code registers the strategy.
     """
     imports.load_recorded(load(folder).imports, Path(folder) / imports.FOLDER, trust=trust)
-    return load(folder)
+    config = load(folder)
+    if config.strategy not in STRATEGIES:
+        raise UserError(
+            f"{folder} was trained with strategy={config.strategy}, which is not registered: import its file"
+        )
+    return config
 
 
 def differences(config: Config, saved: Config) -> list[str]:

@@ -2,7 +2,7 @@
 
 A table is a gzipped file ``NAME.jsonl.gz`` with one line of JSON per run, sorted by name:
 ``{"run": NAME, "config": {...}, "summary": {...}, "rows": [{"round": 5, "accuracy": 0.1, ...}, ...]}``. A diverged run
-has the summary null. A run may also have ``"sharpness"``, the numbers of the command ``landscape``.
+has the summary null. A run may also have ``"sharpness"``, numbers about the loss around the deployed model.
 
 Everything that reads run folders reads tables, too: a table counts as a folder of run folders, and the path
 ``NAME.jsonl.gz/RUN`` as the folder of one run. `configuration.load`, `read_rows`, `read_summary` and `run_state` look

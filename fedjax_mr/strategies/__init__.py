@@ -8,7 +8,6 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import (
     adaptivefl,
-    cabafl,
     centralized,
     clusamp,
     ditto,
@@ -183,14 +182,6 @@ _OURS: dict[str, dict[str, Row]] = {
         ),
         "fedsa": Row(fedsa.build, fedsa.Hyper, "Ma et al., JSAC 2021", title="FedSA"),
         "gitfl": Row(gitfl.build, gitfl.Hyper, "Hu et al., RTSS 2023", title="GitFL"),
-        "cabafl": Row(
-            cabafl.build,
-            cabafl.Hyper,
-            "Xia et al., TCAD 2024",
-            title="CaBaFL",
-            only_simulated="its server measures the features of all clients, also of those that do not train",
-            small=cabafl.Hyper(length=2, refresh=2),
-        ),
     },
     "several models": {
         "fedmr": Row(fedmr.build, fedmr.Hyper, "Hu et al., KDD 2024", title="FedMR"),

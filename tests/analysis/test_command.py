@@ -1,17 +1,31 @@
 """The command ``python -m fedjax_mr.analysis``: what it reads, and one line for everything that is wrong."""
 
+import argparse
+import importlib
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import landscape
+import leakage
+import reassembly
+import similarity
+import theorem1
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import COMMANDS, main
+from fedjax_mr.analysis.command import script
 from fedjax_mr.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+STUDIES = (landscape, leakage, reassembly, similarity, theorem1)
 
 
 def fake_run(folder, similarities):
@@ -26,7 +40,7 @@ def fake_run(folder, similarities):
 def test_similarity_from_the_evaluations(tmp_path, capsys):
     first = fake_run(tmp_path / "fedmr", [0.9, 0.5, None, 0.75])
     second = fake_run(tmp_path / "fedavg", [1.0, 0.99])
-    assert main(["similarity", str(first), str(second)]) == 0
+    assert script(similarity, [str(first), str(second)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["fedmr", "0.9000", "0.5000", "10", "0.7500", "20"]
     assert lines[2] == ["fedavg", "1.0000", "0.9900", "10", "0.9900", "10"]
@@ -36,7 +50,7 @@ def test_similarity_from_the_evaluations(tmp_path, capsys):
 
 def test_results_go_where_they_are_asked_for(tmp_path, capsys):
     first = fake_run(tmp_path / "fedmr", [0.9])
-    assert main(["similarity", str(first), f"--out={tmp_path / 'new' / 'place'}"]) == 0
+    assert script(similarity, [str(first), f"--out={tmp_path / 'new' / 'place'}"]) == 0
     assert (tmp_path / "new" / "place" / "similarity.png").exists()
     assert not (first / "analysis").exists()
 
@@ -44,13 +58,13 @@ def test_results_go_where_they_are_asked_for(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["similarty"], "unknown command 'similarty'; did you mean 'similarity'?"),
-        (["similarity"], "required: RUN"),
-        (["similarity", "here", "--uot=x"], "unrecognized arguments: --uot=x"),
-        (["similarity", "here"], "here is not a run folder: it has no config.json"),
-        (["similarity", "run", "run"], "is named twice"),
-        (["similarity", "empty"], "has no evaluation yet"),
-        (["similarity", "run", "--out=run/config.json"], "cannot write into run/config.json"),
+        (["clints"], "unknown command 'clints'; did you mean 'clients'?"),
+        (["clients"], "required: RUN"),
+        (["clients", "here", "--uot=x"], "unrecognized arguments: --uot=x"),
+        (["clients", "here"], "here is not a run folder: it has no config.json"),
+        (["clients", "run", "run"], "is named twice"),
+        (["curves", "empty"], "has no evaluation yet"),
+        (["curves", "run", "--column=similarity", "--out=run/config.json"], "cannot write into run/config.json"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
@@ -60,6 +74,31 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, arguments, message
     assert main(arguments) == 2
     out, shown = capsys.readouterr()
     assert out == "" and shown.startswith("fedjax-mr: ") and shown.count("\n") == 1 and message in shown
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_study_is_a_script_with_help(study):
+    """Run as printed in its page: siblings are imported from the folder of the script."""
+    path = Path("experiments") / "studies" / f"{study.__name__}.py"
+    done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"usage: python {path}" in done.stdout and study.__doc__.splitlines()[0] in done.stdout
+
+
+def test_the_commands_of_studies_on_the_pages_are_valid():
+    pages = [*(ROOT / "experiments").rglob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", " ")
+    found = re.findall(r"python experiments/studies/([a-z0-9_]+)\.py([^`\n]*)", texts)
+    assert {name for name, _ in found} == {study.__name__ for study in STUDIES}
+    for name, arguments in found:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        importlib.import_module(name).add_arguments(parser)
+        parser.parse_args(shlex.split(arguments, comments=True))
+
+
+def test_bad_input_of_a_study_is_one_line(capsys):
+    assert script(similarity, ["--uot=x", "here"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.slow

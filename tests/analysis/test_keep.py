@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import similarity
 from fedjax_mr.analysis import frame, groups, runs, tables
 from fedjax_mr.analysis.__main__ import main as analysis
+from fedjax_mr.analysis.command import script
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.folder import read_rows, read_summary
@@ -66,9 +68,10 @@ def test_a_table_makes_the_data_frame_of_its_run_folders(both, table):
 
 
 def test_pictures_of_kept_runs_are_drawn_beside_the_table(table, capsys):
-    for words in (["curves", str(table)], ["similarity", f"{table}/fedmr*", f"{table}/fedavg*"]):
-        assert analysis(words) == 0
-        assert str(table.parent / "analysis") in capsys.readouterr().out
+    assert analysis(["curves", str(table)]) == 0
+    assert str(table.parent / "analysis") in capsys.readouterr().out
+    assert script(similarity, [f"{table}/fedmr*", f"{table}/fedavg*"]) == 0
+    assert str(table.parent / "analysis") in capsys.readouterr().out
 
 
 def test_keeping_runs_again_changes_nothing(both, table, tmp_path, capsys):
@@ -151,7 +154,7 @@ def test_a_diverged_run_is_kept_without_its_message(finished, tmp_path):
         (["keep", "run", "--name=x"], "run has not ended (new)"),
         (["keep", "nowhere", "--name=x"], "nowhere is not a run folder and holds none"),
         (["keep", "done", "--name=x", "--sharpness=absent"], "cannot read absent"),
-        (["keep", "done", "--name=x", "--sharpness=run/config.json"], "is not a file of the command landscape"),
+        (["keep", "done", "--name=x", "--sharpness=run/config.json"], "is not a file of studies/landscape.py"),
         (["--folder=absent"], "absent/results is not a run folder and holds none"),
     ],
 )

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_mr.analysis import landscape, runs
-from fedjax_mr.analysis.__main__ import main
+import landscape
+from fedjax_mr.analysis import runs
+from fedjax_mr.analysis.command import script
 from fedjax_mr.client.samples import Samples
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import read_rows
@@ -93,7 +94,7 @@ def test_sharpness_sees_a_sharper_minimum(federation):
 def test_the_command(finished, tmp_path, capsys, dimensions, names):
     folders = [finished(name) for name in names]
     options = [f"--dimensions={dimensions}", "--points=3", "--samples=0", "--sharpness_directions=2"]
-    assert main(["landscape", *map(str, folders), *options, f"--out={tmp_path}"]) == 0
+    assert script(landscape, [*map(str, folders), *options, f"--out={tmp_path}"]) == 0
     out = capsys.readouterr().out
     kept = np.load(tmp_path / f"landscape{dimensions}d.npz")
     assert list(kept["names"]) == names and kept["losses"].shape == (len(names), *[3] * dimensions)
@@ -116,15 +117,15 @@ def test_the_command(finished, tmp_path, capsys, dimensions, names):
      "--sharpness_radius=inf", "--dimensions=3", "--of=tset", "--seed=-1", "--round=3000"],
 )  # fmt: skip
 def test_bad_options_are_one_line(finished, capsys, option):
-    assert main(["landscape", str(finished("fedmr")), option]) == 2
+    assert script(landscape, [str(finished("fedmr")), option]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("fedjax-mr: ") and shown.count("\n") == 1
     assert option.strip("-").partition("=")[0] in shown
 
 
 def test_a_part_of_the_samples_is_drawn_by_seed(finished):
-    (run,) = landscape.runs.read([str(finished("fedmr"))])
-    trained = landscape.runs.restore(run)
+    (run,) = runs.read([str(finished("fedmr"))])
+    trained = runs.restore(run)
     few = landscape.draw(trained, of="test", count=20, seed=1)
     assert isinstance(few, Samples) and len(few.y) == 20
     np.testing.assert_array_equal(few.x, landscape.draw(trained, of="test", count=20, seed=1).x)

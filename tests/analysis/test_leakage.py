@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import inversion
+import leakage
+import membership
 from fedjax_mr import trees
-from fedjax_mr.analysis import inversion, leakage, membership, runs
-from fedjax_mr.analysis.__main__ import main
+from fedjax_mr.analysis import runs
+from fedjax_mr.analysis.command import script
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import Samples, gather, one_client
 from fedjax_mr.errors import UserError
@@ -197,7 +200,7 @@ def test_no_victim_is_attacked_twice():
 
 def test_membership_alone(finished, tmp_path, capsys):
     options = ["--only=membership", "--shadows=1", f"--out={tmp_path}"]
-    assert main(["leakage", str(finished("fedmr")), *options]) == 0
+    assert script(leakage, [str(finished("fedmr")), *options]) == 0
     out = capsys.readouterr().out
     kept = json.loads((tmp_path / leakage.RESULTS).read_text())
     (facts,) = kept["runs"].values()
@@ -214,7 +217,7 @@ def test_membership_alone(finished, tmp_path, capsys):
 def test_the_command(finished, tmp_path, capsys):
     folder = finished("fedmr")
     options = ["--shadows=1", "--steps=3", "--batch_sizes=1,2", "--victims=2", f"--out={tmp_path}"]
-    assert main(["leakage", str(folder), *options]) == 0
+    assert script(leakage, [str(folder), *options]) == 0
     kept = json.loads((tmp_path / leakage.RESULTS).read_text())
     name = configuration.portable_name(runs.read([str(folder)])[0].config)
     assert kept["batch_sizes"] == [1, 2] and "membership" in kept["runs"][name]
@@ -249,7 +252,7 @@ def test_methods_without_whole_models_are_refused(victim):
     ["--shadows=0", "--victims=0", "--steps=0", "--batch_sizes=1,x", "--batch_sizes=0", "--seed=-1", "--round=3000"],
 )
 def test_bad_options_are_one_line(finished, capsys, option):
-    assert main(["leakage", str(finished("fedmr")), option]) == 2
+    assert script(leakage, [str(finished("fedmr")), option]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("fedjax-mr: ") and shown.count("\n") == 1
     assert option.strip("-").partition("=")[0] in shown

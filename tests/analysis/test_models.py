@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.analysis import runs, similarity, spread
+import similarity
+from fedjax_mr.analysis import runs, spread
 from fedjax_mr.analysis.__main__ import main
+from fedjax_mr.analysis.command import script
 from fedjax_mr.strategies import fedmr
 from record import origins
 from record.command import main as record
@@ -95,7 +97,7 @@ def test_the_commands(still, tmp_path, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines[1:]] == [["still", "0"], ["still", "1"], ["still", "2"]]
     assert lines[1][2:] == ["1.0000", "0.3333", "1.0000", "2"]
-    assert main(["similarity", str(still), "--definition=authors", f"--out={tmp_path}"]) == 0
+    assert script(similarity, [str(still), "--definition=authors", f"--out={tmp_path}"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[-1] == "6"
 
 
@@ -104,7 +106,6 @@ def test_the_commands(still, tmp_path, capsys):
     [
         (["spread"], "keeps one model"),
         (["spread", "--round=77"], "no checkpoint of round 77"),
-        (["similarity", "--definition=authors"], "keeps one model"),
     ],
 )
 def test_bad_input(finished, capsys, arguments, message):
@@ -122,3 +123,8 @@ def test_bad_input(finished, capsys, arguments, message):
 def test_bad_input_of_the_record(finished, capsys, arguments, message):
     assert record([arguments[0], str(finished("fedavg")), *arguments[1:]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_authors_similarity_needs_k_models(finished, capsys):
+    assert script(similarity, [str(finished("fedavg")), "--definition=authors"]) == 2
+    assert "keeps one model" in capsys.readouterr().err

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+import block_plots
 import fedjax_mr as fmr
-from fedjax_mr import plots
-from fedjax_mr.analysis import reassembly
-from fedjax_mr.analysis.__main__ import main
+import reassembly
+from fedjax_mr.analysis.command import script
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies.pfedhr.strategy import Account
 
@@ -34,8 +34,8 @@ def test_an_account_in_words():
 
 
 def test_pictures_of_nothing_can_be_drawn(tmp_path):
-    plots.strips({"round 1": []}, tmp_path / "strips.png", num_colours=2)
-    plots.teachers({1: {}}, 30, tmp_path / "teachers.png")
+    block_plots.strips({"round 1": []}, tmp_path / "strips.png", num_colours=2)
+    block_plots.teachers({1: {}}, 30, tmp_path / "teachers.png")
     assert (tmp_path / "strips.png").stat().st_size > 1000 and (tmp_path / "teachers.png").stat().st_size > 1000
 
 
@@ -52,7 +52,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_command_draws_and_tells(run, capsys):
-    assert main(["reassembly", str(run), "--seconds"]) == 0
+    assert script(reassembly, [str(run), "--seconds"]) == 0
     printed = capsys.readouterr().out
     assert "candidates" in printed and "matching" in printed and "compiled programs" in printed
     for name in ("alike", "candidates", "teachers"):
@@ -71,7 +71,7 @@ def made_up(keep):
 
 
 def test_the_command_draws_what_a_run_kept(made_up, capsys):
-    assert main(["reassembly", str(made_up)]) == 0
+    assert script(reassembly, [str(made_up)]) == 0
     title, *rows = (line.split() for line in capsys.readouterr().out.splitlines()[:3])
     assert "candidates" in title
     assert [row[:4] for row in rows] == [["1", "3,7", "3", "2"], ["2", "3,7", "3", "2"]]
@@ -80,6 +80,6 @@ def test_the_command_draws_what_a_run_kept(made_up, capsys):
 
 
 def test_bad_input(made_up, keep, capsys):
-    assert main(["reassembly", str(made_up), "--rounds=0"]) == 2
-    assert main(["reassembly", str(keep(fmr.Config(strategy="fedavg"), [0.5]))]) == 2
+    assert script(reassembly, [str(made_up), "--rounds=0"]) == 2
+    assert script(reassembly, [str(keep(fmr.Config(strategy="fedavg"), [0.5]))]) == 2
     assert "name a run of pfedhr" in capsys.readouterr().err

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.analysis import theorem1
-from fedjax_mr.analysis.__main__ import main
+import theorem1
+from fedjax_mr.analysis.command import script
 
 PROBLEMS = {"quadratic": theorem1.quadratic, "logistic": theorem1.logistic}
 
@@ -74,5 +74,5 @@ def test_a_fitted_slope():
 
 @pytest.mark.parametrize("option", ["--clients=1", "--rounds=3", "--steps=0", "--seed=-1", "--rounds=x"])
 def test_bad_options(option, capsys):
-    assert main(["theorem1", option]) == 2
+    assert script(theorem1, [option]) == 2
     assert option.partition("=")[0] in capsys.readouterr().err

@@ -33,7 +33,6 @@ QUICK = ("fedmr", "clusamp", "heterofl")
 IMPOSSIBLE = {
     "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "fedme", "pfedhr", "fedmerge", "pfedbayes",
     "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local", "gitfl",
-    "cabafl",
 }  # fmt: skip
 
 

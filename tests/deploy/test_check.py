@@ -11,11 +11,11 @@ import subprocess
 import threading
 from importlib import metadata
 
-import deployment
 import jax
 import numpy as np
 import pytest
 
+import deployment
 from fedjax_mr.deploy import check
 from fedjax_mr.deploy.__main__ import divide, new
 from fedjax_mr.deploy.check import Process

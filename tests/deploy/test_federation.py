@@ -4,9 +4,9 @@ import importlib.util
 import os
 import signal
 
-import deployment
 import pytest
 
+import deployment
 import fedjax_mr as fmr
 from fedjax_mr.deploy import __main__ as command
 from fedjax_mr.experiment.checkpoint import Checkpoints

@@ -13,11 +13,11 @@ import ssl
 import sys
 from pathlib import Path
 
-import deployment
 import jax
 import numpy as np
 import pytest
 
+import deployment
 import fedjax_mr as fmr
 from fedjax_mr.deploy.__main__ import main
 from fedjax_mr.testing.federations import tree_close

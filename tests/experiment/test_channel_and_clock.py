@@ -228,11 +228,6 @@ def test_deadlines_and_more_clients_than_needed(tmp_path):
     )
 
 
-def test_a_method_that_chooses_its_clients_one_by_one_knows_the_time(tmp_path):
-    result = run(tmp_path / "run", strategy="cabafl", mode="async", cohort=1, in_flight=3)
-    assert 0 < result.rows[0]["clock"] < result.rows[1]["clock"]
-
-
 @pytest.mark.parametrize(
     ("changes", "count"),
     [({}, 3), ({"over_select": 1.5}, 5), ({"mode": "async"}, 6), ({"mode": "async", "in_flight": 4}, 4)],

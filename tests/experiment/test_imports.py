@@ -303,7 +303,7 @@ def test_code_in_a_run_folder_runs_only_if_it_is_trusted_or_named(tmp_path, caps
         forget()
         for call in (fmr.load, configuration.load_code, lambda folder: runs.rebuild(runs.read([folder])[0])):
             assert f"loading it would run {file}: read that file, then allow it by --trust" in refusal(call, str(path))
-        assert export.main([str(path), "out"]) == 2 and analysis(["landscape", str(path)]) == 2
+        assert export.main([str(path), "out"]) == 2 and analysis(["spread", str(path)]) == 2
         said = capsys.readouterr().err.splitlines()
         assert len(said) == 2 and all(str(file) in line for line in said)
         assert not imports._IMPORTED and "further" not in fmr.STRATEGIES

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="parity with PyTorch needs the extra
 t = torch.nn
 torch.set_num_threads(1)
 
-import torch_networks  # noqa: E402  (in experiments/; needs PyTorch)
+import torch_networks  # noqa: E402  (in experiments/lab/; needs PyTorch)
 from torch_networks import conv_block, dense, sequential, vgg_stack  # noqa: E402
 
 CLASSES, BATCH, LR, MOMENTUM = 5, 4, 0.02, 0.5

@@ -6,6 +6,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+import block_plots
 from fedjax_mr import plots
 from fedjax_mr.errors import UserError
 
@@ -156,8 +157,8 @@ def test_what_is_drawn_of_a_division_does_not_grow_with_its_clients(tmp_path, fi
 
 
 def test_blocks_are_explained(tmp_path, figures):
-    plots.strips({"round 1": [[(0, 0, False), (1, 3, True)]]}, tmp_path / "a.png", num_colours=2)
+    block_plots.strips({"round 1": [[(0, 0, False), (1, 3, True)]]}, tmp_path / "a.png", num_colours=2)
     shapes, owners = figures[0].legends
     assert named(shapes) == ["convolutional block", "dense block"] and named(owners) == ["0", "1"]
-    plots.teachers({1: {0: [(0, 0, False)]}}, 21, tmp_path / "b.png")
+    block_plots.teachers({1: {0: [(0, 0, False)]}}, 21, tmp_path / "b.png")
     assert len(figures[1].legends) == 1  # too many owners to tell apart

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.strategies import STRATEGIES, base, cabafl, gitfl, indep
+from fedjax_mr.strategies import STRATEGIES, base, gitfl, indep
 from fedjax_mr.strategies.base import Cohort, Models
 from fedjax_mr.testing.federations import default_hyper
 
@@ -29,7 +29,7 @@ def test_all_models_are_tested_one_by_one(federation):
     assert indep.build(None, federation("linear").problem).individual_models(Models(MODELS)) is MODELS
 
 
-@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "cabafl"])
+@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross"])
 def test_the_jth_client_of_the_cohort_receives_the_jth_model(federation, name):
     """Or, if clients are asynchronous, the model of its branch."""
     state = Models(MODELS)
@@ -39,7 +39,7 @@ def test_the_jth_client_of_the_cohort_receives_the_jth_model(federation, name):
         assert payload["model"]["params"]["a"].tolist() == sent
 
 
-@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "cabafl", "gitfl", "fedmut"])
+@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "gitfl", "fedmut"])
 def test_a_client_trains_the_received_model_on_its_data_and_uploads_the_result(federation, monkeypatch, name):
     monkeypatch.setattr(base.local, "train", lambda model, setting, *received: (received, "metrics"))
     strategy = STRATEGIES[name].build(default_hyper(name), federation("linear").problem)
@@ -69,12 +69,12 @@ def test_models_start_as_copies_and_on_request_as_independent_initialisations(fe
     assert len(np.unique(copies, axis=0)) == 1 and len(np.unique(different, axis=0)) == 5
 
 
-@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "gitfl", "cabafl"])
+@pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "gitfl"])
 def test_the_models_start_from_the_key_of_the_initialisation(federation, monkeypatch, name):
     row, keys = STRATEGIES[name], []
     start = lambda problem, key: keys.append(key) or MODELS
     monkeypatch.setitem(base.STARTS, "copies", start)
-    for module in (base, gitfl, cabafl):
+    for module in (base, gitfl):
         monkeypatch.setattr(module, "copies_of_one", start)
     strategy = row.build(default_hyper(name), federation("linear").problem)
     key = jax.random.key(3)

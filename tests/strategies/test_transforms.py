@@ -342,7 +342,6 @@ def test_every_other_member_sees_the_inner_state():
 REFUSED = (
     "pfedbayes",
     "gitfl",
-    "cabafl",
     "fedmerge",
     "fedme",
     "pfedhr",

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can tell, in at most nine minutes and without a network: is it right there, how fast is it beside
+# PyTorch on the same GPU, and which settings are best.
+#
+#   experiments/lab/gpu.sh [--out=FOLDER] [--wheels=FOLDER] [--only=PART,...] [--minutes=9] [--dry_run]
+#
+# Needs Python 3.11 or newer with JAX for CUDA and the packages of pyproject.toml (PYTHON=... chooses another Python). The
+# package itself need not be installed. --wheels is a folder of wheels of what is missing. Without PyTorch for CUDA its rows
+# are left out. Written to FOLDER (default: runs/gpu) after every row: gpu.json, gpu.txt (the tables), gpu.log.
+# --dry_run tries every part on the CPU with tiny sizes. --help lists the parts.
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+exec "${PYTHON:-python3}" "$here/gpu.py" "$@"

@@ -1,0 +1,407 @@
+"""Time the same federated training in other simulators and in this one, each in an environment of its own.
+
+    python experiments/lab/peers.py                                  # all of them on one core, then on two
+    python experiments/lab/peers.py --quick --cores=1                # one local epoch, two turns
+    python experiments/lab/peers.py --contestants=ours,pfl --json=FILE
+
+FedAvg with LeNet-5 (62,006 parameters) on synthetic images of CIFAR-10's shape: 100 clients of 500 samples, 10 of them
+per round, five local epochs, batch 50, SGD with learning rate 0.01 and momentum 0.5, on the CPU. ``ours`` is this
+project; ``torch_loop`` PyTorch's plain loop through a DataLoader, ``torch_best`` the same without; ``pfl``
+pfl-research's simulation; ``flower`` Flower's, ``fedjax`` FedJAX's, ``flgo`` FLGo's. On two cores and more, every
+arrangement of processes and threads that a peer offers is a row of its own.
+
+``ours_async`` and ``flgo_async`` train with FedBuff: 20 clients train at the same simulated time, and the server
+updates its model with every 10 uploads. Such an update counts as a round, so all rows train 10 clients per round.
+
+Each contestant is a process bound to the cores of its table; its driver is a file in the folder ``peers``. After two
+rounds of warming up all train one round in turn, ``--repeats`` times. Printed are the medians of the seconds and of
+the CPU seconds per round (of the contestant's whole tree of processes; Linux alone tells them), the medians of their
+ratios to ours of the same turn, and the loss and accuracy on 2,000 test images before the first round and after the
+last one: contestants that do the same work learn the same. A contestant that fails is a row with its error's last
+line, and the exit code is 1. Idle, all but Flower rest; its Ray takes about 5 % of a core from whoever has the turn.
+
+The environments are made with pip, once, in ``--environments`` (a gigabyte each), by the Python that runs this script.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DRIVERS = Path(__file__).parent / "peers"
+CLIENTS, SAMPLES, TEST, COHORT, EPOCHS, BATCH, LR, MOMENTUM = 100, 500, 2_000, 10, 5, 50, 0.01, 0.5
+PARAMETERS = 62_006
+FIGURES = ("seconds", "ratio", "cpu_seconds", "cpu_ratio", "loss_before", "loss_after", "accuracy_after")
+WARM_UP = 2
+PATIENCE = 900  # seconds until a contestant that does not answer is given up
+TORCH = "torch==2.13.0"
+ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this script
+    "ours": (),
+    "torch": (TORCH, "numpy"),
+    "pfl": (TORCH, "pfl==0.6.0"),
+    "flower": (TORCH, "flwr[simulation]==1.41.0"),
+    # With JAX 0.10.2 its jit backend takes a third longer, and pmap no longer has what FedJAX calls.
+    "fedjax": ("fedjax==0.0.17", "jax==0.5.3", "jaxlib==0.5.3", "dm-haiku==0.0.14"),
+    "flgo": (TORCH, "flgo==0.4.4"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """What shares the clients of a round, and the threads of each; ``variant`` is for the driver."""
+
+    kind: str
+    processes: int
+    threads: int
+    variant: str = ""
+
+    def __str__(self) -> str:
+        """Return how it is printed."""
+        plural = ("es" if self.kind.endswith("s") else "s") if self.processes > 1 else ""
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"{self.processes} {self.kind}{plural} x {threads}"
+
+
+Arrange = Callable[[int], tuple[Arrangement, ...]]  # the arrangements on so many cores
+
+
+def threads_or_processes(variant: str = "") -> Arrange:
+    """Return the arrangements: one process with a thread per core, and a process per core with one thread."""
+    return lambda cores: tuple(
+        Arrangement("process", processes, cores // processes, variant) for processes in sorted({1, cores})
+    )
+
+
+def threads_alone(variant: str = "") -> Arrange:
+    """Return the only arrangement: one process with a thread per core."""
+    return lambda cores: (Arrangement("process", 1, cores, variant),)
+
+
+def jit_or_pmap(cores: int) -> tuple[Arrangement, ...]:
+    """Return FedJAX's backends: all cores for one client, and a device per core."""
+    devices = Arrangement("device", cores, 1, "pmap")
+    return (Arrangement("device", 1, cores, "jit"), *((devices,) if cores > 1 else ()))
+
+
+CONTESTANTS: dict[str, tuple[str, Arrange]] = {  # environment (and driver), arrangements
+    "ours": ("ours", lambda cores: (Arrangement("device", cores, 1),)),
+    "torch_loop": ("torch", threads_or_processes("loader")),
+    "torch_best": ("torch", threads_or_processes()),
+    "pfl": ("pfl", threads_or_processes()),
+    "flower": ("flower", lambda cores: (Arrangement("actor", cores, 1),)),
+    "fedjax": ("fedjax", jit_or_pmap),
+    "flgo": ("flgo", threads_alone()),
+    "ours_async": ("ours", lambda cores: (Arrangement("device", cores, 1, "async"),)),
+    "flgo_async": ("flgo", threads_alone("async")),
+}
+
+
+class FailedError(Exception):
+    """A contestant cannot take part, or go on; the message is one line."""
+
+
+# ---- The environments
+
+
+def interpreter(name: str, folder: Path) -> str:
+    """Return the Python of an environment, which is made unless it is there as it should be.
+
+    Raises:
+      FailedError: it could not be made.
+    """
+    if not (requirements := ENVIRONMENTS[name]):
+        return sys.executable
+    home = folder / name
+    python, note = home / "bin" / "python", home / "made-of.txt"
+    wanted = "\n".join((f"Python {platform.python_version()}", *requirements)) + "\n"
+    if note.exists() and note.read_text(encoding="utf-8") == wanted:
+        return str(python)
+    print(f"making {home} of {' '.join(requirements)}", flush=True)
+    try:
+        venv.create(home, clear=True, with_pip=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise FailedError(f"no environment in {home}: {error}") from None
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = last_line(done.stderr)
+        raise FailedError(f"pip could not install {' '.join(requirements)}; is a package index in reach? {reason}")
+    note.write_text(wanted, encoding="utf-8")
+    return str(python)
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty."""
+    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+
+
+# ---- The data
+
+
+def write_data(path: Path) -> None:
+    """Write images of bytes that can be learnt: noise over a pattern per class, of 4 x 4 coloured squares."""
+    random = np.random.default_rng(0)
+    patterns = random.integers(0, 128, (10, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
+    count = CLIENTS * SAMPLES
+    y = random.integers(0, 10, count + TEST, np.int32)
+    x = random.integers(0, 128, (len(y), 32, 32, 3), np.uint8)
+    x += patterns[y]
+    by_client = lambda array: array[:count].reshape(CLIENTS, SAMPLES, *array.shape[1:])
+    np.savez(path, x=by_client(x), y=by_client(y), test_x=x[count:], test_y=y[count:])
+
+
+# ---- The processes
+
+
+@contextlib.contextmanager
+def bound_to(cores: int) -> Iterator[None]:
+    """Bind this thread, and the processes that it starts meanwhile, to the first of its cores."""
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(all_cores)[:cores])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_cores)
+
+
+def tree(pid: int) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of a process and of its descendants, with the clock ticks of CPU that each has used."""
+    children: dict[int, list[int]] = {}
+    ticks = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        number = int(entry.parent.name)
+        children.setdefault(int(fields[1]), []).append(number)
+        ticks[number] = sum(map(int, fields[11:15]))  # user and system, its own and of children that have ended
+    found = [pid] if pid in ticks else []
+    for number in found:
+        found += children.get(number, [])
+        yield number, ticks[number]
+
+
+class Contestant:
+    """A simulator in one arrangement, in processes of its own."""
+
+    def __init__(self, name: str, arrangement: Arrangement, cores: int) -> None:
+        """Note who takes part; `start` starts it."""
+        self.name, self.arrangement, self.cores = name, arrangement, cores
+        self.environment = CONTESTANTS[name][0]
+        self.facts: dict[str, Any] = {}
+        self.tests: list[dict[str, float]] = []  # before the first round and after the last
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.error: str | None = None
+        self.process: subprocess.Popen[str] | None = None
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by `stop`)
+
+    def attempt(self, action: Callable[..., Any], *arguments: Any) -> None:
+        """Do something unless this contestant has failed, and note if it fails now."""
+        if self.error is None:
+            try:
+                action(*arguments)
+            except FailedError as error:
+                self.error = str(error)
+                self.stop()
+
+    def start(self, folder: Path, data: Path, epochs: int) -> None:
+        """Start the processes, test the first model and warm up.
+
+        Raises:
+          FailedError: there is no environment in the folder, or the processes ended.
+        """
+        python = interpreter(self.environment, folder)
+        threads = self.arrangement.threads
+        job = {
+            "data": str(data), "cohort": COHORT, "epochs": epochs, "batch": BATCH, "lr": LR, "momentum": MOMENTUM,
+            "processes": self.arrangement.processes, "threads": threads, "variant": self.arrangement.variant,
+        }  # fmt: skip
+        paths = [DRIVERS, DRIVERS.parent]
+        if self.environment == "ours":
+            paths += [DRIVERS.parents[2], *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            "PEERS_JOB": json.dumps(job), "PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": "",
+            "JAX_PLATFORMS": "cpu", "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0",
+        }  # fmt: skip
+        if self.environment != "ours":  # which gives every device the thread that it needs
+            variables |= {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
+        with bound_to(self.cores):
+            self.process = subprocess.Popen(
+                [python, DRIVERS / f"drive_{self.environment}.py"], env=os.environ | variables, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True,
+            )  # fmt: skip
+        self.facts = self.answer()
+        if self.facts["parameters"] != PARAMETERS:
+            raise FailedError(f"its network has {self.facts['parameters']} parameters, not {PARAMETERS}")
+        self.test()
+        self.ask(WARM_UP)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the driver's next answer.
+
+        Raises:
+          FailedError: it ended, or gave none in time.
+        """
+        assert self.process and self.process.stdout
+        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
+            raise FailedError(f"no answer within {PATIENCE} seconds")
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        self.process.wait()
+        self.errors.seek(0)
+        raise FailedError(last_line(self.errors.read()))
+
+    def ask(self, rounds: int) -> dict[str, Any]:
+        """Let it train so many rounds, or test its model if none, and return its answer."""
+        assert self.process and self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # why it ended is the answer
+            self.process.stdin.write(f"{rounds}\n")
+            self.process.stdin.flush()
+        return self.answer()
+
+    def test(self) -> None:
+        """Note the loss and the accuracy of its model."""
+        self.tests.append(self.ask(0))
+
+    def race(self) -> None:
+        """Train a round and note its seconds."""
+        assert self.process
+        pid = self.process.pid
+        used = lambda: sum(ticks for _, ticks in tree(pid)) / os.sysconf("SC_CLK_TCK")
+        before = used()
+        self.seconds.append(self.ask(1)["seconds"])
+        self.cpu_seconds.append(used() - before)
+
+    def stop(self) -> None:
+        """End its processes, those too that outlive their driver."""
+        if self.process and self.process.stdin:
+            descendants = [number for number, _ in tree(self.process.pid)][1:]
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            for number in descendants:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+        self.errors.close()
+
+    def row(self, ours: Sequence["Contestant"]) -> dict[str, Any]:
+        """Return its figures, with their ratios to ours if that took part."""
+        reference = next((each for each in ours if each.error is None), None)
+
+        def ratio(figure: str) -> float | None:
+            if reference is None:
+                return None
+            pairs = zip(getattr(self, figure), getattr(reference, figure), strict=True)
+            return statistics.median(mine / other for mine, other in pairs)
+
+        row: dict[str, Any] = {"cores": self.cores, "contestant": self.name, "arrangement": str(self.arrangement)}
+        before, after = self.tests if self.error is None else ({}, {})
+        if self.error is None and not after["loss"] < before["loss"]:
+            self.error = f"it does not learn: its loss went from {before['loss']} to {after['loss']}"
+        figures: dict[str, Any] = dict.fromkeys(FIGURES)
+        if self.error is None:
+            of_seconds = statistics.median(self.seconds), ratio("seconds")
+            of_cpu = statistics.median(self.cpu_seconds), ratio("cpu_seconds")
+            values = (*of_seconds, *of_cpu, before["loss"], after["loss"], after["accuracy"])
+            figures = dict(zip(FIGURES, values, strict=True))
+        return row | figures | {"versions": self.facts.get("versions"), "error": self.error}
+
+
+# ---- The command
+
+
+def compete(names: Sequence[str], cores: int, folder: Path, data: Path, *, epochs: int, repeats: int) -> list[dict]:
+    """Return a row per contestant and arrangement on so many cores."""
+    contestants = [Contestant(name, each, cores) for name in names for each in CONTESTANTS[name][1](cores)]
+    try:
+        for each in contestants:
+            each.attempt(each.start, folder, data, epochs)
+            print(f"{each.name}, {each.arrangement}: {each.error or 'ready'}", file=sys.stderr, flush=True)
+        for _ in range(repeats):
+            for each in contestants:
+                each.attempt(each.race)
+        for each in contestants:
+            each.attempt(each.test)
+    finally:
+        for each in contestants:
+            each.stop()
+    ours = [each for each in contestants if each.name == "ours"]
+    return [each.row(ours) for each in contestants]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table; a contestant that failed shows its error."""
+    text = lambda value: "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+    cells = [list(rows[0])[:-1], *([text(value) for value in list(row.values())[:-1]] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line, row in zip(cells, [{}, *rows], strict=True):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        if row.get("error"):
+            print(f"  failed: {row['error']}")
+    sys.stdout.flush()
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the contest and print its tables; return 1 if a contestant failed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_mr" / "peers"
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("peers.py", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names with commas (default: all)")
+    parser.add_argument("--cores", default="1,2", help="numbers with commas (default 1,2)")
+    parser.add_argument("--repeats", type=int, help="turns (default 5; with --quick 2)")
+    parser.add_argument("--environments", type=Path, default=cache, metavar="FOLDER", help=f"default {cache}")
+    parser.add_argument("--quick", action="store_true", help="one local epoch")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
+    arguments = parser.parse_args(given)
+    names = arguments.contestants.split(",")
+    if unknown := set(names) - set(CONTESTANTS):
+        parser.error(f"unknown contestant {', '.join(sorted(unknown))}; known: {', '.join(CONTESTANTS)}")
+    if not hasattr(os, "sched_setaffinity"):
+        parser.error("only Linux binds processes to cores")
+    usable = len(os.sched_getaffinity(0))
+    try:
+        numbers = [int(each) for each in arguments.cores.split(",")]
+    except ValueError:
+        numbers = [0]
+    if not all(1 <= each <= usable for each in numbers):
+        parser.error(f"--cores={arguments.cores}: numbers with commas, of 1 to {usable} here")
+    repeats = (2 if arguments.quick else 5) if arguments.repeats is None else arguments.repeats
+    if repeats < 1:
+        parser.error(f"--repeats={repeats}: at least 1")
+    epochs = 1 if arguments.quick else EPOCHS
+    folder = arguments.environments.resolve()
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        data = Path(temporary) / "images.npz"
+        write_data(data)
+        for cores in numbers:
+            found = compete(names, cores, folder, data, epochs=epochs, repeats=repeats)
+            show(found)
+            rows += found
+            if arguments.json:
+                Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return int(any(row["error"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
