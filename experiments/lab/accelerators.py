@@ -1,23 +1,27 @@
-"""Compile every program of a round for GPUs and TPUs that are not here, and print what the compiler knows about it.
+"""Compile the programs of a round for GPUs and TPUs that are not present, and print the compiler's figures.
 
     python experiments/lab/accelerators.py --target=h200 --models=lenet5,resnet20 --strategies=fedmr,fedcross
     python experiments/lab/accelerators.py --target=v5e:2x4 --cohort=8 --lanes=1
     python experiments/lab/accelerators.py --target=h200x8 --cohort=16 --json=FILE
 
-Needs the extra ``accelerators`` (the compilers, no driver). Nothing runs on a device and none is touched. A target is
-``h100``, ``h200`` (``x8``: eight of them in one machine) or a TPU topology ``v4:2x2x1 | v5e:2x4 | v5p:... | v6e:...``.
+Needs the extra ``accelerators`` (the compilers, no driver). Nothing is executed. A target is ``h100``, ``h200``
+(``x8``: eight of them in one machine) or a TPU topology ``v4:2x2x1 | v5e:2x4 | v5p:... | v6e:...``.
 
-Rows: ``round`` is the one program that runs whole rounds (its memory and its collectives); ``local_step`` the body of
-its loop over a client's batches; ``server`` what a round does beside the clients' training; ``evaluation`` the test of
-one model on 10,000 samples. Memory is per device. Multiply-adds are those of the network, three times a forward pass
-for training. Bytes are what the kernels read and write if nothing stays in a cache, and all of an array from which they
-gather: of the samples, which is why they are few by default. XLA joins kernels to CUDA graphs; launches_per_step counts
-what the host launches, a graph as one. The roofline is the largest of one launch for each kernel, bytes over bandwidth
-and multiply-adds over the arithmetic's rate; it is arithmetic on data sheets, not a measurement. compiler_seconds are
-the cycles that the TPU's compiler estimates for a local step, over the chip's rate. exchange_bytes are what clients
-must get and return, collective_bytes what the round moves in all. On GPUs autotuning needs a device, so XLA may choose
-other algorithms for convolutions than it would there.
-A round in which devices wait for the host, or for each other while clients train, ends the script with code 1.
+Rows: ``round`` is the program that runs whole rounds, with its memory and its collectives. ``local_step`` is the body
+of its loop over a client's batches. ``server`` is the rest of a round. ``evaluation`` is the test of one model on
+10,000 samples. Memory is per device.
+
+* Multiply-adds are those of the network: three times a forward pass for training.
+* Bytes are those that the kernels read and write if nothing stays in a cache. A gather counts its whole array, so the
+  default number of samples is small.
+* launches_per_step counts launches by the host. XLA joins kernels to CUDA graphs, and a graph is one launch.
+* The roofline is computed from data sheets: the largest of one launch per kernel, bytes over bandwidth, and
+  multiply-adds over their rate.
+* compiler_seconds are the cycles that the TPU's compiler estimates for a local step, over the rate of the chip.
+* exchange_bytes are the payloads and uploads of the clients. collective_bytes are all bytes between devices.
+
+On GPUs autotuning needs a device, so XLA may choose other algorithms for convolutions than on a real one. The exit
+code is 1 if devices wait for the host in a round, or for each other while clients train.
 """
 
 import argparse
@@ -101,10 +105,10 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_descripti
 
 
 def kind_of(target: str) -> Kind:
-    """Return the kind of accelerator that a target names.
+    """The kind of accelerator that a target names.
 
     Raises:
-      UserError: it names none.
+      UserError: there is no such kind.
     """
     name = target.partition(":")[0].partition("x")[0]
     gpu = name in KINDS and KINDS[name].platform == "cuda"
@@ -114,7 +118,7 @@ def kind_of(target: str) -> Kind:
 
 
 def prepare(target: str) -> None:
-    """Set the environment that the compilers read; before JAX starts.
+    """Set the environment variables that the compilers read. Call it before JAX starts.
 
     Raises:
       UserError: the compilers are not installed.
@@ -133,30 +137,30 @@ def prepare(target: str) -> None:
         os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     else:
-        found = importlib.util.find_spec("nvidia.cuda_nvcc")
-        assert found is not None and found.submodule_search_locations
-        nvcc = next(iter(found.submodule_search_locations))
+        spec = importlib.util.find_spec("nvidia.cuda_nvcc")
+        assert spec is not None and spec.submodule_search_locations
+        nvcc = next(iter(spec.submodule_search_locations))
         flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={nvcc} --xla_dump_to={dumps()}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
 
 @functools.cache
 def dumps() -> Path:
-    """Return the folder into which XLA writes what it compiles for GPUs; it goes with this process."""
+    """The folder into which XLA writes compiled GPU code. It is deleted when this process ends."""
     folder = tempfile.mkdtemp(prefix="accelerators-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def launches_per_step(module: Module) -> int | None:
-    """Return what the host launches for one local step of a round that was compiled for GPUs; None if unknown."""
-    names = {each.name for each in module.computations[module.local_step()]}
+    """Number of launches by the host for one local step of a round compiled for GPUs, or None if unknown."""
+    names = {instruction.name for instruction in module.computations[module.local_step()]}
     return launches(map(Path.read_text, dumps().glob(HOST_PLAN)), names)
 
 
 @functools.cache
 def devices_of(target: str) -> tuple[Any, ...]:
-    """Return the devices of a target, which are only described.
+    """The devices of a target. They are described, not present.
 
     Raises:
       UserError: the compiler does not know such a machine.
@@ -179,7 +183,7 @@ def devices_of(target: str) -> tuple[Any, ...]:
 
 
 def axis_of(target: str, *, cohort: int, lanes: int | None) -> ClientAxis:
-    """Return the layout of K clients on a described machine; ``lanes`` None is all clients of a device."""
+    """The layout of K clients on a described machine. ``lanes=None`` puts all clients of a device side by side."""
     devices = devices_of(target)
     mesh = Mesh(np.array(devices), (CLIENTS,))
     per_device = -(-cohort // len(devices))
@@ -198,7 +202,7 @@ class Built(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What was compiled for one strategy."""
+    """The compiled programs of one strategy."""
 
     rounds: Rounds
     round: Built
@@ -207,7 +211,7 @@ class Compiled(NamedTuple):
 
 
 def federation(config: fmr.Config, count: int | None = None) -> FederatedData:
-    """Return ``count`` synthetic samples, a fifth of them for the test; only shapes matter here."""
+    """``count`` synthetic samples, a fifth of them test samples. Only their shapes matter."""
     rng = np.random.default_rng(0)
     shape = SHAPES.get(config.model.split(",")[0], (32, 32, 3))
     count = count or 20 * config.clients
@@ -238,46 +242,46 @@ def compile_round(
 
 
 def exchange_bytes(rounds: Rounds) -> int:
-    """Return what has to go from the server to the clients and back: what K' clients get and what they return.
+    """Bytes between devices of the payloads and uploads of K' clients, where K' is K, padded.
 
-    K' is K, padded; (D - 1) / D of it changes its device.
+    A share (D - 1) / D of them changes its device.
     """
     axis = rounds.axis
     number = jax.ShapeDtypeStruct((), np.int32)
-    chosen = lambda constants, progress: begin(axis, constants, progress)[1]
+    cohort_rows = lambda constants, progress: begin(axis, constants, progress)[1]
     with platforms.tracing_for(axis.platform):
-        rows = jax.eval_shape(chosen, rounds.constants, rounds.shapes())
+        rows = jax.eval_shape(cohort_rows, rounds.constants, rounds.shapes())
         returned = jax.eval_shape(rounds.trial.clients, (rounds.constants, number), rows)
     return trees.num_bytes((rows, returned)) * (axis.num_devices - 1) // axis.num_devices
 
 
 def faults(done: Compiled) -> list[str]:
-    """Return what no compiled round may hold, in words: what makes devices wait for the host or for each other."""
+    """Operations that make devices wait for the host or for each other, in words. A compiled round must have none."""
     module = Module(done.round.compiled.as_text())
-    found = collectives(module, devices=done.rounds.axis.num_devices)
+    transfers = collectives(module, devices=done.rounds.axis.num_devices)
     _, clients = module.round_and_clients()
     inside = module.reached(clients)
-    wrong = [f"{each.kind} while clients train" for each in found if each.computation in inside]
+    operations = [f"{transfer.kind} while clients train" for transfer in transfers if transfer.computation in inside]
     if "select-and-scatter" in module.opcodes():
-        wrong.append("a serial scatter (select_and_scatter)")
-    calls = {each.target for body in module.computations.values() for each in body}
-    wrong += [f"a call of the host ({target})" for target in sorted(calls) if "callback" in target]
-    return wrong
+        operations.append("a serial scatter (select_and_scatter)")
+    targets = {instruction.target for body in module.computations.values() for instruction in body}
+    operations += [f"a call of the host ({target})" for target in sorted(targets) if "callback" in target]
+    return operations
 
 
 def table(target: str, config: fmr.Config, done: Compiled) -> list[dict[str, Any]]:
-    """Return the rows of one strategy on one target; None where a figure is unknown or has no meaning."""
+    """The rows of one strategy on one target. A figure is None if it is unknown or has no meaning."""
     kind, axis = kind_of(target), done.rounds.axis
     module = Module(done.round.compiled.as_text())
-    found = list(collectives(module, devices=axis.num_devices))
-    whole, clients = module.round_and_clients()
+    transfers = list(collectives(module, devices=axis.num_devices))
+    round_body, clients = module.round_and_clients()
     step = module.local_step()
     network = max(map(multiply_adds, done.model.networks))
     common = {"target": target, "model": config.model, "strategy": config.strategy, "cohort": config.cohort}
 
     def row(program: str, **figures: Any) -> dict[str, Any]:
-        known = common | {"program": program, "lanes": axis.lanes} | figures
-        return {name: known.get(name) for name in COLUMNS}
+        values = common | {"program": program, "lanes": axis.lanes} | figures
+        return {name: values.get(name) for name in COLUMNS}
 
     def roofline(kernels: int, num_bytes: int, products: float) -> float:
         rates = (
@@ -300,18 +304,18 @@ def table(target: str, config: fmr.Config, done: Compiled) -> list[dict[str, Any
         row(
             "round",
             **compilation(done.round),
-            collectives=len(found),
-            collective_bytes=sum(each.bytes for each in found),
+            collectives=len(transfers),
+            collective_bytes=sum(transfer.bytes for transfer in transfers),
             exchange_bytes=exchange_bytes(done.rounds),
         ),
         row(
             "local_step",
             **work(step, 3 * network * config.batch_size * axis.lanes),
-            collectives=sum(each.computation in module.reached(clients) for each in found),
+            collectives=sum(transfer.computation in module.reached(clients) for transfer in transfers),
             compiler_seconds=module.cycles(step) / kind.hertz if kind.hertz else None,
             launches_per_step=launches_per_step(module) if kind.platform == "cuda" else None,
         ),
-        row("server", **work(whole, 0, without=clients)),
+        row("server", **work(round_body, 0, without=clients)),
     ]
     if done.evaluation is not None:
         rows.append(row("evaluation", **compilation(done.evaluation)))
@@ -319,7 +323,7 @@ def table(target: str, config: fmr.Config, done: Compiled) -> list[dict[str, Any
 
 
 def compilation(program: Built) -> dict[str, Any]:
-    """Return what compiling a program took, and its memory per device."""
+    """Compile time and memory per device of a program."""
     memory = program.compiled.memory_analysis()
     return {
         "trace_seconds": round(program.trace_seconds, 2),
@@ -331,7 +335,7 @@ def compilation(program: Built) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a figure as it is printed."""
+    """The printed form of a figure."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
@@ -371,9 +375,9 @@ def main() -> None:
 
 
 def configured(strategy: str, model: str, *, cohort: int, batch_size: int = BATCH) -> fmr.Config:
-    """Return the papers' setting: batch 50, SGD with momentum 0.5, five local epochs; N is 2 K, 100 at least.
+    """The papers' setting: batch 50, SGD with momentum 0.5, five local epochs, N = max(2 K, 100).
 
-    Methods with a public set have a tenth of the samples there; some want representations of one width.
+    Public samples are a tenth of all samples. Some methods need representations of one width.
     """
     return fmr.Config(
         public_share=0.1 if strategy in WITH_PUBLIC_DATA else 0.0, projection=64 if strategy in ONE_WIDTH else 0,

@@ -1,11 +1,11 @@
-"""Samples per second of training an adapter: ours, and PyTorch with transformers and peft, on the same core.
+"""Samples per second of training an adapter: this engine, and PyTorch with transformers and peft, on the same core.
 
     python experiments/lab/adapters.py [--threads=1] [--batch=16] [--length=32] [--repeats=5]
 
 BERT in the size of MiniLM-L6 with random weights, LoRA of rank 8 beside the queries and values of attention, a trained
-classifier of two classes, SGD with momentum, without dropout; sentences of ``--length`` tokens, none of them padding.
+classifier of two classes, SGD with momentum, without dropout; sentences of ``--length`` tokens without padding.
 ``ours`` is a round of one client as users run it (FedIT), ``peft`` a plain loop over its batches. The two take turns in
-one process; medians are printed. Needs transformers and peft, best in an environment of its own:
+one process; medians are printed. It needs transformers and peft, best in a separate environment:
 
     pip install -c constraints.txt -e '.[parity]' transformers peft
 """
@@ -43,9 +43,11 @@ class Peft:
         adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["query", "value"])
         self.encoder = get_peft_model(BertModel(config, add_pooling_layer=False), adapters).train()
         self.head = torch.nn.Linear(384, 2)
-        trained = [each for each in self.encoder.parameters() if each.requires_grad] + list(self.head.parameters())
-        self.trained = sum(each.numel() for each in trained)
-        self.optimizer = torch.optim.SGD(trained, lr=LR, momentum=MOMENTUM)
+        parameters = [parameter for parameter in self.encoder.parameters() if parameter.requires_grad] + list(
+            self.head.parameters()
+        )
+        self.trained = sum(parameter.numel() for parameter in parameters)
+        self.optimizer = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
         self.x, self.y, self.batch = torch.as_tensor(x).long(), torch.as_tensor(y).long(), batch
         self.times: list[tuple[int, float]] = []  # samples and seconds of each timing
 
@@ -84,14 +86,17 @@ def main() -> None:
     random = np.random.default_rng(0)
     x = random.integers(1000, VOCABULARY, (SAMPLES, options.length)).astype(np.int32)
     y = random.integers(0, 2, SAMPLES).astype(np.int32)
-    own, other = ours(x, y, options.batch), Peft(x, y, options.batch)
-    for each in (own, other):
-        each.race()  # warms up
-        each.times.clear()
-    take_turns([own, other], options.repeats)
-    speeds = {"ours": own.speed(), "peft": statistics.median(samples / seconds for samples, seconds in other.times)}
-    trained = trees.num_bytes(own.model.init(jax.random.key(0))["params"]) // 4
-    print(f"trained parameters: ours {trained:,}, peft {other.trained:,}")
+    contestant, opponent = ours(x, y, options.batch), Peft(x, y, options.batch)
+    for racer in (contestant, opponent):
+        racer.race()  # warms up
+        racer.times.clear()
+    take_turns([contestant, opponent], options.repeats)
+    speeds = {
+        "ours": contestant.speed(),
+        "peft": statistics.median(samples / seconds for samples, seconds in opponent.times),
+    }
+    trained = trees.num_bytes(contestant.model.init(jax.random.key(0))["params"]) // 4
+    print(f"trained parameters: ours {trained:,}, peft {opponent.trained:,}")
     print(*(f"{name} {speed:.1f} samples/s" for name, speed in speeds.items()), sep=", ", end="; ")
     print(f"ratio {speeds['ours'] / speeds['peft']:.2f}; {options.threads} thread(s), jax {jax.__version__},", end=" ")
     print(f"PyTorch {torch.__version__}")

@@ -1,27 +1,31 @@
-"""How fast the engine trains, in one run beside the same networks in plain Flax layers and in PyTorch.
+"""Speed of the engine, compared with plain Flax layers and with PyTorch in the same run.
 
     python experiments/lab/benchmark.py                           # every network: ours, plain layers, PyTorch
     python experiments/lab/benchmark.py --quick --models=lenet5   # less than a minute
-    python experiments/lab/benchmark.py rounds                    # what a whole round is spent on
-    python experiments/lab/benchmark.py strategies                # what a round of each strategy costs
-    python experiments/lab/benchmark.py fedme                     # its clients' and its server's work, beside FedAvg's
+    python experiments/lab/benchmark.py rounds                    # seconds of the parts of a round
+    python experiments/lab/benchmark.py strategies                # seconds of a round of each strategy
+    python experiments/lab/benchmark.py fedme                     # seconds of FedMe's clients and server
     python experiments/lab/benchmark.py growth                    # time and memory against K and N
-    python experiments/lab/benchmark.py race                      # the course of pfl-research's CIFAR10-IID
-    python experiments/lab/benchmark.py start                     # a short run by its parts: start.py
-    python experiments/lab/benchmark.py products                  # XLA's and PyTorch's rates on a network's products
-    python experiments/lab/benchmark.py clock                     # asynchronous clients, by events: events.py
-    python experiments/lab/benchmark.py peers                     # beside other simulators: peers.py and its flags
+    python experiments/lab/benchmark.py race                      # the benchmark CIFAR10-IID of pfl-research
+    python experiments/lab/benchmark.py start                     # seconds of the parts of a short run: start.py
+    python experiments/lab/benchmark.py products                  # rates of a network's products in XLA and PyTorch
+    python experiments/lab/benchmark.py clock                     # events per second of asynchronous clients: events.py
+    python experiments/lab/benchmark.py peers                     # other simulators: peers.py and its flags
 
-The contestants take turns, so that a drift of the machine hits all of them; medians are printed, and figures are to be
-read as ratios of one run. All data are synthetic.
+The contestants take turns, so that a drift of the machine affects all of them. Medians are printed. Compare figures of
+one run only. All data are synthetic.
 
-``models``: K = 10 clients of 500 samples, batch 50, SGD with momentum 0.5, five local epochs; on CPU the networks
-marked heavy have one, and with ``--quick`` 100 samples per client. ``ours`` is what users run; ``plain`` the same
-network and data with what ``nn.Conv`` and ``nn.max_pool`` compute, all clients side by side (``vmap``), two steps per
-client; ``torch_loop`` one client after the other through a DataLoader, as the papers' code trains; ``torch_best``
-without a DataLoader, the faster of one process with all threads and a process per core with one thread each.
+``models``: K = 10 clients of 500 samples, batch 50, SGD with momentum 0.5, five local epochs. On CPU the networks of
+`HEAVY` have one local epoch, and with ``--quick`` 100 samples per client. The contestants:
+
+* ``ours``: the engine as users run it.
+* ``plain``: the same network with ``nn.Conv`` and ``nn.max_pool``, all clients side by side (``vmap``), two steps per
+  client.
+* ``torch_loop``: one client after the other through a DataLoader, as in the papers' code.
+* ``torch_best``: without a DataLoader, the faster of one process with all threads and a process per core.
+
 ``share_of_limit``: six operations per multiply-add (two forward, four backward) over the rate of a large matrix product
-measured in the same run.
+in the same run.
 """
 
 import argparse
@@ -75,7 +79,7 @@ Rows = list[dict[str, Any]]
 
 
 def synthetic(shape: Sequence[int], classes: int, count: int, *, tokens: bool = False) -> fmr.Dataset:
-    """Return ``count`` training samples and as many test samples as the evaluation's batch."""
+    """``count`` synthetic training samples, and one evaluation batch of test samples."""
     rng = np.random.default_rng(0)
     high = classes if tokens else 256
     x = rng.integers(0, high, (count + 200, *shape)).astype(np.int32 if tokens else np.uint8)
@@ -90,14 +94,14 @@ def synthetic(shape: Sequence[int], classes: int, count: int, *, tokens: bool = 
 
 
 def plain_conv(x, kernel, *, strides=1, padding="SAME", **_):
-    """Return what ``nn.Conv`` computes: one convolution whose gradients XLA derives."""
+    """The result of ``nn.Conv``: one convolution whose gradients XLA derives."""
     strides = (strides, strides) if isinstance(strides, int) else strides
     padding = ((padding, padding), (padding, padding)) if isinstance(padding, int) else padding
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def plain_max_pool(x, window, *, strides=None, padding=0):
-    """Return what ``nn.max_pool`` computes: a ``reduce_window`` with its serial gradient."""
+    """The result of ``nn.max_pool``: a ``reduce_window`` with its serial gradient."""
     window = (window, window) if isinstance(window, int) else tuple(window)
     if padding:
         raise ValueError("no network of this benchmark pads its pooling")
@@ -105,7 +109,7 @@ def plain_max_pool(x, window, *, strides=None, padding=0):
 
 
 def plain_layers() -> Any:
-    """Return a context in which networks are built of plain layers."""
+    """A context in which networks are built of plain layers."""
     return mock.patch.multiple(windows, conv=plain_conv, max_pool=plain_max_pool)
 
 
@@ -151,15 +155,15 @@ class Contestant:
         self.times.append((images, time.perf_counter() - started))
 
     def speed(self) -> float:
-        """Return the median of the images trained per second."""
+        """Median of the images trained per second."""
         return statistics.median(images / seconds for images, seconds in self.times)
 
     def seconds_per_round(self) -> float:
-        """Return the median of the seconds of a round. Methods may train on different numbers of images."""
+        """Median seconds of a round. Methods may train on different numbers of images."""
         return statistics.median(seconds for _, seconds in self.times) / self.rounds
 
     def seconds(self, *, anew: bool = False) -> dict[str, float]:
-        """Return the median seconds of one round (``round``) and of its programs; where it is one, of that alone.
+        """Median seconds of one round (``round``) and of its programs. A round that is one program has no others.
 
         Args:
           anew: time first rounds only, each with the draws of another round.
@@ -209,7 +213,7 @@ def take_turns(contestants: Sequence[Any], repeats: int, *, seconds: float = mat
 def torch_clients(
     name: str, threads: int, device: str, epochs: int, *, loader: bool, dataset: fmr.Dataset, num_clients: int = CLIENTS
 ) -> Callable[[Sequence[int]], None]:
-    """Return a function that trains clients one after the other, given their numbers."""
+    """A function that takes numbers of clients and trains these clients one after the other."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -235,8 +239,8 @@ def torch_clients(
                 yield normalise(x_batch.to(device)), y_batch.to(device)
         else:
             own_x, own_y = x[rows], y[rows]
-            for chosen in torch.randperm(size, device=device).split(BATCH):
-                yield normalise(own_x[chosen]), own_y[chosen]
+            for batch in torch.randperm(size, device=device).split(BATCH):
+                yield normalise(own_x[batch]), own_y[batch]
 
     def train_one(client: int) -> None:
         network.load_state_dict(start)
@@ -295,16 +299,16 @@ class TorchContestant:
         for index in range(processes):
             ours, theirs = context.Pipe()
             model, device = arguments
-            own = range(index, num_clients, processes)
-            rest = {"num_clients": num_clients, **options}
-            work = (theirs, make, own, (model, threads, device, epochs), rest)
+            clients = range(index, num_clients, processes)
+            settings = {"num_clients": num_clients, **options}
+            work = (theirs, make, clients, (model, threads, device, epochs), settings)
             worker = context.Process(target=torch_worker, args=work)
             worker.start()
             self.pipes.append(ours)
             self.workers.append(worker)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when all processes have answered.
+        """Wait until all processes have answered.
 
         Raises:
           RuntimeError: the error of one of them, or no answer in so many seconds.
@@ -324,7 +328,7 @@ class TorchContestant:
         self.speeds.append(self.images / (time.perf_counter() - started))
 
     def speed(self) -> float:
-        """Return the median of the images trained per second."""
+        """Median of the images trained per second."""
         return statistics.median(self.speeds)
 
     def stop(self) -> None:
@@ -341,7 +345,7 @@ class TorchContestant:
 
 
 def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[TorchContestant]:
-    """Return PyTorch's contestants; none where it is not installed."""
+    """The PyTorch contestants. Empty if PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -397,7 +401,7 @@ class Product:
         self.rates.append(self.operations / (time.perf_counter() - started))
 
     def rate(self) -> float:
-        """Return the median of the operations per second."""
+        """Median of the operations per second."""
         return statistics.median(self.rates)
 
 
@@ -416,23 +420,23 @@ class Options:
 
 
 def in_its_own_process(function: Callable, *args: Any) -> Any:
-    """Return the function's result; compiled programs and memory end with its process."""
+    """The result of the function, computed in a new process that takes its compiled programs and memory with it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
 def compare_models(options: Options) -> Rows:
-    """Return four rows per network, each network in a process of its own."""
+    """Four rows per network. Each network has its own process."""
     rows: Rows = []
     for name in options.models:
-        found = in_its_own_process(compare_engines, name, options)
-        show(found)
-        rows += found
+        result = in_its_own_process(compare_engines, name, options)
+        show(result)
+        rows += result
     return rows
 
 
 def compare_engines(name: str, options: Options) -> Rows:
-    """Return the rows of one network."""
+    """The rows of one network."""
     set_up_jax(devices=None, cohort_size=CLIENTS)
     heavy = jax.default_backend() == "cpu" and name in HEAVY
     epochs = 1 if heavy or options.quick else 5
@@ -459,7 +463,7 @@ def compare_engines(name: str, options: Options) -> Rows:
         )
         plain.race()
         contestants.append(plain)
-    by_arrangement = {each.arrangement: each.speed() for each in opponents if each.name == "torch_best"}
+    by_arrangement = {opponent.arrangement: opponent.speed() for opponent in opponents if opponent.name == "torch_best"}
     best: dict[str, Any] = {}
     for opponent in sorted(opponents, key=TorchContestant.speed):
         best[opponent.name] = opponent
@@ -468,30 +472,30 @@ def compare_engines(name: str, options: Options) -> Rows:
         print("PyTorch is not installed (extra parity): its columns stay empty")
     operations = 6 * multiply_adds(ours.model)
     rows = []
-    for each in contestants:
+    for contestant in contestants:
         rows.append(
             {
                 "model": name,
-                "engine": each.name,
-                "images_per_second": each.speed(),
-                "ratio_loop": each.speed() / best["torch_loop"].speed() if best else None,
-                "ratio_best": each.speed() / best["torch_best"].speed() if best else None,
-                "share_of_limit": each.speed() * operations / product.rate(),
-                "compile_seconds": getattr(each, "compile_seconds", None),
-                "peak_memory_bytes": getattr(each, "peak_memory_bytes", None),
-                "arrangements": by_arrangement if each.name == "torch_best" else None,
+                "engine": contestant.name,
+                "images_per_second": contestant.speed(),
+                "ratio_loop": contestant.speed() / best["torch_loop"].speed() if best else None,
+                "ratio_best": contestant.speed() / best["torch_best"].speed() if best else None,
+                "share_of_limit": contestant.speed() * operations / product.rate(),
+                "compile_seconds": getattr(contestant, "compile_seconds", None),
+                "peak_memory_bytes": getattr(contestant, "peak_memory_bytes", None),
+                "arrangements": by_arrangement if contestant.name == "torch_best" else None,
             }
         )
     return rows
 
 
 def compare_products(options: Options) -> Rows:
-    """Return XLA's and PyTorch's rates on the products of each network, each network in a process of its own."""
+    """The rates of XLA and PyTorch for the products of each network. Each network has its own process."""
     return [row for name in options.models for row in in_its_own_process(products.compare_products, name)]
 
 
 def compare_strategies(options: Options) -> Rows:
-    """Return a row per strategy: its speed, and what a round costs in rounds of FedAvg.
+    """A row per strategy: its speed, and the time of a round relative to FedAvg.
 
     LeNet-5, 10 of 20 clients with 500 images each, two local epochs (FedRep needs them), 1,000 public images for those
     that use some.
@@ -506,22 +510,22 @@ def compare_strategies(options: Options) -> Rows:
     contestants = [Contestant(name, fmr.Config(strategy=name, **settings), dataset=dataset, rounds=2) for name in names]
     take_turns(contestants, options.repeats)
     rows = []
-    for each in contestants:
-        seconds = each.seconds()
+    for contestant in contestants:
+        seconds = contestant.seconds()
         rows.append(
             {
-                "strategy": each.name,
-                "images_per_second": each.speed(),
-                "cost_of_a_round": each.seconds_per_round() / contestants[0].seconds_per_round(),
+                "strategy": contestant.name,
+                "images_per_second": contestant.speed(),
+                "cost_of_a_round": contestant.seconds_per_round() / contestants[0].seconds_per_round(),
                 "outside_clients": 1 - seconds["clients"] / seconds["round"] if "clients" in seconds else None,
-                "compile_seconds": each.compile_seconds,
+                "compile_seconds": contestant.compile_seconds,
             }
         )
     return rows
 
 
 def compare_fedme(options: Options) -> Rows:
-    """Return the seconds per round of FedMe's clients, and of its server, beside one network per client.
+    """Seconds per round of FedMe's clients and of its server, compared with one network per client.
 
     Eight clients of 250 images, all in every round, two local epochs, a fifth for validation, 250 public images, two
     clusters. Either all have LeNet-5 (beside FedAvg), or two each one of four networks: FedAvg cannot mix these, so it
@@ -543,26 +547,26 @@ def compare_fedme(options: Options) -> Rows:
             fmr.Config(strategy="fedme", hyper=exchanging, model=model, **settings),
         )
         pair = [Contestant(config.strategy, config, dataset=dataset) for config in configs]
-        turns = [[each.seconds(anew=True) for each in pair] for _ in range(options.repeats)]
+        turns = [[contestant.seconds(anew=True) for contestant in pair] for _ in range(options.repeats)]
         if "clients" not in turns[0][0]:
             raise SystemExit("on a single device clients and server are one program: this needs two CPU cores")
-        for position, each in enumerate(pair):
+        for position, contestant in enumerate(pair):
             clients = statistics.median(turn[position]["clients"] for turn in turns)
             rows.append(
                 {
-                    "strategy": each.name,
+                    "strategy": contestant.name,
                     "networks": len(model.split(",")),
                     "clients_seconds": clients,
                     "ratio": statistics.median(turn[position]["clients"] / turn[0]["clients"] for turn in turns),
                     "server_seconds": statistics.median(turn[position]["round"] for turn in turns) - clients,
-                    "compile_seconds": each.compile_seconds,
+                    "compile_seconds": contestant.compile_seconds,
                 }
             )
     return rows
 
 
 def dissect_rounds(options: Options) -> Rows:
-    """Return what a round is spent on: LeNet-5, 100 clients of 500 images on average, K = 10, Dirichlet."""
+    """Seconds of the parts of a round: LeNet-5, 100 clients with 500 images on average, K = 10, Dirichlet."""
     dataset = synthetic((32, 32, 3), 10, 100 * SAMPLES)
     test = synthetic((32, 32, 3), 10, 10_000)
     set_up_jax(devices=None, cohort_size=CLIENTS)
@@ -583,19 +587,19 @@ def dissect_rounds(options: Options) -> Rows:
             started = time.perf_counter()
             evaluation.one(deployed)
             tested = time.perf_counter() - started
-            whole = seconds["round"]
+            round_seconds = seconds["round"]
             shares: dict[str, float | None] = dict.fromkeys(("clients", "server", "host_and_copies"))
             if "clients" in seconds:  # else a round is one program
-                shares["clients"] = clients = seconds["clients"] / whole
-                shares["server"] = server = (seconds["begin"] + seconds["finish"]) / whole
+                shares["clients"] = clients = seconds["clients"] / round_seconds
+                shares["server"] = server = (seconds["begin"] + seconds["finish"]) / round_seconds
                 shares["host_and_copies"] = 1 - clients - server
             rows.append(
                 {
                     "strategy": strategy,
                     "alpha": alpha,
-                    "seconds_per_round": whole,
+                    "seconds_per_round": round_seconds,
                     **shares,
-                    "evaluation_per_5_rounds": tested / (5 * whole),
+                    "evaluation_per_5_rounds": tested / (5 * round_seconds),
                     **padding_waste(contestant),
                 }
             )
@@ -603,7 +607,7 @@ def dissect_rounds(options: Options) -> Rows:
 
 
 def padding_waste(contestant: Contestant, rounds: int = 50) -> dict[str, float]:
-    """Return steps computed over steps needed, on average over random cohorts: in lanes, and with devices waiting."""
+    """Ratio of computed steps to needed steps, averaged over random cohorts: in lanes, and with devices that wait."""
     axis, batch = contestant.engine.axis, contestant.config.batch_size
     steps = -(-contestant.federated.sizes // batch)
     rng = np.random.default_rng(0)
@@ -621,7 +625,7 @@ def padding_waste(contestant: Contestant, rounds: int = 50) -> dict[str, float]:
 
 
 def grow(options: Options) -> Rows:
-    """Return time and memory of a round against K and against N, each in a process of its own.
+    """Time and memory of a round against K and against N. Each point has its own process.
 
     Against K, at N = 100: FedMR, the FEMNIST CNN. Against N, at K = 100: FedAvg, FedMR and SCAFFOLD with its memory on
     the host, LeNet-5. Clients of 20 images, drawn from 50,000 with replacement; batch 10, one epoch.
@@ -634,7 +638,7 @@ def grow(options: Options) -> Rows:
 
 
 def measure_growth(strategy: str, model: str, cohort: int, clients: int) -> dict[str, Any]:
-    """Return one row of `grow`."""
+    """One row of `grow`."""
     set_up_jax(devices=None, cohort_size=cohort)
     dataset = synthetic((28, 28, 1), 62, 50_000)
     config = fmr.Config(
@@ -661,7 +665,7 @@ def measure_growth(strategy: str, model: str, cohort: int, clients: int) -> dict
 
 
 def run_race(options: Options, *, part: int = 1) -> Rows:
-    """Return the seconds of the course of pfl-research (``exp/pfl_race.flags``) on synthetic images.
+    """Seconds of the benchmark run of pfl-research (``exp/pfl_race.flags``) on synthetic images.
 
     Args:
       options: whether it is quick.
@@ -696,7 +700,7 @@ def run_race(options: Options, *, part: int = 1) -> Rows:
 
 
 def compare_events(options: Options) -> Rows:
-    """Return the trained clients per second of synchronous rounds, asynchronous waves and serial loops (events.py)."""
+    """Trained clients per second of synchronous rounds, asynchronous waves and serial loops (events.py)."""
     set_up_jax(devices=1, cohort_size=1)
     rows = []
     for model in ("lenet5", "cnn_digits"):
@@ -707,19 +711,21 @@ def compare_events(options: Options) -> Rows:
         for setting in events.SETTINGS:
             config = events.config_of(setting, model, quick=options.quick)
             versions = max(1, 20 // config.cohort)
-            own = Contestant(setting, config, dataset=dataset, rounds=versions, devices=1, lanes=1)
-            contestants[setting] = own
+            contestant = Contestant(setting, config, dataset=dataset, rounds=versions, devices=1, lanes=1)
+            contestants[setting] = contestant
             if config.mode == "async":
-                known = events_of(config, own.federated, own.model)
-                assert known is not None
-                widths[setting] = events.width(known)
+                schedule = events_of(config, contestant.federated, contestant.model)
+                assert schedule is not None
+                widths[setting] = events.width(schedule)
                 name = f"{setting}, serial"
-                contestants[name] = events.SerialLoop(config, own.engine, known, name=name, versions=versions)
+                contestants[name] = events.SerialLoop(config, contestant.engine, schedule, name=name, versions=versions)
         take_turns(list(contestants.values()), options.repeats, seconds=options.seconds)
         images = 100 * contestants["sync K=10"].config.local_epochs  # of one client
         rates = {
-            name: each.speed() / images if isinstance(each, Contestant) else statistics.median(each.rates)
-            for name, each in contestants.items()
+            name: contestant.speed() / images
+            if isinstance(contestant, Contestant)
+            else statistics.median(contestant.rates)
+            for name, contestant in contestants.items()
         }
         for name, rate in rates.items():
             serial = rates.get(f"{name}, serial")
@@ -759,7 +765,7 @@ def show(rows: Rows) -> None:
         if isinstance(value, float):
             return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
         if isinstance(value, dict):
-            return "; ".join(f"{name}: {text(each)}" for name, each in value.items())
+            return "; ".join(f"{name}: {text(inner)}" for name, inner in value.items())
         return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
     cells = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
@@ -771,7 +777,7 @@ def show(rows: Rows) -> None:
 def main() -> None:
     """Run the benchmark and print its table."""
     if "peers" in sys.argv[1:]:
-        sys.exit(peers.main([each for each in sys.argv[1:] if each != "peers"]))
+        sys.exit(peers.main([word for word in sys.argv[1:] if word != "peers"]))
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("subject", choices=[*SUBJECTS, "peers"], nargs="?", default="models")
@@ -786,21 +792,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one local epoch, fewer points, without plain layers")
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args()
-    chosen = tuple(filter(None, arguments.models.split(",")))
-    for kind, given, known in (
-        ("model", chosen, COMPARED),
+    models = tuple(filter(None, arguments.models.split(",")))
+    for kind, names, registered in (
+        ("model", models, COMPARED),
         ("strategy", arguments.strategies.split(","), fmr.STRATEGIES),
     ):
-        if unknown := set(given) - set(known):
-            parser.error(f"unknown {kind} {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    if not chosen and arguments.subject == "products":
-        chosen = ("lenet5", "cnn_mcmahan")
-    if not chosen:
+        if unknown := set(names) - set(registered):
+            parser.error(f"unknown {kind} {', '.join(sorted(unknown))}; known: {', '.join(registered)}")
+    if not models and arguments.subject == "products":
+        models = ("lenet5", "cnn_mcmahan")
+    if not models:
         gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-        chosen = tuple(name for name in COMPARED if gpu or name not in ON_GPU_ONLY)
+        models = tuple(name for name in COMPARED if gpu or name not in ON_GPU_ONLY)
     repeats = arguments.repeats or (3 if arguments.quick else 5)
     seconds = QUICK_SECONDS if arguments.quick and not arguments.repeats else math.inf
-    options = Options(chosen, tuple(arguments.strategies.split(",")), repeats, seconds, arguments.quick)
+    options = Options(models, tuple(arguments.strategies.split(",")), repeats, seconds, arguments.quick)
     try:
         rows = SUBJECTS[arguments.subject](options)
     except fmr.UserError as error:

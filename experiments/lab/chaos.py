@@ -77,7 +77,7 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-      function: makes a trial: world x number x empty folder -> (how often it tried, what).
+      function: makes a trial: (world, number, empty folder) -> (number of tries, description).
       count: of tries; the row ``kills`` has several in each trial.
       weight: of the time that the row may take, relative to the other rows.
     """
@@ -108,13 +108,13 @@ ROWS = {
 
 
 def attempt(world: World, row: Row, number: int, place: Path) -> dict:
-    """Make one trial in an empty folder; return what is told of it."""
+    """Make one trial in an empty folder and return its result."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     try:
         tried, what = row.function(world, number, place)
         return {"number": number, "tried": tried, "what": what, "wrong": None}
-    except Exception as error:  # broad: whatever a trial raises is reported, and the next one is made
+    except Exception as error:  # broad: any error of a trial is reported, and the next trial follows
         wrong = str(error) if isinstance(error, Wrong) else traceback.format_exc()
         return {"number": number, "tried": 1, "wrong": wrong}
     finally:
@@ -122,33 +122,33 @@ def attempt(world: World, row: Row, number: int, place: Path) -> dict:
 
 
 def work(world: World, row: str, numbers: Sequence[int], cores: int, seconds: float) -> list[dict]:
-    """Make the trials of a row on all cores, beginning none after some seconds; return what is told of each."""
+    """Make the trials of a row on all cores and return their results. No trial begins after ``seconds``."""
     until, children = time.monotonic() + seconds, []
     for core in range(cores):
-        told = world.folder / f"{row}-{core}.jsonl"
+        record = world.folder / f"{row}-{core}.jsonl"
 
-        def mine(core: int = core, told: Path = told) -> int:
-            with told.open("w") as file:
+        def mine(core: int = core, record: Path = record) -> int:
+            with record.open("w") as file:
                 for number in numbers[core::cores]:
                     if time.monotonic() > until:
                         break
-                    told_of = attempt(world, ROWS[row], number, world.folder / f"{row}-{core}")
-                    file.write(json.dumps(told_of) + "\n")
+                    trial = attempt(world, ROWS[row], number, world.folder / f"{row}-{core}")
+                    file.write(json.dumps(trial) + "\n")
                     file.flush()
             return 0
 
-        children.append((Child(mine, log=world.folder / f"{row}-{core}.log"), told))
-    found = []
-    for child, told in children:
+        children.append((Child(mine, log=world.folder / f"{row}-{core}.log"), record))
+    trials = []
+    for child, record in children:
         _, status = os.waitpid(child.pid, 0)
-        found += [json.loads(line) for line in told.read_text().splitlines()]
+        trials += [json.loads(line) for line in record.read_text().splitlines()]
         if status:
-            found.append({"number": -1, "tried": 1, "wrong": f"the trials died:\n{child.log.read_text()}"})
-    return found
+            trials.append({"number": -1, "tried": 1, "wrong": f"the trials died:\n{child.log.read_text()}"})
+    return trials
 
 
 def prepare(world: World) -> World:
-    """Write the data set, train the uninterrupted run and return the world with its fingerprint."""
+    """Write the dataset, train the uninterrupted run and return the world with its fingerprint."""
     rng, y = np.random.default_rng(0), np.arange(96) % 3
     x = (rng.normal(size=(96, 4, 4, 1)) + y[:, None, None, None]).astype(np.float32)
     np.savez(world.folder / "tiny.npz", x=x[:72], y=y[:72], x_test=x[72:], y_test=y[72:])
@@ -175,21 +175,21 @@ def run(options: argparse.Namespace) -> int:
             numbers = list(range(trials)) if options.trial is None else [options.trial]
             began, seconds = time.monotonic(), per_weight * ROWS[row].weight
             world = world._replace(each=seconds * options.cores / max(1, len(numbers)))
-            told = work(world, row, numbers, options.cores, seconds)
-            wrong = [each for each in told if each["wrong"]]
-            tried, left = sum(each["tried"] for each in told), len(numbers) - len(told)
+            results = work(world, row, numbers, options.cores, seconds)
+            failed = [result for result in results if result["wrong"]]
+            tried, left = sum(result["tried"] for result in results), len(numbers) - len(results)
             spent = time.monotonic() - began
-            print(f"{row:14}{tried:8,}{len(wrong):8,}{left:10,}{spent:9.0f}", flush=True)
-            for what, count in collections.Counter(each["what"] for each in told if not each["tried"]).items():
+            print(f"{row:14}{tried:8,}{len(failed):8,}{left:10,}{spent:9.0f}", flush=True)
+            for what, count in collections.Counter(result["what"] for result in results if not result["tried"]).items():
                 print(f"    {count} not tried: {what}", flush=True)
-            failures += wrong
-            for each in wrong:
-                _describe(row, each, f"--seed={options.seed} --only={row} --{row}={counts[row]}")
+            failures += failed
+            for result in failed:
+                _describe(row, result, f"--seed={options.seed} --only={row} --{row}={counts[row]}")
     return 1 if failures else 0
 
 
 def _describe(row: str, failed: dict, flags: str) -> None:
-    """Print what failed, its last lines, and the command that repeats it."""
+    """Print a failed trial: its last lines, and the command that repeats it."""
     last = [line[:300] for line in failed["wrong"].splitlines()]
     shown = last if len(last) <= 12 else [*last[:3], "...", *last[-8:]]
     print(f"\n{row}: {shown[0]}", *(f"    | {line}" for line in shown[1:]), sep="\n")

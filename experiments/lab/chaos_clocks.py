@@ -74,14 +74,14 @@ def _flags(world: World, base: Path) -> list[str]:
 
 
 def adapters(world: World, number: int, folder: Path) -> tuple[int, str]:
-    """Spoil one file of a frozen base: it is refused in one line, or what follows is as with the whole base."""
+    """Spoil one file of a frozen base: it is rejected in one line, or the results equal those without damage."""
     chance = random.Random(f"{world.seed}/adapters/{number}")
     base, trained, expected = _trained(world.folder, os.getpid())
     whole, run, place = folder / "whole", folder / "run", folder / "place"
     place.mkdir()
     shutil.copytree(base, whole)
     use = chance.choice(("resume", "export", "start"))
-    path = chance.choice(sorted(each for each in base.rglob("*") if each.is_file()))
+    path = chance.choice(sorted(entry for entry in base.rglob("*") if entry.is_file()))
     how = chance.choice(("spoiled", "spoiled", "spoiled", "gone", "a link", "a pipe"))
     tried = f"{path.relative_to(base)} of a base {how}, read by {use}"
     try:

@@ -130,10 +130,10 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
             manager.wait_for_all()
             manager.begin({})
             for kind in ("train", "evaluate"):
-                asked = {each: {} for name, each in place.replies if name == kind}
-                answers = manager.ask(kind, 0, asked, functools.partial(_read, place, kind), 2**22)
-                for each in asked.keys() - {place.hostile}:
-                    _require_same(answers[each], _read(place, kind, each, place.replies[kind, each]))
+                requests = {node: {} for name, node in place.replies if name == kind}
+                answers = manager.ask(kind, 0, requests, functools.partial(_read, place, kind), 2**22)
+                for node in requests.keys() - {place.hostile}:
+                    _require_same(answers[node], _read(place, kind, node, place.replies[kind, node]))
     except UserError as error:
         ended = str(error)
         if step in ("train", "evaluate") and lost == "untrained":
@@ -166,13 +166,13 @@ def _forged(chance: random.Random) -> tuple[int, str]:
         place = chance.randrange(len(forged))
         forged = forged[:place] + bytes([chance.randrange(256)]) + forged[place + 1 :]
     try:
-        found = flower._array("x", forged)
+        array = flower._array("x", forged)
     except UserError:
         return 1, "a forged array: refused"
     except Exception:  # broad: any error other than a UserError is a failure of the trial, reported with its place
         raise Wrong(f"{forged[:200]!r}: {traceback.format_exc()}") from None
-    if found.nbytes > len(forged):
-        raise Wrong(f"{forged[:200]!r}: {found.nbytes} bytes from {len(forged)}")
+    if array.nbytes > len(forged):
+        raise Wrong(f"{forged[:200]!r}: {array.nbytes} bytes from {len(forged)}")
     return 1, "a forged array: taken"
 
 
@@ -244,7 +244,7 @@ def values(world: World, number: int, folder: Path) -> tuple[int, str]:
 def servers(world: World, number: int, folder: Path) -> tuple[int, str]:
     """Ask a client whatever a server wants: it answers, or says one line, and is as before for an honest server."""
     place, chance = _world(world), random.Random(f"{world.seed}/servers/{number}")
-    who = chance.choice([each for kind, each in place.messages if kind == "train"])
+    who = chance.choice([node for kind, node in place.messages if kind == "train"])
     message = place.messages[chance.choice((*STEPS, "train")), who]
     node = {"client-id": who, "data": str(place.folder / f"client-{who}.npz"), "state": str(folder / "state")}
     flags, how = place.flags, ""
@@ -318,15 +318,15 @@ def _other(chance: random.Random, value: Any) -> tuple[Any, str]:
         ]  # fmt: skip
         if other.dtype.kind == "f":
             with np.errstate(over="ignore"):
-                changes += [(np.full_like(other, each), f"of {each}") for each in (np.nan, np.inf, 3e38)]
+                changes += [(np.full_like(other, value), f"of {value}") for value in (np.nan, np.inf, 3e38)]
         else:
             changes += [(np.full_like(other, np.iinfo(other.dtype).max if other.dtype.kind in "iu" else 1), "largest")]
         return chance.choice(changes)
     if isinstance(value, str) and value.startswith("{") and chance.random() < 0.7:
-        told = json.loads(value)
-        key = chance.choice(sorted(told))
-        told[key] = chance.choice((*TEXTS, *SCALARS, None, [], [1], {}, [[]], ["x"]))
-        return json.dumps(told), f"with another {key}"
+        message = json.loads(value)
+        key = chance.choice(sorted(message))
+        message[key] = chance.choice((*TEXTS, *SCALARS, None, [], [1], {}, [[]], ["x"]))
+        return json.dumps(message), f"with another {key}"
     if isinstance(value, str):
         return chance.choice(TEXTS), "another text"
     if isinstance(value, list):

@@ -33,7 +33,7 @@ SWAPS = ("checkpoints", "rows", "round", "impossible")
 def folders(world: World, number: int, folder: Path) -> tuple[int, str]:
     """Put one link, changed digit or swap into a run folder and let a command read it.
 
-    A link is refused, and what it leads to stays as it was. Damage is refused in one line, or has no effect: the
+    A link is rejected, and its target is unchanged. Damage is rejected in one line, or has no effect: the
     command says the same as without it, and a run that goes on reaches the same bits.
     """
     chance = random.Random(f"{world.seed}/folders/{number}")
@@ -89,7 +89,7 @@ def _command(world: World, use: str, run: Path, place: Path) -> tuple[Callable[[
 
 
 def _link(chance: random.Random, run: Path, outside: Path) -> tuple[str, dict[str, bytes]]:
-    """Replace a file or folder of a run by a link to it, with more beside it; return that and what lies there."""
+    """Replace a file or folder of a run by a link to it, with files next to the target; return it and its content."""
     name = chance.choice(LINKS)
     path = run / name
     if not path.exists():
@@ -126,7 +126,7 @@ def _swap(chance: random.Random, run: Path) -> str:
     kind, path = chance.choice(SWAPS), run / "metrics.jsonl"
     lines = path.read_text().splitlines()
     if kind == "checkpoints":
-        first, second = chance.sample(sorted(each.name for each in (run / "checkpoints").iterdir()), 2)
+        first, second = chance.sample(sorted(entry.name for entry in (run / "checkpoints").iterdir()), 2)
         for name, new in ((first, "x"), (second, first), ("x", second)):
             (run / "checkpoints" / name).rename(run / "checkpoints" / new)
         return f"checkpoints {first} and {second} exchanged"
@@ -142,24 +142,24 @@ def _swap(chance: random.Random, run: Path) -> str:
 
 
 def _require_no_effect(world: World, use: str, run: Path, place: Path, folder: Path) -> None:
-    """Require what an undamaged run gives."""
+    """Require the results of an undamaged run."""
     if use == "resume":
         require_bits(run, world.expected)
         return
     if use == "table":
         said = []
-        for each in (run, world.straight):
+        for source in (run, world.straight):
             same = folder / "same" / "run"  # the table names folders
             shutil.rmtree(same.parent, ignore_errors=True)
-            shutil.copytree(each, same)
+            shutil.copytree(source, same)
             said.append(ended_in(analysis.main, ["table", str(same)], place).said)
         if said[0] != said[1]:
             raise Wrong(f"another table:\n{said[0]}\nwithout the damage:\n{said[1]}")
         return
     expected = folder / "expected"
     ended_in(export.main, [str(world.straight), str(expected)], place)
-    found = [json.loads((each / "network.json").read_text()) for each in (place / "exported", expected)]
-    if found[0] != found[1] and fingerprint(run) != world.expected:
-        raise Wrong(f"another network was exported: {found[0]}\nwithout the damage: {found[1]}")
-    if found[0] != found[1]:
-        raise Wrong(f"other facts were exported: {found[0]}\nwithout the damage: {found[1]}")
+    descriptions = [json.loads((folder / "network.json").read_text()) for folder in (place / "exported", expected)]
+    if descriptions[0] != descriptions[1] and fingerprint(run) != world.expected:
+        raise Wrong(f"another network was exported: {descriptions[0]}\nwithout the damage: {descriptions[1]}")
+    if descriptions[0] != descriptions[1]:
+        raise Wrong(f"other facts were exported: {descriptions[0]}\nwithout the damage: {descriptions[1]}")

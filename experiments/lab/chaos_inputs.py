@@ -1,4 +1,4 @@
-"""Rows ``files`` and ``flags`` of chaos.py: what comes from outside, wrong in every way."""
+"""Rows ``files`` and ``flags`` of chaos.py: invalid files and flags."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ IN_PROCESS = PATIENCE  # seconds after which a command in this process hangs
 
 
 def command(function: Callable[[Sequence[str]], int], arguments: Sequence[str], folder: Path) -> Ended:
-    """Run a command in this process, in a folder; a traceback is part of what it says, with code 99."""
+    """Run a command in this process, in a folder. A traceback is part of its output, with exit code 99."""
 
     def late(number: int, frame: Any) -> None:
         raise TimeoutError(f"hangs: nothing after {IN_PROCESS} seconds")
@@ -50,9 +50,9 @@ def command(function: Callable[[Sequence[str]], int], arguments: Sequence[str], 
         signal.alarm(0)
         sys.stdout.flush()
         sys.stderr.flush()
-        for stream, kept in zip((1, 2), saved, strict=True):
-            os.dup2(kept, stream)
-            os.close(kept)
+        for stream, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, stream)
+            os.close(copy)
         os.close(output)
         os.chdir(before)
     return Ended(code, log.read_text(errors="replace"))
@@ -133,7 +133,7 @@ def _entry(shape: Any, dtype: Any, content: bytes = b"") -> bytes:
 
 
 def _forged_npz(chance: random.Random, path: Path, name: str) -> str:
-    """Write an .npz file that claims what it does not hold; return it in words."""
+    """Write an .npz file whose header does not match its content; return a description."""
     shape = chance.choice(((10**12,), (2**62, 8), (-1,), (3, 10**30), "no shape", (1,) * 70, (2**31, 0, 5)))
     dtype = chance.choice(("|u1", "<f8", "|O", "no type", [("a", "<i8")], "<M8[s]", "<U9999"))
     content = chance.choice((b"", b"12345", pickle.dumps([1])))
@@ -199,20 +199,22 @@ def _leaf(world: World, chance: random.Random, folder: Path) -> tuple[Callable, 
     images = {"x": [[0.0, 0.5] * 392] * 4, "y": [0, 1, 2, 61]}
     sample = images if name == "femnist" else {"x": ["To be, or not to be?".ljust(80)] * 4, "y": list("abcd")}
     for part in ("train", "test"):
-        whole = {"users": ["a", "b", "c"], "num_samples": [4] * 3, "user_data": dict.fromkeys("abc", sample)}
+        complete = {"users": ["a", "b", "c"], "num_samples": [4] * 3, "user_data": dict.fromkeys("abc", sample)}
         (place / part).mkdir(parents=True)
-        (place / part / "all.json").write_text(json.dumps(whole))
+        (place / part / "all.json").write_text(json.dumps(complete))
     path = place / chance.choice(("train", "test")) / "all.json"
     content, tried = spoil(chance, path.read_bytes())
     path.write_bytes(content)
-    kept = [flag for flag in _short(world) if not flag.startswith(("--clients", "--cohort", "--partition", "--model"))]
+    remaining = [
+        flag for flag in _short(world) if not flag.startswith(("--clients", "--cohort", "--partition", "--model"))
+    ]
     model = "logistic" if name == "femnist" else "lstm_shakespeare"
-    flags = [*kept, f"--dataset={name}", f"--data_dir={place}", "--clients=0", "--cohort=2", "--partition=natural"]
+    flags = [*remaining, f"--dataset={name}", f"--data_dir={place}", "--clients=0", "--cohort=2", "--partition=natural"]
     return main.main, [*flags, f"--model={model}"], f"{name}, a file {tried}"
 
 
 def _tfds(world: World, chance: random.Random, folder: Path) -> tuple[Callable, list[str], str]:
-    """There are no real records beside the descriptions, so that none of these can be read."""
+    """The folder has descriptions without records, so none of these datasets can be read."""
     place = folder / "tfds" / "mnist" / "3.0.1"
     place.mkdir(parents=True)
     kind = "tensorflow_datasets.core.features"
@@ -227,14 +229,14 @@ def _tfds(world: World, chance: random.Random, folder: Path) -> tuple[Callable, 
         "image": {"pythonClassName": f"{kind}.image_feature.Image", "image": image},
         "label": {"pythonClassName": f"{kind}.class_label_feature.ClassLabel", "classLabel": {"numClasses": "10"}},
     }
-    whole = {"pythonClassName": f"{kind}.features_dict.FeaturesDict", "featuresDict": {"features": features}}
-    contents = {"dataset_info.json": json.dumps(info).encode(), "features.json": json.dumps(whole).encode()}
+    description = {"pythonClassName": f"{kind}.features_dict.FeaturesDict", "featuresDict": {"features": features}}
+    contents = {"dataset_info.json": json.dumps(info).encode(), "features.json": json.dumps(description).encode()}
     name = chance.choice(sorted(contents))
     contents[name], tried = spoil(chance, contents[name])
     for part in ("train", "test"):
         contents[f"mnist-{part}.array_record-00000-of-00001"] = chance.randbytes(chance.choice((0, 10, 70_000)))
-    for each, content in contents.items():
-        (place / each).write_bytes(content)
+    for name, content in contents.items():
+        (place / name).write_bytes(content)
     return (
         main.main,
         [*_short(world), "--dataset=mnist", f"--data_dir={folder / 'tfds'}"],
@@ -317,17 +319,17 @@ def flags(world: World, number: int, folder: Path) -> tuple[int, str]:
 def _bad(chance: random.Random) -> list[str]:
     """Flags of which one is invalid."""
     setting, strategy = chance.choice(EVERY)
-    chosen = [f"--strategy={strategy}"] if strategy else []
+    flags = [f"--strategy={strategy}"] if strategy else []
     if chance.random() < 0.15:
-        return [*chosen, f"--{_misspelt(chance, setting.flag)}=1"]
-    return [*chosen, f"--{setting.flag}={chance.choice(_bad_values(chance, setting))}"]
+        return [*flags, f"--{_misspelt(chance, setting.flag)}=1"]
+    return [*flags, f"--{setting.flag}={chance.choice(_bad_values(chance, setting))}"]
 
 
 def _misspelt(chance: random.Random, name: str) -> str:
     """A name that is not a flag."""
-    known, place = {setting.flag for setting, _ in EVERY}, chance.randrange(len(name))
+    names, place = {setting.flag for setting, _ in EVERY}, chance.randrange(len(name))
     for wrong in (name[:place] + name[place + 1 :], f"{name[:place]}{name}", name.upper(), f"{name}_", f"x{name}"):
-        if chance.random() < 0.5 and wrong and wrong.removeprefix("no") not in known:
+        if chance.random() < 0.5 and wrong and wrong.removeprefix("no") not in names:
             return wrong
     return f"{name}é"
 

@@ -48,7 +48,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
         met += 1
         again = chance.random() < 0.15 and not isinstance(message, secure.Announcement)
         if met == target:
-            old = [each for each in past if type(each) is type(message)]
+            old = [earlier for earlier in past if type(earlier) is type(message)]
             spoiled, how = (message, "sent twice") if again else _spoiled(chance, message, old)
             tried = f"message {met}, a {type(message).__name__}, {how}"
             result = entry(message) if again else None
@@ -74,7 +74,7 @@ def messages(world: World, number: int, folder: Path) -> tuple[int, str]:
         server = secure.SecureServer(SIZES, CLIENTS)
         parties = _before(server, layers, chance)
         past += [party.upload() for party in parties.values()] + [
-            each for party in parties.values() for each in party.send()
+            message for party in parties.values() for message in party.send()
         ]
         announcement = server.announce(round=number % 2**31 + 1)
         join = lambda client: lambda each: secure.Party(client, layers[client], each, _Chosen(chance))

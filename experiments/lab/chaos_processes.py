@@ -62,7 +62,7 @@ def _disturb(started: list[Child], run: Path, victim: int, kind: str, round: int
             if ended is None:
                 raise Wrong(f"process {index} is still there after {ENDED_SECONDS} seconds:\n{child.log.read_text()}")
             del running[index]
-            said = "".join(each for each in ended.said.splitlines(True) if not OTHERS.match(each))
+            said = "".join(line for line in ended.said.splitlines(True) if not OTHERS.match(line))
             if (ended.code != code or not re.fullmatch(line, said)) and not (ended.code == 0 and _complete(run)):
                 raise Wrong(f"process {index} ends with {ended}")
     finally:
@@ -116,7 +116,7 @@ def _free_port() -> int:
 
 
 def _require_free(port: int) -> None:
-    """Require that nobody listens at the coordinator's port any more, soon after the end of all processes."""
+    """Require that the coordinator's port is free soon after the end of all processes."""
     until = time.monotonic() + LINGER_SECONDS + 60
     while time.monotonic() < until:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Rows ``kills`` and ``storage`` of chaos.py, and what its trials share: processes, settings, the bits of a run."""
+"""Rows ``kills`` and ``storage`` of chaos.py, and shared parts of all trials: processes, settings, bits of a run."""
 
 import contextlib
 import functools
@@ -168,9 +168,9 @@ def fingerprint(folder: Path) -> str:
 
 def require_bits(folder: Path, expected: str) -> None:
     """Require that a run has the bits of the uninterrupted one."""
-    found = fingerprint(folder)
-    if found != expected:
-        raise Wrong(f"other bits: {found}; without interruption {expected}")
+    actual = fingerprint(folder)
+    if actual != expected:
+        raise Wrong(f"other bits: {actual}; without interruption {expected}")
 
 
 def require_one_line(ended: Ended) -> None:
@@ -187,7 +187,7 @@ KILLED = on_any_network()
 
 
 def kills(world: World, number: int, folder: Path) -> tuple[int, str]:
-    """Kill runs of one strategy; return how many kills there were, and what was tried."""
+    """Kill runs of one strategy; return the number of kills and a description."""
     strategy = KILLED[number]
     wanted = world.counts["kills"] // len(KILLED) + (number < world.counts["kills"] % len(KILLED))
     if not wanted:
@@ -313,7 +313,9 @@ def _damage(world: World, chance: random.Random, run: Path, round: int) -> str:
     which = chance.choice(DAMAGED)
     path = run / which
     if which == "checkpoint":
-        path = chance.choice(sorted(each for each in (run / "checkpoints" / str(round)).rglob("*") if each.is_file()))
+        path = chance.choice(
+            sorted(entry for entry in (run / "checkpoints" / str(round)).rglob("*") if entry.is_file())
+        )
     content = path.read_bytes()
     place = chance.randrange(max(1, len(content)))
     damage = chance.choice(("cut", "emptied", "one bit flipped", "deleted"))

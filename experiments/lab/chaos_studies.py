@@ -35,7 +35,7 @@ def tunings(world: World, number: int, folder: Path) -> tuple[int, str]:
     try:
         if kind == KINDS[1]:
             shutil.copytree(world.folder / "tuning", place)
-            path = chance.choice(sorted(each for each in place.rglob("*") if each.is_file() and _is_read(each)))
+            path = chance.choice(sorted(entry for entry in place.rglob("*") if entry.is_file() and _is_read(entry)))
             content, how = spoil(chance, path.read_bytes())
             path.write_bytes(content)
             tried = f"{path.relative_to(place)} of a tuning, {how}"
@@ -76,7 +76,7 @@ def _space(world: World, chance: random.Random, folder: Path) -> tuple[int, str]
     tried = f"a space {how}"
     try:
         require_one_line(ended)
-        if left := sorted(each.name for each in place.iterdir()):
+        if left := sorted(entry.name for entry in place.iterdir()):
             raise Wrong(f"a plan has left {left}:\n{ended.said}")
     except Wrong as wrong:
         raise Wrong(f"{tried}: {wrong}\n{content[:500]!r}") from None
@@ -155,13 +155,13 @@ class _Bomb:
 
 
 def slurm(world: World, number: int, folder: Path) -> tuple[int, str]:
-    """Forge files of a sweep's jobs, and what Slurm says; nothing is executed, followed or a traceback."""
+    """Forge files of a sweep's jobs and the output of Slurm. Nothing is executed or followed; no traceback."""
     if importlib.util.find_spec("submitit") is None:
         return 0, "submitit is not installed"
     chance = random.Random(f"{world.seed}/slurm/{number}")
     place, bin, outside, mark = folder / "place", folder / "bin", folder / "outside", folder / "executed"
-    for each in (place, bin, outside):
-        each.mkdir()
+    for folder in (place, bin, outside):
+        folder.mkdir()
     flags = [flag for flag in settings(world, "fedavg") if not flag.startswith("--strategy")]
     flags += ["--strategies=fedavg,fedmr", "--launcher=slurm", f"--sweep_dir={place / 'sweep'}"]
     before, on_slurm.SECONDS_PER_LOOK = os.environ["PATH"], 0.001
@@ -174,7 +174,7 @@ def slurm(world: World, number: int, folder: Path) -> tuple[int, str]:
         if first.code:
             raise Wrong(f"left alone, a sweep cannot submit: {first}")
         tried = _forge(chance, place / "sweep" / "slurm", outside, mark)
-        kept = {path.name: path.read_bytes() for path in outside.iterdir()}
+        contents = {path.name: path.read_bytes() for path in outside.iterdir()}
         squeue, sbatch = chance.choice(SAID_BY_SQUEUE), chance.choice(SAID_BY_SBATCH)
         _script(bin / "squeue", squeue)
         _script(bin / "sbatch", sbatch)
@@ -187,7 +187,7 @@ def slurm(world: World, number: int, folder: Path) -> tuple[int, str]:
                 raise Wrong(f"the sweep ends with {ended}")
             if mark.exists():
                 raise Wrong(f"a file was executed:\n{ended.said}")
-            if kept != {path.name: path.read_bytes() for path in outside.iterdir()}:
+            if contents != {path.name: path.read_bytes() for path in outside.iterdir()}:
                 raise Wrong(f"what a link leads to has changed:\n{ended.said}")
             last = ended.said.splitlines()[-1] if ended.said else ""
             if ended.code == REFUSED and (not last.startswith("fedjax-mr: ") or len(last) > 1000):
@@ -207,7 +207,7 @@ def _script(path: Path, output: str) -> None:
 
 def _forge(chance: random.Random, place: Path, outside: Path, mark: Path) -> str:
     """Forge one to three files of the folder of the jobs, and return it in words."""
-    told = []
+    lines = []
     for _ in range(chance.randint(1, 3)):
         name = chance.choice(NAMES)
         path, bomb = place / name, pickle.dumps(("success", _Bomb(mark)))
@@ -230,5 +230,5 @@ def _forge(chance: random.Random, place: Path, outside: Path, mark: Path) -> str
             path.write_bytes(chance.choice((*CODES, *TEXTS)))
         else:
             path.write_bytes(spoil(chance, content)[0])
-        told.append(f"{name} {kind}")
-    return ", ".join(told)
+        lines.append(f"{name} {kind}")
+    return ", ".join(lines)

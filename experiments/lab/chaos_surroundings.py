@@ -27,7 +27,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kill what is left of a process that a trial started."""
+    """Kill the remaining processes of a trial."""
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -75,7 +75,7 @@ def sweeps(world: World, number: int, folder: Path) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def started(command: list[str], log: Path) -> Any:
-    """Yield a process whose output goes to a file, and a function that waits for its end."""
+    """A process whose output goes to a file, and a function that waits for its end."""
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
@@ -132,7 +132,7 @@ def _disturb(kind: str, process: subprocess.Popen, run: Path, command: list[str]
 def _children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         threads = Path(f"/proc/{pid}/task").glob("*/children")  # any thread may have started the run
-        return [int(child) for each in threads for child in each.read_text().split()]
+        return [int(child) for thread in threads for child in thread.read_text().split()]
     return []
 
 
@@ -181,8 +181,8 @@ def surroundings(world: World, number: int, folder: Path) -> tuple[int, str]:
     log = folder / "said"
     with contextlib.suppress(FileExistsError):
         (folder / "place").mkdir()
-    for each in (world.folder, folder, folder / "place"):
-        each.chmod(0o777)  # a stranger reads and writes there, too
+    for path in (world.folder, folder, folder / "place"):
+        path.chmod(0o777)  # a stranger reads and writes there, too
     try:
         ended = _run(command, folder / "place", (closed, output, errors), place, environment, stranger, log)
         if stranger and ended.code in CANNOT_EXECUTE:
@@ -204,14 +204,14 @@ def _run(
     """Run a command in a shell that prepares its streams and its folder; return its code and its standard error."""
     deleted = f"{RMDIR} '{place}' && " if where == "deleted" else ""
     user = f"{SETPRIV} --reuid={STRANGER} --regid={STRANGER} --clear-groups" if stranger else ""
-    line = f'{deleted}{user} "$0" "$@" {" ".join(each for each in streams if not each.startswith("|"))}'
-    known = {name: value for name, value in (os.environ | environment).items() if value is not None}
+    line = f'{deleted}{user} "$0" "$@" {" ".join(stream for stream in streams if not stream.startswith("|"))}'
+    variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
     with log.open("w") as file:
         reader, writer = os.pipe()
         os.close(reader)
         output = writer if "| closed" in streams else subprocess.DEVNULL
         process = subprocess.Popen(
-            ["/bin/sh", "-c", line, *command], cwd=place, env=known, stdout=output, stderr=file,
+            ["/bin/sh", "-c", line, *command], cwd=place, env=variables, stdout=output, stderr=file,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(writer)

@@ -1,10 +1,10 @@
-"""Real federations on one machine: Flower's own processes on loopback addresses, to test and to measure.
+"""Real federations on one machine, for tests and measurements: processes of Flower on loopback addresses.
 
     python experiments/lab/deployment.py --nodes=2 --model=cnn_digits --rounds=4
 
-runs FedMR on that many SuperNodes and in the simulator, and prints one line of JSON: seconds and bytes per round, and
-the processors' seconds of all Flower's processes. In an environment with the extra ``deploy``. Other options are
-flags of the run, such as ``--compress=int8``.
+This command runs FedMR on two SuperNodes and in the simulator. It prints one line of JSON: seconds and bytes per round,
+and the processor seconds of all processes of Flower. It needs the extra ``deploy``. Other options are flags of the run,
+such as ``--compress=int8``.
 """
 
 import argparse
@@ -31,16 +31,16 @@ COMMANDS = Path(sys.executable).parent
 
 
 def free_port() -> int:
-    """Return a port of the loopback address that is free now."""
+    """A free port of the loopback address."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
 
 
 class Federation:
-    """A SuperLink, SuperNodes and runs, each with its own log; `stop` ends the ones that are still there.
+    """A SuperLink, SuperNodes and runs, each with its own log. `stop` ends the running ones.
 
-    What they start ends with them.
+    Their child processes end with them.
     """
 
     def __init__(self, folder: Path, *, tls: bool = False, database: bool = False) -> None:
@@ -90,21 +90,21 @@ class Federation:
         if self.tls:
             secure = ["--ssl-ca-certfile=ca.crt", "--ssl-certfile=server.crt", "--ssl-keyfile=server.key"]
             secure += ["--enable-supernode-auth"]
-        kept = [f"--database={self._database}"] if self._database else []
+        storage = [f"--database={self._database}"] if self._database else []
         options = ["--host=127.0.0.1", f"--port={self.port}", "--disable-runtime-dependency-installation"]
-        self.start("superlink", "flower-superlink", *options, *secure, *kept)
+        self.start("superlink", "flower-superlink", *options, *secure, *storage)
         wait_for(lambda: answers(self.port), 60, f"the SuperLink: {self.log('superlink')}")
 
     def supernode(self, client: int, settings: Mapping[str, Any], *, port: int | None = None) -> None:
         """Start the SuperNode of a client, which calls the SuperLink at its own port or another one."""
-        told = " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+        words = " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
         secure = ["--insecure"]
         if self.tls:
             secure = ["--root-certificates=ca.crt", f"--auth-supernode-private-key=node-{client}"]
         self.start(
             f"node-{client}",
             *("flower-supernode", f"--superlink=127.0.0.1:{port or self.port}", *secure),
-            *(f"--port={free_port()}", f"--node-config={told}"),
+            *(f"--port={free_port()}", f"--node-config={words}"),
         )
 
     def register(self, client: int) -> None:
@@ -139,9 +139,9 @@ class Federation:
         raise RuntimeError(self.log(name))
 
     def status(self, run: str) -> str:
-        """Return the status of a run, such as ``running`` or ``finished:completed``."""
+        """The status of a run, such as ``running`` or ``finished:completed``."""
         listed = json.loads(self.flwr("list", NAME, "--format=json").stdout)
-        return next(each["status"] for each in listed["runs"] if str(each["run-id"]) == run)
+        return next(listed_run["status"] for listed_run in listed["runs"] if str(listed_run["run-id"]) == run)
 
     def finish(self, run: str, seconds: float, *, name: str = "run") -> str:
         """Wait for the end of a run and return its status."""
@@ -157,17 +157,17 @@ class Federation:
         return done.stdout
 
     def log(self, name: str) -> str:
-        """Return what a program has written."""
+        """The output of a program so far."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / f"{name}.log").read_text(errors="replace")
         return ""
 
     def process(self, name: str) -> subprocess.Popen[bytes]:
-        """Return a program that was started."""
+        """A started program."""
         return self._processes[name]
 
     def kill(self, name: str) -> None:
-        """Kill a program and what it started, without a warning."""
+        """Kill a program and its child processes without a warning."""
         self._end(self._processes.pop(name), signal.SIGKILL)
 
     def interrupt(self, name: str) -> None:
@@ -177,12 +177,12 @@ class Federation:
         process.wait(60)
 
     def children(self, name: str, command: str) -> list[int]:
-        """Return the processes under a program whose command line holds ``command``."""
+        """The descendant processes of a program whose command line contains ``command``."""
         return self.children_of(self._processes[name].pid, command)
 
     def children_of(self, pid: int, command: str) -> list[int]:
-        """Return a process and those under it whose command line holds ``command``."""
-        wanted, found = {pid}, []
+        """A process and its descendants, restricted to command lines that contain ``command``."""
+        wanted, processes = {pid}, []
         for _ in range(4):
             for folder in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
@@ -192,11 +192,11 @@ class Federation:
         for pid in wanted:
             with contextlib.suppress(OSError):
                 if command in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " "):
-                    found.append(pid)
-        return found
+                    processes.append(pid)
+        return processes
 
     def processor_seconds(self) -> float:
-        """Return what all that still runs, and what it has started and seen end, has used of processors."""
+        """Processor seconds of all running processes and of their children that have ended."""
         ticks = 0
         for name in self._processes:
             for pid in self.children(name, ""):
@@ -205,7 +205,7 @@ class Federation:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
-        """End everything that is still there."""
+        """End all running programs."""
         for process in reversed(list(self._processes.values())):
             self._end(process, signal.SIGTERM)
         self._processes.clear()
@@ -222,7 +222,7 @@ class Federation:
 
 @contextlib.contextmanager
 def federation(folder: Path, **options: Any) -> Iterator[Federation]:
-    """Yield a federation that is stopped at the end, whatever happens."""
+    """A federation that is stopped at the end, also after an error."""
     one = Federation(folder, **options)
     try:
         yield one
@@ -295,14 +295,14 @@ def wait_for(condition: Any, seconds: float, what: str, *, pause: float = 0.2) -
 
 
 def answers(port: int) -> bool:
-    """Return whether something listens at a port of the loopback address."""
+    """Whether a process listens at a port of the loopback address."""
     with socket.socket() as one:
         one.settimeout(1)
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 def certificates(folder: Path, host: str, *, days: int = 30) -> None:
-    """Make a CA (ca.crt) and a certificate for an IP address (server.crt, server.key), as docs/recipes tells."""
+    """Make a CA (ca.crt) and a certificate for an IP address (server.crt, server.key), as docs/recipes describes."""
     openssl = lambda *arguments: subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-384", "-nodes", "-days", str(days)]
     openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=our CA")
@@ -317,7 +317,7 @@ def certificates(folder: Path, host: str, *, days: int = 30) -> None:
 
 
 def measure(folder: Path, *, nodes: int, model: str, rounds: int, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what FedMR's rounds cost on real clients and in the simulator.
+    """Time and bytes of FedMR's rounds on real clients and in the simulator.
 
     Args:
       folder: a new one.
@@ -343,8 +343,8 @@ def measure(folder: Path, *, nodes: int, model: str, rounds: int, flags: Sequenc
         load = os.getloadavg()[0]
         one.superlink()
         for client in range(nodes):
-            own = f"{folder}/fed/data/client-{client}.npz"
-            one.supernode(client, {"client-id": client, "data": own, "state": f"{folder}/fed/state-{client}"})
+            samples = f"{folder}/fed/data/client-{client}.npz"
+            one.supernode(client, {"client-id": client, "data": samples, "state": f"{folder}/fed/state-{client}"})
         began = time.monotonic()
         status = one.finish(one.run("fed"), 3600)
         wall, processors = time.monotonic() - began, one.processor_seconds()
@@ -367,7 +367,7 @@ def measure(folder: Path, *, nodes: int, model: str, rounds: int, flags: Sequenc
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run."""
+    """The rows of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -3,8 +3,8 @@
     python experiments/lab/benchmark.py clock [--quick]
 
 FedAvg, five device classes, N = 100 clients of 100 samples, batch 50. An event is the training of one client with its
-arrival. All contestants have one device and one lane. The serial loop trains each job by itself at its start, with the
-same compiled client, and takes its uploads one version at a time, as a simulator without waves does.
+arrival. All contestants have one device and one lane. The serial loop trains each job alone at its start, with the same
+compiled client, and takes its uploads one version at a time, like a simulator without waves.
 """
 
 import functools

@@ -62,9 +62,9 @@ class Record:
         self.folder = folder
         self.parts: dict[str, Row] = {}
 
-    def write(self, name: str, **known: Any) -> None:
-        """Replace what is known of a part."""
-        self.parts[name] = known
+    def write(self, name: str, **facts: Any) -> None:
+        """Replace the facts about a part."""
+        self.parts[name] = facts
         texts = {"gpu.json": json.dumps(self.parts, indent=1) + "\n", "gpu.txt": "\n".join(map(self.table, self.parts))}
         for file, text in texts.items():
             unfinished = self.folder / f"{file}.new"
@@ -72,15 +72,15 @@ class Record:
             unfinished.replace(self.folder / file)
 
     def table(self, name: str) -> str:
-        """Return a part as text: its head, then its rows; neighbouring rows with equal columns are one table."""
+        """A part as text: its head, then its rows. Neighbouring rows with equal columns form one table."""
         part = self.parts[name]
         lines = [f"== {name}: {PARTS[name].about} [{part['ended']}, {part['seconds']:.0f} s]"]
         previous: list[str] = []
         for position, row in enumerate(part["rows"]):
             if list(row) != previous:
                 previous = list(row)
-                same = [each for each in part["rows"][position:] if list(each) == previous]
-                cells = [previous, *([shown(value) for value in each.values()] for each in same)]
+                neighbours = [neighbour for neighbour in part["rows"][position:] if list(neighbour) == previous]
+                cells = [previous, *([shown(value) for value in neighbour.values()] for neighbour in neighbours)]
                 widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
                 lines.append("  ".join(cell.rjust(width) for cell, width in zip(previous, widths, strict=True)))
             cells = zip((shown(value) for value in row.values()), widths, strict=True)
@@ -89,7 +89,7 @@ class Record:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is printed."""
+    """The printed form of a value."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, bool):
@@ -98,13 +98,13 @@ def shown(value: Any) -> str:
 
 
 def rows_in(file: Path) -> list[Row]:
-    """Return the rows that a part has written so far."""
+    """The rows that a part has written so far."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def run_part(name: str, record: Record, environment: dict[str, str], seconds: float, *flags: str) -> int | None:
-    """Run a part for at most so many seconds; return its exit code, or None if it took too long."""
+    """Run a part for at most ``seconds``. Return its exit code, or None if it took too long."""
     part, started = PARTS[name], time.monotonic()
     environment = environment | {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {part.xla_flags}".strip()}
     with tempfile.TemporaryDirectory() as folder:
@@ -114,14 +114,14 @@ def run_part(name: str, record: Record, environment: dict[str, str], seconds: fl
             process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=environment, cwd=folder, start_new_session=True
             )
-        known: list[Row] | None = None
+        written: list[Row] | None = None
 
         def note(ended: str, error: str = "") -> None:
-            nonlocal known
-            found = rows_in(rows)
-            if found != known or ended != "running":
-                known = found
-                record.write(name, ended=ended, seconds=time.monotonic() - started, rows=found, error=error)
+            nonlocal written
+            latest = rows_in(rows)
+            if latest != written or ended != "running":
+                written = latest
+                record.write(name, ended=ended, seconds=time.monotonic() - started, rows=latest, error=error)
 
         try:
             while (code := process.poll()) is None and time.monotonic() - started < seconds:
@@ -146,7 +146,7 @@ def run_part(name: str, record: Record, environment: dict[str, str], seconds: fl
 
 
 def install(wheels: Path, folder: Path) -> str:
-    """Install all wheels of a folder into another one; return what went wrong, or ""."""
+    """Install all wheels of a folder into another one. Return the error, or ""."""
     files = sorted(map(str, wheels.glob("*.whl")))
     if not files:
         return f"--wheels={wheels} has no wheels (*.whl)"
@@ -156,7 +156,7 @@ def install(wheels: Path, folder: Path) -> str:
 
 
 def environment_of(options: argparse.Namespace, site: Path) -> dict[str, str]:
-    """Return the environment of the parts: this checkout, the wheels, and room for PyTorch on the same GPU."""
+    """The environment variables of the parts: this checkout, the wheels, and memory for PyTorch on the same GPU."""
     paths = [str(HERE.parents[1]), str(HERE), str(site), os.environ.get("PYTHONPATH", "")]
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     changes["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several processes use the GPU, in turn
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dry_run", action="store_true", help="try every part on the CPU with tiny sizes and long time limits"
     )
     options = parser.parse_args(arguments)
-    chosen = [name for name in PARTS if name in options.only.split(",")]
+    names = [name for name in PARTS if name in options.only.split(",")]
     if unknown := set(options.only.split(",")) - set(PARTS):
         parser.error(f"--only={options.only}: unknown part {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     if not options.minutes > 0:
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.wheels and (problem := install(options.wheels.resolve(), Path(site))):
             parser.error(problem)
         environment = environment_of(options, Path(site))
-        for name in chosen:
+        for name in names:
             seconds = min(factor * PARTS[name].seconds, deadline - time.monotonic())
             if seconds < LEAST:
                 record.write(name, ended="not started", seconds=0.0, rows=[], error="no time was left for this part")
@@ -207,8 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(record.table(name), flush=True)
             if codes[-1] == 2:  # bad input: the same for every part
                 return 2
-    lost = [name for name, code in zip(chosen, codes, strict=True) if code != 0]
-    print(f"{len(chosen) - len(lost)} of {len(chosen)} parts finished in {time.monotonic() - started:.0f} s", end="")
+    lost = [name for name, code in zip(names, codes, strict=True) if code != 0]
+    print(f"{len(names) - len(lost)} of {len(names)} parts finished in {time.monotonic() - started:.0f} s", end="")
     print(f"; not: {', '.join(lost)}" if lost else "", f"({record.folder})")
     return int(bool(lost))
 

@@ -1,7 +1,7 @@
 """The parts of ``gpu.sh``, one per call: ``python experiments/lab/gpu_parts.py PART --rows=FILE``.
 
-A part appends its rows to FILE as it finds them, one JSON object per line. ``gpu.py`` gives each part a process, a time
-limit and its XLA flags. With --dry_run everything runs on the CPU with tiny sizes, and the figures mean nothing.
+A part appends each row to FILE at once, one JSON object per line. ``gpu.py`` gives each part a process, a time
+limit and its XLA flags. With --dry_run everything runs on the CPU with tiny sizes, and the figures have no meaning.
 """
 
 import argparse
@@ -40,7 +40,7 @@ LAST_ACCURACY = {"float32": 0.015, "TF32": 0.02}  # difference of the mean accur
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much the parts do."""
+    """Sizes of the measurements."""
 
     dry: bool
     clients: int = 10
@@ -68,7 +68,7 @@ TINY = Sizes(
 
 
 def facts(emit: Emit, sizes: Sizes) -> None:
-    """Emit what the device and the software are, then what they can do at best."""
+    """Emit the names of the device and of the software, then their peak rates."""
     import jax
     import jax.numpy as jnp
 
@@ -108,7 +108,7 @@ CUDA_OF_TORCH = "import torch; print(torch.version.cuda if torch.cuda.is_availab
 
 
 def of_command(*command: str) -> str | None:
-    """Return what a command prints; None if it fails."""
+    """The output of a command, or None if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -116,7 +116,7 @@ def of_command(*command: str) -> str | None:
 
 
 def version(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
+    """The version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +124,7 @@ def version(package: str) -> str | None:
 
 
 def median_seconds(call: Callable, *arguments: Any) -> float:
-    """Return the median seconds of ten calls after the first."""
+    """Median seconds of ten calls after the first."""
     import jax
 
     def seconds() -> float:
@@ -175,14 +175,17 @@ def correctness(emit: Emit, sizes: Sizes) -> None:
     compared = [row for kind in FIRST_LOSSES for row in differences(kind, rows[kind], rows["CPU"])]
     for row in compared:
         emit(**row)
-    for each in zip(*rows.values(), strict=True):
-        emit(round=each[0]["round"], **{f"loss, {kind}": row["loss"] for kind, row in zip(kinds, each, strict=True)})
+    for evaluations in zip(*rows.values(), strict=True):
+        emit(
+            round=evaluations[0]["round"],
+            **{f"loss, {kind}": row["loss"] for kind, row in zip(kinds, evaluations, strict=True)},
+        )
     if wrong := [f"{row['figure']} ({row['run']})" for row in compared if not row["fine"]]:
         raise SystemExit(f"differs from the CPU by more than allowed: {', '.join(wrong)}")
 
 
 def differences(kind: str, here: Sequence[dict[str, Any]], cpu: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield how the evaluations of a run differ from those of the CPU, beside what is allowed."""
+    """Differences between the evaluations of a run and those of the CPU, with the allowed differences."""
     last = lambda rows: statistics.fmean(row["accuracy"] for row in rows[-10:])
     pairs = zip(here[:FIRST_ROUNDS], cpu, strict=False)
     first = float(np.max([abs(row["loss"] / of_cpu["loss"] - 1) for row, of_cpu in pairs]))  # NaN if one is
@@ -198,7 +201,7 @@ def differences(kind: str, here: Sequence[dict[str, Any]], cpu: Sequence[dict[st
 
 
 def network_config(name: str, sizes: Sizes, **changes: Any) -> Any:
-    """Return the setting of ``benchmark.py models``: FedAvg, every client in every round."""
+    """The setting of ``benchmark.py models``: FedAvg, every client in every round."""
     import benchmark
     import fedjax_mr as fmr
 
@@ -211,7 +214,7 @@ def network_config(name: str, sizes: Sizes, **changes: Any) -> Any:
 
 
 def images_for(name: str, sizes: Sizes) -> Any:
-    """Return synthetic images for a network."""
+    """Synthetic images for a network."""
     from benchmark import synthetic
     from fedjax_mr.models import MODELS
 
@@ -219,7 +222,7 @@ def images_for(name: str, sizes: Sizes) -> Any:
 
 
 def timed(name: str, sizes: Sizes, *, title: str = "ours", lanes: int | None = None, **changes: Any) -> Any:
-    """Return our compiled engine, with as many rounds per turn as make it long enough."""
+    """Our compiled engine, with enough rounds per turn for a precise measurement."""
     from benchmark import Contestant
 
     lanes = lanes or sizes.clients
@@ -232,7 +235,7 @@ def timed(name: str, sizes: Sizes, *, title: str = "ours", lanes: int | None = N
 
 
 def speed(name: str, emit: Emit, sizes: Sizes) -> None:
-    """Emit images/s of a network, ours and PyTorch's, then what is known of the compiled local step."""
+    """Emit images/s of a network, ours and in PyTorch, then the figures of the compiled local step."""
     import accelerators
 
     if not sizes.dry:  # what the host launches is in XLA's dump
@@ -259,23 +262,23 @@ def speed(name: str, emit: Emit, sizes: Sizes) -> None:
     for opponent in ready:
         opponent.stop()
     operations = 6 * multiply_adds(ours.model)
-    for each in (ours, *ready):
+    for contestant in (ours, *ready):
         emit(
             **speed_row(
                 name,
-                each.name,
-                images_per_second=each.speed(),
-                ours_over_it=ours.speed() / each.speed(),
-                share_of_limit=each.speed() * operations / product.rate(),
-                compile_seconds=getattr(each, "compile_seconds", None),
-                peak_GB=each.peak_memory_bytes / 1e9 if each is ours else None,
+                contestant.name,
+                images_per_second=contestant.speed(),
+                ours_over_it=ours.speed() / contestant.speed(),
+                share_of_limit=contestant.speed() * operations / product.rate(),
+                compile_seconds=getattr(contestant, "compile_seconds", None),
+                peak_GB=contestant.peak_memory_bytes / 1e9 if contestant is ours else None,
             )
         )
     if excuse:
         emit(**speed_row(name, "PyTorch", error=excuse))
     for row in compiled_ahead(name):
         emit(**row)
-    target = next((each for each in ("h200", "h100") if each in jax.devices()[0].device_kind.lower()), "h100")
+    target = next((kind for kind in ("h200", "h100") if kind in jax.devices()[0].device_kind.lower()), "h100")
     engine = ours.engine
     done = accelerators.Compiled(engine, accelerators.Built(engine.programs.compiled("rounds")), None, ours.model)
     rows = accelerators.table(target, ours.config, done)
@@ -285,14 +288,14 @@ def speed(name: str, emit: Emit, sizes: Sizes) -> None:
     emit(**kernels_row("here", rows, measured_ms=1e3 * seconds))
 
 
-def speed_row(name: str, engine: str, **known: Any) -> dict[str, Any]:
-    """Return a row of the speeds; None where nothing is known."""
+def speed_row(name: str, engine: str, **values: Any) -> dict[str, Any]:
+    """A row of speeds. Unknown speeds are None."""
     figures = ("images_per_second", "ours_over_it", "share_of_limit", "compile_seconds", "peak_GB", "error")
-    return {"network": name, "engine": engine} | dict.fromkeys(figures) | known
+    return {"network": name, "engine": engine} | dict.fromkeys(figures) | values
 
 
 def torch_opponents(name: str, sizes: Sizes) -> tuple[list[Any], str | None]:
-    """Return PyTorch's arrangements, which have been started, and why there are none."""
+    """The started arrangements of PyTorch, and the reason if there is none."""
     if version("torch") is None:
         return [], "PyTorch is not installed"
     import torch
@@ -319,24 +322,24 @@ def torch_opponents(name: str, sizes: Sizes) -> tuple[list[Any], str | None]:
 
 
 def compiled_ahead(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the row of a network from the table that was compiled without a device."""
+    """The row of a network in the table that was compiled without a device."""
     rows = [row for row in json.loads(COMPILED.read_text(encoding="utf-8")) if row["model"] == name]
     if rows:
         yield kernels_row(f"compiled ahead, {rows[0]['target']}", rows)
 
 
 def kernels_row(where: str, rows: Sequence[dict[str, Any]], *, measured_ms: float | None = None) -> dict[str, Any]:
-    """Return what `accelerators.table` says of a local step, beside its measured time."""
+    """The figures of `accelerators.table` for a local step, with its measured time."""
     by_program = {row["program"]: row for row in rows}
-    step, whole = by_program["local_step"], by_program["round"]
+    step, round_row = by_program["local_step"], by_program["round"]
     return {
         "local_step": where,
         "lanes": step["lanes"],
         "kernels": step["kernels_per_step"],
         "launches": step["launches_per_step"],
         "MB": step["bytes_per_step"] / 1e6,
-        "temporaries_MB": whole["temp_bytes"] / 1e6,
-        "compile_seconds": whole["compile_seconds"],
+        "temporaries_MB": round_row["temp_bytes"] / 1e6,
+        "compile_seconds": round_row["compile_seconds"],
         "roofline_ms": 1e3 * step["roofline_seconds"],
         "measured_ms": measured_ms,
     }
@@ -372,7 +375,7 @@ def kernels(emit: Emit, sizes: Sizes) -> None:
 
 
 def longest_kernels(events: Sequence[dict[str, Any]]) -> Iterator[tuple[str, tuple[int, float]]]:
-    """Yield the kernels of a trace as (name, (calls, microseconds)), the longest first."""
+    """The kernels of a trace as (name, (calls, microseconds)), the longest first."""
     named = [event for event in events if event.get("ph") == "M" and "name" in event.get("args", {})]
     devices = {event["pid"] for event in named if event["name"] == "process_name" and "GPU" in event["args"]["name"]}
     streams = {
@@ -389,7 +392,7 @@ def longest_kernels(events: Sequence[dict[str, Any]]) -> Iterator[tuple[str, tup
 
 
 def race(emit: Emit, sizes: Sizes) -> None:
-    """Emit the seconds of pfl-research's race."""
+    """Emit the seconds of the benchmark run of pfl-research."""
     import benchmark
 
     options = benchmark.Options(models=(), strategies=(), repeats=1, seconds=math.inf, quick=True)
@@ -398,7 +401,7 @@ def race(emit: Emit, sizes: Sizes) -> None:
 
 
 def together(emit: Emit, sizes: Sizes) -> None:
-    """Emit what several trials of the quickstart (seeds and learning rates) cost in one program."""
+    """Emit the seconds of several trials of the quickstart (seeds and learning rates) in one program."""
     import fedjax_mr as fmr
     from fedjax_mr.experiment import config as configuration
 

@@ -1,8 +1,7 @@
-"""Read compiled programs: the kernels of a loop, the bytes they touch, the collectives between devices.
+"""Read compiled programs: kernels of a loop, their bytes, and collectives between devices.
 
-XLA prints a compiled module as text, one computation after the other; everything here is read from that text, because
-it is the one thing that all backends give. For GPUs it also prints what the host will do, one line for each thing it
-launches (`launches`).
+XLA prints a compiled module as text, one computation after the other. This module reads that text, because all backends
+provide it. For GPUs XLA also prints the plan of the host, one line per launch (`launches`).
 """
 
 import re
@@ -39,12 +38,12 @@ class Instruction(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the size of the result."""
+        """The size of the result in bytes."""
         return num_bytes(self.result)
 
     @property
     def is_kernel(self) -> bool:
-        """Return whether a device has something to launch for it; scalars beside loops are not counted."""
+        """Whether a device launches something for it. Scalars beside loops are not counted."""
         if self.opcode in FREE or self.opcode.endswith("-done") or self.target in FREE_CALLS:
             return False
         return self.opcode in ("fusion", "custom-call") or self.bytes > 8
@@ -54,8 +53,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-      computations: the instructions of each computation by its name; fused ones too.
-      entry: the name of the one that begins.
+      computations: the instructions of each computation by name, also of fused ones.
+      entry: the name of the first computation.
     """
 
     def __init__(self, text: str) -> None:
@@ -72,110 +71,120 @@ class Module:
                 self.computations[current].append(instruction)
 
     def reached(self, start: str) -> list[str]:
-        """Return a computation and all that run inside it, without those that are fused."""
-        found = [start]
-        for name in found:
+        """The names of a computation and of all computations inside it that are not fused."""
+        names = [start]
+        for name in names:
             for instruction in self.computations[name]:
-                found += [body for body in instruction.bodies if body not in found]
-        return found
+                names += [body for body in instruction.bodies if body not in names]
+        return names
 
     def loops(self, start: str | None = None) -> Iterator[str]:
-        """Yield the bodies of all loops inside a computation, outer ones first."""
+        """The bodies of all loops inside a computation, outer ones first."""
         for name in self.reached(start or self.entry):
             for instruction in self.computations[name]:
                 if instruction.opcode == "while":
                     yield instruction.bodies[0]
 
     def local_step(self) -> str:
-        """Return the body of the loop over a client's batches (``local.run`` in ``map_clients``).
+        """The body of the loop over a client's batches (``local.run`` in ``map_clients``).
 
         Raises:
-          ValueError: there is none; JAX's compilation cache may also return a program with the names of an older one.
+          ValueError: there is none. The compilation cache of JAX may also return a program with older names.
         """
         scopes = ("clients_part", "local_step")
-        own = lambda name: sum(all(scope in each.source for scope in scopes) for each in self.computations[name])
-        found = max(self.loops(), key=own, default=None)
-        if found is None or not own(found):
+        steps_in = lambda name: sum(
+            all(scope in instruction.source for scope in scopes) for instruction in self.computations[name]
+        )
+        body = max(self.loops(), key=steps_in, default=None)
+        if body is None or not steps_in(body):
             raise ValueError("the program has no local step; try JAX_ENABLE_COMPILATION_CACHE=false")
-        return found
+        return body
 
     def round_and_clients(self) -> tuple[str, str]:
-        """Return the body of the loop over rounds and that of the outermost loop inside it that holds local steps."""
+        """The body of the loop over rounds, and that of its outermost inner loop that contains local steps."""
         step = self.local_step()
         around = [loop for loop in self.loops() if step in self.reached(loop)]  # outer ones first
         return around[0], around[1]
 
     def kernels(self, name: str, *, without: str = "") -> int:
-        """Return how many kernels a computation launches, loops inside as often as they are known to run."""
-        return int(self._sum(name, lambda _, each: each.is_kernel, without))
+        """Number of kernels that a computation launches. Inner loops count by their number of turns if it is known."""
+        return int(self._sum(name, lambda _, instruction: instruction.is_kernel, without))
 
     def bytes(self, name: str, *, without: str = "") -> int:
-        """Return the bytes that the kernels of a computation read and write, if nothing stays in caches."""
+        """Bytes that the kernels of a computation read and write if nothing stays in caches."""
 
-        def touched(sizes: dict[str, int], each: Instruction) -> int:
-            return each.is_kernel * (each.bytes + sum(sizes.get(operand, 0) for operand in each.operands))
+        def touched(sizes: dict[str, int], instruction: Instruction) -> int:
+            return instruction.is_kernel * (
+                instruction.bytes + sum(sizes.get(operand, 0) for operand in instruction.operands)
+            )
 
         return int(self._sum(name, touched, without))
 
     def cycles(self, name: str) -> int:
-        """Return what the TPU's compiler estimates for a computation; 0 for other targets."""
-        return int(self._sum(name, lambda _, each: each.cycles, ""))
+        """Cycles that the TPU's compiler estimates for a computation. 0 for other targets."""
+        return int(self._sum(name, lambda _, instruction: instruction.cycles, ""))
 
     def opcodes(self) -> set[str]:
-        """Return every opcode that occurs, in fused computations too."""
-        return {each.opcode for body in self.computations.values() for each in body}
+        """All opcodes, also those in fused computations."""
+        return {instruction.opcode for body in self.computations.values() for instruction in body}
 
     def _sum(self, name: str, value: Callable[[dict[str, int], Instruction], float], without: str) -> float:
-        sizes = {each.name: each.bytes for each in self.computations[name]}
+        sizes = {instruction.name: instruction.bytes for instruction in self.computations[name]}
         total = 0.0
-        for each in self.computations[name]:
-            inside = [body for body in each.bodies if body != without]
-            total += value(sizes, each) + each.times * sum(self._sum(body, value, without) for body in inside)
+        for instruction in self.computations[name]:
+            inside = [body for body in instruction.bodies if body != without]
+            total += value(sizes, instruction) + instruction.times * sum(
+                self._sum(body, value, without) for body in inside
+            )
         return total
 
 
 def launches(thunks: Iterable[str], names: Collection[str]) -> int | None:
-    """Return what the host launches in one turn of a loop on a GPU; kernels of one graph are one launch.
+    """Number of launches by the host in one turn of a loop on a GPU. The kernels of one graph are one launch.
 
     Args:
       thunks: XLA's lists of what the host does (``thunk_sequence_after_thunk_passes``), of several programs.
-      names: the instructions of the loop's body, by which it is found in them.
+      names: the names of the instructions of the loop's body, which identify it.
 
     Returns:
-      The number; None if the body has loops of its own, or is not in the lists.
+      The number, or None if the body contains loops or is not in the lists.
     """
-    known = {name.replace(".", "_") for name in names}
+    thunk_names = {name.replace(".", "_") for name in names}
     best, count = 0, None
     for body in (body for text in thunks for body in _bodies(text)):
-        found = sum(not known.isdisjoint(words) for _, _, words in body)
-        if found > best and all(kind != "kWhile" for _, kind, _ in body):
-            best, count = found, sum(depth == body[0][0] for depth, _, _ in body)
+        matches = sum(not thunk_names.isdisjoint(words) for _, _, words in body)
+        if matches > best and all(kind != "kWhile" for _, kind, _ in body):
+            best, count = matches, sum(depth == body[0][0] for depth, _, _ in body)
     return count
 
 
 def _bodies(thunks: str) -> Iterator[list[tuple[int, str, list[str]]]]:
-    """Yield the body of every loop as lines: how far they are indented, what they are, and their words."""
-    lines = [found.groups() for each in thunks.splitlines() if (found := re.match(r"( *)(?:\d+: (k\w+))?(.*)", each))]
-    every = [(len(indent), kind, rest.split()) for indent, kind, rest in lines]
-    for start in (number for number, (_, _, words) in enumerate(every, 1) if words == ["body:"]):
-        least = every[start][0]
-        ends = (number for number in range(start, len(every)) if every[number][1] and every[number][0] < least)
-        yield [line for line in every[start : next(ends, None)] if line[1]]
+    """The body of every loop as lines: indentation, kind and words."""
+    lines = [match.groups() for line in thunks.splitlines() if (match := re.match(r"( *)(?:\d+: (k\w+))?(.*)", line))]
+    thunk_lines = [(len(indent), kind, words.split()) for indent, kind, words in lines]
+    for start in (number for number, (_, _, words) in enumerate(thunk_lines, 1) if words == ["body:"]):
+        least = thunk_lines[start][0]
+        ends = (
+            number
+            for number in range(start, len(thunk_lines))
+            if thunk_lines[number][1] and thunk_lines[number][0] < least
+        )
+        yield [line for line in thunk_lines[start : next(ends, None)] if line[1]]
 
 
 def _instruction(line: str) -> Instruction | None:
-    found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
-    if not found:
+    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
+    if not match:
         return None
-    name, result, opcode, rest = found.groups()
-    depths = np.cumsum([(letter == "(") - (letter == ")") for letter in rest])
+    name, result, opcode, text = match.groups()
+    depths = np.cumsum([(letter == "(") - (letter == ")") for letter in text])
     end = int(np.argmax(depths < 0))
-    arguments, attributes = rest[:end], rest[end:]
+    arguments, attributes = text[:end], text[end:]
     bodies: list[str] = []
     if opcode in ("while", "call", "conditional", "async-start"):
         # The body of a loop comes first; its condition launches next to nothing.
         keys = ("body", "to_apply", "calls", "true_computation", "false_computation")
-        bodies = [each[1] for key in keys if (each := re.search(rf"\b{key}=%?([\w.\-]+)", attributes))]
+        bodies = [found_body[1] for key in keys if (found_body := re.search(rf"\b{key}=%?([\w.\-]+)", attributes))]
         branches = re.search(r"branch_computations=\{([^}]*)\}", attributes)
         bodies += re.findall(r"[\w.\-]+", branches[1]) if branches else []
     source = re.search(r'op_name="([^"]*)"', attributes)
@@ -196,7 +205,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def num_bytes(result: str) -> int:
-    """Return the size of a type of the text, a tuple's as the sum of its parts."""
+    """The size in bytes of a type in the text. The size of a tuple is the sum of its parts."""
     plain = re.sub(r"/\*.*?\*/|\{[^}]*\}", "", result)
     return sum(
         WIDTHS.get(dtype, 0) * int(np.prod([int(size) for size in shape.split(",") if size]))
@@ -213,7 +222,7 @@ class Collective(NamedTuple):
 
 
 def collectives(module: Module, *, devices: int) -> Iterator[Collective]:
-    """Yield the collectives of a compiled program.
+    """The collectives of a compiled program.
 
     All devices together send, where s are the bytes of a result: all-to-all (D - 1) s, all-gather (D - 1) s, all-reduce
     2 (D - 1) s (both as rings), reduce-scatter D (D - 1) s, a permutation s per pair.
@@ -226,11 +235,12 @@ def collectives(module: Module, *, devices: int) -> Iterator[Collective]:
         "collective-permute": devices,
     }
     for name, instructions in module.computations.items():
-        sizes = {each.name: each.bytes for each in instructions}
-        for each in instructions:
-            kind = each.opcode.removesuffix("-start")
+        sizes = {instruction.name: instruction.bytes for instruction in instructions}
+        for instruction in instructions:
+            kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                size = each.bytes
-                if each.opcode != kind and kind != "all-reduce":  # such a start holds its operands beside the results
-                    size -= sum(sizes[operand] for operand in each.operands)
+                size = instruction.bytes
+                # The result of such a start contains its operands.
+                if instruction.opcode != kind and kind != "all-reduce":
+                    size -= sum(sizes[operand] for operand in instruction.operands)
                 yield Collective(kind, name, size * times[kind])

@@ -115,25 +115,25 @@ def missing_normalisation(node: ast.AST, scope: Scope) -> Iterator[str]:
             yield text.replace("jnp.mean", "jnp.sum", 1)
         for keyword in node.keywords:
             if keyword.arg in ("weights", "where", "weight", "mask"):
-                given = [scope.text(each) for each in node.args]
-                given += [scope.text(each) for each in node.keywords if each is not keyword]
-                yield f"{function}({', '.join(given)})"
+                arguments = [scope.text(argument) for argument in node.args]
+                arguments += [scope.text(argument) for argument in node.keywords if argument is not keyword]
+                yield f"{function}({', '.join(arguments)})"
 
 
 def swapped_arguments(node: ast.AST, scope: Scope) -> Iterator[str]:
     """Swap two arguments: f(a, b) -> f(b, a)."""
     if isinstance(node, ast.Call) and len(node.args) >= 2 and called(node) not in SYMMETRIC:
-        first, second, *rest = (scope.text(each) for each in node.args)
+        first, second, *rest = (scope.text(argument) for argument in node.args)
         if first != second and called(node) not in RANDOM and not first.startswith("lambda"):
-            rest += [scope.text(each) for each in node.keywords]
+            rest += [scope.text(argument) for argument in node.keywords]
             yield f"{scope.text(node.func)}({', '.join([second, first, *rest])})"
 
 
 def wrong_branch(node: ast.AST, scope: Scope) -> Iterator[str]:
     """Swap two branches: where(c, a, b) -> where(c, b, a); a if c else b -> b if c else a; the same of lax.cond."""
     if isinstance(node, ast.Call) and called(node) in ("where", "cond") and len(node.args) >= 3:
-        test, yes, no, *rest = (scope.text(each) for each in node.args)
-        rest += [scope.text(each) for each in node.keywords]
+        test, yes, no, *rest = (scope.text(argument) for argument in node.args)
+        rest += [scope.text(argument) for argument in node.keywords]
         yield f"{scope.text(node.func)}({', '.join([test, no, yes, *rest])})"
     if isinstance(node, ast.IfExp):
         yield f"({scope.text(node.orelse)} if {scope.text(node.test)} else {scope.text(node.body)})"
@@ -203,7 +203,7 @@ OPERATORS: tuple[Operator, ...] = (
 def is_check(node: ast.AST) -> bool:
     """Whether a statement only refuses bad input."""
     if isinstance(node, ast.If):
-        return any(isinstance(each, ast.Raise) for each in ast.walk(node))
+        return any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
     return isinstance(node, ast.Raise | ast.Assert)
 
 
@@ -215,14 +215,14 @@ def sites(source: str) -> Iterator[tuple[str, Edit]]:
         inside = bool(names)
         if isinstance(node, ast.FunctionDef | ast.Lambda):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            names = (*names, *(each.arg for each in arguments)) or ("",)
+            names = (*names, *(argument.arg for argument in arguments)) or ("",)
             children = node.body if isinstance(node.body, list) else [node.body]
         elif is_check(node):
             children = []
         elif isinstance(node, ast.AnnAssign):
             children = [node.value] if node.value else []
         elif isinstance(node, ast.ClassDef):
-            children = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            children = [statement for statement in node.body if isinstance(statement, ast.FunctionDef)]
         else:
             children = list(ast.iter_child_nodes(node))
         if inside and hasattr(node, "lineno"):
@@ -298,11 +298,11 @@ def stages(path: str, root: Path) -> list[list[str]]:
         methods = ["fedavg", "fedmr", "scaffold"]
     else:
         by_name = sorted(folder.glob("test_*.py"))
-    own = [file for file in (folder / f"test_{name}.py",) if file.is_file()]
-    others = [file for file in sorted((root / "tests").glob("*/test_*.py")) if file not in (*own, *by_name)]
-    elsewhere = [file for file in others if re.search(rf"\b{name}\b", file.read_text())]
+    own_tests = [file for file in (folder / f"test_{name}.py",) if file.is_file()]
+    other_tests = [file for file in sorted((root / "tests").glob("*/test_*.py")) if file not in (*own_tests, *by_name)]
+    elsewhere = [file for file in other_tests if re.search(rf"\b{name}\b", file.read_text())]
     relative = lambda files: [str(file.relative_to(root)) for file in files]
-    result = [relative(own), relative(file for file in by_name if file not in own)]
+    result = [relative(own_tests), relative(file for file in by_name if file not in own_tests)]
     if methods:
         parameters = [f"[{method}{end}" for method in methods for end in ("-", "]")]
         result.append(["tests/test_contract.py", "-k", " or ".join(parameters)])
@@ -313,12 +313,12 @@ def stages(path: str, root: Path) -> list[list[str]]:
 
 def methods_by_file(root: Path) -> dict[str, list[str]]:
     """The registered methods of each file of `strategies`, read from the source of the registry."""
-    found = collections.defaultdict(list)
+    methods = collections.defaultdict(list)
     for method, file in re.findall(
         r'"(\w+)": Row\(\s*(\w+)\.', (root / "fedjax_mr/strategies/__init__.py").read_text()
     ):
-        found[file].append(method)
-    return found
+        methods[file].append(method)
+    return methods
 
 
 def run_tests(root: Path, arguments: list[str], log: Path) -> str:
@@ -373,7 +373,7 @@ def run(lists: list[Path], results: Path, *, only: str, sample: int | None, jobs
     done = {name(json.loads(line)) for line in results.read_text().splitlines()} if results.exists() else set()
     if sample is not None:
         mutants = random.Random(0).sample(mutants, min(sample, len(mutants)))
-    left = [each for each in mutants if name(each) not in done and only in each["path"]]
+    left = [mutant for mutant in mutants if name(mutant) not in done and only in mutant["path"]]
     # The tests' flags of XLA, which each fork would otherwise try in a process of its own.
     script = "import os, runpy; runpy.run_path('tests/conftest.py'); print(os.environ['XLA_FLAGS'])"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -403,22 +403,22 @@ def run(lists: list[Path], results: Path, *, only: str, sample: int | None, jobs
 def table(paths: list[Path], reasons: Path) -> str:
     """The results in Markdown: killed mutants of each room and operator, and the survivors with their reasons."""
     results = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    known = json.loads(reasons.read_text()) if reasons.exists() else {}
-    valid = [each for each in results if "error" not in each]
+    reason_of = json.loads(reasons.read_text()) if reasons.exists() else {}
+    valid = [result for result in results if "error" not in result]
     lines = []
     for title, group in (("file", lambda each: each["path"]), ("operator", lambda each: each["operator"])):
         lines += [f"| {title} | mutants | killed |", "|---|---|---|"]
-        for name in sorted({group(each) for each in valid}):
-            chosen = [each for each in valid if group(each) == name]
-            lines.append(f"| {name} | {len(chosen)} | {sum(bool(each['killed_by']) for each in chosen)} |")
+        for name in sorted({group(result) for result in valid}):
+            members = [result for result in valid if group(result) == name]
+            lines.append(f"| {name} | {len(members)} | {sum(bool(member['killed_by']) for member in members)} |")
         lines.append("")
-    killed = sum(bool(each["killed_by"]) for each in valid)
+    killed = sum(bool(result["killed_by"]) for result in valid)
     lines += [f"{killed} of {len(valid)} mutants are killed ({100 * killed / max(1, len(valid)):.1f} %).", ""]
-    for each in valid:
-        if not each["killed_by"]:
-            before, after = " ".join(each["old"].split()), " ".join(each["new"].split())
-            reason = known.get(f"{each['path']}: {after}", "no reason written yet")
-            lines.append(f"* {each['path']}, {each['operator']}: `{before}` -> `{after}`: {reason}")
+    for result in valid:
+        if not result["killed_by"]:
+            before, after = " ".join(result["old"].split()), " ".join(result["new"].split())
+            reason = reason_of.get(f"{result['path']}: {after}", "no reason written yet")
+            lines.append(f"* {result['path']}, {result['operator']}: `{before}` -> `{after}`: {reason}")
     return "\n".join(lines)
 
 
@@ -440,7 +440,7 @@ def main() -> None:
     tabulating.add_argument("--reasons", type=Path, default=Path(__file__).parent / "mutants/reasons.json")
     options = parser.parse_args()
     if options.command == "draw":
-        print("\n".join(json.dumps(each) for each in draw(options.number, options.seed)))
+        print("\n".join(json.dumps(mutant) for mutant in draw(options.number, options.seed)))
     elif options.command == "run":
         run(options.lists, options.results, only=options.only, sample=options.sample, jobs=options.jobs)
     else:

@@ -1,4 +1,4 @@
-"""Time the same federated training in other simulators and in this one, each in an environment of its own.
+"""Time the same federated training in this simulator and in others, each in its own environment.
 
     python experiments/lab/peers.py                                  # all of them on one core, then on two
     python experiments/lab/peers.py --quick --cores=1                # one local epoch, two turns
@@ -6,21 +6,21 @@
 
 FedAvg with LeNet-5 (62,006 parameters) on synthetic images of CIFAR-10's shape: 100 clients of 500 samples, 10 of them
 per round, five local epochs, batch 50, SGD with learning rate 0.01 and momentum 0.5, on the CPU. ``ours`` is this
-project; ``torch_loop`` PyTorch's plain loop through a DataLoader, ``torch_best`` the same without; ``pfl``
-pfl-research's simulation; ``flower`` Flower's, ``fedjax`` FedJAX's, ``flgo`` FLGo's. On two cores and more, every
-arrangement of processes and threads that a peer offers is a row of its own.
+project, ``torch_loop`` a plain PyTorch loop through a DataLoader, ``torch_best`` the same without a DataLoader,
+``pfl`` the simulation of pfl-research, ``flower`` that of Flower, ``fedjax`` FedJAX, and ``flgo`` FLGo. On two and more
+cores, each arrangement of processes and threads of a simulator has its own row.
 
 ``ours_async`` and ``flgo_async`` train with FedBuff: 20 clients train at the same simulated time, and the server
 updates its model with every 10 uploads. Such an update counts as a round, so all rows train 10 clients per round.
 
-Each contestant is a process bound to the cores of its table; its driver is a file in the folder ``peers``. After two
-rounds of warming up all train one round in turn, ``--repeats`` times. Printed are the medians of the seconds and of
-the CPU seconds per round (of the contestant's whole tree of processes; Linux alone tells them), the medians of their
-ratios to ours of the same turn, and the loss and accuracy on 2,000 test images before the first round and after the
-last one: contestants that do the same work learn the same. A contestant that fails is a row with its error's last
-line, and the exit code is 1. Idle, all but Flower rest; its Ray takes about 5 % of a core from whoever has the turn.
+Each contestant is a process bound to the cores of its table. Its driver is a file in the folder ``peers``. After two
+rounds of warm-up, the contestants take turns with one round each, ``--repeats`` times. The table has medians of the
+seconds per round, of the CPU seconds per round (all processes of the contestant; Linux only), and of their ratios to
+ours in the same turn. It also has loss and accuracy on 2,000 test images before the first and after the last round,
+which shows that all do the same work. For a contestant that fails, the row has the last line of its error, and the exit
+code is 1. Flower's Ray uses about 5 % of a core while other contestants have their turn; the others are idle then.
 
-The environments are made with pip, once, in ``--environments`` (a gigabyte each), by the Python that runs this script.
+The Python that runs this script creates the environments with pip, once, in ``--environments`` (a gigabyte each).
 """
 
 import argparse
@@ -62,7 +62,7 @@ ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this s
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """What shares the clients of a round, and the threads of each; ``variant`` is for the driver."""
+    """Number of processes that share the clients of a round, and threads of each. The driver reads ``variant``."""
 
     kind: str
     processes: int
@@ -70,7 +70,7 @@ class Arrangement:
     variant: str = ""
 
     def __str__(self) -> str:
-        """Return how it is printed."""
+        """The printed form."""
         plural = ("es" if self.kind.endswith("s") else "s") if self.processes > 1 else ""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"{self.processes} {self.kind}{plural} x {threads}"
@@ -80,19 +80,19 @@ Arrange = Callable[[int], tuple[Arrangement, ...]]  # the arrangements on so man
 
 
 def threads_or_processes(variant: str = "") -> Arrange:
-    """Return the arrangements: one process with a thread per core, and a process per core with one thread."""
+    """The arrangements: one process with a thread per core, and a process per core with one thread."""
     return lambda cores: tuple(
         Arrangement("process", processes, cores // processes, variant) for processes in sorted({1, cores})
     )
 
 
 def threads_alone(variant: str = "") -> Arrange:
-    """Return the only arrangement: one process with a thread per core."""
+    """The only arrangement: one process with a thread per core."""
     return lambda cores: (Arrangement("process", 1, cores, variant),)
 
 
 def jit_or_pmap(cores: int) -> tuple[Arrangement, ...]:
-    """Return FedJAX's backends: all cores for one client, and a device per core."""
+    """The backends of FedJAX: all cores for one client, and a device per core."""
     devices = Arrangement("device", cores, 1, "pmap")
     return (Arrangement("device", 1, cores, "jit"), *((devices,) if cores > 1 else ()))
 
@@ -111,17 +111,17 @@ CONTESTANTS: dict[str, tuple[str, Arrange]] = {  # environment (and driver), arr
 
 
 class FailedError(Exception):
-    """A contestant cannot take part, or go on; the message is one line."""
+    """A contestant cannot take part or continue. The message is one line."""
 
 
 # ---- The environments
 
 
 def interpreter(name: str, folder: Path) -> str:
-    """Return the Python of an environment, which is made unless it is there as it should be.
+    """The Python of an environment. It is created unless a complete one exists.
 
     Raises:
-      FailedError: it could not be made.
+      FailedError: it cannot be created.
     """
     if not (requirements := ENVIRONMENTS[name]):
         return sys.executable
@@ -145,7 +145,7 @@ def interpreter(name: str, folder: Path) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty."""
+    """The last line that is not empty."""
     return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 
@@ -153,7 +153,7 @@ def last_line(text: str) -> str:
 
 
 def write_data(path: Path) -> None:
-    """Write images of bytes that can be learnt: noise over a pattern per class, of 4 x 4 coloured squares."""
+    """Write images of bytes that can be learnt: a pattern of 4 x 4 coloured squares per class, with noise."""
     random = np.random.default_rng(0)
     patterns = random.integers(0, 128, (10, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
     count = CLIENTS * SAMPLES
@@ -179,7 +179,7 @@ def bound_to(cores: int) -> Iterator[None]:
 
 
 def tree(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of a process and of its descendants, with the clock ticks of CPU that each has used."""
+    """The ids of a process and of its descendants, with the clock ticks of CPU that each has used."""
     children: dict[int, list[int]] = {}
     ticks = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -190,17 +190,17 @@ def tree(pid: int) -> Iterator[tuple[int, int]]:
         number = int(entry.parent.name)
         children.setdefault(int(fields[1]), []).append(number)
         ticks[number] = sum(map(int, fields[11:15]))  # user and system, its own and of children that have ended
-    found = [pid] if pid in ticks else []
-    for number in found:
-        found += children.get(number, [])
+    pids = [pid] if pid in ticks else []
+    for number in pids:
+        pids += children.get(number, [])
         yield number, ticks[number]
 
 
 class Contestant:
-    """A simulator in one arrangement, in processes of its own."""
+    """A simulator in one arrangement, with its own processes."""
 
     def __init__(self, name: str, arrangement: Arrangement, cores: int) -> None:
-        """Note who takes part; `start` starts it."""
+        """Store the arguments. `start` starts the processes."""
         self.name, self.arrangement, self.cores = name, arrangement, cores
         self.environment = CONTESTANTS[name][0]
         self.facts: dict[str, Any] = {}
@@ -212,7 +212,7 @@ class Contestant:
         self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by `stop`)
 
     def attempt(self, action: Callable[..., Any], *arguments: Any) -> None:
-        """Do something unless this contestant has failed, and note if it fails now."""
+        """Call a function unless this contestant has failed, and store its error."""
         if self.error is None:
             try:
                 action(*arguments)
@@ -253,10 +253,10 @@ class Contestant:
         self.ask(WARM_UP)
 
     def answer(self) -> dict[str, Any]:
-        """Return the driver's next answer.
+        """The next answer of the driver.
 
         Raises:
-          FailedError: it ended, or gave none in time.
+          FailedError: the driver ended, or did not answer in time.
         """
         assert self.process and self.process.stdout
         if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
@@ -268,7 +268,7 @@ class Contestant:
         raise FailedError(last_line(self.errors.read()))
 
     def ask(self, rounds: int) -> dict[str, Any]:
-        """Let it train so many rounds, or test its model if none, and return its answer."""
+        """Let it train a number of rounds, or test its model if the number is 0, and return its answer."""
         assert self.process and self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # why it ended is the answer
             self.process.stdin.write(f"{rounds}\n")
@@ -289,7 +289,7 @@ class Contestant:
         self.cpu_seconds.append(used() - before)
 
     def stop(self) -> None:
-        """End its processes, those too that outlive their driver."""
+        """End its processes, also those that outlive their driver."""
         if self.process and self.process.stdin:
             descendants = [number for number, _ in tree(self.process.pid)][1:]
             with contextlib.suppress(BrokenPipeError):
@@ -305,8 +305,8 @@ class Contestant:
         self.errors.close()
 
     def row(self, ours: Sequence["Contestant"]) -> dict[str, Any]:
-        """Return its figures, with their ratios to ours if that took part."""
-        reference = next((each for each in ours if each.error is None), None)
+        """The figures of this contestant, with their ratios to ours if ours took part."""
+        reference = next((contestant for contestant in ours if contestant.error is None), None)
 
         def ratio(figure: str) -> float | None:
             if reference is None:
@@ -331,22 +331,28 @@ class Contestant:
 
 
 def compete(names: Sequence[str], cores: int, folder: Path, data: Path, *, epochs: int, repeats: int) -> list[dict]:
-    """Return a row per contestant and arrangement on so many cores."""
-    contestants = [Contestant(name, each, cores) for name in names for each in CONTESTANTS[name][1](cores)]
+    """A row per contestant and arrangement on a number of cores."""
+    contestants = [
+        Contestant(name, arrangement, cores) for name in names for arrangement in CONTESTANTS[name][1](cores)
+    ]
     try:
-        for each in contestants:
-            each.attempt(each.start, folder, data, epochs)
-            print(f"{each.name}, {each.arrangement}: {each.error or 'ready'}", file=sys.stderr, flush=True)
+        for contestant in contestants:
+            contestant.attempt(contestant.start, folder, data, epochs)
+            print(
+                f"{contestant.name}, {contestant.arrangement}: {contestant.error or 'ready'}",
+                file=sys.stderr,
+                flush=True,
+            )
         for _ in range(repeats):
-            for each in contestants:
-                each.attempt(each.race)
-        for each in contestants:
-            each.attempt(each.test)
+            for contestant in contestants:
+                contestant.attempt(contestant.race)
+        for contestant in contestants:
+            contestant.attempt(contestant.test)
     finally:
-        for each in contestants:
-            each.stop()
-    ours = [each for each in contestants if each.name == "ours"]
-    return [each.row(ours) for each in contestants]
+        for contestant in contestants:
+            contestant.stop()
+    ours = [contestant for contestant in contestants if contestant.name == "ours"]
+    return [contestant.row(ours) for contestant in contestants]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -362,7 +368,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the contest and print its tables; return 1 if a contestant failed."""
+    """Run the contest and print its tables. The exit code is 1 if a contestant failed."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_mr" / "peers"
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("peers.py", description=__doc__, formatter_class=formatter)
@@ -380,10 +386,10 @@ def main(given: Sequence[str] | None = None) -> int:
         parser.error("only Linux binds processes to cores")
     usable = len(os.sched_getaffinity(0))
     try:
-        numbers = [int(each) for each in arguments.cores.split(",")]
+        numbers = [int(word) for word in arguments.cores.split(",")]
     except ValueError:
         numbers = [0]
-    if not all(1 <= each <= usable for each in numbers):
+    if not all(1 <= number <= usable for number in numbers):
         parser.error(f"--cores={arguments.cores}: numbers with commas, of 1 to {usable} here")
     repeats = (2 if arguments.quick else 5) if arguments.repeats is None else arguments.repeats
     if repeats < 1:
@@ -395,9 +401,9 @@ def main(given: Sequence[str] | None = None) -> int:
         data = Path(temporary) / "images.npz"
         write_data(data)
         for cores in numbers:
-            found = compete(names, cores, folder, data, epochs=epochs, repeats=repeats)
-            show(found)
-            rows += found
+            new_rows = compete(names, cores, folder, data, epochs=epochs, repeats=repeats)
+            show(new_rows)
+            rows += new_rows
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return int(any(row["error"] for row in rows))

@@ -1,15 +1,15 @@
-"""What a round moves between devices, and what many clients cost.
+"""Bytes that a round moves between devices, and time and memory with many clients.
 
     python experiments/lab/pods.py --devices=1,2,4,8 --models=lenet5 --strategies=fedavg,fedmr,fedcross,scaffold
     python experiments/lab/pods.py --clients=1000,10000,100000 --models=logistic,lenet5 --strategies=fedmr --cohort=100
 
-The first reads the transfers of a round from the compiled program, which is compiled for D devices of the CPU; there
-need not be as many cores. Nothing is run, unless --time asks for the seconds per round (median of three) where each
-device has a core of its own, with 200 samples per client. hlo.py says how the bytes of a collective are counted.
+The first command reads the transfers of a round from the program, which is compiled for D devices of the CPU. It needs
+fewer cores than devices, because nothing is executed. --time also measures the seconds per round (median of three) with
+200 samples per client, if each device has a core. hlo.py defines how the bytes of a collective are counted.
 
-The second runs rounds on one device with N clients of 20 samples each, drawn from a pool of 25,000 synthetic ones, with
-the samples on the device and on the host (--placements): seconds per round (median of three), and the process's memory
-after the first rounds and after all. One point per process keeps the memory of others out of it.
+The second command runs rounds on one device with N clients of 20 samples each, drawn from a pool of 25,000 synthetic
+samples, with the samples on the device and on the host (--placements). It prints the seconds per round (median of
+three), and the memory of the process after the first rounds and at the end. Each point has its own process.
 """
 
 import argparse
@@ -39,19 +39,19 @@ SHAPES = {"lenet5": (32, 32, 3), "resnet20": (32, 32, 3), "vgg16": (32, 32, 3), 
 
 
 def synthetic(shape: tuple[int, ...], *, samples: int, classes: int = 10) -> fmr.Dataset:
-    """Return noise with random labels: only shapes matter here."""
+    """Noise with random labels. Only the shapes matter."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (samples, *shape), np.uint8)
     return fmr.from_arrays(x, rng.integers(0, classes, samples), num_classes=classes)
 
 
 def leaf_type(leaf: Any) -> tuple[Any, Any]:
-    """Return shape and dtype."""
+    """Shape and dtype."""
     return leaf.shape, leaf.dtype
 
 
 def compiled_clients(engine: Rounds) -> str:
-    """Return the HLO text of the program that trains the clients."""
+    """The HLO text of the program that trains the clients."""
     rows_of = lambda constants, progress: begin(engine.axis, constants, progress)[1]
     rows = jax.eval_shape(rows_of, engine.constants, engine.shapes())
     sharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*leaf_type(leaf), sharding=engine.axis.sharded), rows)
@@ -60,7 +60,7 @@ def compiled_clients(engine: Rounds) -> str:
 
 
 def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool = False) -> dict[str, Any]:
-    """Return the collectives of one round and of the clients' program, and the time of a round if wanted."""
+    """The collectives of one round and of the clients' program, and on request the time of a round."""
     config = fmr.Config(
         strategy=strategy, model=model, cohort=cohort, clients=2 * cohort, partition="iid", local_epochs=1
     )
@@ -71,8 +71,8 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     described = dataclasses.replace(axis, fused=True, described=True)
     engine = simulator_of(config, federated, network, axis=described).rounds
     module = Module(engine.compile().compiled("rounds").as_text())
-    found = [each for each in collectives(module, devices=devices) if each.computation != module.entry]
-    exchanges = [each.bytes for each in found if each.kind == "all-to-all"]
+    transfers = [transfer for transfer in collectives(module, devices=devices) if transfer.computation != module.entry]
+    exchanges = [transfer.bytes for transfer in transfers if transfer.kind == "all-to-all"]
     row = {
         "model": model,
         "strategy": strategy,
@@ -81,8 +81,8 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
         "collectives_of_clients": len(list(collectives(Module(compiled_clients(engine)), devices=devices))),
         "all_to_alls": len(exchanges),
         "all_to_all_bytes": sum(exchanges),
-        "others": len(found) - len(exchanges),
-        "other_bytes": sum(each.bytes for each in found) - sum(exchanges),
+        "others": len(transfers) - len(exchanges),
+        "other_bytes": sum(transfer.bytes for transfer in transfers) - sum(exchanges),
         "state_bytes": trees.num_bytes(engine.constants.problem.model.shapes()),
     }
     if timed:
@@ -92,7 +92,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
 
 
 def seconds_per_round(engine: Rounds) -> float | None:
-    """Return the median of three rounds after the first, or None where cores do not back the devices."""
+    """Median seconds of three rounds after the first, or None if there are fewer cores than devices."""
     if engine.axis.num_devices > usable_cores():
         return None
     progress, _ = engine.run(engine.init(), 1)
@@ -106,7 +106,7 @@ def seconds_per_round(engine: Rounds) -> float | None:
 
 
 def grow(strategy: str, model: str, *, clients: int, cohort: int, placement: str) -> dict[str, Any]:
-    """Return time and memory of rounds with N clients."""
+    """Time and memory of rounds with N clients."""
     config = fmr.Config(
         strategy=strategy, model=model, cohort=cohort, clients=clients, local_epochs=1, data_placement=placement
     )
@@ -130,7 +130,7 @@ def grow(strategy: str, model: str, *, clients: int, cohort: int, placement: str
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process occupies now."""
+    """Memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--placements", default="device,host", help="of the samples, for the second table")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    counts = [int(each) for each in ("1" if options.clients else options.devices).split(",")]
+    counts = [int(word) for word in ("1" if options.clients else options.devices).split(",")]
     show = lambda row: print(json.dumps(row) if options.json else " | ".join(map(str, row.values())), flush=True)
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("NPROC", str(4 * max(counts)))  # whole rounds as one program sum across the devices

@@ -1,12 +1,12 @@
-"""What XLA and PyTorch make of a network's own convolutions and products, on one core of this machine.
+"""Rates of a network's convolutions and matrix products in XLA and in PyTorch, on one core of this machine.
 
     python experiments/lab/benchmark.py products --models=cnn_mcmahan,lenet5
 
-For every convolution and dense layer of a network, at a batch of 50: the rate of the forward pass and of its two
-gradients (for the layer's input, for its kernel), as XLA compiles our layers inside a loop and as PyTorch's libraries
-compute them, one thread each, in turn; medians. Below them a large product, and the update of all parameters by SGD
-with momentum, which multiplies little and moves five times the parameters. So a network that trains slower on one
-machine than on another shows which of its parts are to blame. Two operations are counted for each multiply-add.
+For each convolution and dense layer of a network at batch 50: the rate of the forward pass and of its two gradients
+(with respect to the input and to the kernel), for our layers compiled by XLA inside a loop and for PyTorch. Both use
+one thread and take turns; medians are printed. Two more rows are a large product, and the update of all parameters by
+SGD with momentum, which moves five times the parameters. The table shows which parts of a network are slow on a
+machine. A multiply-add counts as two operations.
 """
 
 import math
@@ -44,12 +44,12 @@ class Layer(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Return the operations of one pass."""
+        """Number of operations of one pass."""
         return 2 * math.prod(self.y) * math.prod(self.kernel[:-1])
 
 
 def layers_of(name: str) -> tuple[list[Layer], int]:
-    """Return a network's convolutions and dense layers in forward order, and the number of its parameters.
+    """The convolutions and dense layers of a network in forward order, and its number of parameters.
 
     Raises:
       UserError: it has neither, or is for token sequences.
@@ -89,25 +89,25 @@ def layers_of(name: str) -> tuple[list[Layer], int]:
 
 
 def looped(function: Callable, *args: np.ndarray) -> Timed:
-    """Return ``LOOPS`` calls in one compiled loop, each with other arguments, so that no work is lifted out of it."""
+    """``LOOPS`` calls in one compiled loop. The arguments change, so XLA cannot hoist work out of the loop."""
 
     def body(_: jax.Array, args: list[jax.Array]) -> list[jax.Array]:
         results = jax.lax.optimization_barrier(jax.tree.leaves(function(*args)))
         little = sum(leaf[(0,) * leaf.ndim] for leaf in results) * 1e-6
-        return [each.at[(0,) * each.ndim].add(little) for each in args]
+        return [array.at[(0,) * array.ndim].add(little) for array in args]
 
     return _compiled(lambda args: jax.lax.fori_loop(0, LOOPS, body, args), list(map(jnp.asarray, args)))
 
 
 def _compiled(function: Callable, argument: Any) -> Timed:
-    """Return a call of the function, compiled with the options that rounds are compiled with."""
+    """A call of the function, compiled with the compiler options of rounds."""
     program = jax.jit(function, compiler_options=compiler_options())
     program(argument)
     return lambda: jax.block_until_ready(program(argument))
 
 
 def our_passes(layer: Layer) -> dict[str, Timed]:
-    """Return a layer's forward pass and its two gradients."""
+    """The forward pass of a layer and its two gradients."""
     x, kernel, gradient = random(layer.x, layer.kernel, layer.y)
 
     def forward(x: Any, kernel: Any) -> jax.Array:
@@ -127,7 +127,7 @@ def our_passes(layer: Layer) -> dict[str, Timed]:
 
 
 def our_update(count: int) -> Timed:
-    """Return the update of ``count`` parameters by SGD with momentum."""
+    """The update of ``count`` parameters by SGD with momentum."""
     params, trace, gradient = random((count,), (count,), (count,))
 
     def body(_: jax.Array, state: Any) -> Any:
@@ -143,7 +143,7 @@ def our_update(count: int) -> Timed:
 
 
 def their_passes(layer: Layer) -> dict[str, Timed]:
-    """Return a layer's forward pass and its two gradients by PyTorch."""
+    """The forward pass of a layer and its two gradients in PyTorch."""
     import torch
     from torch.nn import grad
 
@@ -158,7 +158,7 @@ def their_passes(layer: Layer) -> dict[str, Timed]:
         # An even filling: PyTorch has no other, and ours differs from it only where strides leave out an edge.
         padding = [(wide - 1) // 2 if new * layer.strides >= old else 0
                    for old, new, wide in zip(layer.x[1:3], layer.y[1:3], layer.kernel, strict=False)]  # fmt: skip
-        x, gradient = (each.permute(0, 3, 1, 2).contiguous() for each in (x, gradient))
+        x, gradient = (array.permute(0, 3, 1, 2).contiguous() for array in (x, gradient))
         kernel = kernel.permute(3, 2, 0, 1).contiguous()
         fixed: dict[str, Any] = {"stride": layer.strides, "padding": padding}
         passes = {
@@ -166,11 +166,11 @@ def their_passes(layer: Layer) -> dict[str, Timed]:
             "input": lambda: grad.conv2d_input(x.shape, kernel, gradient, **fixed),
             "kernel": lambda: grad.conv2d_weight(x, kernel.shape, gradient, **fixed),
         }
-    return {name: repeated(each) for name, each in passes.items()}
+    return {name: repeated(function) for name, function in passes.items()}
 
 
 def their_update(count: int) -> Timed:
-    """Return the update of ``count`` parameters by PyTorch's SGD with momentum."""
+    """The update of ``count`` parameters by PyTorch's SGD with momentum."""
     import torch
 
     values, gradient = map(torch.from_numpy, random((count,), (count,)))
@@ -180,7 +180,7 @@ def their_update(count: int) -> Timed:
 
 
 def repeated(call: Callable) -> Timed:
-    """Return ``LOOPS`` calls."""
+    """``LOOPS`` calls of a function."""
 
     def run() -> None:
         for _ in range(LOOPS):
@@ -193,25 +193,25 @@ def repeated(call: Callable) -> Timed:
 
 
 def random(*shapes: tuple[int, ...]) -> list[np.ndarray]:
-    """Return normal arrays of these shapes."""
+    """Arrays of these shapes with normal entries."""
     rng = np.random.default_rng(0)
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
 def seconds(*contestants: Timed) -> list[float]:
-    """Return the median seconds of one of a contestant's ``LOOPS`` calls, for each; they take turns."""
+    """Median seconds of a call of each contestant. The contestants take turns with ``LOOPS`` calls."""
     times: list[list[float]] = [[] for _ in contestants]
     for turn in range(REPEATS + 1):  # the first one warms up
-        for own, contestant in zip(times, contestants, strict=True):
+        for seconds, contestant in zip(times, contestants, strict=True):
             started = time.perf_counter()
             contestant()
             if turn:
-                own.append((time.perf_counter() - started) / LOOPS)
-    return [statistics.median(own) for own in times]
+                seconds.append((time.perf_counter() - started) / LOOPS)
+    return [statistics.median(seconds) for seconds in times]
 
 
 def compare_products(name: str) -> list[dict[str, Any]]:
-    """Return a row for each pass of each layer of a network, one for a large product and one for the update.
+    """A row for each pass of each layer of a network, one for a large product and one for the update.
 
     This process stays on one core from here on: JAX has not begun yet.
 

@@ -26,7 +26,7 @@ ROUNDS = 4
 
 
 def settings(strategy: str, network: str, seed: int) -> dict:
-    """Return the settings of one run."""
+    """The settings of one run."""
     from fedjax_mr.strategies import STRATEGIES
 
     few = {"fedgen": {"fedgen_steps": 5}, "pfedhr": {"pfedhr_server_epochs": 1}}.get(strategy, {})
@@ -39,7 +39,7 @@ def settings(strategy: str, network: str, seed: int) -> dict:
 
 
 def numbers(strategy: str, network: str, seed: int) -> dict:
-    """Train, and return what is compared: the rows of the metrics, and digests of the arrays by their names."""
+    """Train, and return the compared values: rows of the metrics, and digests of the arrays by name."""
     import fedjax_mr as fmr
     from fedjax_mr.testing.federations import Normed
 
@@ -59,7 +59,7 @@ def numbers(strategy: str, network: str, seed: int) -> dict:
 
 
 def arrays(folder: Path) -> dict[str, str]:
-    """Return the digest of each array of the newest checkpoint, by its name."""
+    """The digest of each array of the newest checkpoint, by name."""
     from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
 
     checkpoints = Checkpoints(folder)
@@ -73,29 +73,29 @@ def arrays(folder: Path) -> dict[str, str]:
 
 
 def of_strategy(strategy: str) -> dict[str, dict]:
-    """Return what is compared of all runs of one strategy, by network and seed."""
+    """The compared values of all runs of one strategy, by network and seed."""
     return {f"{network}/{seed}": numbers(strategy, network, seed) for network in NETWORKS for seed in SEEDS}
 
 
 def differences(before: dict, after: dict) -> list[str]:
-    """Return the ways in which a run differs, in words."""
+    """Descriptions of the differences between two runs."""
     if before.keys() != after.keys():
         return [f"it ends otherwise: {sorted(before)}, now {sorted(after)}"]
     if "refused" in before:
         return []
-    found = []
+    lines = []
     for old, new in zip(before["rows"], after["rows"], strict=False):
         for name in old | new:
             if old.get(name) != new.get(name):
-                found.append(f"round {old['round']}: {name} was {old.get(name)}, is {new.get(name)}")
+                lines.append(f"round {old['round']}: {name} was {old.get(name)}, is {new.get(name)}")
     if sorted(before["arrays"].values()) != sorted(after["arrays"].values()):
         lost = [name for name, digest in before["arrays"].items() if digest not in after["arrays"].values()]
-        found.append(f"{len(lost)} of {len(before['arrays'])} arrays, among them {', '.join(lost[:3])}")
-    return found
+        lines.append(f"{len(lost)} of {len(before['arrays'])} arrays, among them {', '.join(lost[:3])}")
+    return lines
 
 
 def main() -> int:
-    """Run what the flags say."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="file to write the numbers into; strategies in it are kept")
     parser.add_argument("--check", type=Path, help="file of numbers to compare with")
@@ -109,26 +109,28 @@ def main() -> int:
         parser.error("give either --write or --check")
     from fedjax_mr.strategies import STRATEGIES
 
-    known = json.loads(options.check.read_text()) if options.check else {}
+    saved = json.loads(options.check.read_text()) if options.check else {}
     if options.write and options.write.exists():
-        known = json.loads(options.write.read_text())
+        saved = json.loads(options.write.read_text())
     wrong = 0
     for strategy in options.only.split(",") if options.only else STRATEGIES:
-        if options.write and strategy in known:
+        if options.write and strategy in saved:
             continue
         # A process of its own: compiled programs take memory maps, of which a process has a limited number.
         command = [sys.executable, __file__, f"--one={strategy}"]
         printed = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ, check=True, text=True).stdout
         runs = json.loads(printed.splitlines()[-1])
         if options.write:
-            known[strategy] = runs
-            options.write.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+            saved[strategy] = runs
+            options.write.write_text(json.dumps(saved, indent=1, sort_keys=True) + "\n")
             print(strategy, ", ".join(name for name, run in runs.items() if "refused" in run) or "-", flush=True)
             continue
-        if strategy not in known:
+        if strategy not in saved:
             print(f"{strategy}: not in {options.check}", flush=True)
             continue
-        faults = [f"{name}: {each}" for name in runs for each in differences(known[strategy][name], runs[name])]
+        faults = [
+            f"{name}: {difference}" for name in runs for difference in differences(saved[strategy][name], runs[name])
+        ]
         refused = ", ".join(name for name, run in runs.items() if "refused" in run)
         same = f"the same bits{f', but refused with {refused}' if refused else ''}"
         print(f"{strategy}: {'; '.join(faults[:4]) or same}", flush=True)

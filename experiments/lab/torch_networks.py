@@ -22,7 +22,7 @@ def conv_block(
     pool: int = 0,
     pool_stride: int | None = None,
 ) -> Iterator[nn.Module]:
-    """Yield convolution, normalisation, ReLU and max-pooling; all but the first optional."""
+    """Convolution, normalisation, ReLU and max-pooling. All but the first are optional."""
     yield nn.Conv2d(inputs, outputs, kernel, padding=padding)
     if norm:
         yield nn.BatchNorm2d(outputs)
@@ -33,7 +33,7 @@ def conv_block(
 
 
 def dense(*widths: int) -> Iterator[nn.Module]:
-    """Yield dense layers with ReLU between them."""
+    """Dense layers with ReLU between them."""
     yield nn.Flatten()
     for position, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
         if position:
@@ -42,17 +42,17 @@ def dense(*widths: int) -> Iterator[nn.Module]:
 
 
 def sequential(*parts: Iterable[nn.Module]) -> nn.Sequential:
-    """Return the parts in a row."""
+    """The parts one after the other."""
     return nn.Sequential(*itertools.chain.from_iterable(parts))
 
 
 def lenet5(classes: int = 10) -> nn.Module:
-    """Return ``lenet5`` for images of 32 x 32 x 3."""
+    """``lenet5`` for images of 32 x 32 x 3."""
     return sequential(conv_block(3, 6, 5, pool=2), conv_block(6, 16, 5, pool=2), dense(400, 120, 84, classes))
 
 
 def cnn_mcmahan(classes: int = 10, *, channels: int = 3, edge: int = 32) -> nn.Module:
-    """Return ``cnn_mcmahan`` for images of edge x edge x channels."""
+    """``cnn_mcmahan`` for images of edge x edge x channels."""
     return sequential(
         conv_block(channels, 32, 5, padding=2, pool=2),
         conv_block(32, 64, 5, padding=2, pool=2),
@@ -61,7 +61,7 @@ def cnn_mcmahan(classes: int = 10, *, channels: int = 3, edge: int = 32) -> nn.M
 
 
 def cnn_femnist(classes: int = 62) -> nn.Module:
-    """Return ``cnn_femnist`` for images of 28 x 28 x 1."""
+    """``cnn_femnist`` for images of 28 x 28 x 1."""
 
     def pool_first(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
         return nn.Conv2d(inputs, outputs, 5), nn.MaxPool2d(2), nn.ReLU()
@@ -81,7 +81,7 @@ class PreActivation(nn.Module):
         self.shortcut = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False) if project else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block's output."""
+        """The output of the block."""
         y = self.conv1(self.bn1(x).relu())
         y = self.conv2(self.bn2(y).relu())
         return self.conv3(self.bn3(y).relu()) + self.shortcut(x)
@@ -103,7 +103,7 @@ class ResNet20(nn.Module):
         self.blocks, self.unused, self.fc = nn.Sequential(*blocks), nn.BatchNorm2d(inputs), nn.Linear(inputs, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
+        """The logits."""
         return self.fc(self.blocks(self.pool(self.stem(x))).mean((2, 3)))
 
 
@@ -114,7 +114,7 @@ VGG16_PLAN = [
 
 
 def vgg_stack(plan: Sequence[tuple[int, bool]], width: int, *, norm: bool = False) -> Iterator[nn.Module]:
-    """Yield the convolutions of a VGG: (channels in widths, whether pooling follows)."""
+    """The convolutions of a VGG: (channels in widths, whether pooling follows)."""
     inputs = 3
     for features, pooled in plan:
         yield from conv_block(inputs, features * width, padding=1, norm=norm, pool=2 if pooled else 0)
@@ -122,7 +122,7 @@ def vgg_stack(plan: Sequence[tuple[int, bool]], width: int, *, norm: bool = Fals
 
 
 def vgg16(classes: int = 10, *, width: int = 64, hidden: int = 4096) -> nn.Module:
-    """Return ``vgg16`` for images of 32 x 32 x 3."""
+    """``vgg16`` for images of 32 x 32 x 3."""
     return sequential(vgg_stack(VGG16_PLAN, width, norm=True), dense(8 * width, hidden, hidden, classes))
 
 
@@ -137,10 +137,10 @@ class CharacterLSTM(nn.Module):
         self.fc = nn.Linear(hidden, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next character."""
+        """The logits of the next character."""
         return self.fc(self.lstm(self.embedding(x))[0][:, -1])
 
 
 def build(name: str) -> nn.Module:
-    """Return a network by our name of it."""
+    """A network by the name of its twin in this package."""
     return {**globals(), "resnet20": ResNet20, "lstm1": CharacterLSTM}[name]()

@@ -16,13 +16,13 @@ Stack = dict[str, torch.Tensor]  # [K, ...] by name
 
 
 def stacked(network: torch.nn.Module, num_clients: int) -> Stack:
-    """Return K copies of a network's parameters."""
+    """K copies of the parameters of a network."""
     copies = lambda value: value.detach().expand(num_clients, *value.shape).clone()
     return {name: copies(value) for name, value in network.named_parameters()}
 
 
 def local_step(network: torch.nn.Module) -> Callable[[Stack, Stack, torch.Tensor, torch.Tensor], None]:
-    """Return a step of SGD with momentum for all clients.
+    """A step of SGD with momentum for all clients.
 
     Its arguments are the clients' parameters and velocities, which it updates in place, their images [K, B, ...] and
     their labels [K, B].
@@ -55,7 +55,7 @@ def side_by_side(
     compiled: bool = True,
     graph: bool = False,
 ) -> Callable[[Sequence[int]], None]:
-    """Return a function that trains all clients together, whatever numbers it is given.
+    """A function that takes numbers of clients, which it ignores, and trains all clients together.
 
     Args:
       name: of the network.
@@ -107,7 +107,7 @@ def side_by_side(
 
 
 def recorded(step: Callable[[torch.Tensor], None], rows: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Return a step as a CUDA graph; ``rows`` becomes the memory from which it reads its argument."""
+    """A step as a CUDA graph. It reads its argument from the memory of ``rows``."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles, and chooses algorithms, before the recording

@@ -45,14 +45,14 @@ def main(arguments: argparse.Namespace) -> None:
 
 def tried(strategies: Iterable[str], names: Iterable[str]) -> Refusals:
     """Try each link with each method, and print the progress."""
-    strategies, found = list(strategies), {}
+    strategies, outcomes = list(strategies), {}
     for link in names:
         for strategy in strategies:
-            found[strategy, link] = links.refusal(strategy, link, network=NETWORK)
+            outcomes[strategy, link] = links.refusal(strategy, link, network=NETWORK)
             federations.drop_programs()
-        works = sum(found[strategy, link] is None for strategy in strategies)
+        works = sum(outcomes[strategy, link] is None for strategy in strategies)
         print(f"{link}: {works} of {len(strategies)} methods", flush=True)
-    return found
+    return outcomes
 
 
 def page(refusals: Refusals) -> str:

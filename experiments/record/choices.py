@@ -1,4 +1,4 @@
-"""Number of clients whose best network is each one when they train alone: FedMe's first networks (its Table 3).
+"""Number of clients by best network when they train alone: FedMe's first networks (its Table 3).
 
 Only runs of Local-only with a single network count. The best network of a client has the highest accuracy on its
 validation samples, or on its test samples if it has none for validation. If several runs have the same network and
@@ -63,16 +63,16 @@ def cells(chosen: Sequence[RunRecord]) -> list[list[str]]:
 
 def _row(divisions: dict[str, dict[str, RunRecord]], networks: Sequence[str]) -> list[str]:
     """Number of clients per best network, number of clients, and number of partitions."""
-    known = [network for network in networks if any(network in runs for runs in divisions.values())]
+    trained = [network for network in networks if any(network in runs for runs in divisions.values())]
     counts = []
     for runs in divisions.values():
         one = next(iter(runs.values()))
-        if missing := [network for network in known if network not in runs]:
+        if missing := [network for network in trained if network not in runs]:
             raise UserError(f"no finished run trains {missing[0]} on the same data as {one.path}")
-        best = best_of([str(runs[network].path) for network in known])
-        counts.append(np.bincount(best, minlength=len(known)))
+        best = best_of([str(runs[network].path) for network in trained])
+        counts.append(np.bincount(best, minlength=len(trained)))
     means = {
         network: tables.plus_minus(*Statistic.of(column.tolist()), digits=1)
-        for network, column in zip(known, np.array(counts, float).T, strict=True)
+        for network, column in zip(trained, np.array(counts, float).T, strict=True)
     }
     return [*(means.get(network, "") for network in networks), str(counts[0].sum()), str(len(divisions))]

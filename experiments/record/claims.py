@@ -101,8 +101,8 @@ def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
       compared: each comparison, and whether its claim is "as good as each other". Otherwise the claim is that the first
         one is better.
     """
-    corrected = holm([each.p_level() if level else each.p_better() for each, level in compared])
-    return [_verdict(each, level, p) for (each, level), p in zip(compared, corrected, strict=True)]
+    corrected = holm([comparison.p_level() if level else comparison.p_better() for comparison, level in compared])
+    return [_verdict(comparison, level, p) for (comparison, level), p in zip(compared, corrected, strict=True)]
 
 
 def _verdict(gap: Difference, level: bool, p: float | None) -> str:
@@ -179,7 +179,7 @@ def _above_fedavg(name: str, source: str, where: str, table: str, rounds: tuple[
 
 
 def _flatter(title: str, source: str, **flags: Any) -> Claim:
-    ours, fedavg = (Chosen(_AT_ONE.table, chosen) for chosen in (flags, {"strategy": "fedavg"}))
+    ours, fedavg = (Chosen(_AT_ONE.table, settings) for settings in (flags, {"strategy": "fedavg"}))
     where = f"{_ONE}, 150 rounds; rise of the loss in hundredths of a nat"
     return Claim(
         f"{title}'s minima are flatter than FedAvg's", source, where, ours, fedavg, (150, 150), metric="flatness"
@@ -274,7 +274,7 @@ def accuracies(
 
 def runs_of(claims: Sequence[Claim], results: Path) -> dict[str, list[RunRecord]]:
     """The runs of the tables of some claims in a folder, by the names of the tables."""
-    names = dict.fromkeys(chosen.table for claim in claims for chosen in (claim.better, claim.worse))
+    names = dict.fromkeys(side.table for claim in claims for side in (claim.better, claim.worse))
     return {name: groups.find([results / f"{name}{kept.SUFFIX}"]) for name in names}
 
 
@@ -299,16 +299,14 @@ def table(results: Path, claims: Sequence[Claim] = CLAIMS, *, source: str = "whe
     runs = runs_of(claims, results)
     gaps: list[Difference] = []
     for claim in claims:
-        own, other = (
-            accuracies(chosen, runs, claim.rounds, metric=claim.metric) for chosen in (claim.better, claim.worse)
-        )
+        own, other = (accuracies(side, runs, claim.rounds, metric=claim.metric) for side in (claim.better, claim.worse))
         gap = difference(own, other)
         assert gap is not None, claim
         gaps.append(gap)
     outcomes = verdicts([(gap, claim.level) for gap, claim in zip(gaps, claims, strict=True)])
     rows = []
     for claim, gap, verdict in zip(claims, gaps, outcomes, strict=True):
-        files = " and ".join(dict.fromkeys(f"`{chosen.table}`" for chosen in (claim.better, claim.worse)))
+        files = " and ".join(dict.fromkeys(f"`{side.table}`" for side in (claim.better, claim.worse)))
         rows.append([claim.text, claim.source, claim.where, str(gap), f"**{verdict}**", files])
     points = f"points [{LEVEL:.0%} confidence], seeds in common"
     head = ["claim", source, "setting", points, "verdict", "kept runs"]

@@ -224,8 +224,8 @@ def headline_table(record: Record) -> str:
     data = next(iter(FLAGS))
 
     def text(cell: Comparison) -> str:
-        own = f"{_shown(cell.own)}, n = {len(cell.by_seed)}" if cell.by_seed else NOT_RUN
-        return f"{own} ({_papers(cell)})" if cell.published else own
+        ours = f"{_shown(cell.own)}, n = {len(cell.by_seed)}" if cell.by_seed else NOT_RUN
+        return f"{ours} ({_papers(cell)})" if cell.published else ours
 
     rows = [
         [_title(method), *(text(record.cells[method, data, division]) for division in DIVISIONS)] for method in METHODS
@@ -285,7 +285,7 @@ def longer_table(record: Record) -> str:
 def _up_to(round: int, cell: Comparison) -> str:
     """The mean of the last ten evaluations up to a round."""
     reached = [summarise([row for row in run.rows() if row["round"] <= round]) for run in cell.runs]
-    return _shown(Statistic.of(100 * each["accuracy_mean_last_10"] for each in reached))
+    return _shown(Statistic.of(100 * run["accuracy_mean_last_10"] for run in reached))
 
 
 def claims_table(record: Record) -> str:

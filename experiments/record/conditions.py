@@ -17,8 +17,8 @@ ALL_ROUNDS = (1, 1_000_000)  # for values of a whole run
 NO_LINKS = "cifar10_lenet5_500"  # runs without any link on CIFAR-10; their first 300 rounds count
 NO_LINK = {"compress": "none", "error_feedback": "none", "attack": "none", "robust": "none"}
 INT8 = {"compress": "int8", "compress_download": "int8"}
-TOP_K, FEEDBACK = ({**NO_LINK, "compress": "topk", "error_feedback": each} for each in ("none", "ef"))
-ATTACK, KRUM = ({**NO_LINK, "attack": "sign_flip", "robust": each} for each in ("none", "multi_krum"))
+TOP_K, FEEDBACK = ({**NO_LINK, "compress": "topk", "error_feedback": feedback} for feedback in ("none", "ef"))
+ATTACK, KRUM = ({**NO_LINK, "attack": "sign_flip", "robust": rule} for rule in ("none", "multi_krum"))
 
 
 def _title(strategy: str) -> str:

@@ -68,7 +68,7 @@ HEADERS = {
 
 
 def up_to_date(folder: Path, kept: Index) -> Iterator[tuple[Path, str]]:
-    """Yield the flag files with such a line, each with the text that it should have.
+    """The flag files with such a line, each with its text after an update.
 
     Args:
       folder: folder of the flag files.

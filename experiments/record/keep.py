@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Add the runs and print how many there are."""
-    chosen = groups.find(arguments.runs)
+    runs = groups.find(arguments.runs)
     table = arguments.folder / documents.RESULTS / f"{arguments.name}{kept.SUFFIX}"
     sharpness = {} if arguments.sharpness is None else read_sharpness(arguments.sharpness)
-    count = keep(chosen, table, sharpness)
-    print(f"kept {len(chosen)} runs in {table}, which has {count}")
+    count = keep(runs, table, sharpness)
+    print(f"kept {len(runs)} runs in {table}, which has {count}")
 
 
 def keep(runs: Sequence[RunRecord], table: Path, sharpness: Mapping[str, dict[str, Any]] | None = None) -> int:

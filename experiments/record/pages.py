@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def up_to_date(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield every page and flag file with results, each with the text that it should have.
+    """All pages and flag files with results, each with its text after an update.
 
     Args:
       folder: experiments/, or a folder in its form.
@@ -99,9 +99,9 @@ def with_tables(text: str, results: Path) -> str:
         layouts.add_arguments(parser)
         path = str(results / f"{name}{kept.SUFFIX}")
         try:
-            chosen = parser.parse_args([path, "--format=markdown", *shlex.split(options)])
+            arguments = parser.parse_args([path, "--format=markdown", *shlex.split(options)])
         except argparse.ArgumentError as error:
             raise UserError(f"{begin.strip()}: {error}") from None
-        return f"{begin}{layouts.accuracy_text(chosen)}\n{end}"
+        return f"{begin}{layouts.accuracy_text(arguments)}\n{end}"
 
     return TABLE.sub(table, text)

@@ -45,8 +45,8 @@ class Tuned(NamedTuple):
     def budget(self, config: Config) -> str:
         """The size of the search in words, with the partition of the data if a run has another one."""
         size = f"{self.trials} trials of {self.config.rounds} rounds"
-        division, own = (titles.division(titles.facts(each)) for each in (self.config, config))
-        return size if division == own else f"{size}, {division}"
+        division, trial_division = (titles.division(titles.facts(config_of)) for config_of in (self.config, config))
+        return size if division == trial_division else f"{size}, {division}"
 
 
 def _method(config: Config) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def read(table: Path) -> list[Tuned]:
     by_strategy: dict[str, list[RunRecord]] = {}
     for run in groups.find([table]):
         by_strategy.setdefault(run.config.strategy, []).append(run)
-    found = []
+    lines = []
     for strategy, runs in by_strategy.items():
         differing = titles.varied([titles.facts(run.config) for run in runs])
         searched = [flag for flag in differing if flag == "lr" or flag.startswith(f"{strategy}_")]
@@ -74,29 +74,29 @@ def read(table: Path) -> list[Tuned]:
             if best is not None:
                 score = best.mean(groups.VALIDATION).mean
                 assert score is not None  # a candidate without it is never the best
-                diverged = sum(each.count("diverged") > 0 for each in candidates)
-                found.append(Tuned(best.runs[0].config, best.values, len(candidates), diverged, 100 * score))
-    return found
+                diverged = sum(candidate.count("diverged") > 0 for candidate in candidates)
+                lines.append(Tuned(best.runs[0].config, best.values, len(candidates), diverged, 100 * score))
+    return lines
 
 
 def behind(table: Path) -> list[Tuned]:
     """The chosen settings of the tables of trials that belong to a table of runs. A table of trials has none."""
     if table.name.endswith(TRIALS):
         return []
-    known = sorted(table.parent.glob(f"*{TRIALS}"))
-    own = [trials for trials in known if table.name.startswith(trials.name.removesuffix(TRIALS))]
-    return [each for trials in own for each in read(trials)]
+    files = sorted(table.parent.glob(f"*{TRIALS}"))
+    table_files = [trials for trials in files if table.name.startswith(trials.name.removesuffix(TRIALS))]
+    return [trial for trials in table_files for trial in read(trials)]
 
 
 def equal_table(record: Record) -> str:
-    """Equal tuning: the chosen settings, their tests beside FedAvg's and beside the untuned method, and bytes."""
+    """Equal tuning: the chosen settings, their tests compared with FedAvg and with the untuned method, and bytes."""
     trials = record.kept.folder / f"{EQUAL}{TRIALS}"
-    chosen = {each.config.strategy: each for each in read(trials)} if trials.exists() else {}
-    tests = {name: comparisons.compare(record.kept, *ONE_SETTING, *_flags(each)) for name, each in chosen.items()}
+    choices = {trial.config.strategy: trial for trial in read(trials)} if trials.exists() else {}
+    tests = {name: comparisons.compare(record.kept, *ONE_SETTING, *_flags(trial)) for name, trial in choices.items()}
     names = sorted(METHODS, key=lambda name: -(tests[name].own.mean or 0.0) if name in tests else 1.0)
     points = [f"points above FedAvg [{LEVEL:.0%} confidence]", "points above untuned"]
     head = ["method", "chosen", "trials", "validation %", "test %", *points, "bytes, times FedAvg's"]
-    rows = [_row(record, name, chosen.get(name), tests.get(name), tests.get("fedavg")) for name in names]
+    rows = [_row(record, name, choices.get(name), tests.get(name), tests.get("fedavg")) for name in names]
     return tables.markdown([head, *rows])
 
 

@@ -30,7 +30,7 @@ def grouped(table: np.ndarray, names: Sequence[str], groups: Sequence[int], path
         axis = figure.subplots()
         image = axis.imshow(table, cmap="cividis", vmin=0.0, vmax=1.0)
         for group in sorted(set(groups)):
-            rows = [row for row, own in enumerate(groups) if own == group]
+            rows = [row for row, group_of_row in enumerate(groups) if group_of_row == group]
             corner = (rows[0] - 0.5, rows[0] - 0.5)
             axis.add_patch(Rectangle(corner, len(rows), len(rows), fill=False, edgecolor=COLOURS[1], linewidth=2.5))
         axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
@@ -82,12 +82,12 @@ def teachers(rounds: Mapping[int, Mapping[int, Strip]], num_clients: int, path: 
             for owner, _, _ in strip:
                 shares[client, owner] += 1
     shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1)
-    longest = max((len(strip) for each in rounds.values() for strip in each.values()), default=1)
+    longest = max((len(strip) for teachers in rounds.values() for strip in teachers.values()), default=1)
     widths = max(3.0, 0.62 * len(rounds)), 0.34 * num_clients + 0.8
     with picture(path, (sum(widths) + 1.6, 0.34 * num_clients + 1.6)) as figure:
         time, total = figure.subplots(1, 2, width_ratios=widths)
-        for column, each in enumerate(rounds.values()):
-            for client, strip in each.items():
+        for column, teachers in enumerate(rounds.values()):
+            for client, strip in teachers.items():
                 _strip(time, strip, column - 0.4, float(client), 0.8 / longest, num_clients, with_numbers=False)
         time.set_xticks(range(len(rounds)), [str(number) for number in rounds], fontsize=8)
         time.set_yticks(range(num_clients))

@@ -166,4 +166,4 @@ def most_similar(restored: np.ndarray, batches: np.ndarray) -> int:
 
     tables = [standard(restored) @ standard(batch).T for batch in batches]
     pairs = [(table, scipy.optimize.linear_sum_assignment(table, maximize=True)) for table in tables]
-    return int(np.argmax([table[chosen].mean() for table, chosen in pairs]))
+    return int(np.argmax([table[pair].mean() for table, pair in pairs]))

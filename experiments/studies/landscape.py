@@ -79,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Compute, plot and save the landscapes of the runs, and print their sharpness."""
     check(arguments)
-    chosen = runs.read(arguments.runs)
-    with runs.output_folder(arguments.out, chosen) as folder:
-        _explore(arguments, chosen, folder)
+    records = runs.read(arguments.runs)
+    with runs.output_folder(arguments.out, records) as folder:
+        _explore(arguments, records, folder)
 
 
 def _explore(arguments: argparse.Namespace, chosen: Sequence[runs.RunRecord], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What uploads and recombined models reveal of the clients' samples: membership inference and gradient inversion.
+"""Information about samples in uploads and recombined models: membership inference and gradient inversion.
 
 One more round is played from a checkpoint with the run's own strategy, exchange of layers and channel. Two parties
 look: the server at the uploads as they reach its update (after an exchange before the upload, and after the channel),
@@ -82,7 +82,7 @@ UPLOAD, NEXT = "upload (server)", "next model (client)"
 
 
 class Seen(NamedTuple):
-    """What the parties see of a round: models [K, ...] in the order of the cohort."""
+    """The models [K, ...] that the parties see in a round, in the order of the cohort."""
 
     ids: jax.Array  # [K] clients
     sent: Variables  # received by the clients of this round
@@ -147,9 +147,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Attack the runs, print and save how well it worked, and draw the restored images."""
     sizes = check(arguments)
-    chosen = runs.read(arguments.runs)
-    with runs.output_folder(arguments.out, chosen) as folder:
-        _attack(arguments, sizes, chosen, folder)
+    records = runs.read(arguments.runs)
+    with runs.output_folder(arguments.out, records) as folder:
+        _attack(arguments, sizes, records, folder)
 
 
 def _attack(arguments: argparse.Namespace, sizes: list[int], chosen: Sequence[runs.RunRecord], folder: Path) -> None:
@@ -168,8 +168,10 @@ def _attack(arguments: argparse.Namespace, sizes: list[int], chosen: Sequence[ru
         facts: dict[str, Any] = {"round": int(victim.progress.round)}
         if arguments.only != "inversion":
             scores = infer_membership(victim, shadows=arguments.shadows, seed=arguments.seed)
-            facts["membership"] = {view: {each: s._asdict() for each, s in row.items()} for view, row in scores.items()}
-            members += [_cells(run.name, view, each, s) for view, row in scores.items() for each, s in row.items()]
+            facts["membership"] = {
+                view: {attack: s._asdict() for attack, s in row.items()} for view, row in scores.items()
+            }
+            members += [_cells(run.name, view, attack, s) for view, row in scores.items() for attack, s in row.items()]
         if arguments.only != "membership":
             numbers, rows = invert(
                 victim,
@@ -179,18 +181,18 @@ def _attack(arguments: argparse.Namespace, sizes: list[int], chosen: Sequence[ru
                 start=arguments.start,
                 seed=arguments.seed,
             )
-            facts["inversion"] = [each._asdict() for each in numbers]
-            for each in numbers:
-                both = (each.psnr, each.psnr_deviation), (each.control, each.control_deviation)
+            facts["inversion"] = [result._asdict() for result in numbers]
+            for result in numbers:
+                both = (result.psnr, result.psnr_deviation), (result.control, result.control_deviation)
                 texts = [tables.plus_minus(*pair, digits=1) for pair in both]
                 cells = (
                     run.name,
-                    str(each.batch),
-                    each.view,
-                    each.tensors,
+                    str(result.batch),
+                    result.view,
+                    result.tensors,
                     *texts,
-                    f"{each.identified:.2f}",
-                    f"{each.cosine:.3f}",
+                    f"{result.identified:.2f}",
+                    f"{result.cosine:.3f}",
                 )
                 restored.append(cells)
             path = folder / f"leakage-{name}.{arguments.format}"
@@ -205,8 +207,8 @@ def _attack(arguments: argparse.Namespace, sizes: list[int], chosen: Sequence[ru
 
 def _cells(name: str, view: str, attack: str, score: Score) -> tuple[str, ...]:
     auc = tables.plus_minus(score.auc, score.auc_deviation, digits=3)
-    found = tables.plus_minus(score.true_positives, score.true_positives_deviation, digits=3)
-    return name, view, attack, auc, found, f"{score.samples:.0f}"
+    positives = tables.plus_minus(score.true_positives, score.true_positives_deviation, digits=3)
+    return name, view, attack, auc, positives, f"{score.samples:.0f}"
 
 
 def check(arguments: argparse.Namespace) -> list[int]:
@@ -277,7 +279,7 @@ def play(rounds: Rounds, constants: RunConstants, progress: Progress) -> Seen:
         after, _ = finish(constants, progress, chosen, trained)
         cohort = plan(rounds.axis, constants, after.server, after.round).cohort
         following = dispatch(strategy, after.server, cohort, round_key(key, DISPATCH, after.round))
-        models = [whole_models(problem.model, each) for each in (payloads, uploads, following)]
+        models = [whole_models(problem.model, message) for message in (payloads, uploads, following)]
         return Seen(chosen.cohort.ids, *models)
 
     if "leakage" not in rounds.programs:
@@ -328,21 +330,26 @@ def infer_membership(victim: Victim, *, shadows: int, seed: int) -> dict[str, di
         """For each view and model: the logits and labels of members, and those of other samples."""
         federation = known.federation._replace(samples=samples, index=index)
         seen = play(rounds, known._replace(federation=federation, key=key), progress)
-        own = [np.unique(index[offsets[each] : offsets[each] + sizes[each]]) for each in np.asarray(seen.ids)]
-        everyone = np.unique(np.concatenate(own))
-        chosen = {
-            UPLOAD: (seen.uploads, [membership.matched(rows, y[rows], unseen, y[unseen], rng) for rows in own]),
-            NEXT: (seen.following, [membership.matched(everyone, y[everyone], unseen, y[unseen], rng)] * len(own)),
+        members_of = [
+            np.unique(index[offsets[client] : offsets[client] + sizes[client]]) for client in np.asarray(seen.ids)
+        ]
+        everyone = np.unique(np.concatenate(members_of))
+        attacked = {
+            UPLOAD: (seen.uploads, [membership.matched(rows, y[rows], unseen, y[unseen], rng) for rows in members_of]),
+            NEXT: (
+                seen.following,
+                [membership.matched(everyone, y[everyone], unseen, y[unseen], rng)] * len(members_of),
+            ),
         }
-        found = {}
-        for view, (models, pairs) in chosen.items():
+        outputs_of = {}
+        for view, (models, pairs) in attacked.items():
             logits = outputs(models, [np.concatenate(pair) for pair in pairs])
-            found[view] = [
-                (each[: len(a)], y[a], each[len(a) :], y[b])
-                for each, (a, b) in zip(logits, pairs, strict=True)
+            outputs_of[view] = [
+                (rows[: len(a)], y[a], rows[len(a) :], y[b])
+                for rows, (a, b) in zip(logits, pairs, strict=True)
                 if len(a)
             ]
-        return found
+        return outputs_of
 
     lessons: dict[str, list[tuple[np.ndarray, ...]]] = {UPLOAD: [], NEXT: []}
     for number in tqdm(range(shadows), desc="shadow rounds", leave=False, disable=None):
@@ -350,8 +357,8 @@ def infer_membership(victim: Victim, *, shadows: int, seed: int) -> dict[str, di
         for first, after in itertools.pairwise(offsets):
             index[first:after] = rng.choice(inside, after - first, replace=after - first > len(inside))
         key = jax.random.fold_in(jax.random.fold_in(known.key, 2**31 + number), seed)
-        for view, found in views(key, index, outside).items():
-            lessons[view] += found
+        for view, pairs in views(key, index, outside).items():
+            lessons[view] += pairs
     real = views(known.key, np.asarray(known.federation.index), others)
     if not all(real.values()) or not all(lessons.values()):
         raise UserError(f"{dataset.name}: the test set has too few samples with the labels of the members")
@@ -367,16 +374,16 @@ def _outputs(model: Model, samples: Samples) -> Any:
 
     def outputs(models: Variables, rows: list[np.ndarray]) -> list[np.ndarray]:
         width = -(-max(max(map(len, rows)), 1) // ROWS) * ROWS
-        padded = np.stack([np.pad(each, (0, width - len(each))) for each in rows]).astype(np.int32)
+        padded = np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype(np.int32)
         logits = np.asarray(program(models, samples, padded))
-        return [each[: len(own)] for each, own in zip(logits, rows, strict=True)]
+        return [values[: len(row)] for values, row in zip(logits, rows, strict=True)]
 
     return outputs
 
 
 def _scores(lessons: list[tuple[np.ndarray, ...]], real: list[tuple[np.ndarray, ...]]) -> dict[str, Score]:
     """Learn from the outputs of shadow models, and attack the outputs of the real ones."""
-    pooled = [np.concatenate([membership.features(*each[part : part + 2]) for each in lessons]) for part in (0, 2)]
+    pooled = [np.concatenate([membership.features(*lesson[part : part + 2]) for lesson in lessons]) for part in (0, 2)]
     learned = membership.Logistic.fit(*pooled)
     attacks = {
         "loss": lambda logits, labels: -membership.losses(logits, labels),
@@ -384,11 +391,11 @@ def _scores(lessons: list[tuple[np.ndarray, ...]], real: list[tuple[np.ndarray, 
     }
     scores = {}
     for name, score in attacks.items():
-        pairs = [(score(*each[:2]), score(*each[2:])) for each in real]
+        pairs = [(score(*sample[:2]), score(*sample[2:])) for sample in real]
         areas = [membership.auc(*pair) for pair in pairs]
-        found = [membership.true_positives(*pair) for pair in pairs]
+        positives = [membership.true_positives(*pair) for pair in pairs]
         counts = np.mean([len(pair[0]) for pair in pairs])
-        means = float(np.mean(areas)), _deviation(areas), float(np.mean(found)), _deviation(found)
+        means = float(np.mean(areas)), _deviation(areas), float(np.mean(positives)), _deviation(positives)
         scores[name] = Score(*means, float(counts))
     return scores
 
@@ -438,7 +445,7 @@ def invert(
             raise UserError(f"{dataset.name} has too few samples for {clients} victims with {size} samples each")
         rows = rng.permutation(len(dataset.y))[: clients * size].reshape(clients, size)
         decoys = _of_the_same_labels(dataset.y, rows, rng)
-        true, other = (np.asarray(pixels.brightness(_inputs(federated, each))) for each in (rows, decoys))
+        true, other = (np.asarray(pixels.brightness(_inputs(federated, batch))) for batch in (rows, decoys))
         labels = dataset.y[rows].astype(np.int32)
         seen, lr = _one_step(victim, rows, variables)
         gradients = gradients_of(variables, _inputs(federated, rows), jnp.asarray(labels))
@@ -451,13 +458,15 @@ def invert(
                 images, _ = attack(variables, change, labels[sources], weights, random_key(seed))
                 images = np.asarray(images)
                 pairs = list(zip(images, sources, strict=True))
-                values = [inversion.best_psnr(each, true[source]) for each, source in pairs]
-                controls = [inversion.best_psnr(each, other[source]) for each, source in pairs]
-                identified = [inversion.most_similar(each, true) == source for each, source in pairs]
-                means = [(float(np.mean(each)), _deviation(each)) for each in (values, controls)]
+                values = [inversion.best_psnr(restored, true[source]) for restored, source in pairs]
+                controls = [inversion.best_psnr(restored, other[source]) for restored, source in pairs]
+                identified = [inversion.most_similar(restored, true) == source for restored, source in pairs]
+                means = [(float(np.mean(series)), _deviation(series)) for series in (values, controls)]
                 found = float(np.mean(identified)), float(near.max(axis=1).mean())
                 facts.append(Restored(size, view, name, *means[0], *means[1], *found))
-                shown = np.concatenate([true[source][inversion.order(each, true[source])] for each, source in pairs])
+                shown = np.concatenate(
+                    [true[source][inversion.order(restored, true[source])] for restored, source in pairs]
+                )
                 row = f"B = {size}, {view}, {name}"
                 pictures[f"{row}: source"] = shown[:COLUMNS]
                 pictures[f"{row}: restored"] = images.reshape(shown.shape)[:COLUMNS]
@@ -494,19 +503,19 @@ def _of_the_same_labels(y: np.ndarray, rows: np.ndarray, rng: np.random.Generato
     free = np.setdiff1d(np.arange(len(y)), rows)
     options = {label: rng.permutation(free[y[free] == label]) for label in np.unique(y[rows])}
     used = dict.fromkeys(options, 0)
-    chosen = rows.copy()
+    decoys = rows.copy()
     for place in np.ndindex(rows.shape):
         label = y[rows[place]]
         if len(options[label]):
-            chosen[place] = options[label][used[label] % len(options[label])]
+            decoys[place] = options[label][used[label] % len(options[label])]
             used[label] += 1
-    return chosen
+    return decoys
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _change(before: trees.Params, after: trees.Params, lr: float, count: int) -> trees.Params:
-    """What the attacker takes for the gradients of the first ``count`` models, or of all if there are fewer."""
-    before, after = (jax.tree.map(lambda leaf: leaf[:count], each) for each in (before, after))
+    """The attacker's estimate of the gradients of the first ``count`` models, or of all if there are fewer."""
+    before, after = (jax.tree.map(lambda leaf: leaf[:count], models) for models in (before, after))
     return trees.scale(trees.subtract(before, after), 1 / lr)
 
 

@@ -69,7 +69,7 @@ def losses(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def features(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """What the shadow attack sees of each sample [R, F]: loss, largest confidences in order, and correctness."""
+    """Features of each sample for the shadow attack [R, F]: loss, largest confidences in order, and correctness."""
     confidences = np.sort(scipy.special.softmax(logits, axis=1), axis=1)[:, ::-1][:, :CONFIDENCES]
     correct = logits.argmax(axis=1) == labels
     return np.column_stack([losses(logits, labels), confidences, correct])
@@ -96,8 +96,8 @@ class Logistic(NamedTuple):
             value = np.logaddexp(0, -margins).mean() + RIDGE / 2 * weights @ weights
             return value, -(x.T @ (sign * scipy.special.expit(-margins))) / len(x) + RIDGE * weights
 
-        found = scipy.optimize.minimize(objective, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B")
-        return cls(mean, scale, found.x)
+        result = scipy.optimize.minimize(objective, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B")
+        return cls(mean, scale, result.x)
 
     def scores(self, features: np.ndarray) -> np.ndarray:
         """The log-odds of each sample [R] to be a member."""

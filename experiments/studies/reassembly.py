@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Plot the work of the server and print its numbers."""
     if arguments.rounds < 1:
         raise UserError(f"--rounds={arguments.rounds} must be at least 1")
-    (run,) = chosen = runs.read(arguments.runs)
+    (run,) = records = runs.read(arguments.runs)
     if run.config.strategy != "pfedhr":
         raise UserError(f"{run.path}: {run.config.strategy} does not reassemble networks; name a run of pfedhr")
     numbers = [number for number in run.checkpoints() if number > 0][-arguments.rounds :]
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> None:
     alike = last.similarity[np.ix_(order, order)]
     strips = {f"round {number}": strips_of(account) for number, account in accounts.items()}
     teachers = {number: teachers_of(account) for number, account in accounts.items()}
-    with runs.output_folder(arguments.out, chosen) as folder:
+    with runs.output_folder(arguments.out, records) as folder:
         block_plots.grouped(alike, names, groups, folder / f"alike.{suffix}", label="mean CKA")
         block_plots.strips(strips, folder / f"candidates.{suffix}", num_colours=num_clients)
         block_plots.teachers(teachers, num_clients, folder / f"teachers.{suffix}")

@@ -40,15 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Plot the similarity of each run and print its first, lowest and last value."""
-    chosen = runs.read(arguments.runs)
+    records = runs.read(arguments.runs)
     if arguments.definition == "cosine":
-        series = {run.name: recorded(run) for run in chosen}
+        series = {run.name: recorded(run) for run in records}
     else:
-        series = {run.name: of_checkpoints(run, arguments.data_dir, trust=arguments.trust) for run in chosen}
-    names = titles.runs([run.config for run in chosen])
+        series = {run.name: of_checkpoints(run, arguments.data_dir, trust=arguments.trust) for run in records}
+    names = titles.runs([run.config for run in records])
     panel = dict(zip(names, series.values(), strict=True))
-    methods = {name: run.method() for name, run in zip(names, chosen, strict=True)}
-    with runs.output_folder(arguments.out, chosen) as folder:
+    methods = {name: run.method() for name, run in zip(names, records, strict=True)}
+    with runs.output_folder(arguments.out, records) as folder:
         path = folder / f"similarity.{arguments.format}"
         plots.lines({"": panel}, path, x_label="round", y_label=LABELS[arguments.definition], methods=methods)
     print(tables.aligned(cells(series)))

@@ -71,8 +71,8 @@ class Convex(NamedTuple):
         """f_k(w) of every client: w [..., d] -> [K, ...]."""
         margins = np.einsum("knd,...d->kn...", self.x, w)
         y = self.y.reshape(*self.y.shape, *(1,) * (w.ndim - 1))
-        each = (margins - y) ** 2 / 2 if self.kind == "quadratic" else np.logaddexp(0, -y * margins)
-        return each.mean(axis=1) + self.ridge / 2 * (w**2).sum(axis=-1)
+        sample_losses = (margins - y) ** 2 / 2 if self.kind == "quadratic" else np.logaddexp(0, -y * margins)
+        return sample_losses.mean(axis=1) + self.ridge / 2 * (w**2).sum(axis=-1)
 
     def gradients(self, w: np.ndarray) -> np.ndarray:
         """The gradients [K, d] of f_k at w [d], or at one point per client [K, d]."""
@@ -169,7 +169,7 @@ class Constants(NamedTuple):
 def constants(problem: Convex, *, steps: int) -> Constants:
     """The constants of a problem for a training that starts at w = 0."""
     optimum, minimum = problem.minimum()
-    own = [problem.minimum(slice(k, k + 1))[1] for k in range(len(problem.x))]
+    minima = [problem.minimum(slice(k, k + 1))[1] for k in range(len(problem.x))]
     large, small = problem.smoothness(), problem.convexity()
     start = np.linalg.norm(optimum)  # Q_1: all models start at zero
     spread = np.sqrt((problem.gradients(optimum) ** 2).sum(axis=1).mean())  # S
@@ -178,7 +178,7 @@ def constants(problem: Convex, *, steps: int) -> Constants:
         smoothness=large,
         convexity=small,
         gamma=max(8 * large / small, steps),
-        heterogeneity=minimum - float(np.mean(own)),
+        heterogeneity=minimum - float(np.mean(minima)),
         gradient=float(spread + large * max(start, spread / small)),
         distance=float(start**2),
         optimum=optimum,
@@ -205,9 +205,9 @@ def regularised(problem: Convex, model: Model) -> local.Loss:
     def loss(params, state, batch, key):
         margins, targets = model.apply({"params": params}, batch.x), batch.x[..., -1]
         logistic = problem.kind == "logistic"
-        each = jnp.logaddexp(0.0, -targets * margins) if logistic else (margins - targets) ** 2 / 2
+        sample_losses = jnp.logaddexp(0.0, -targets * margins) if logistic else (margins - targets) ** 2 / 2
         ridge = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(params))
-        return local.masked_mean(each, batch.mask) + problem.ridge / 2 * ridge, state
+        return local.masked_mean(sample_losses, batch.mask) + problem.ridge / 2 * ridge, state
 
     return loss
 
@@ -268,8 +268,8 @@ def history_of(name: str, problem: Convex, known: Constants, *, looks: Sequence[
             done = look
         deployed = _vector(trained.deployed(progress), ())
         count = len(problem.x)
-        kept = getattr(progress.server, "models", None)
-        models = np.broadcast_to(deployed, (count, deployed.size)) if kept is None else _vector(kept, (count,))
+        stacked = getattr(progress.server, "models", None)
+        models = np.broadcast_to(deployed, (count, deployed.size)) if stacked is None else _vector(stacked, (count,))
         gap = problem.losses(deployed).mean() - known.minimum
         models_gap = problem.losses(models).mean() - known.minimum
         rows.append((look * known.steps, gap, models_gap, (problem.gradients(models) ** 2).sum(axis=1).mean()))

@@ -47,18 +47,18 @@ class Job:
 
 
 def job() -> Job:
-    """Return the job that the environment describes."""
+    """The job that the environment describes."""
     return Job(**json.loads(os.environ["PEERS_JOB"]))
 
 
 def load(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return images [N, samples, 32, 32, 3] of bytes and labels [N, samples]; then those of the test, without N."""
+    """Images [N, samples, 32, 32, 3] of bytes and labels [N, samples], then those of the test, without the axis N."""
     with np.load(job.data) as file:
         return file["x"], file["y"], file["test_x"], file["test_y"]
 
 
 def fellows(processes: int) -> tuple[int, str]:
-    """Return this process's rank, and the address where it meets the others, which rank 0 starts as its copies."""
+    """The rank of this process and the address at which all meet. Rank 0 starts the others as copies of itself."""
     if "PEERS_RANK" in os.environ:
         return int(os.environ["PEERS_RANK"]), os.environ["PEERS_ADDRESS"]
     with socket.socket() as free:
@@ -71,7 +71,7 @@ def fellows(processes: int) -> tuple[int, str]:
 
 
 def _commands() -> Iterator[int]:
-    """Yield the rounds to train, 0 for a test, and -1 at the end."""
+    """The commands: a number of rounds to train, 0 for a test, -1 at the end."""
     for line in sys.stdin:
         yield int(line)
     yield -1

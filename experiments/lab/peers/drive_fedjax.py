@@ -26,13 +26,13 @@ x, y, test_x, test_y = contest.load(job)
 
 
 def initialised(inputs: int) -> dict:
-    """Return PyTorch's initialisation of a layer with so many inputs."""
+    """PyTorch's initialisation of a layer with a number of inputs."""
     draw = hk.initializers.RandomUniform(-(inputs**-0.5), inputs**-0.5)
     return {"w_init": draw, "b_init": draw}
 
 
 def forward(batch: dict) -> jax.Array:
-    """Return LeNet-5's logits of images of bytes."""
+    """The logits of LeNet-5 for images of bytes."""
     pool = lambda z: hk.max_pool(jax.nn.relu(z), 2, 2, "VALID", channel_axis=-1)
     z = batch["x"].astype(jnp.float32) * (2 / 255) - 1
     z = pool(hk.Conv2D(6, 5, padding="VALID", **initialised(75))(z))
@@ -43,7 +43,7 @@ def forward(batch: dict) -> jax.Array:
 
 
 def cross_entropy(batch: dict, logits: jax.Array) -> jax.Array:
-    """Return the loss of each sample."""
+    """The loss of each sample."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], axis=1)[:, 0]
 
 
@@ -71,14 +71,14 @@ def train(rounds: int) -> None:
 
 @jax.jit
 def score(params: dict) -> tuple[jax.Array, jax.Array]:
-    """Return the loss and the accuracy."""
+    """Loss and accuracy."""
     batch = {"x": test_x, "y": test_y}
     logits = model.apply_for_eval(params, batch)
     return cross_entropy(batch, logits).mean(), (logits.argmax(1) == test_y).mean()
 
 
 def test() -> tuple[float, float]:
-    """Return the loss and the accuracy of the global model."""
+    """Loss and accuracy of the global model."""
     loss, accuracy = score(state.params)
     return float(loss), float(accuracy)
 

@@ -63,7 +63,7 @@ def train(rounds: int) -> None:
 
 
 def test() -> tuple[float, float]:
-    """Return the loss and the accuracy of the global model."""
+    """Loss and accuracy of the global model."""
     return torch_parts.test(server.model, test_x, test_y)
 
 

@@ -32,7 +32,7 @@ def train(rounds: int) -> None:
 
 
 def test() -> tuple[float, float]:
-    """Return the loss and the accuracy of the global model."""
+    """Loss and accuracy of the global model."""
     tested = simulator.test(state)
     return float(tested.loss), float(tested.accuracy)
 

@@ -44,16 +44,16 @@ class Network(torch.nn.Module):
         self.inner = torch_parts.network()
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy."""
+        """The mean cross-entropy."""
         return torch.nn.functional.cross_entropy(self.inner(x), y)
 
     def metrics(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Weighted]:
-        """Return the loss, for pfl's own evaluation of the first round."""
+        """The loss, for pfl's own evaluation of the first round."""
         return {"loss": Weighted(self.loss(x, y).item() * len(y), len(y))}
 
 
 def clients() -> FederatedDataset:
-    """Return the clients, each a data set made when it is drawn."""
+    """The clients. The dataset of a client is created when the client is drawn."""
     make = lambda client: PyTorchTensorDataset(torch_parts.tensors(x[client], y[client]))
     return FederatedDataset(make, get_user_sampler("minimize_reuse", list(range(len(y)))))
 
@@ -81,7 +81,7 @@ def train(rounds: int) -> None:
 
 
 def share(command: int) -> int:
-    """Return rank 0's command in every process."""
+    """The command of rank 0, in every process."""
     if job.processes > 1:
         distributed.broadcast(given := torch.tensor([command]), src=0)
         return int(given)

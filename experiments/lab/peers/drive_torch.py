@@ -35,13 +35,13 @@ def train(rounds: int) -> None:
 
 
 def test() -> tuple[float, float]:
-    """Return the loss and the accuracy of the global model."""
+    """Loss and accuracy of the global model."""
     vector_to_parameters(server.clone(), network.parameters())
     return torch_parts.test(network, test_x, test_y)
 
 
 def share(command: int) -> int:
-    """Return rank 0's command in every process."""
+    """The command of rank 0, in every process."""
     if job.processes > 1:
         distributed.broadcast(given := torch.tensor([command]), src=0)
         return int(given)

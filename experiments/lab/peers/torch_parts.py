@@ -14,18 +14,18 @@ VERSION = f"torch {torch.__version__.partition('+')[0]}"
 
 
 def network() -> torch.nn.Module:
-    """Return LeNet-5; the same one in every process."""
+    """LeNet-5 with the same parameters in every process."""
     torch.manual_seed(0)
     return torch_networks.lenet5()
 
 
 def count(module: torch.nn.Module) -> int:
-    """Return the number of parameters."""
-    return sum(each.numel() for each in module.parameters())
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def tensors(x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images of bytes [n, 32, 32, 3] as floats of -1 to 1 [n, 3, 32, 32], and labels [n]."""
+    """Images of bytes [n, 32, 32, 3] as floats from -1 to 1 [n, 3, 32, 32], and labels [n]."""
     images = torch.from_numpy(x).permute(0, 3, 1, 2).contiguous().float().mul_(2 / 255).sub_(1)
     return images, torch.from_numpy(y).long()
 
@@ -33,12 +33,12 @@ def tensors(x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 def batches(
     x: torch.Tensor, y: torch.Tensor, size: int, *, loader: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield an epoch's batches in random order, through a DataLoader if asked for."""
+    """The batches of an epoch in random order, through a DataLoader if requested."""
     if loader:
         yield from DataLoader(TensorDataset(x, y), batch_size=size, shuffle=True)
     else:
-        for chosen in torch.randperm(len(y)).split(size):
-            yield x[chosen], y[chosen]
+        for rows in torch.randperm(len(y)).split(size):
+            yield x[rows], y[rows]
 
 
 def train_client(module: torch.nn.Module, job: Job, x: np.ndarray, y: np.ndarray, *, loader: bool = False) -> None:
@@ -54,7 +54,7 @@ def train_client(module: torch.nn.Module, job: Job, x: np.ndarray, y: np.ndarray
 
 @torch.no_grad()
 def test(module: torch.nn.Module, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return the loss and the accuracy on images [n, 32, 32, 3] and labels [n]."""
+    """Loss and accuracy on images [n, 32, 32, 3] and labels [n]."""
     images, labels = tensors(x, y)
     logits = module(images)
     return cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).float().mean().item()
