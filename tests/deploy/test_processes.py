@@ -304,8 +304,8 @@ def answer(message, node, run):
         elif message.kind == "large":
             records["x"]["x"] = type(array)(np.random.default_rng(0).integers(0, 9, 30 * 2**17))
         elif message.kind == "chunks":
-            array.data = array.data * 10**4
-            array.__dict__["_chunks"] = array.slice_array() * 10**5
+            array.data = array.data * 10**5
+            array.__dict__["_chunks"] = array.slice_array() * 10**5  # a terabyte, of 14 MB that are sent
         elif message.kind == "records":
             for number in range(50):
                 records[f"more{number}"] = records["x"]
@@ -339,7 +339,7 @@ def test_forged_replies_of_a_real_node(tmp_path):
             one.supernode(client, {"client-id": client})
         assert one.finish(one.run("hostile"), 1000) == "finished:completed", one.log("run")
         said = re.findall(r"(\w+) -> (.*)", one.log("run"))
-    for kind, words in {"header": "damaged", "large": "larger", "chunks": "larger", "records": "it has 52 rec"}.items():
+    for kind, words in {"header": "damaged", "large": "larger", "chunks": "MemoryError", "records": "it has 52 rec"}.items():
         answers = sorted(line for each, line in said if each == kind)
         assert len(answers) == 2 and answers[0] == "[0. 0.]" and words in answers[1], said
     assert [line for each, line in said if each == "honest"] == ["[0. 0.]"] * 2
