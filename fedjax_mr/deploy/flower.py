@@ -4,11 +4,14 @@ No other file imports Flower, and this one uses only its public modules: ``flwr.
 ``flwr.serverapp``. The others see the records of wire.py.
 """
 
+import contextlib
 import io
 import logging
 import math
+import resource
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,8 +80,8 @@ class _FlowerTransport:
     """Flower's Grid as a transport.
 
     Replies are pulled one by one, so that Flower's error about a reply that cannot be read concerns one client, and the
-    other replies are not lost. Flower reads a whole reply before this package sees its size, and waits up to three
-    minutes for the rest of a reply whose node has stopped in the middle of sending it.
+    other replies are not lost. Flower waits up to three minutes for the rest of a reply whose node has stopped in the
+    middle of sending it.
     """
 
     def __init__(self, grid: Any) -> None:
@@ -105,8 +108,9 @@ class _FlowerTransport:
         replies: dict[str, Content | DeliveryFailure | NoReply] = {}
         for name in names:
             try:
-                for message in self._grid.pull_messages([name]):
-                    replies[name] = _reply(message, max_bytes)
+                with _limited_memory(6 * max_bytes + _BESIDE):  # Flower holds a reply up to five times at once
+                    for message in self._grid.pull_messages([name]):
+                        replies[name] = _reply(message, max_bytes)
             except Exception as error:  # broad: see `transport.malformed`
                 self._grid.get_node_ids()  # raises if the SuperLink is out of reach, which is no client's fault
                 replies[name] = malformed(error)
@@ -117,6 +121,29 @@ class _FlowerTransport:
 
     def now(self) -> float:
         return time.monotonic()
+
+
+_BESIDE = 2**28  # bytes of memory for threads and connections while a reply is read
+
+
+@contextlib.contextmanager
+def _limited_memory(size: int) -> Iterator[None]:
+    """Let this process take at most ``size`` more bytes of memory, and then raise `MemoryError`.
+
+    Flower reads replies of any size, and joins an array from parts that may repeat, so that a few bytes become many.
+    """
+    pages = Path("/proc/self/statm")
+    if not pages.exists():  # not Linux
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = int(pages.read_text().split()[5]) * resource.getpagesize() + size
+    limits = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([most, *limits]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 # Flower's errors that sending a message again does not help, by the code of `flwr.app.Error`.

@@ -83,12 +83,12 @@ class Messenger:
     """Sends the server's messages to nodes and collects their replies.
 
     Attributes:
-      on_unsent: called with a message when it cannot be sent for the first time; later attempts follow.
+      on_failure: called with a message and the reason when it first fails, before it is sent again.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.on_unsent: Callable[[Message], None] = lambda message: None
+        self.on_failure: Callable[[Message, str], None] = lambda message, reason: None
 
     def nodes(self) -> list[int]:
         """The nodes that are connected now."""
@@ -120,7 +120,7 @@ class Messenger:
 
     def send(self, messages: Sequence[Message], timeout: float, max_bytes: int = SMALL) -> "PendingReplies":
         """Send messages without waiting for the replies; the arguments are those of `PendingReplies`."""
-        return PendingReplies(self._transport, messages, timeout, max_bytes, self.on_unsent)
+        return PendingReplies(self._transport, messages, timeout, max_bytes, self.on_failure)
 
 
 class PendingReplies:
@@ -138,7 +138,7 @@ class PendingReplies:
         messages: Sequence[Message],
         timeout: float,
         max_bytes: int,
-        on_unsent: Callable[[Message], None],
+        on_failure: Callable[[Message, str], None],
     ) -> None:
         """Prepare the messages; `poll` sends them.
 
@@ -147,7 +147,7 @@ class PendingReplies:
           messages: at most one per node.
           timeout: seconds allowed for a reply.
           max_bytes: bytes allowed in one reply.
-          on_unsent: called with a message when it cannot be sent for the first time.
+          on_failure: as in `Messenger`.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
@@ -158,7 +158,7 @@ class PendingReplies:
         self._due = {message.node: (now, message) for message in messages}  # when to send each message
         self._sent: dict[str, Message] = {}
         self._open = set(self._due)
-        self._on_unsent, self._unsent = on_unsent, set[int]()  # nodes to which sending has failed
+        self._on_failure = on_failure
 
     @property
     def nodes(self) -> set[int]:
@@ -197,18 +197,20 @@ class PendingReplies:
                 given_up[message.node] = found
             else:
                 self._due[message.node] = (now + PAUSE_SECONDS, message)
-                if message.node not in self._unsent:
-                    self._unsent.add(message.node)
-                    self._on_unsent(message)
         return given_up
 
     def _failed(self, message: Message, failure: DeliveryFailure) -> NoReply | None:
         """The consequence of an error for its message: None to send it again."""
-        reason = self._reasons[message.node] = one_line(failure.reason)
+        reason, first = one_line(failure.reason), message.node not in self._reasons
+        self._reasons[message.node] = reason
         there = set(self._transport.nodes())
         if message.node not in there and there - self._before:
             return NoReply(f"its node has disconnected ({reason}), and a new one has connected", moved=True)
-        return None if failure.passing else NoReply(reason)
+        if not failure.passing:
+            return NoReply(reason)
+        if first:
+            self._on_failure(message, reason)
+        return None
 
 
 def reply(message: Message, answer: Callable[[Message], Content]) -> Content:

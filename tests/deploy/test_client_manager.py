@@ -308,7 +308,7 @@ def test_a_client_whose_message_cannot_be_sent_is_named_once(capsys):
     manager = ClientManager(fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy("wait", 500.0, 9.0))
     assert asked(manager) == {0: 0, 2: 20} and manager.now() < 30
     said = capsys.readouterr().err
-    assert said.count("client 2: a message to its node cannot be sent, trying again: start") == 1 and "lost" not in said
+    assert said.count("client 2: the message could not be sent; trying again: start") == 1 and "lost" not in said
 
 
 @pytest.mark.parametrize("fault", AT_FAULT, ids=FAULTS)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import resource
 import struct
 import types
 
@@ -101,11 +102,11 @@ def test_a_node_that_was_stopped_and_comes_back_with_another_number_is_not_waite
         return "unsent" if before else "gone"
 
     messenger = fake_messenger(nodes, faults)
-    messenger.on_unsent = unsent.append
+    messenger.on_failure = lambda message, reason: unsent.append((message, reason))
     messages = [transport.Message("train", node, 3, 0, {"arrays": {"x": np.zeros(2)}}) for node in (7, 9)]
     found = messenger.ask(messages, 600.0)
     assert found[7].moved and "the message could not be sent" in found[7].reason and found[9]["facts"] == {"round": 3}
-    assert times == [0, 1, 2, 3] and messenger.now() < 10 and unsent == messages[:1]
+    assert times == [0, 1, 2, 3] and messenger.now() < 10 and unsent == [(messages[0], "node unavailable")]
 
 
 def test_a_message_that_cannot_be_sent_for_a_while_is_sent_again():
@@ -267,12 +268,22 @@ def test_a_large_upload_is_no_reply(grid):
 @needs_flower
 def test_a_reply_that_flower_cannot_read_is_its_clients_alone(grid):
     def damaged(records):
-        raise MemoryError("a chunk that is named a million times")
+        raise ValueError("unexpected children")
 
     grid.spoil[7] = damaged
     found = grid.ask()
-    assert found[7].refused and "cannot be read (MemoryError: a chunk" in found[7].reason
+    assert found[7].refused and "cannot be read (ValueError: unexpected children" in found[7].reason
     assert found[9]["arrays"]["x"][0] == 9
+
+
+@needs_flower
+def test_a_reply_that_grows_while_flower_reads_it_takes_no_memory(grid):
+    limits, taken = resource.getrlimit(resource.RLIMIT_DATA), []
+    grid.spoil[7] = lambda records: taken.append(bytearray(2**30))
+    found = grid.ask()
+    assert found[7].refused and "MemoryError" in found[7].reason and not taken and found[9]["arrays"]["x"][0] == 9
+    assert len(grid.ask(2**29)[7]["arrays"]["x"]) == 2 and taken  # as large as such a reply may become
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 @needs_flower
