@@ -8,7 +8,10 @@ import contextlib
 import io
 import logging
 import math
+import os
 import resource
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +32,10 @@ from fedjax_mr.deploy.transport import (
     too_large,
 )
 from fedjax_mr.deploy.wire import Content, Record, one_line
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import LostError, UserError
 
 MAX_RECORDS = 16  # in one message; this package sends at most five
+SECONDS_WITHOUT_SUPERLINK = 60.0
 
 
 def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]], Content]) -> Any:
@@ -66,6 +70,7 @@ def server_app(serve: Callable[[Messenger, Mapping[str, Any]], None]) -> Any:
     @app.main()
     def main(grid: Any, context: Any) -> None:
         logging.getLogger("flwr").addFilter(_without_traceback)
+        threading.Thread(target=_watch, args=(grid, SECONDS_WITHOUT_SUPERLINK), daemon=True).start()
         serve(flower_messenger(grid), context.run_config)
 
     return app
@@ -74,6 +79,27 @@ def server_app(serve: Callable[[Messenger, Mapping[str, Any]], None]) -> Any:
 def flower_messenger(grid: Any) -> Messenger:
     """A `Messenger` that sends through Flower's Grid."""
     return Messenger(_FlowerTransport(grid))
+
+
+def _watch(grid: Any, seconds: float) -> None:
+    """End this process if the SuperLink does not answer for so many seconds; Flower would try for ever."""
+
+    def end() -> None:
+        line = "lost the SuperLink: start it and its nodes again; the same flwr run goes on from the last checkpoint"
+        print(f"fedjax-mr: {line}", file=sys.stderr, flush=True)
+        os._exit(LostError.exit_code)
+
+    while True:
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            grid.get_node_ids()
+        except Exception:  # broad: the run has ended, or the main thread meets the same error
+            return
+        finally:
+            timer.cancel()
+        time.sleep(seconds / 6)
 
 
 class _FlowerTransport:

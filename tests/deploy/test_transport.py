@@ -4,6 +4,8 @@ import importlib.util
 import logging
 import resource
 import struct
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -293,6 +295,19 @@ def test_a_superlink_out_of_reach_is_no_clients_fault(grid):
     grid.down = True
     with pytest.raises(ConnectionError, match="no route"):
         asking.poll()
+
+
+@pytest.mark.parametrize(("answers", "code"), [(True, 0), (False, 4)])
+def test_a_server_without_its_superlink_ends_itself(answers, code):
+    script = f"""
+import threading, time, types
+from fedjax_mr.deploy import flower
+nodes = lambda: time.sleep({0 if answers else 60})
+threading.Thread(target=flower._watch, args=(types.SimpleNamespace(get_node_ids=nodes), 0.5), daemon=True).start()
+time.sleep(2)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == code and ("lost the SuperLink: start it" in ended.stderr) == (not answers)
 
 
 @needs_flower
