@@ -35,7 +35,7 @@ from fedjax_mr.deploy.wire import Content, Record, one_line
 from fedjax_mr.errors import LostError, UserError
 
 MAX_RECORDS = 16  # in one message; this package sends at most five
-SECONDS_WITHOUT_SUPERLINK = 60.0
+SECONDS_WITHOUT_SUPERLINK = 45.0  # until the server ends itself
 
 
 def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]], Content]) -> Any:
@@ -82,7 +82,10 @@ def flower_messenger(grid: Any) -> Messenger:
 
 
 def _watch(grid: Any, seconds: float) -> None:
-    """End this process if the SuperLink does not answer for so many seconds; Flower would try for ever."""
+    """End this process if the SuperLink does not answer for so many seconds; Flower would try for ever.
+
+    The user reads about it in the terminal of ``flwr run``. Flower shows no line of this process without a SuperLink.
+    """
 
     def end() -> None:
         line = "lost the SuperLink: start it and its nodes again; the same flwr run goes on from the last checkpoint"
