@@ -55,7 +55,7 @@ LABORATORY = {
     "sweep.__main__": {"analysis", "experiment", "sweep"},
     "tune": {"analysis", "experiment", "sweep"},
     "deploy": {"experiment"},
-    "testing": {"experiment"},
+    "testing": {"deploy", "experiment"},  # its fake messages of real clients
 }
 ROOMS_OF_THE_LIBRARY = {"channel", "client", "clock", "data", "engine", "models", "secure", "strategies"}
 MAY_IMPORT = LIBRARY | {name: rooms | ROOMS_OF_THE_LIBRARY for name, rooms in LABORATORY.items()}
@@ -67,7 +67,7 @@ ONLY_IN = {
     "tensorflow_datasets": {"data.sources.tfds"},
     "absl.flags": {"experiment.settings"},
     "pandas": {"analysis.frames"},
-    "cryptography": {"deploy.check", "secure.primitives"},
+    "cryptography": {"secure.primitives"},
     "flwr": {"deploy.flower"},
     "dp_accounting": {"channel.accounting"},
     "safetensors": {"models.pretrained"},
@@ -193,6 +193,12 @@ PRIVATE = {
 def test_no_private_module_of_jax():
     for name, tree in modules():
         assert [dotted for dotted in imported(tree) if dotted.startswith("jax._src")] == PRIVATE.get(name, []), name
+
+
+def test_only_public_modules_of_flower():
+    """Flower changes its other modules with every release."""
+    used = {dotted for _, tree in modules() for dotted in imported(tree) if dotted.partition(".")[0] == "flwr"}
+    assert used == {"flwr.app", "flwr.clientapp", "flwr.serverapp"}
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "testing").glob("*.py")), ids=lambda path: path.name)

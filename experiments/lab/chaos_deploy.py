@@ -26,6 +26,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.testing.messages import Fault, fake_messenger
 
 CLIENTS = 4
 STEPS = tuple(kind for kind in client.KINDS if kind not in ("rejected", relay.KIND))  # of an honest federation
@@ -81,7 +82,7 @@ class Place:
 
     def manager(self, answer: Any, lost: str, faults: Any = None) -> ClientManager:
         """The clients of a new run."""
-        messenger = transport.fake_messenger({100 + number: answer for number in range(CLIENTS)}, faults)
+        messenger = fake_messenger({100 + number: answer for number in range(CLIENTS)}, faults)
         return ClientManager(messenger, self.manifest, num_clients=CLIENTS, policy=ClientPolicy(lost, 10.0, 30.0))
 
 
@@ -107,7 +108,7 @@ def clients(world: World, number: int, folder: Path) -> tuple[int, str]:
     step, lost = chance.choice(STEPS), chance.choice(("untrained", "wait"))
     tried: list[str] = []
 
-    def faults(message: transport.Message, before: int) -> transport.Fault:
+    def faults(message: transport.Message, before: int) -> Fault:
         if message.kind != step or message.node != 100 + place.hostile or (lost == "wait" and tried):
             return None
         seed = chance.random()
@@ -189,7 +190,7 @@ def values(world: World, number: int, folder: Path) -> tuple[int, str]:
     value, few = chance.choice(EXTREME), chance.random() < 0.3
     tried = f"{record} of {value}, in {'one number' if few else 'every number'}, bad_step {bad_step}, --lost={lost}"
 
-    def faults(message: transport.Message, before: int) -> transport.Fault:
+    def faults(message: transport.Message, before: int) -> Fault:
         if message.kind != "train" or message.node != 100 + place.hostile:
             return None
 

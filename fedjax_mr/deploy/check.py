@@ -1,24 +1,18 @@
 """``python -m fedjax_mr.deploy check``: find common mistakes on a machine of a federation, and print their remedies.
 
 Run it on every machine, in the same environment and with the same settings as Flower. Each option adds a check. Use
-``--app`` on all machines, ``--node-config`` and ``--superlink`` on machines of clients, and ``--certificate``,
-``--host`` and ``--port`` on the machine of the SuperLink. ``--private-key`` takes the key of a node or a certificate.
+``--app`` on all machines, ``--node-config`` on those of clients, and ``--superlink`` on all, once the SuperLink runs.
 An app's own code is only run if ``--import`` or the node settings name its file here.
 """
 
 import argparse
 import contextlib
-import datetime
-import fnmatch
-import ipaddress
 import os
 import shlex
-import shutil
 import socket
 import ssl
-import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +30,11 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.keys import random_key
 from fedjax_mr.secure.envelopes import Identity, read_roster
 
-FLOWER = (1, 41)
+OLDEST = (1, 41)  # version of Flower
 _TENSOR = 10_000
 _PORTS = range(1, 2**16)
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NOT_AN_APP = (OSError, ValueError, KeyError, TypeError)  # what reading an app raises if it is none
-_SOON = datetime.timedelta(days=30)
 
 
 class Finding(NamedTuple):
@@ -50,14 +44,6 @@ class Finding(NamedTuple):
     remedy: str
 
 
-class Process(NamedTuple):
-    """A running program of Flower."""
-
-    pid: int
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str] | None  # None for a process of another user
-
-
 def main(arguments: Sequence[str]) -> None:
     """Print all findings on this machine.
 
@@ -65,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
       UserError: there are findings.
     """
     options = _parser().parse_args(arguments)
-    findings = [*environment(os.environ), *versions(), *commands(), *running(processes())]
+    findings = [*environment(os.environ), *versions()]
     own_code = options.own_code or _settings(options.node_config or "").get("import", "")
     if options.app:
         findings += app(options.app, own_code)
@@ -73,12 +59,6 @@ def main(arguments: Sequence[str]) -> None:
         config = _config(options.app, own_code) if options.app else None
         findings += node(options.node_config, config.clients if config else None)
     findings += samples_here(options.app, options.node_config or "")
-    if options.certificate:
-        findings += certificate(options.certificate, options.host, datetime.datetime.now(datetime.UTC))
-    for path in options.private_key:
-        findings += private_key(path, options.certificate)
-    if options.port is not None:
-        findings += port(options.host, options.port)
     if options.superlink:
         findings += superlink(options.superlink, options.root_certificates)
     for line in channel(options.app, own_code) if options.app else ():
@@ -97,24 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         "--import", dest="own_code", default="", metavar="FILE", help="the app's own code, if this machine trusts it"
     )
     parser.add_argument("--node-config", metavar="SETTINGS", help="the same text as for flower-supernode")
-    parser.add_argument(
-        "--superlink", metavar="HOST:PORT", help="address of the SuperLink for this machine's SuperNode"
-    )
+    parser.add_argument("--superlink", metavar="HOST:PORT", help="address that the SuperNodes of this federation use")
     parser.add_argument(
         "--root-certificates", metavar="FILE", help="with --superlink: certificate of the CA. If omitted, no TLS"
     )
-    parser.add_argument("--certificate", metavar="FILE", help="certificate of the SuperLink")
-    parser.add_argument(
-        "--private-key",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="private key of a node or a certificate; repeatable",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="host name that SuperNodes use for the SuperLink. Default: 127.0.0.1"
-    )
-    parser.add_argument("--port", type=int, help="port that must be free on this machine")
     return parser
 
 
@@ -130,112 +96,15 @@ def environment(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    """Check that the installed version of Flower is supported."""
+    """Check that Flower is installed, and new enough."""
     remedy = "pip install -c constraints-deploy.txt 'fedjax_mr[deploy]' in an environment of its own"
     try:
         found = metadata.version("flwr")
     except metadata.PackageNotFoundError:
         yield Finding("flwr is not installed in this environment", remedy)
         return
-    if tuple(map(int, found.split(".")[:2])) != FLOWER:
-        yield Finding(f"the version of flwr is {found}; this package needs {FLOWER[0]}.{FLOWER[1]}", remedy)
-
-
-def commands() -> Iterator[Finding]:
-    """Check that Flower's commands on the PATH belong to this environment."""
-    for name in ("flwr", "flower-superlink", "flower-supernode"):
-        found = shutil.which(name)
-        if found is None or Path(found).resolve().parent != Path(sys.executable).absolute().parent.resolve():
-            yield Finding(
-                f"{name} on the PATH is {found or 'missing'}, not the one in the folder of {sys.executable}",
-                f"put {Path(sys.executable).parent} first on the PATH, or install fedjax_mr there",
-            )
-
-
-def running(processes: Iterable[Process]) -> Iterator[Finding]:
-    """Check that the running programs of Flower were started with safe options."""
-    for pid, arguments, variables in processes:
-        name = next(Path(each).name for each in arguments if Path(each).name.startswith("flower-"))
-        if name == "flower-superlink" and "--disable-runtime-dependency-installation" not in arguments:
-            yield Finding(
-                f"the SuperLink (process {pid}) installs packages from the internet for every run",
-                "start it with --disable-runtime-dependency-installation",
-            )
-        if name == "flower-supernode" and "--allow-runtime-dependency-installation" in arguments:
-            yield Finding(
-                f"the SuperNode (process {pid}) installs packages that an app requests",
-                "start it without --allow-runtime-dependency-installation",
-            )
-        if name == "flower-superlink" and _option(arguments, "--host", "127.0.0.1") not in (
-            "127.0.0.1",
-            "localhost",
-            "::1",
-        ):
-            yield Finding(
-                f"anyone who can reach the SuperLink (process {pid}) can run code on every client",
-                "start it with --host 127.0.0.1 behind a reverse proxy that only passes /v1/fleet/ (see the docs)",
-            )
-        if "--insecure" in arguments and not _is_loopback(arguments):
-            yield Finding(
-                f"{name} (process {pid}) runs without TLS", "start it with certificates instead of --insecure"
-            )
-        if "--insecure" not in arguments:
-            yield from _without_login(name, pid, arguments)
-        for option in ("--ssl-keyfile", "--auth-supernode-private-key"):
-            yield from _readable(_option(arguments, option, ""))
-        if variables is not None:
-            for finding in environment(variables):
-                yield Finding(
-                    f"{name} (process {pid}): {finding.mistake}", f"stop it; {finding.remedy}; start it again"
-                )
-
-
-def _without_login(name: str, pid: int, arguments: Sequence[str]) -> Iterator[Finding]:
-    """Check that a program of Flower with TLS also uses node authentication."""
-    if name == "flower-superlink" and "--enable-supernode-auth" not in arguments:
-        yield Finding(
-            f"the SuperLink (process {pid}) accepts any node that can reach it",
-            "start it with --enable-supernode-auth, register the nodes' public keys, and make the app with --node_keys",
-        )
-    if name == "flower-supernode" and not _option(arguments, "--auth-supernode-private-key", ""):
-        yield Finding(
-            f"the SuperNode (process {pid}) has no key, so another node can take its client's number",
-            "make a key (ssh-keygen -t ecdsa -b 384), and start it with --auth-supernode-private-key",
-        )
-
-
-def _option(arguments: Sequence[str], name: str, default: str) -> str:
-    for place, each in enumerate(arguments):
-        if each == name and place + 1 < len(arguments):
-            return arguments[place + 1]
-        if each.startswith(f"{name}="):
-            return each.partition("=")[2]
-    return default
-
-
-def _is_loopback(arguments: Sequence[str]) -> bool:
-    host = _option(arguments, "--superlink", _option(arguments, "--host", "127.0.0.1")).rpartition(":")
-    return _is_loopback_host(host[0] or host[2])
-
-
-def _is_loopback_host(host: str) -> bool:
-    return host.strip("[]") in ("127.0.0.1", "localhost", "::1")
-
-
-def processes() -> list[Process]:
-    """The programs of Flower that run on this machine; needs /proc."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            arguments = tuple((folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1])
-            if not any(Path(each).name in ("flower-superlink", "flower-supernode") for each in arguments[:3]):
-                continue
-            variables = None
-            with contextlib.suppress(PermissionError):
-                pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            found.append(Process(int(folder.name), arguments, variables))
-    return found
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        yield Finding(f"the version of flwr is {found}; this package needs {OLDEST[0]}.{OLDEST[1]} or newer", remedy)
 
 
 def node(settings: str, clients: int | None = None) -> Iterator[Finding]:
@@ -323,39 +192,6 @@ def _readable(path: str) -> Iterator[Finding]:
             yield Finding(f"others can {kind} {path}", f"chmod {mode} {shlex.quote(path)}")
 
 
-def private_key(path: str, of: str | None) -> Iterator[Finding]:
-    """Check that a private key is valid, that only its owner can read it, and that it matches its certificate.
-
-    Args:
-      path: file of the key, in PEM or OpenSSH's format.
-      of: file of the certificate, or None for the key of a node (curve P-384).
-    """
-    from cryptography import x509
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    try:
-        content = Path(path).read_bytes()
-        openssh = b"OPENSSH PRIVATE KEY" in content
-        read = serialization.load_ssh_private_key if openssh else serialization.load_pem_private_key
-        key: Any = read(content, None)
-        public = key.public_key().public_bytes(serialization.Encoding.DER, form)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it has a password
-        yield Finding(f"{path} is not a private key without a password ({error})", "set --private-key to such a file")
-        return
-    yield from _readable(path)
-    if of is None:
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != "secp384r1":
-            yield Finding(f"{path} is not a key for a node, which must be of curve P-384", "ssh-keygen -t ecdsa -b 384")
-        return
-    with contextlib.suppress(OSError, ValueError):  # reported by `certificate`
-        owner = x509.load_pem_x509_certificate(Path(of).read_bytes()).public_key()
-        if owner.public_bytes(serialization.Encoding.DER, form) != public:
-            yield Finding(f"{path} is not the key of {of}", "use the key with which the certificate was made")
-
-
 def app(folder: str, own_code: str = "") -> Iterator[Finding]:
     """Check that an app is intact, and that this machine has the same versions and reads its flags alike.
 
@@ -421,64 +257,17 @@ def channel(folder: str, own_code: str = "") -> Iterator[str]:
         yield f"--robust={config.robust}: the server may replace this client's upload, which costs at most one byte"
 
 
-def certificate(path: str, host: str, now: datetime.datetime) -> Iterator[Finding]:
-    """Check the dates and the host name of a certificate."""
-    from cryptography import x509
-
-    try:
-        found = x509.load_pem_x509_certificate(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        yield Finding(f"{path} is not a certificate ({error})", "set --certificate to a PEM file")
-        return
-    again = "make a new certificate and start the SuperLink with it"
-    if now >= found.not_valid_after_utc:
-        yield Finding(f"{path} expired on {found.not_valid_after_utc:%Y-%m-%d}", again)
-    elif now + _SOON >= found.not_valid_after_utc:
-        yield Finding(f"{path} expires on {found.not_valid_after_utc:%Y-%m-%d}", again)
-    if now < found.not_valid_before_utc:
-        yield Finding(f"{path} is not valid before {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC", "set the clocks")
-    names: list[str] = []
-    with contextlib.suppress(x509.ExtensionNotFound):
-        others = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        names = [str(each.value) for each in others]
-    if not any(fnmatch.fnmatch(host, name) for name in names):
-        kind = "IP" if _is_address(host) else "DNS"
-        yield Finding(
-            f"{path} is for {', '.join(names) or 'no host'}, not for {host}",
-            f"make it with subjectAltName={kind}:{host}",
-        )
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def port(host: str, number: int) -> Iterator[Finding]:
-    """Check that a port is free."""
-    if number not in _PORTS:
-        yield Finding(f"--port={number} is not a port", f"use a number from {_PORTS[0]} to {_PORTS[-1]}")
-        return
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((host, number))
-        except OSError as error:
-            yield Finding(
-                f"port {number} of {host} cannot be used ({error.strerror})",
-                f"stop the program that uses it (ss -ltnp 'sport = :{number}'), or use another --port",
-            )
-
-
 def superlink(address: str, root_certificates: str | None) -> Iterator[Finding]:
-    """Check that the SuperLink can be reached and that its certificate is valid."""
+    """Check that the SuperLink can be reached, that its certificate is valid, and what else it answers."""
     host, _, number = address.rpartition(":")
+    host = host.strip("[]")
     if not host or not number.isdecimal() or int(number) not in _PORTS:
         yield Finding(f"--superlink={address} is not HOST:PORT", "remove https:// and add a port from 1 to 65535")
         return
+    trust = "set --root-certificates to the CA, here and for the SuperNode"
+    local = host in _LOOPBACK
+    if not root_certificates and not local:
+        yield Finding(f"messages to {address} can be read and changed on their way", f"use TLS: {trust}")
     try:
         context = ssl.create_default_context(cafile=root_certificates)
     except OSError as error:  # also of a damaged file
@@ -488,19 +277,12 @@ def superlink(address: str, root_certificates: str | None) -> Iterator[Finding]:
         )
         return
     try:
-        with socket.create_connection((host.strip("[]"), int(number)), timeout=10) as plain:
-            if root_certificates:
-                with context.wrap_socket(plain, server_hostname=host.strip("[]")):
-                    pass
-            elif not _is_loopback_host(host):
-                yield Finding(
-                    f"messages to {address} can be read and changed on their way",
-                    "use TLS: set --root-certificates to the CA, here and for the SuperNode",
-                )
-            elif _speaks_tls(plain):
-                yield Finding(
-                    f"{address} requires TLS", "set --root-certificates to the CA, here and for the SuperNode"
-                )
+        with socket.create_connection((host, int(number)), timeout=10) as plain:
+            if not root_certificates:
+                answer = _root_page(plain, host)
+            else:
+                with context.wrap_socket(plain, server_hostname=host) as secured:
+                    answer = _root_page(secured, host)
     except ssl.SSLCertVerificationError as error:
         yield Finding(
             f"the certificate of {address} is rejected: {error.verify_message}",
@@ -513,13 +295,20 @@ def superlink(address: str, root_certificates: str | None) -> Iterator[Finding]:
             f"nothing answers at {address} ({error.strerror or error})",
             "start the SuperLink and its proxy, and open the port in all firewalls",
         )
+    else:
+        if not root_certificates and (not answer.startswith(b"HTTP/") or b" 400 " in answer):
+            yield Finding(f"{address} requires TLS", trust)
+        elif not local and b" 403 " not in answer:
+            yield Finding(
+                f"anyone who can reach {address} can run code on every client",
+                "start the SuperLink with --host 127.0.0.1 behind a proxy that passes only /v1/fleet/, and answers all "
+                "other requests with 403 (see the docs)",
+            )
 
 
-def _speaks_tls(plain: socket.socket) -> bool:
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    try:
-        with context.wrap_socket(plain):
-            return True
-    except OSError:
-        return False
+def _root_page(connection: socket.socket, host: str) -> bytes:
+    """The first line of the response to a request that no SuperNode makes; empty if there is none."""
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        return connection.recv(2**12).partition(b"\r\n")[0]
+    return b""

@@ -75,7 +75,7 @@ class ClientManager:
         self.members: dict[int, Member] = {}
         self._owners: dict[int, str] = {}  # the authenticated key of each client's node
         self._messenger, self._record = messenger, manifest.record()
-        messenger.on_unsent = self._say_unsent
+        messenger.on_failure = self._say_failure
         self._num_clients = num_clients
         self._nodes: dict[int, int] = {}  # the node of each client
         self._begin: Content | None = None
@@ -470,12 +470,11 @@ class ClientManager:
                     if self.policy.lost == "stop" or invalid[client] >= MAX_INVALID_REPLIES:
                         raise UserError(f"round {round + 1}: client {client} is lost ({lost.reason})") from None
 
-    def _say_unsent(self, message: Message) -> None:
-        """Print that a message to a client cannot be sent now, and the remedy."""
+    def _say_failure(self, message: Message, reason: str) -> None:
+        """Print that a message to a client has failed and is sent again, and the remedy."""
         for client in [client for client, node in self._nodes.items() if node == message.node]:
             self._say(
-                f"client {client}: a message to its node cannot be sent, trying again: start its SuperNode again if it "
-                "has ended",
+                f"client {client}: {reason}; trying again: start its SuperNode again if it has ended",
                 again=True,
             )
 

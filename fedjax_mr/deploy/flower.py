@@ -1,16 +1,20 @@
-"""Flower (flwr 1.41): its two apps, and its Grid as the transport of messages (transport.py).
+"""Flower (flwr): its two apps, and its Grid as the transport of messages (transport.py).
 
-No other file imports Flower. The others see the records of wire.py.
+No other file imports Flower, and this one uses only its public modules: ``flwr.app``, ``flwr.clientapp`` and
+``flwr.serverapp``. The others see the records of wire.py.
 """
 
-import dataclasses
+import contextlib
 import io
-import json
 import logging
 import math
+import os
+import resource
+import sys
+import threading
 import time
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +31,11 @@ from fedjax_mr.deploy.transport import (
     reply,
     too_large,
 )
-from fedjax_mr.deploy.wire import SMALL, Content, Record, one_line
-from fedjax_mr.errors import UserError
+from fedjax_mr.deploy.wire import Content, Record, one_line
+from fedjax_mr.errors import LostError, UserError
 
 MAX_RECORDS = 16  # in one message; this package sends at most five
+SECONDS_WITHOUT_SUPERLINK = 45.0  # until the server ends itself
 
 
 def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]], Content]) -> Any:
@@ -40,7 +45,7 @@ def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]],
       UserError: flwr is not installed.
     """
     flower = _flower()
-    app = flower.ClientApp()
+    app = flower.clientapp.ClientApp()
 
     @app.query()
     def answer_one(received: Any, context: Any) -> Any:
@@ -49,7 +54,7 @@ def client_app(answer: Callable[[Message, Mapping[str, Any], Mapping[str, Any]],
             content: Content = {ENVELOPE: {"refused": one_line(str(message))}}
         else:
             content = reply(message, lambda message: answer(message, context.node_config, context.run_config))
-        return flower.Message(_records(content), reply_to=received)
+        return flower.app.Message(_records(content), reply_to=received)
 
     return app
 
@@ -60,11 +65,12 @@ def server_app(serve: Callable[[Messenger, Mapping[str, Any]], None]) -> Any:
     Raises:
       UserError: flwr is not installed.
     """
-    app = _flower().ServerApp()
+    app = _flower().serverapp.ServerApp()
 
     @app.main()
     def main(grid: Any, context: Any) -> None:
         logging.getLogger("flwr").addFilter(_without_traceback)
+        threading.Thread(target=_watch, args=(grid, SECONDS_WITHOUT_SUPERLINK), daemon=True).start()
         serve(flower_messenger(grid), context.run_config)
 
     return app
@@ -75,20 +81,40 @@ def flower_messenger(grid: Any) -> Messenger:
     return Messenger(_FlowerTransport(grid))
 
 
+def _watch(grid: Any, seconds: float) -> None:
+    """End this process if the SuperLink does not answer for so many seconds; Flower would try for ever.
+
+    The user reads about it in the terminal of ``flwr run``. Flower shows no line of this process without a SuperLink.
+    """
+
+    def end() -> None:
+        line = "lost the SuperLink: start it and its nodes again; the same flwr run goes on from the last checkpoint"
+        print(f"fedjax-mr: {line}", file=sys.stderr, flush=True)
+        os._exit(LostError.exit_code)
+
+    while True:
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            grid.get_node_ids()
+        except Exception:  # broad: the run has ended, or the main thread meets the same error
+            return
+        finally:
+            timer.cancel()
+        time.sleep(seconds / 6)
+
+
 class _FlowerTransport:
     """Flower's Grid as a transport.
 
-    Replies are pulled object by object instead of by ``grid.pull_messages``, which reads replies of any size, waits up
-    to three minutes for a node that stops in the middle of its reply, and loses all replies if one is damaged.
+    Replies are pulled one by one, so that Flower's error about a reply that cannot be read concerns one client, and the
+    other replies are not lost. Flower waits up to three minutes for the rest of a reply whose node has stopped in the
+    middle of sending it.
     """
 
     def __init__(self, grid: Any) -> None:
-        self._grid = grid
-        self._module = _flower()
-        self._runtime = grid._runtime_client
-        self._runtime._client.event_hooks["response"].append(self._refuse_large)
-        self._coming: dict[str, _Coming] = {}  # replies that are not complete yet, by message
-        self._room: int | None = None  # bytes allowed in the next object
+        self._grid, self._app = grid, _flower().app
 
     def nodes(self) -> dict[int, str]:
         lines = {node.node_id: bytes(node.public_key).decode().splitlines() for node in self._grid.get_nodes()}
@@ -96,7 +122,7 @@ class _FlowerTransport:
 
     def push(self, messages: Sequence[Message], lasting: float) -> list[str]:
         made = [
-            self._module.Message(
+            self._app.Message(
                 _records({**message.content, ENVELOPE: envelope_of(message)}),
                 message.node,
                 "query",
@@ -108,31 +134,16 @@ class _FlowerTransport:
         return [name or "" for name in self._grid.push_messages(made)] if made else []
 
     def pull(self, names: Iterable[str], max_bytes: int) -> dict[str, Content | DeliveryFailure | NoReply]:
-        wanted = set(names)
-        if unknown := sorted(wanted - self._coming.keys()):
-            found = self._runtime.PullMessages(self._module.PullAppMessagesRequest(message_ids=unknown))
-            for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
-                if (name := message.metadata.reply_to_message_id) in wanted:
-                    self._coming[name] = _Coming(message.metadata.message_id, tree, {})
         replies: dict[str, Content | DeliveryFailure | NoReply] = {}
-        for name in wanted & self._coming.keys():
-            coming = self._coming[name]
-            try:
-                found = self._reply(coming, max_bytes)
-            except self._module.TransportError:  # the SuperLink is unreachable, which is no client's fault
-                raise
-            except Exception as error:  # broad: see `transport.malformed`
-                found = malformed(error)
-            if found is not None:
-                replies[name] = found
-                del self._coming[name]
-                self._confirm(coming)
-        return replies
-
-    def forget(self, names: Iterable[str]) -> None:
         for name in names:
-            if coming := self._coming.pop(name, None):
-                self._confirm(coming)
+            try:
+                with _limited_memory(6 * max_bytes + _BESIDE):  # Flower holds a reply up to five times at once
+                    for message in self._grid.pull_messages([name]):
+                        replies[name] = _reply(message, max_bytes)
+            except Exception as error:  # broad: see `transport.malformed`
+                self._grid.get_node_ids()  # raises if the SuperLink is out of reach, which is no client's fault
+                replies[name] = malformed(error)
+        return replies
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -140,84 +151,46 @@ class _FlowerTransport:
     def now(self) -> float:
         return time.monotonic()
 
-    def _reply(self, coming: "_Coming", max_bytes: int) -> Content | DeliveryFailure | None:
-        """A reply, or None if some of its objects have not arrived yet.
 
-        Raises:
-          UserError: the reply is larger than allowed.
-          Exception: of any kind: the reply is malformed.
-        """
-        flower, objects = self._module, coming.objects
-        wanted = list(dict.fromkeys(each.object_id for each in flower.iterate_object_tree(coming.tree)))
-        if len(wanted) * _LEAST_OBJECT > max_bytes:
-            raise too_large(max_bytes)
-        for name in wanted:
-            if name in objects:
-                continue
-            request = flower.PullObjectRequest(node=self._grid.node, run_id=self._grid.run.run_id, object_id=name)
-            self._room = max_bytes - sum(map(len, objects.values()))
-            try:
-                found = self._runtime.PullObject(request)
-            except _TooLarge:
-                raise too_large(max_bytes) from None
-            finally:
-                self._room = None
-            if not found.object_found:
-                return DeliveryFailure("the node has not sent all of its reply", passing=True)
-            if not found.object_available:
-                return None
-            objects[name] = found.object_content
-        if _inflated(flower, objects) > max_bytes:
-            raise too_large(max_bytes)
-        message = flower.inflate_object_from_contents(coming.message, objects)
-        if not message.has_error():
-            return _content(message.content, max_bytes)
-        codes = flower.ErrorCode
-        names = {code: name for name, code in vars(codes).items() if isinstance(code, int)}
-        lasting = {codes.LOAD_CLIENT_APP_EXCEPTION, codes.CLIENT_APP_RAISED_EXCEPTION, codes.INVALID_FAB}
-        name = names.get(message.error.code, str(message.error.code)).lower().replace("_", " ")
-        last = (str(message.error.reason or "").strip().splitlines() or [""])[-1]
-        return DeliveryFailure(f"{name}{': ' if last else ''}{last}", passing=message.error.code not in lasting)
-
-    def _refuse_large(self, response: Any) -> None:
-        """Reject a response of the SuperLink by its announced length, before its content is read."""
-        if self._room is not None and int(response.headers.get("content-length", math.inf)) > self._room + SMALL:
-            raise _TooLarge
-
-    def _confirm(self, coming: "_Coming") -> None:
-        """Let the SuperLink delete a reply."""
-        self._runtime.ConfirmMessageReceived(
-            self._module.ConfirmMessageReceivedRequest(
-                node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=coming.message
-            )
-        )
+_BESIDE = 2**28  # bytes of memory for threads and connections while a reply is read
 
 
-_LEAST_OBJECT = 2**12  # bytes; smaller objects of a reply count as many, because each costs a request
+@contextlib.contextmanager
+def _limited_memory(size: int) -> Iterator[None]:
+    """Let this process take at most ``size`` more bytes of memory, and then raise `MemoryError`.
+
+    Flower reads replies of any size, and joins an array from parts that may repeat, so that a few bytes become many.
+    """
+    pages = Path("/proc/self/statm")
+    if not pages.exists():  # not Linux
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = int(pages.read_text().split()[5]) * resource.getpagesize() + size
+    limits = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([most, *limits]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-class _TooLarge(Exception):
-    """A reply is larger than allowed."""
+# Flower's errors that sending a message again does not help, by the code of `flwr.app.Error`.
+_LASTING = {1: "the client's app cannot be loaded", 2: "the client's app failed", 7: "the client rejects the app"}
+_PASSING = {3: "message unavailable", 4: "reply message unavailable", 5: "node unavailable", 8: "client app crashed"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Coming:
-    """A reply that the SuperLink has announced."""
+def _reply(message: Any, max_bytes: int) -> Content | DeliveryFailure:
+    """The records of a reply, or Flower's error in its place.
 
-    message: str  # identifier of its outermost object
-    tree: Any  # the identifiers of its objects
-    objects: dict[str, bytes]  # the objects pulled so far
-
-
-def _inflated(flower: Any, objects: Mapping[str, bytes]) -> int:
-    """The bytes of all arrays in a reply; an array may contain the same chunk any number of times."""
-    total = 0
-    for content in objects.values():
-        kind, chunks, _ = flower.get_object_head_values_from_object_content(content)
-        if kind == "Array":
-            body = json.loads(flower.get_object_body(content, flower.Array))
-            total += sum(len(objects[chunks[place]]) for place in body["arraychunk_ids"])
-    return total
+    Raises:
+      UserError: the reply is larger than allowed, or damaged.
+    """
+    if not message.has_error():
+        return _content(message.content, max_bytes)
+    code, reason = message.error.code, str(message.error.reason or "").strip()
+    name = {**_LASTING, **_PASSING}.get(code, f"Flower's error {code}")
+    return DeliveryFailure(f"{name}: {reason.splitlines()[-1]}" if reason else name, passing=code not in _LASTING)
 
 
 def _received(message: Any) -> Message | UserError:
@@ -236,13 +209,13 @@ def _received(message: Any) -> Message | UserError:
 
 
 def _records(content: Content) -> Any:
-    flower, records = _flower(), {}
+    app, records = _flower().app, {}
     for name, record in content.items():
         if record and all(isinstance(value, np.ndarray) for value in record.values()):
-            records[name] = flower.ArrayRecord({each: flower.Array(value) for each, value in record.items()})
+            records[name] = app.ArrayRecord({each: app.Array(value) for each, value in record.items()})
         else:
-            records[name] = flower.ConfigRecord(dict(record))
-    return flower.RecordDict(records)
+            records[name] = app.ConfigRecord(dict(record))
+    return app.RecordDict(records)
 
 
 def _content(records: Any, max_bytes: float = math.inf) -> dict[str, Record]:
@@ -255,7 +228,7 @@ def _content(records: Any, max_bytes: float = math.inf) -> dict[str, Record]:
     Raises:
       UserError: there are more records or bytes than allowed, or an array is damaged.
     """
-    arrays, content = _flower().ArrayRecord, {}
+    arrays, content = _flower().app.ArrayRecord, {}
     if len(records) > MAX_RECORDS:
         raise UserError(f"it has {len(records)} records")
     size = sum(len(each.data) for record in records.values() if isinstance(record, arrays) for each in record.values())
@@ -291,32 +264,13 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _flower() -> Any:
-    """The names of flwr that this file uses. Imported late: only real clients need flwr."""
+    """Flower's package. Imported late: only real clients need it."""
     try:
         import flwr.app  # pyright: ignore[reportMissingImports]
         import flwr.clientapp  # pyright: ignore[reportMissingImports]
-        import flwr.common.constant  # pyright: ignore[reportMissingImports]
-        import flwr.proto.message_pb2  # pyright: ignore[reportMissingImports]
-        import flwr.proto.runtime_pb2  # pyright: ignore[reportMissingImports]
         import flwr.serverapp  # pyright: ignore[reportMissingImports]
-        import flwr.supercore.inflatable.inflatable_object as objects  # pyright: ignore[reportMissingImports]
-        import flwr.supercore.inflatable.inflatable_utils as inflating  # pyright: ignore[reportMissingImports]
-        import httpx  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    except ImportError as error:
         raise UserError(
-            "real clients need flwr 1.41: pip install -c constraints-deploy.txt 'fedjax_mr[deploy]'"
+            f"real clients need flwr ({error}): pip install -c constraints-deploy.txt 'fedjax_mr[deploy]'"
         ) from None
-    return types.SimpleNamespace(
-        **{name: getattr(flwr.app, name) for name in ("Array", "ArrayRecord", "ConfigRecord", "Message", "RecordDict")},
-        ClientApp=flwr.clientapp.ClientApp,
-        ServerApp=flwr.serverapp.ServerApp,
-        ErrorCode=flwr.common.constant.ErrorCode,
-        PullAppMessagesRequest=flwr.proto.runtime_pb2.PullAppMessagesRequest,
-        PullObjectRequest=flwr.proto.message_pb2.PullObjectRequest,
-        ConfirmMessageReceivedRequest=flwr.proto.message_pb2.ConfirmMessageReceivedRequest,
-        iterate_object_tree=objects.iterate_object_tree,
-        get_object_body=objects.get_object_body,
-        get_object_head_values_from_object_content=objects.get_object_head_values_from_object_content,
-        inflate_object_from_contents=inflating.inflate_object_from_contents,
-        TransportError=httpx.TransportError,
-    )
+    return flwr

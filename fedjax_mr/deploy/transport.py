@@ -1,20 +1,18 @@
 """Messages from the server to the nodes of real clients, sent again after errors until a deadline.
 
 `PendingReplies` is the loop, and `Messenger` starts it. A `Transport` moves the messages: Flower's Grid (flower.py), or
-a fake one for tests that loses, repeats and corrupts replies.
+one for tests that loses, repeats and corrupts replies (`fedjax_mr.testing.messages`).
 
 Flower's own loop polls every 3 s; this one every 0.3 s. A node that receives a message twice must give the same answer
 twice: clients store their answers by round and attempt (storage.py).
 
-Replies are not trusted. A reply that is larger than allowed is rejected before it is read. A reply that cannot be read,
-for whatever reason, counts as a malformed answer of that node (`NoReply`).
+Replies are not trusted. A reply that is larger than allowed, or cannot be read for whatever reason, counts as a
+malformed answer of that node (`NoReply`).
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from fedjax_mr.deploy.wire import SMALL, Content, one_line
 from fedjax_mr.errors import UserError
@@ -68,12 +66,8 @@ class Transport(Protocol):
 
         Args:
           names: identifiers of the messages.
-          max_bytes: bytes allowed in one reply; a larger one is not read but `NoReply`.
+          max_bytes: bytes allowed in one reply; a larger one is `NoReply`.
         """
-        ...
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Discard later replies to these messages."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -89,12 +83,12 @@ class Messenger:
     """Sends the server's messages to nodes and collects their replies.
 
     Attributes:
-      on_unsent: called with a message when it cannot be sent for the first time; later attempts follow.
+      on_failure: called with a message and the reason when it first fails, before it is sent again.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.on_unsent: Callable[[Message], None] = lambda message: None
+        self.on_failure: Callable[[Message, str], None] = lambda message, reason: None
 
     def nodes(self) -> list[int]:
         """The nodes that are connected now."""
@@ -126,7 +120,7 @@ class Messenger:
 
     def send(self, messages: Sequence[Message], timeout: float, max_bytes: int = SMALL) -> "PendingReplies":
         """Send messages without waiting for the replies; the arguments are those of `PendingReplies`."""
-        return PendingReplies(self._transport, messages, timeout, max_bytes, self.on_unsent)
+        return PendingReplies(self._transport, messages, timeout, max_bytes, self.on_failure)
 
 
 class PendingReplies:
@@ -144,7 +138,7 @@ class PendingReplies:
         messages: Sequence[Message],
         timeout: float,
         max_bytes: int,
-        on_unsent: Callable[[Message], None],
+        on_failure: Callable[[Message, str], None],
     ) -> None:
         """Prepare the messages; `poll` sends them.
 
@@ -153,7 +147,7 @@ class PendingReplies:
           messages: at most one per node.
           timeout: seconds allowed for a reply.
           max_bytes: bytes allowed in one reply.
-          on_unsent: called with a message when it cannot be sent for the first time.
+          on_failure: as in `Messenger`.
         """
         if len({message.node for message in messages}) != len(messages):
             raise ValueError("one message per node")
@@ -164,7 +158,7 @@ class PendingReplies:
         self._due = {message.node: (now, message) for message in messages}  # when to send each message
         self._sent: dict[str, Message] = {}
         self._open = set(self._due)
-        self._on_unsent, self._unsent = on_unsent, set[int]()  # nodes to which sending has failed
+        self._on_failure = on_failure
 
     @property
     def nodes(self) -> set[int]:
@@ -187,7 +181,6 @@ class PendingReplies:
             for node in self._open - answers.keys():
                 reason = f" ({self._reasons[node]})" if node in self._reasons else ""
                 answers[node] = NoReply(f"no reply within {self._timeout:g} s{reason}")
-            self._transport.forget(self._sent)
         self._open -= answers.keys()
         return answers
 
@@ -204,18 +197,20 @@ class PendingReplies:
                 given_up[message.node] = found
             else:
                 self._due[message.node] = (now + PAUSE_SECONDS, message)
-                if message.node not in self._unsent:
-                    self._unsent.add(message.node)
-                    self._on_unsent(message)
         return given_up
 
     def _failed(self, message: Message, failure: DeliveryFailure) -> NoReply | None:
         """The consequence of an error for its message: None to send it again."""
-        reason = self._reasons[message.node] = one_line(failure.reason)
+        reason, first = one_line(failure.reason), message.node not in self._reasons
+        self._reasons[message.node] = reason
         there = set(self._transport.nodes())
         if message.node not in there and there - self._before:
             return NoReply(f"its node has disconnected ({reason}), and a new one has connected", moved=True)
-        return None if failure.passing else NoReply(reason)
+        if not failure.passing:
+            return NoReply(reason)
+        if first:
+            self._on_failure(message, reason)
+        return None
 
 
 def reply(message: Message, answer: Callable[[Message], Content]) -> Content:
@@ -261,102 +256,3 @@ def malformed(error: Exception) -> NoReply:
 def too_large(max_bytes: int) -> UserError:
     """The error about a reply that has more bytes than allowed."""
     return UserError(f"it is larger than the {max_bytes:,} bytes allowed for this reply")
-
-
-# --- For tests -------------------------------------------------------------------------------------------------------
-
-Fault = str | float | Callable[[Content], Content] | None
-
-
-def fake_messenger(
-    handlers: Mapping[int, Callable[[Message], Content]], faults: Callable[[Message, int], Fault] | None = None
-) -> Messenger:
-    """A messenger without processes and without Flower, whose time passes instantly; for tests.
-
-    Args:
-      handlers: the function of each node that answers messages.
-      faults: (message, how often it was sent before: 0, 1, ...) -> what happens to it: None, "lose" (no reply ever),
-        "unsent" (it cannot be sent), "gone" (an error instead of a reply), "crash" (the node did its work, then an
-        error), "double" (the node does its work twice), a number (the reply comes so many seconds later), or a function
-        that corrupts the reply.
-    """
-    return Messenger(_FakeTransport(handlers, faults or (lambda message, before: None)))
-
-
-class _FakeTransport:
-    def __init__(
-        self, handlers: Mapping[int, Callable[[Message], Content]], faults: Callable[[Message, int], Fault]
-    ) -> None:
-        self._handlers, self._faults = handlers, faults
-        self._time, self._count = 0.0, 0
-        self._times: dict[str, float] = {}  # when replies arrive
-        self._replies: dict[str, Content | DeliveryFailure] = {}
-        self._sent: dict[tuple[str, int, int, int], int] = {}
-
-    def nodes(self) -> dict[int, str]:
-        return dict.fromkeys(self._handlers, "")
-
-    def push(self, messages: Sequence[Message], lasting: float) -> list[str]:
-        names = []
-        for message in messages:
-            self._count += 1
-            names.append(str(self._count))
-            which = (message.kind, message.node, message.round, message.attempt)
-            before = self._sent[which] = self._sent.get(which, -1) + 1
-            fault = self._faults(message, before)
-            if fault == "unsent":
-                names[-1] = ""
-                continue
-            if fault == "lose":
-                continue
-            if fault == "gone":
-                self._replies[names[-1]] = DeliveryFailure("node unavailable", passing=True)
-                continue
-            message = dataclasses.replace(message, content=_copied(message.content))
-            answer = reply(message, self._handlers[message.node])
-            if fault == "double":
-                answer = reply(message, self._handlers[message.node])
-            elif fault == "crash":
-                self._replies[names[-1]] = DeliveryFailure("client app crashed", passing=True)
-                continue
-            answer = _copied(answer)
-            self._replies[names[-1]] = fault(answer) if callable(fault) else answer
-            self._times[names[-1]] = self._time + (fault if isinstance(fault, float) else 0.0)
-        return names
-
-    def pull(self, names: Iterable[str], max_bytes: int) -> dict[str, Content | DeliveryFailure | NoReply]:
-        found: dict[str, Content | DeliveryFailure | NoReply] = {
-            name: self._replies.pop(name)
-            for name in list(names)
-            if name in self._replies and self._times.get(name, 0.0) <= self._time
-        }
-        large = [
-            name
-            for name, reply in found.items()
-            if not isinstance(reply, DeliveryFailure | NoReply) and _size(reply) > max_bytes
-        ]
-        return found | {name: malformed(too_large(max_bytes)) for name in large}
-
-    def forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._replies.pop(name, None)
-
-    def wait(self, seconds: float) -> None:
-        self._time += seconds
-
-    def now(self) -> float:
-        return self._time
-
-
-def _size(content: Any) -> int:
-    """The bytes of all arrays in a reply, which may be any object."""
-    records = [each for each in content.values() if isinstance(each, Mapping)] if isinstance(content, Mapping) else []
-    return sum(value.nbytes for record in records for value in record.values() if isinstance(value, np.ndarray))
-
-
-def _copied(content: Content) -> Content:
-    """A copy of a content, so that the two sides of a test share no array."""
-    return {
-        name: {key: np.array(value) if isinstance(value, np.ndarray) else value for key, value in record.items()}
-        for name, record in content.items()
-    }

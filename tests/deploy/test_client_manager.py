@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fedjax_mr.data.facts import Facts
-from fedjax_mr.deploy import transport
 from fedjax_mr.deploy.client_manager import ClientManager
 from fedjax_mr.deploy.client_manager import ClientPolicy as Policy
 from fedjax_mr.deploy.protocol import Member, RunManifest, disagreement
 from fedjax_mr.errors import UserError
+from fedjax_mr.testing.messages import fake_messenger
 
 FACTS = Facts("toy", (2,), "float32", 3, (0.0,), (1.0,), 0.0, 1.0)
 MANIFEST = RunManifest("ab" * 8, FACTS, {"jax": "1"}, label_counts=False)
@@ -30,7 +30,7 @@ def node(client, *, size=5, answer=None):
 
 
 def manager_of(nodes, *, faults=None, lost="wait", clients=3):
-    messenger = transport.fake_messenger(dict(enumerate(nodes, 100)), faults)
+    messenger = fake_messenger(dict(enumerate(nodes, 100)), faults)
     return ClientManager(
         messenger, MANIFEST, num_clients=clients, policy=Policy(lost, reply_timeout=5.0, join_timeout=9.0)
     )
@@ -54,7 +54,7 @@ def test_a_client_that_dies_while_it_joins_is_asked_again_in_time(kind, capsys):
             return "lose"
         return None
 
-    messenger = transport.fake_messenger({100 + client: node(client) for client in range(3)}, lose)
+    messenger = fake_messenger({100 + client: node(client) for client in range(3)}, lose)
     manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=600.0, join_timeout=90.0))
     assert asked(manager) == {0: 0, 2: 20}
     assert "no reply within 30 s" in capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_slow_answers_do_not_hold_the_others(capsys):
         return "lose" if (message.node, message.round, message.attempt) == (102, 1, 0) else late[message.node]
 
     nodes = {100 + client: node(client) for client in range(3)}
-    messenger = transport.fake_messenger(nodes, slow)
+    messenger = fake_messenger(nodes, slow)
     manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=30.0, join_timeout=90.0))
     manager.wait_for_all()
     manager.begin({})
@@ -102,9 +102,7 @@ def test_slow_answers_do_not_hold_the_others(capsys):
 @pytest.mark.parametrize("lost", ["wait", "stop"])
 def test_an_asynchronous_client_that_is_not_there_is_named_in_time(lost, capsys):
     nodes = {100 + client: node(client) for client in range(3)}
-    manager = ClientManager(
-        transport.fake_messenger(nodes, None), MANIFEST, num_clients=3, policy=Policy(lost, 30.0, 90.0)
-    )
+    manager = ClientManager(fake_messenger(nodes, None), MANIFEST, num_clients=3, policy=Policy(lost, 30.0, 90.0))
     manager.wait_for_all()
     manager.begin({})
     left = nodes.pop(101)
@@ -146,7 +144,7 @@ def test_a_silent_stranger_delays_no_round(lost):
         asked_of.append(message.node)
         return "lose" if message.node == 200 else None
 
-    messenger = transport.fake_messenger(nodes, silent)
+    messenger = fake_messenger(nodes, silent)
     manager = ClientManager(
         messenger, MANIFEST, num_clients=3, policy=Policy(lost, reply_timeout=600.0, join_timeout=300.0)
     )
@@ -169,7 +167,7 @@ def test_while_a_client_is_missing_a_stranger_is_asked_with_growing_pauses(capsy
             times.append(messenger.now())
         return "lose" if message.node == 200 else None
 
-    messenger = transport.fake_messenger(nodes, silent)
+    messenger = fake_messenger(nodes, silent)
     manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=20.0, join_timeout=1000.0))
     with pytest.raises(UserError, match="missing: 2"):
         manager.wait_for_all()
@@ -182,7 +180,7 @@ def test_a_client_that_begins_late_is_waited_for_once(capsys):
     """A client that no longer answers is lost without a new delay in every round."""
     nodes = {100 + client: node(client) for client in range(3)}
     deaf = []
-    messenger = transport.fake_messenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    messenger = fake_messenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
     manager = ClientManager(
         messenger, MANIFEST, num_clients=3, policy=Policy("untrained", reply_timeout=50.0, join_timeout=300.0)
     )
@@ -200,7 +198,7 @@ def test_a_client_that_begins_late_is_waited_for_once(capsys):
 def test_a_second_node_takes_a_clients_number_if_the_first_is_silent():
     nodes = {100 + client: node(client) for client in range(3)}
     deaf = []
-    messenger = transport.fake_messenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
+    messenger = fake_messenger(nodes, lambda message, before: "lose" if message.node in deaf else None)
     manager = ClientManager(messenger, MANIFEST, num_clients=3, policy=Policy(reply_timeout=5.0, join_timeout=60.0))
     asked(manager)
     nodes[105] = node(2)
@@ -211,7 +209,7 @@ def test_a_second_node_takes_a_clients_number_if_the_first_is_silent():
 
 def test_a_second_node_does_not_take_the_number_of_a_client_that_answers(capsys):
     nodes = {100 + client: node(client) for client in range(3)}
-    messenger = transport.fake_messenger(nodes)
+    messenger = fake_messenger(nodes)
     manager = ClientManager(
         messenger, MANIFEST, num_clients=3, policy=Policy("untrained", reply_timeout=5.0, join_timeout=60.0)
     )
@@ -274,9 +272,7 @@ def test_a_node_that_comes_back_with_another_number_is_no_lost_client(lost, caps
             return "gone"
         return None
 
-    manager = ClientManager(
-        transport.fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy(lost, 500.0, 9.0)
-    )
+    manager = ClientManager(fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy(lost, 500.0, 9.0))
     assert asked(manager) == {0: 0, 2: 20} and "lost" not in capsys.readouterr().err
 
 
@@ -290,7 +286,7 @@ def test_a_node_that_comes_back_beside_a_silent_one_is_asked_again(capsys):
         return "lose" if message.kind == "train" and message.node == 101 else None
 
     manager = ClientManager(
-        transport.fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy("untrained", 30.0, 9.0)
+        fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy("untrained", 30.0, 9.0)
     )
     manager.wait_for_all()
     manager.begin({})
@@ -309,12 +305,10 @@ def test_a_client_whose_message_cannot_be_sent_is_named_once(capsys):
             nodes[105] = node(2)
         return "unsent"
 
-    manager = ClientManager(
-        transport.fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy("wait", 500.0, 9.0)
-    )
+    manager = ClientManager(fake_messenger(nodes, faults), MANIFEST, num_clients=3, policy=Policy("wait", 500.0, 9.0))
     assert asked(manager) == {0: 0, 2: 20} and manager.now() < 30
     said = capsys.readouterr().err
-    assert said.count("client 2: a message to its node cannot be sent, trying again: start") == 1 and "lost" not in said
+    assert said.count("client 2: the message could not be sent; trying again: start") == 1 and "lost" not in said
 
 
 @pytest.mark.parametrize("fault", AT_FAULT, ids=FAULTS)
@@ -375,7 +369,7 @@ def test_without_all_clients_the_run_does_not_begin(nodes, said, capsys):
 def test_while_clients_are_missing_the_server_says_how_many_are_there(capsys):
     """A line when the number changes, at most one in five seconds."""
     seconds = {0: 20.0, 1: 21.0, 2: 22.0, **dict.fromkeys(range(3, 12), 40.0)}
-    messenger = transport.fake_messenger(
+    messenger = fake_messenger(
         {client: node(client) for client in seconds},
         lambda message, before: seconds[message.node] if message.kind == "join" else None,
     )
@@ -458,7 +452,7 @@ def test_damaged_facts_about_the_clients_are_one_line(change, part, tmp_path):
 def test_all_clients_together_have_at_most_as_many_samples_as_32_bits_count(capsys):
     clients = [node(client, size=2**24) for client in range(129)]
     manager = ClientManager(
-        transport.fake_messenger(dict(enumerate(clients))),
+        fake_messenger(dict(enumerate(clients))),
         MANIFEST,
         num_clients=129,
         policy=Policy(join_timeout=9.0),

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import client, server, transport
+from fedjax_mr.deploy import client, server
 from fedjax_mr.deploy.samples import divide
 from fedjax_mr.errors import TakenError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.testing.messages import fake_messenger
 
 FLAGS = "--strategy=fedavg --model=logistic --clients=2 --cohort=2 --local_epochs=1 --batch_size=4 --noprogress"
 
@@ -27,7 +28,7 @@ def serve(folder, rounds, server_data):
         "state": str(folder / f"state-{number}"),
     }
     node = lambda number: lambda message: client.answer(message, settings(number), run)
-    server.serve(transport.fake_messenger({100: node(0), 101: node(1)}), run)
+    server.serve(fake_messenger({100: node(0), 101: node(1)}), run)
     return json.loads((folder / "run" / "config.json").read_text())
 
 

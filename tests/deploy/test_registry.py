@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr.clock.schedule import simulate
-from fedjax_mr.deploy import client, protocol, server, transport, wire
+from fedjax_mr.deploy import client, protocol, server, wire
 from fedjax_mr.deploy.asynchronous import AsynchronousClients, read_seconds
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
@@ -24,6 +24,7 @@ from fedjax_mr.experiment.folder import ARRIVALS
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing.federations import tree_close, tree_equal
+from fedjax_mr.testing.messages import fake_messenger
 
 N, ROUNDS = 4, 2
 SLOW = [
@@ -62,7 +63,7 @@ class Real:
             protocol.agreement(self.config, self.model),
             STRATEGIES[self.config.strategy].label_counts,
         )
-        messenger = transport.fake_messenger({100 + number: self.node(number) for number in range(N)}, faults)
+        messenger = fake_messenger({100 + number: self.node(number) for number in range(N)}, faults)
         self.manager = ClientManager(messenger, manifest, num_clients=N, policy=ClientPolicy(lost, seconds, 60.0))
 
     def node(self, number, **changed):

@@ -14,6 +14,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer
 from fedjax_mr.secure.envelopes import Identity, read_roster
 from fedjax_mr.secure.exchange import exchange
+from fedjax_mr.testing.messages import fake_messenger
 
 pytest.importorskip("cryptography", reason="the messages are encrypted: pip install 'fedjax_mr[secure]'")
 
@@ -57,7 +58,7 @@ class Federation:
             for client in CLIENTS
         }
         return relay.recombine(
-            transport.fake_messenger(handlers, faults),
+            fake_messenger(handlers, faults),
             {client: 100 + client for client in CLIENTS},
             run=run,
             round=round,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.deploy import client, relay, server, transport
+from fedjax_mr.deploy import client, relay, server
 from fedjax_mr.deploy.samples import divide
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -17,6 +17,7 @@ from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import run
 from fedjax_mr.secure.envelopes import Identity
+from fedjax_mr.testing.messages import fake_messenger
 
 pytest.importorskip("cryptography", reason="the messages are encrypted: pip install 'fedjax_mr[secure]'")
 pytestmark = pytest.mark.slow
@@ -59,7 +60,7 @@ def real(folder, out, *, faults=None, lost="wait", choices="simulated", flags=""
         100 + number: lambda message, number=number: client.answer(message, node(number), told) for number in range(3)
     }
     config = resolve(configuration.parse(shlex.split(flags))).config
-    return server.run(transport.fake_messenger(handlers, faults), config, server.ServerOptions.of(told))
+    return server.run(fake_messenger(handlers, faults), config, server.ServerOptions.of(told))
 
 
 def same(result, simulated):

@@ -2,8 +2,10 @@
 
 import importlib.util
 import logging
+import resource
 import struct
-import time
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from fedjax_mr.deploy import flower, transport
 from fedjax_mr.errors import UserError
+from fedjax_mr.testing.messages import fake_messenger
 
 
 class NodeSettings:
@@ -28,7 +31,7 @@ class NodeSettings:
 
 def ask(*, faults=None, kind="train", timeout=30.0):
     nodes = {7: NodeSettings(7), 9: NodeSettings(9)}
-    messenger = transport.fake_messenger(nodes, faults)
+    messenger = fake_messenger(nodes, faults)
     content = {"arrays": {"x": np.zeros(2, np.float32)}}
     found = messenger.ask([transport.Message(kind, node, 3, 0, content) for node in messenger.nodes()], timeout)
     return nodes, found
@@ -82,7 +85,7 @@ def test_a_node_that_comes_back_with_another_number_is_not_waited_for():
             return "gone"
         return None
 
-    messenger = transport.fake_messenger(nodes, faults)
+    messenger = fake_messenger(nodes, faults)
     found = messenger.ask([transport.Message("refuse", node, 3, 0, {}) for node in (7, 9)], 600.0)
     assert found[7].moved and not found[9].moved and messenger.now() < 10 and messenger.nodes() == [9, 8]
 
@@ -100,12 +103,12 @@ def test_a_node_that_was_stopped_and_comes_back_with_another_number_is_not_waite
             nodes[8] = NodeSettings(7)
         return "unsent" if before else "gone"
 
-    messenger = transport.fake_messenger(nodes, faults)
-    messenger.on_unsent = unsent.append
+    messenger = fake_messenger(nodes, faults)
+    messenger.on_failure = lambda message, reason: unsent.append((message, reason))
     messages = [transport.Message("train", node, 3, 0, {"arrays": {"x": np.zeros(2)}}) for node in (7, 9)]
     found = messenger.ask(messages, 600.0)
     assert found[7].moved and "the message could not be sent" in found[7].reason and found[9]["facts"] == {"round": 3}
-    assert times == [0, 1, 2, 3] and messenger.now() < 10 and unsent == messages[:1]
+    assert times == [0, 1, 2, 3] and messenger.now() < 10 and unsent == [(messages[0], "node unavailable")]
 
 
 def test_a_message_that_cannot_be_sent_for_a_while_is_sent_again():
@@ -123,7 +126,7 @@ def test_a_refusal_is_not_asked_again():
 def test_one_message_per_node():
     message = transport.Message("train", 7, 0, 0, {})
     with pytest.raises(ValueError, match="one message per node"):
-        transport.fake_messenger({7: NodeSettings(7)}).ask([message, message], 1.0)
+        fake_messenger({7: NodeSettings(7)}).ask([message, message], 1.0)
 
 
 def test_a_users_mistake_is_one_line_of_the_log():
@@ -141,7 +144,7 @@ def test_without_flwr_the_line_says_how_to_get_it(monkeypatch):
         flower.client_app(lambda message, node, run: {})
 
 
-# flwr 1.41 imports typer 0.20, which uses a name that click 8.5 deprecates (2026-11).
+# flwr 1.42 imports typer 0.20, which uses a name that click 8.5 deprecates (2026-11).
 pytestmark = pytest.mark.filterwarnings("ignore:'click.utils:DeprecationWarning")
 needs_flower = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
 
@@ -188,7 +191,7 @@ FORGED = {
 def test_a_forged_array_is_a_malformed_answer_of_its_client(name, grid):
     """No memory is taken for what a header says, and the server gets the other clients' answers."""
     data, line = FORGED[name]
-    grid.spoil[7] = lambda records: records["arrays"]["x"].__dict__.update(data=data)
+    grid.spoil[7] = lambda records: setattr(records["arrays"]["x"], "data", data)
     found = grid.ask()
     assert found[9]["arrays"]["x"][0] == 9
     if line is None:
@@ -198,13 +201,16 @@ def test_a_forged_array_is_a_malformed_answer_of_its_client(name, grid):
 
 
 class Grid:
-    """Flower's Grid with a SuperLink that answers by itself: node 7 and 9 add their number to what they get."""
+    """Flower's Grid with a SuperLink that answers by itself: node 7 and 9 add their number to what they get.
 
-    def __init__(self, names):
-        self.flower, self.node, self.run = names, names.node, types.SimpleNamespace(run_id=1)
-        self.spoil, self.pulled, self.hidden, self.objects, self.replies = {}, 0, set(), {}, []
-        self._runtime_client = self
-        self._client = types.SimpleNamespace(event_hooks={"response": []})
+    Attributes:
+      spoil: by node, what changes the records of its reply, or raises as Flower does at a reply that it cannot read.
+      errors: by node, the error of Flower in place of its reply.
+      down: whether the SuperLink is out of reach.
+    """
+
+    def __init__(self, app):
+        self.app, self.spoil, self.errors, self.down, self._asked = app, {}, {}, False, {}
 
     def ask(self, most=2**20, timeout=3.0):
         content = {"arrays": {"x": np.zeros(2, np.float32)}}
@@ -216,92 +222,112 @@ class Grid:
         key = b"-----BEGIN\nkey\n-----END"
         return [types.SimpleNamespace(node_id=node, public_key=key) for node in (7, 9)]
 
+    def get_node_ids(self):
+        if self.down:
+            raise ConnectionError("no route to the SuperLink")
+        return [7, 9]
+
     def push_messages(self, messages):
         for message in messages:
-            node = message.metadata.dst_node_id
-            records = flower._records(transport.reply(flower._received(message), NodeSettings(node)))
-            self.spoil.get(node, lambda records: None)(records)
-            message.metadata.__dict__["_message_id"] = f"asked {node}"
-            reply = self.flower.Message(records, reply_to=message)
-            objects = {name: each.deflate() for name, each in self.flower.get_all_nested_objects(reply).items()}
-            self.objects |= objects
-            tree = self.flower.get_object_tree(reply)
-            about = types.SimpleNamespace(message_id=tree.object_id, reply_to_message_id=f"asked {node}")
-            self.replies.append((types.SimpleNamespace(metadata=about), tree))
+            self._asked[f"asked {message.metadata.dst_node_id}"] = message
         return [f"asked {message.metadata.dst_node_id}" for message in messages]
 
-    def PullMessages(self, request):
-        replies, self.replies = self.replies, []
-        stray = types.SimpleNamespace(metadata=types.SimpleNamespace(message_id="?", reply_to_message_id=""))
-        messages, trees = zip(*replies, (stray, None), strict=True)
-        return types.SimpleNamespace(messages_list=messages, message_object_trees=trees)
-
-    def PullObject(self, request):
-        content = self.objects[request.object_id]
-        for hook in self._client.event_hooks["response"]:
-            hook(types.SimpleNamespace(headers={"content-length": str(len(content))}))
-        self.pulled += len(content)
-        there = request.object_id not in self.hidden
-        return types.SimpleNamespace(object_found=True, object_available=there, object_content=content)
-
-    def ConfirmMessageReceived(self, request):
-        pass
+    def pull_messages(self, names):
+        if self.down:
+            raise ConnectionError("no route to the SuperLink")
+        replies = []
+        for message in [self._asked.pop(name) for name in names if name in self._asked]:
+            node = message.metadata.dst_node_id
+            if node in self.errors:
+                replies.append(self.app.Message(self.errors[node], reply_to=message))
+                continue
+            records = flower._records(transport.reply(flower._received(message), NodeSettings(node)))
+            self.spoil.get(node, lambda records: None)(records)
+            replies.append(self.app.Message(records, reply_to=message))
+        return replies
 
 
 @pytest.fixture
 def grid(monkeypatch):
-    names = flower._flower()
     identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
     for name in ("_run_id", "_node_id", "_task_id"):  # of the process that a node would start
         monkeypatch.setattr(identity, name, 1)
-    inflatable = importlib.import_module("flwr.supercore.inflatable.inflatable_object")
-    names.get_all_nested_objects, names.get_object_tree = (
-        inflatable.get_all_nested_objects,
-        inflatable.get_object_tree,
-    )
-    names.node = importlib.import_module("flwr.proto.node_pb2").Node(node_id=1)
     monkeypatch.setattr(transport, "POLL_SECONDS", 0.05)
-    return Grid(names)
+    monkeypatch.setattr(transport, "PAUSE_SECONDS", 0.1)
+    return Grid(flower._flower().app)
 
 
 @needs_flower
-def test_an_upload_is_refused_by_its_announced_size_before_it_is_read(grid):
-    large = np.random.default_rng(0).integers(0, 2**32, 30 * 2**18, np.uint32)  # 30 MB
-    for most, read in ((2**20, 2**16), (8 * 2**20, 8 * 2**20)):
-        grid.pulled = 0
-        grid.spoil[7] = lambda records: records["arrays"].update(x=grid.flower.Array(large))
-        found = grid.ask(most)
-        assert found[7].refused and f"larger than the {most:,} bytes" in found[7].reason
-        assert found[9]["arrays"]["x"][0] == 9 and grid.pulled < read
+def test_a_large_upload_is_no_reply(grid):
+    large = np.random.default_rng(0).integers(0, 2**32, 2**19, np.uint32)  # 2 MB
+    grid.spoil[7] = lambda records: records["arrays"].update(x=grid.app.Array(large))
+    found = grid.ask(2**20)
+    assert found[7].refused and "larger than the 1,048,576 bytes" in found[7].reason
+    assert found[9]["arrays"]["x"][0] == 9
+    assert len(grid.ask(2**22)[7]["arrays"]["x"]) == 2**19
 
 
 @needs_flower
-def test_a_chunk_that_is_named_a_million_times_takes_no_memory(grid):
-    def repeat(records):
-        array = records["arrays"]["x"]
-        array.__dict__["_chunks"] = array.slice_array() * 10**5
+def test_a_reply_that_flower_cannot_read_is_its_clients_alone(grid):
+    def damaged(records):
+        raise ValueError("unexpected children")
 
-    grid.spoil[7] = repeat
+    grid.spoil[7] = damaged
     found = grid.ask()
-    assert found[7].refused and "larger than" in found[7].reason and found[9]["arrays"]["x"][0] == 9
+    assert found[7].refused and "cannot be read (ValueError: unexpected children" in found[7].reason
+    assert found[9]["arrays"]["x"][0] == 9
 
 
 @needs_flower
-def test_a_reply_that_stops_in_the_middle_holds_nobody_up(grid):
-    def hide(records):
-        grid.hidden.add(records["arrays"]["x"].slice_array()[0][0])
+def test_a_reply_that_grows_while_flower_reads_it_takes_no_memory(grid):
+    limits, taken = resource.getrlimit(resource.RLIMIT_DATA), []
+    grid.spoil[7] = lambda records: taken.append(bytearray(2**30))
+    found = grid.ask()
+    assert found[7].refused and "MemoryError" in found[7].reason and not taken and found[9]["arrays"]["x"][0] == 9
+    assert len(grid.ask(2**29)[7]["arrays"]["x"]) == 2 and taken  # as large as such a reply may become
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
-    grid.spoil[7] = hide
+
+@needs_flower
+def test_a_superlink_out_of_reach_is_no_clients_fault(grid):
     messenger = flower.flower_messenger(grid)
-    content = {"arrays": {"x": np.zeros(2, np.float32)}}
-    asking = messenger.send([transport.Message("train", node, 3, 0, content) for node in (7, 9)], 0.5)
-    assert set(asking.poll()) == {9} and asking.nodes == {7}
-    time.sleep(0.6)
-    assert "no reply within 0.5 s" in asking.poll()[7].reason and not messenger._transport._coming
+    asking = messenger.send([transport.Message("train", 7, 3, 0, {"arrays": {"x": np.zeros(2)}})], 3.0)
+    grid.down = True
+    with pytest.raises(ConnectionError, match="no route"):
+        asking.poll()
+
+
+@pytest.mark.parametrize(("answers", "code"), [(True, 0), (False, 4)])
+def test_a_server_without_its_superlink_ends_itself(answers, code):
+    script = f"""
+import threading, time, types
+from fedjax_mr.deploy import flower
+nodes = lambda: time.sleep({0 if answers else 60})
+threading.Thread(target=flower._watch, args=(types.SimpleNamespace(get_node_ids=nodes), 0.5), daemon=True).start()
+time.sleep(2)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == code and ("lost the SuperLink: start it" in ended.stderr) == (not answers)
 
 
 @needs_flower
-def test_many_records_or_names_are_no_reply(grid):
+def test_flowers_errors(grid):
+    """A crash may pass, an app that cannot be loaded does not; the names are those of Flower's codes."""
+    codes = importlib.import_module("flwr.common.constant").ErrorCode
+    lasting = (codes.LOAD_CLIENT_APP_EXCEPTION, codes.CLIENT_APP_RAISED_EXCEPTION, codes.INVALID_FAB)
+    assert set(flower._LASTING) == set(lasting)
+    assert all(getattr(codes, name.upper().replace(" ", "_")) == code for code, name in flower._PASSING.items())
+    grid.errors[7] = grid.app.Error(codes.LOAD_CLIENT_APP_EXCEPTION, "Traceback:\n  ...\nNo module named fedjax_mr\n")
+    grid.errors[9] = grid.app.Error(codes.CLIENT_APP_CRASHED)
+    found = grid.ask(timeout=0.5)
+    assert found[7] == transport.NoReply("the client's app cannot be loaded: No module named fedjax_mr")
+    assert found[9] == transport.NoReply("no reply within 0.5 s (client app crashed)")
+    grid.errors = {9: grid.app.Error(99)}
+    assert found[7].reason and grid.ask(timeout=0.5)[9].reason == "no reply within 0.5 s (Flower's error 99)"
+
+
+@needs_flower
+def test_many_records_or_arrays_are_no_reply(grid):
     grid.spoil[7] = lambda records: [records.update({f"more{each}": records["facts"]}) for each in range(30)]
     grid.spoil[9] = lambda records: [records["arrays"].update({f"x{n}": records["arrays"]["x"]}) for n in range(10**4)]
     found = grid.ask()
@@ -330,7 +356,7 @@ def test_a_clients_words_are_one_printable_line():
     def refuse(message):
         raise UserError("\x1b[2Jno data\nfedjax-mr: round 9: accuracy 1.0\u202e" + "x" * 10**6)
 
-    messenger = transport.fake_messenger({7: refuse})
+    messenger = fake_messenger({7: refuse})
     reason = messenger.ask([transport.Message("train", 7, 3, 0, {})], 1.0)[7].reason
     assert reason.startswith("?[2Jno data fedjax-mr: round 9: accuracy 1.0?xxx") and len(reason) == 200
     assert reason.isprintable()
@@ -338,7 +364,6 @@ def test_a_clients_words_are_one_printable_line():
 
 @needs_flower
 def test_a_client_app_answers_and_refuses(monkeypatch):
-    names = flower._flower()
     identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
     for name in ("_run_id", "_node_id", "_task_id"):  # of the process that a node would start
         monkeypatch.setattr(identity, name, 1)
@@ -347,7 +372,7 @@ def test_a_client_app_answers_and_refuses(monkeypatch):
     for kind, expected in (("train", "arrays"), ("refuse", "fedjax_mr")):
         envelope = {"kind": kind, "round": 1, "attempt": 0}
         records = flower._records({"arrays": {"x": np.zeros(2)}, "fedjax_mr": envelope})
-        asked = names.Message(records, 5, "query")
+        asked = flower._flower().app.Message(records, 5, "query")
         answer = flower._content(app(asked, context).content)
         assert expected in answer
     assert answer["fedjax_mr"] == {**envelope, "refused": "client 4 has no data"}

@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from fedjax_mr.deploy import server, transport
+from fedjax_mr.deploy import server
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import interrupts, streams
 from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.testing.messages import fake_messenger
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +128,7 @@ def test_a_stopped_server_of_real_clients_tells_flower(monkeypatch):
 
     monkeypatch.setattr(server, "run", stop)
     with pytest.raises(UserError, match="stopped after round 3"):
-        server.serve(transport.fake_messenger({}), {"flags": "", "server-data": "server.npz"})
+        server.serve(fake_messenger({}), {"flags": "", "server-data": "server.npz"})
 
 
 def test_a_second_sigterm_of_a_scheduler_does_not_end_a_run_at_once_and_a_second_ctrl_c_does():
