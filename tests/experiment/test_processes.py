@@ -389,12 +389,15 @@ def test_a_killed_process_ends_the_run_which_can_go_on(tmp_path, victim):
     assert done < LONG["rounds"]
 
     resumed = Launched(tmp_path / "run", LONG | {"resume": True}, processes=2, devices=1)
-    deadline = time.monotonic() + 120
-    while last_round() <= done + 2:
-        assert time.monotonic() < deadline and all(process.poll() is None for process in resumed.processes)
-        time.sleep(0.2)
-    resumed.processes[0].send_signal(signal.SIGINT)
-    assert resumed.wait() == [130, 130], resumed.said()
+    try:
+        deadline = time.monotonic() + 300
+        while last_round() <= done + 2:
+            assert time.monotonic() < deadline and all(process.poll() is None for process in resumed.processes)
+            time.sleep(0.2)
+        resumed.processes[0].send_signal(signal.SIGINT)
+    finally:
+        codes = resumed.wait(60)
+    assert codes == [130, 130], resumed.said()
 
 
 @pytest.mark.slow
@@ -403,10 +406,11 @@ def test_a_frozen_process_ends_the_others(tmp_path):
     launched.wait_for_a_row()
     launched.processes[1].send_signal(signal.SIGSTOP)
     try:
-        assert launched.processes[0].wait(60) == 4
+        assert launched.processes[0].wait(60) == 4, launched.said()
         assert launched.said()[0].splitlines()[-1].startswith(LOST)
     finally:
-        launched.wait(0)
+        for process in launched.processes:
+            process.kill()
 
 
 @pytest.mark.slow
